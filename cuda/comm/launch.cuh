@@ -1,0 +1,169 @@
+// The life of one launch, the same for every operator: begin, grant credit, await, signal, leave.
+//
+// Flags carry the epoch and are never reset. A wait passes at `epoch >= expected` and is bounded: on time-out the WG
+// that meets it first writes one record, raises the abort word, tells the peers, and everybody leaves.
+// cuda/DESIGN.md names every release and the acquire that pairs with it.
+#pragma once
+
+#include "comm/put.cuh"
+
+namespace po {
+
+// Passed by value: its address must not force it out of registers.
+struct Launch {
+  const Team& team;
+  uint64_t epoch;
+
+  PO_FN uint64_t flag() const { return flag_value(epoch, team.contract_hash); }
+};
+
+PO_FN Launch begin_launch(const Team& team) {
+  // Stream order makes the previous launch's epoch visible; nobody advances it before all WGs of this one are done.
+  return Launch{team, flag_load_relaxed_sys(&team.local->epoch) + 1};
+}
+
+PO_FN bool is_aborted(Launch launch) { return flag_load_relaxed_sys(&launch.team.local->abort) != 0; }
+
+// ---- errors ---------------------------------------------------------------------------------------------------------
+
+PO_NOINLINE inline void raise_abort(Launch launch, ErrorKind kind, Phase phase, int peer, uint64_t index, uint64_t seen,
+                                    uint64_t waited_ns) {
+  const Team& team = launch.team;
+  if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {
+    ErrorRecord& record = *team.error;
+    record.kind = kind;
+    record.phase = phase;
+    record.peer = static_cast<uint64_t>(peer);
+    record.index = index;
+    record.epoch = launch.epoch;
+    record.seen = seen;
+    record.waited_ns = waited_ns;
+    const auto* grant = reinterpret_cast<const Grant*>(team.heap + grant_offset(team, peer));
+    for (int i = 0; i < kContractWords; ++i) record.peer_contract[i] = grant->contract[i];
+    flag_store_release_sys(&record.state, 1);  // pairs with the host's acquiring read in check()
+    // The peers need not wait out their own time: they leave at their next look at these words.
+    for (int other = 0; other < team.size; ++other) {
+      if (other == team.rank) continue;
+      signal(team, other, abort_word_offset(team, team.rank),
+             flag_value(launch.epoch, static_cast<uint64_t>(peer) + 1));
+    }
+  }
+  flag_store_relaxed_sys(&team.local->abort, 1);
+}
+
+// A peer gave up on this epoch (or an earlier one): give up as well, and pass on whom it blames.
+PO_NOINLINE inline bool peer_gave_up(Launch launch) {
+  const Team& team = launch.team;
+  for (int reporter = 0; reporter < team.size; ++reporter) {
+    const uint64_t word = flag_load_acquire_sys(local_word(team, abort_word_offset(team, reporter)));
+    if (word != 0 && epoch_of(word) <= launch.epoch) {
+      const int blamed = static_cast<int>(low_bits_of(word)) - 1;
+      raise_abort(launch, kReportedByPeer, kPhaseReady, blamed, static_cast<uint64_t>(reporter), word, 0);
+      return true;
+    }
+  }
+  return false;
+}
+
+// ---- waiting --------------------------------------------------------------------------------------------------------
+
+// Returns true when `flag` has reached this epoch; what its writer released before is then visible to this thread.
+PO_FN bool await_epoch(Launch launch, const uint64_t* flag, Phase phase, int peer, uint64_t index) {
+  constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
+  uint64_t started = 0;
+  for (uint32_t spins = 1;; ++spins) {
+    const uint64_t seen = flag_load_acquire_sys(flag);
+    if (epoch_of(seen) >= launch.epoch) return true;
+    if (spins % kSpinsPerLook == 0) {
+      if (is_aborted(launch) || peer_gave_up(launch)) return false;
+      const uint64_t now = clock_ns();
+      if (started == 0) started = now;
+      if (now - started > launch.team.timeout_ns) {
+        raise_abort(launch, kTimeout, phase, peer, index, seen, now - started);
+        return false;
+      }
+    }
+    spin_pause(spins);
+  }
+}
+
+// ---- credit ---------------------------------------------------------------------------------------------------------
+
+// Tells every peer that this PE's output may be written, and under which contract. Threads of one WG share the peers.
+PO_FN void grant_credit(Launch launch, const WorkGroup& wg, uint64_t output_offset) {
+  const Team& team = launch.team;
+  auto fill = [&](Grant* grant) {
+    grant->output_offset = output_offset;
+    for (int i = 0; i < kContractWords; ++i) grant->contract[i] = team.contract[i];
+  };
+  for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
+    if (peer == team.rank || !is_reachable(team, peer)) continue;
+    fill(reinterpret_cast<Grant*>(peer_address(team, peer, grant_offset(team, team.rank))));
+    signal(team, peer, grant_offset(team, team.rank), launch.flag());
+  }
+  if (wg.rank() == 0) {
+    auto* staged = reinterpret_cast<Grant*>(team.heap + grant_offset(team, team.size));
+    fill(staged);
+    for (int peer = 0; peer < team.size; ++peer) {
+      if (is_reachable(team, peer)) continue;
+      const uint64_t offset = grant_offset(team, team.rank);
+      put_nbi(team, peer, offset + sizeof(uint64_t), &staged->output_offset, sizeof(Grant) - sizeof(uint64_t));
+      put_fence(team);
+      signal(team, peer, offset, launch.flag());
+    }
+  }
+}
+
+// Returns true when `receiver` has granted credit for this epoch under the same contract.
+PO_FN bool await_credit(Launch launch, int receiver) {
+  const Team& team = launch.team;
+  const uint64_t* flag = local_word(team, grant_offset(team, receiver));
+  if (!await_epoch(launch, flag, kPhaseCredit, receiver, 0)) return false;
+  const uint64_t seen = flag_load_relaxed_sys(flag);
+  // A receiver that is already one launch further has compared this launch's contracts itself.
+  if (epoch_of(seen) == launch.epoch && low_bits_of(seen) != team.contract_hash) {
+    raise_abort(launch, kContractMismatch, kPhaseCredit, receiver, 0, seen, 0);
+    return false;
+  }
+  return true;
+}
+
+// Where this epoch's output lies in the heap of a receiver that granted credit. Stable until this WG has signalled it.
+PO_FN uint64_t granted_output(const Team& team, int receiver) {
+  return flag_load_relaxed_sys(local_word(team, grant_offset(team, receiver)) + 1);
+}
+
+// Every PE meets every other's contract, also where neither sends to the other. Threads of one WG share the peers.
+PO_FN void await_all_credits(Launch launch, const WorkGroup& wg) {
+  for (int peer = wg.rank(); peer < launch.team.size; peer += wg.size()) {
+    if (peer != launch.team.rank) await_credit(launch, peer);
+  }
+}
+
+// ---- leaving --------------------------------------------------------------------------------------------------------
+
+// Counts this WG out. The last one poisons the output if the launch was aborted, and closes the epoch.
+PO_FN void leave_launch(Launch launch, const WorkGroup& wg, uint64_t* last_flag, uint64_t output_offset,
+                        uint64_t output_bytes) {
+  const Team& team = launch.team;
+  wg.sync();  // all of this WG's waits and stores are behind its departure
+  if (wg.rank() == 0) {
+    const auto count = static_cast<uint64_t>(wg.count());
+    *last_flag = atomic_add_fetch_acq_rel_gpu(&team.local->departed, 1) == count;
+  }
+  wg.sync();
+  if (*last_flag == 0) return;
+  if (is_aborted(launch)) {
+    auto* output = team.heap + output_offset;
+    for (uint64_t i = static_cast<uint64_t>(wg.rank()); i < output_bytes / 2; i += static_cast<uint64_t>(wg.size())) {
+      reinterpret_cast<uint16_t*>(output)[i] = 0xffff;  // NaN in fp32, fp16 and bf16
+    }
+  }
+  if (wg.rank() == 0) {
+    team.local->ticket = 0;
+    team.local->departed = 0;
+    flag_store_relaxed_sys(&team.local->epoch, launch.epoch);
+  }
+}
+
+}  // namespace po

@@ -1,0 +1,66 @@
+// Moving bytes and flags to another PE, whatever lies between. The only file that may include NVSHMEM.
+//
+// Reachable peer: plain stores, then a releasing flag store. Other peers: non-blocking puts, a fence that orders them
+// before the following signal, and the signal; `quiet` before their sources may be overwritten.
+#pragma once
+
+#include "comm/team.cuh"
+#include "platform/groups.cuh"
+#include "platform/memory.cuh"
+
+#ifndef PO_WITH_NVSHMEM
+#define PO_WITH_NVSHMEM 0
+#endif
+
+#if PO_ON_DEVICE && PO_WITH_NVSHMEM
+#include <nvshmem.h>
+#include <nvshmemx.h>
+#elif !PO_ON_DEVICE
+#include "platform/host_network.h"
+#endif
+
+namespace po {
+
+// Starts copying `bytes` from this PE's heap to `offset` in the heap of a peer that is not reachable. One thread.
+PO_FN void put_nbi([[maybe_unused]] const Team& team, [[maybe_unused]] int peer, [[maybe_unused]] uint64_t offset,
+                   [[maybe_unused]] const void* source, [[maybe_unused]] uint64_t bytes) {
+#if !PO_ON_DEVICE
+  team.network->put(peer, offset, source, bytes);
+#elif PO_WITH_NVSHMEM
+  nvshmem_putmem_nbi(team.heap + offset, source, bytes, peer);
+#endif
+}
+
+// This thread's puts so far, to any peer, arrive before its signals after this.
+PO_FN void put_fence([[maybe_unused]] const Team& team) {
+#if !PO_ON_DEVICE
+  team.network->fence();
+#elif PO_WITH_NVSHMEM
+  nvshmem_fence();
+#endif
+}
+
+// Returns when the sources of this PE's puts may be overwritten.
+PO_FN void put_quiet([[maybe_unused]] const Team& team) {
+#if !PO_ON_DEVICE
+  team.network->quiet();
+#elif PO_WITH_NVSHMEM
+  nvshmem_quiet();
+#endif
+}
+
+// Sets the flag at `offset` in a peer's heap. To a reachable peer this is a release: it covers all that this thread
+// has written or, through a sync or an acquire, observed. To others it follows the puts before the last put_fence.
+PO_FN void signal(const Team& team, int peer, uint64_t offset, uint64_t value) {
+  if (is_reachable(team, peer)) {
+    flag_store_release_sys(reinterpret_cast<uint64_t*>(peer_address(team, peer, offset)), value);
+    return;
+  }
+#if !PO_ON_DEVICE
+  team.network->signal(peer, offset, value);
+#elif PO_WITH_NVSHMEM
+  nvshmemx_signal_op(reinterpret_cast<uint64_t*>(team.heap + offset), value, NVSHMEM_SIGNAL_SET, peer);
+#endif
+}
+
+}  // namespace po

@@ -1,0 +1,106 @@
+// What every kernel knows about its world: the PEs' heaps, the flags in them, and where errors go.
+//
+// Offsets are bytes from the heap's base and the same on every PE. One definition serves both sides: the host fills
+// these structs from the ctypes mirrors in persistent_ops/runtime/layout.py, and the compile checks their sizes.
+#pragma once
+
+#include "platform/platform.cuh"
+
+namespace po {
+
+inline constexpr int kMaxPes = 64;          // a warp remembers the peers that granted it credit in one 64-bit mask
+inline constexpr int kContractWords = 14;   // fills a Grant up to its 128 bytes
+inline constexpr int kEpochShift = 16;      // a flag is the epoch above a 16-bit hash of the launch contract
+
+// A receiver's permission to write this epoch's output: where it is in the receiver's heap, and the receiver's launch
+// contract. Lives in the sender's heap, one per receiver, written by that receiver alone; `flag` is set last.
+struct alignas(128) Grant {
+  uint64_t flag;
+  uint64_t output_offset;
+  int64_t contract[kContractWords];
+};
+
+// Private to a PE, in device memory. Words that many WGs update stand on lines of their own.
+struct LocalState {
+  alignas(128) uint64_t epoch;     // of the last launch that completed; advanced by the last WG to leave
+  alignas(128) uint64_t ticket;    // next position of the task order
+  alignas(128) uint64_t departed;  // WGs that are done with this launch
+  alignas(128) uint64_t abort;     // non-zero: leave without waiting for anybody
+  uint64_t error_claimed;          // the first WG to meet an error sets it and writes the record
+  uint64_t input_error_claimed;
+};
+
+enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, kReportedByPeer = 3 };
+enum Phase : uint64_t { kPhaseCredit = 1, kPhaseReady = 2, kPhaseSlice = 3 };
+enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2 };
+
+// Host-visible memory. `state` is released last and makes the other fields valid.
+struct ErrorRecord {
+  uint64_t state;
+  uint64_t kind;
+  uint64_t phase;
+  uint64_t peer;
+  uint64_t index;
+  uint64_t epoch;
+  uint64_t seen;
+  uint64_t waited_ns;
+  int64_t peer_contract[kContractWords];
+};
+
+struct InputErrorRecord {
+  uint64_t state;
+  uint64_t kind;
+  int64_t table;
+  int64_t bag;
+  int64_t value;
+  int64_t limit;
+};
+
+class DelayedNetwork;  // host backend only: a proxy that delays and reorders puts as a network would
+
+struct Team {
+  int32_t rank;
+  int32_t size;
+  uint8_t* heap;               // base of this PE's symmetric heap
+  const uint64_t* peer_heaps;  // [size] base of each PE's heap as mapped here; 0: not load/store reachable
+  uint64_t grants_offset;      // Grant[size + 1], indexed by receiver; the last one is a staging copy of this PE's own
+  uint64_t ready_offset;       // uint64_t[size][ready_stride], indexed by sender
+  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up: epoch, and the PE it blames
+  uint64_t ready_stride;
+  LocalState* local;
+  uint64_t* wg_done;  // bitmasks of the slices for peers that are not reachable
+  ErrorRecord* error;
+  InputErrorRecord* input_error;
+  uint64_t timeout_ns;
+  uint64_t contract_hash;
+  int64_t contract[kContractWords];
+  DelayedNetwork* network;
+};
+
+PO_FN bool is_reachable(const Team& team, int peer) { return team.peer_heaps[peer] != 0; }
+
+PO_FN uint8_t* peer_address(const Team& team, int peer, uint64_t offset) {
+  return reinterpret_cast<uint8_t*>(team.peer_heaps[peer]) + offset;
+}
+
+PO_FN uint64_t grant_offset(const Team& team, int receiver) {
+  return team.grants_offset + static_cast<uint64_t>(receiver) * sizeof(Grant);
+}
+
+PO_FN uint64_t ready_word_offset(const Team& team, int sender, uint64_t index) {
+  return team.ready_offset + (static_cast<uint64_t>(sender) * team.ready_stride + index) * sizeof(uint64_t);
+}
+
+PO_FN uint64_t abort_word_offset(const Team& team, int reporter) {
+  return team.abort_offset + static_cast<uint64_t>(reporter) * sizeof(uint64_t);
+}
+
+PO_FN uint64_t* local_word(const Team& team, uint64_t offset) {
+  return reinterpret_cast<uint64_t*>(team.heap + offset);
+}
+
+PO_FN uint64_t flag_value(uint64_t epoch, uint64_t low_bits) { return epoch << kEpochShift | low_bits; }
+PO_FN uint64_t epoch_of(uint64_t flag) { return flag >> kEpochShift; }
+PO_FN uint64_t low_bits_of(uint64_t flag) { return flag & ((1ull << kEpochShift) - 1); }
+
+}  // namespace po

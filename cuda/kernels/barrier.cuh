@@ -1,0 +1,38 @@
+// A barrier over all PEs on the stream: every PE grants the others this epoch's credit and waits for theirs. It is the
+// smallest operator: the protocol of comm/launch.cuh and nothing else.
+#pragma once
+
+#include "comm/launch.cuh"
+#include "platform/entry.cuh"
+
+namespace po::barrier {
+
+struct Plan {
+  Team team;
+};
+
+struct Call {};
+
+struct Shared {
+  Plan plan;
+  uint64_t is_last;
+};
+
+struct Kernel {
+  using Plan = barrier::Plan;
+  using Call = barrier::Call;
+  using Shared = barrier::Shared;
+  static constexpr int kThreads = 64;
+  static constexpr int kBlocksPerSm = 1;
+
+  static PO_FN void run(const WorkGroup& wg, const Plan& plan, const Call&, Shared& shared) {
+    const Launch launch = begin_launch(plan.team);
+    grant_credit(launch, wg, 0);
+    await_all_credits(launch, wg);
+    leave_launch(launch, wg, &shared.is_last, 0, 0);
+  }
+};
+
+}  // namespace po::barrier
+
+PO_ENTRY(barrier, po::barrier::Kernel)

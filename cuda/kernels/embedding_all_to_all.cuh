@@ -1,0 +1,450 @@
+// Fused embedding pooling + All-to-All (the operator of the SC24 paper on fused computation-collective operations,
+// sections III-A and III-B's zero-copy form), one persistent launch.
+//
+// Each PE owns tables and holds the lookups of the global batch for them; each receives the pooled rows of its part of
+// the batch. Protocol: (1) WG 0 grants every peer credit for this epoch, with the place of the output. (2) Warps take
+// tasks (a slice of samples of one table) from a ticket counter, in the order of sched/exchange_order.cuh, and store each
+// pooled row straight into its destination's output; for a destination that is not load/store reachable they fill the
+// staged slice, and the warp that sets the last WG_Done bit puts it and signals. (3) After its last task for others a WG
+// releases one sliceRdy word at every reachable peer, then works on local tasks. (4) Each WG waits for its own subset of
+// the words that arrive. Written for Hopper (bulk copies to peers), runs on sm_80 and later and on the host.
+#pragma once
+
+#include "comm/launch.cuh"
+#include "platform/entry.cuh"
+#include "sched/exchange_order.cuh"
+#include "tile/bag_stream.cuh"
+
+#ifndef PO_SCALAR
+#define PO_SCALAR Float32
+#define PO_INDEX int64_t
+#define PO_OFFSET int64_t
+#define PO_POOLING kSum
+#define PO_SHAPES 0x3f
+#endif
+#ifndef PO_THREADS
+#define PO_THREADS 256
+#endif
+#ifndef PO_BLOCKS_PER_SM
+#define PO_BLOCKS_PER_SM 2
+#endif
+#ifndef PO_ROWS
+#define PO_ROWS 8
+#endif
+#ifndef PO_BULK_STORE
+#define PO_BULK_STORE 1
+#endif
+
+namespace po::embedding_all_to_all {
+
+// ---- configuration --------------------------------------------------------------------------------------------------
+
+struct Config {
+  using Scalar = PO_SCALAR;
+  static constexpr int kThreads = PO_THREADS;
+  static constexpr int kBlocksPerSm = PO_BLOCKS_PER_SM;
+  static constexpr int kMaxWarps = PO_ON_DEVICE ? kThreads / kWarpSize : 1;
+  static constexpr int kElementBytes = static_cast<int>(sizeof(Scalar::Storage));
+  static constexpr int kStoreBytes = 32 * 2 * 16;  // the widest piece of a row that a warp pools at once
+  static_assert(kThreads % 32 == 0, "a WG consists of whole warps");
+
+  template <int kLanes, int kVectors, int kBytes>
+  using Shape = BagShape<Scalar, PO_INDEX, PO_OFFSET, Pooling::PO_POOLING, kLanes, kVectors, kBytes, PO_ROWS>;
+};
+
+// How a warp divides over a table's rows; `shape` of a Table. The plan picks the narrowest that holds a row.
+enum RowShape : int32_t { kElementwise = 0, kLanes32x2 = 1, kLanes32 = 2, kLanes16 = 3, kLanes8 = 4, kLanes4 = 5 };
+
+// ---- arguments ------------------------------------------------------------------------------------------------------
+
+struct Table {
+  const uint8_t* rows;
+  int64_t num_rows;
+  int64_t row_bytes;
+  int64_t column_bytes;  // where its columns begin in a row of output
+  int64_t shape;
+};
+
+struct Plan {
+  Team team;
+  ExchangeOrder order;
+  const Table* tables;
+  const int64_t* column_start;  // [size + 1] bytes; where each PE's columns begin in a row of output
+  int64_t batch;
+  int64_t output_row_bytes;
+  uint64_t staging_offset;  // [batch, own columns] in the symmetric heap; used for peers that are not reachable
+  int64_t reports_bad_input;
+};
+
+struct Call {
+  const void* indices;
+  const void* offsets;
+  const float* weights;
+  int64_t num_indices;
+  uint64_t output_offset;
+};
+
+struct Shared {
+  Plan plan;
+  uint64_t is_last;
+#if PO_ON_DEVICE
+  alignas(128) uint8_t store_buffers[Config::kMaxWarps][2][Config::kStoreBytes];
+#endif
+};
+
+// ---- bad input ------------------------------------------------------------------------------------------------------
+
+PO_NOINLINE inline void report_input_error(const Plan& plan, InputErrorKind kind, int64_t table, int64_t bag,
+                                           int64_t value, int64_t limit) {
+  if (!plan.reports_bad_input) return;
+  if (atomic_exchange_acq_rel_gpu(&plan.team.local->input_error_claimed, 1) != 0) return;
+  InputErrorRecord& record = *plan.team.input_error;
+  record.kind = kind;
+  record.table = table;
+  record.bag = bag;
+  record.value = value;
+  record.limit = limit;
+  flag_store_release_sys(&record.state, 1);  // pairs with the host's acquiring read in check()
+}
+
+// Looks up what a stream found: errors are rare, so the hot loop only remembers the place.
+PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, int64_t table, int64_t first_bag,
+                                        const void* offsets_of_first, const void* indices, int64_t num_indices) {
+  const auto* offsets = static_cast<const PO_OFFSET*>(offsets_of_first);
+  if (findings.bad_bag >= 0) {
+    report_input_error(plan, kBadOffset, table, first_bag + findings.bad_bag,
+                       static_cast<int64_t>(offsets[findings.bad_bag + 1]), num_indices);
+  }
+  if (findings.bad_index >= 0) {
+    const int64_t position = min_of(max_of<int64_t>(offsets[0], 0), num_indices) + findings.bad_index;
+    int64_t bag = 0;
+    while (static_cast<int64_t>(offsets[bag + 1]) <= position) ++bag;
+    report_input_error(plan, kBadIndex, table, first_bag + bag,
+                       static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[position]),
+                       plan.tables[table].num_rows);
+  }
+}
+
+// The first offset of all is 0 and the last one the number of indices; pool_bags checks those between.
+PO_FN void check_outer_offsets(const Plan& plan, const Call& call) {
+  const auto* offsets = static_cast<const PO_OFFSET*>(call.offsets);
+  const int64_t last = plan.order.num_tables * plan.batch;
+  if (last == 0) return;
+  if (offsets[0] != 0) report_input_error(plan, kBadOffset, 0, 0, static_cast<int64_t>(offsets[0]), call.num_indices);
+  if (offsets[last] != call.num_indices) {
+    report_input_error(plan, kBadOffset, plan.order.num_tables - 1, plan.batch - 1, static_cast<int64_t>(offsets[last]),
+                       call.num_indices);
+  }
+}
+
+// ---- store: where a task's rows go ----------------------------------------------------------------------------------
+
+// One per group of lanes. Rows leave in the order of their bags.
+class RowStore {
+ public:
+  // `buffers`: the warp's two halves of shared memory, for bulk copies.
+  PO_FN RowStore(Launch launch, const Plan& plan, uint8_t* buffers, uint64_t own_output)
+      : launch_(launch), plan_(plan), buffers_(buffers), own_output_(own_output) {}
+
+  // The next rows are bags [first_bag, ...) of `destination`; `piece_bytes` of each, from column `column_bytes` on.
+  PO_FN void aim(int destination, int64_t first_bag, int64_t column_bytes, int32_t piece_bytes) {
+    destination_ = destination;
+    first_bag_ = first_bag;
+    column_bytes_ = column_bytes;
+    piece_bytes_ = piece_bytes;
+  }
+
+  // Finds the place, behind the first rows' loads. Waits for the destination's credit the first time; false: gave up.
+  template <class Group>
+  PO_FN bool open(const Group& group) {
+    const Team& team = plan_.team;
+    if (!is_reachable(team, destination_)) {
+      const int64_t own_column = plan_.column_start[team.rank];
+      stride_ = plan_.column_start[team.rank + 1] - own_column;
+      target_ = team.heap + plan_.staging_offset + first_bag_ * stride_ + column_bytes_ - own_column;
+      return true;
+    }
+    uint64_t output = own_output_;
+    if (destination_ != team.rank) {
+      if ((credited_ >> destination_ & 1) == 0) {
+        const bool granted = group.rank() == 0 ? await_credit(launch_, destination_) : false;
+        // The shuffle also orders the leader's acquire of the credit before the stores of the other lanes.
+        if (!group.shuffle(granted, 0)) return false;
+        group.sync();
+        credited_ |= 1ull << destination_;
+      }
+      output = granted_output(team, destination_);
+    }
+    stride_ = plan_.output_row_bytes;
+    target_ = peer_address(team, destination_, output) +
+              (first_bag_ - plan_.order.batch_start[destination_]) * stride_ + column_bytes_;
+    return true;
+  }
+
+  template <class Shape>
+  PO_FN void emit(const float (&sums)[Shape::kVectors][Shape::Elements::kCount]) {
+    const typename Shape::Group group;
+#if PO_HAS_BULK_COPY && PO_BULK_STORE
+    if constexpr (Shape::kBytes == 16) {
+      uint8_t* buffer = buffers_ + group.index() * Shape::kChunkBytes + half_;
+      if (group.rank() == 0) bulk_store_await_sources<1>();  // the copy that used this half has read it
+      group.sync();
+      PO_UNROLL
+      for (int v = 0; v < Shape::kVectors; ++v) {
+        auto* slot = buffer + v * Shape::kStrideBytes + group.rank() * Shape::kBytes;
+        *reinterpret_cast<Vector<Shape::kBytes>*>(slot) = Shape::Elements::round(sums[v]);
+      }
+      fence_shared_for_bulk_copy();
+      group.sync();
+      if (group.rank() == 0) bulk_store(target_, buffer, static_cast<uint32_t>(piece_bytes_));
+      half_ ^= Config::kStoreBytes;
+      target_ += stride_;
+    } else
+#endif
+    {
+      PO_UNROLL
+      for (int v = 0; v < Shape::kVectors; ++v) {
+        const int offset = v * Shape::kStrideBytes + group.rank() * Shape::kBytes;
+        if (offset < piece_bytes_) store_vector<Shape::kBytes>(target_ + offset, Shape::Elements::round(sums[v]));
+      }
+      target_ += stride_;
+    }
+  }
+
+ private:
+  Launch launch_;
+  const Plan& plan_;
+  [[maybe_unused]] uint8_t* buffers_;
+  uint64_t own_output_;
+  uint64_t credited_ = 0;  // bit p: PE p granted this epoch's credit
+  int destination_ = 0;
+  int32_t piece_bytes_ = 0;
+  int64_t first_bag_ = 0;
+  int64_t column_bytes_ = 0;
+  uint8_t* target_ = nullptr;
+  int64_t stride_ = 0;
+  [[maybe_unused]] int half_ = 0;
+};
+
+// ---- one warp's work ------------------------------------------------------------------------------------------------
+
+class Worker {
+ public:
+  PO_FN Worker(Launch launch, const WorkGroup& wg, const Plan& plan, const Call& call, uint8_t* buffers)
+      : launch_(launch), plan_(plan), call_(call), store_(launch, plan, buffers, call.output_offset) {
+    // The first ticket is the worker's own number; the counter hands out those behind.
+    position_ = wg.warp_index() * wg.count() + wg.index();
+    num_workers_ = wg.num_warps() * wg.count();
+  }
+
+  // Runs the tasks at positions below `limit`, in order of tickets.
+  PO_FN void run_until(int32_t limit) {
+    while (position_ < limit) {
+      int32_t ticket = 0;
+      if (warp_.rank() == 0) {
+        ticket = static_cast<int32_t>(atomic_fetch_add_relaxed_gpu(&plan_.team.local->ticket, 1));
+      }
+      Task task;
+      if (plan_.order.task_at(position_, &task)) {
+        pool(task);
+        if (!is_reachable(plan_.team, task.destination)) finish_staged(task);
+      }
+      position_ = num_workers_ + warp_.shuffle(ticket, 0);
+    }
+  }
+
+  // After this and a wg.sync(), a release by any thread of the WG covers all rows stored so far.
+  PO_FN void complete_stores() const {
+#if PO_HAS_BULK_COPY && PO_BULK_STORE
+    bulk_store_complete();
+#endif
+  }
+
+  // The staged slices may be overwritten after this.
+  PO_FN void complete_puts() const {
+    if (has_put_) put_quiet(plan_.team);
+  }
+
+ private:
+  PO_FN int64_t first_bag(const Task& task) const {
+    return plan_.order.batch_start[task.destination] + task.slice * plan_.order.slice_samples;
+  }
+
+  PO_FN int64_t last_bag(const Task& task) const {
+    return min_of(first_bag(task) + plan_.order.slice_samples, plan_.order.batch_start[task.destination + 1]);
+  }
+
+  PO_FN void pool(const Task& task) {
+    const int64_t shape = plan_.tables[task.table].shape;
+    if constexpr ((PO_SHAPES & 1 << kElementwise) != 0) {
+      if (shape == kElementwise) pool_as<Config::Shape<32, 2, Config::kElementBytes>>(task);
+    }
+    if constexpr ((PO_SHAPES & 1 << kLanes32x2) != 0) {
+      if (shape == kLanes32x2) pool_as<Config::Shape<32, 2, 16>>(task);
+    }
+    if constexpr ((PO_SHAPES & 1 << kLanes32) != 0) {
+      if (shape == kLanes32) pool_as<Config::Shape<32, 1, 16>>(task);
+    }
+    if constexpr ((PO_SHAPES & 1 << kLanes16) != 0) {
+      if (shape == kLanes16) pool_as<Config::Shape<16, 1, 16>>(task);
+    }
+    if constexpr ((PO_SHAPES & 1 << kLanes8) != 0) {
+      if (shape == kLanes8) pool_as<Config::Shape<8, 1, 16>>(task);
+    }
+    if constexpr ((PO_SHAPES & 1 << kLanes4) != 0) {
+      if (shape == kLanes4) pool_as<Config::Shape<4, 1, 16>>(task);
+    }
+    warp_.sync();
+  }
+
+  // The groups of the warp share the task's bags in contiguous parts.
+  template <class Shape>
+  PO_FN void pool_as(const Task& task) {
+    using Group = typename Shape::Group;
+    const Table& table = plan_.tables[task.table];
+    const int64_t begin = first_bag(task);
+    const auto num_bags = static_cast<int32_t>(last_bag(task) - begin);
+    const int32_t share = ceil_div(num_bags, Group::kPerWarp);
+    const int32_t skipped = min_of(Group{}.index() * share, num_bags);
+    const auto* offsets = static_cast<const PO_OFFSET*>(call_.offsets) + task.table * plan_.batch + begin + skipped;
+    const BagInputs inputs{table.rows,
+                           table.num_rows,
+                           static_cast<int32_t>(table.row_bytes),
+                           call_.indices,
+                           call_.num_indices,
+                           offsets,
+                           call_.weights,
+                           min_of(share, num_bags - skipped)};
+    for (int32_t chunk = 0; chunk < inputs.row_bytes; chunk += Shape::kChunkBytes) {
+      const int32_t piece_bytes = min_of(inputs.row_bytes - chunk, Shape::kChunkBytes);
+      store_.aim(task.destination, begin + skipped, table.column_bytes + chunk, piece_bytes);
+      const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
+      if (findings.bad_index >= 0 || findings.bad_bag >= 0) {
+        report_findings(plan_, findings, task.table, begin + skipped, offsets, call_.indices, call_.num_indices);
+      }
+    }
+  }
+
+  // Sets the task's WG_Done bit. Whoever completes the slice sends it.
+  PO_FN void finish_staged(const Task& task) {
+    const ExchangeOrder& order = plan_.order;
+    complete_stores();
+    warp_.sync();
+    if (warp_.rank() != 0) return;
+    int64_t slice = task.slice;
+    for (int destination = 0; destination < task.destination; ++destination) slice += order.num_slices(destination);
+    const int64_t num_words = ceil_div<int64_t>(order.num_tables, 64);
+    uint64_t* done = plan_.team.wg_done + slice * (num_words + 1);  // [0] has a bit per word, the others one per task
+    const int64_t word = task.table / 64;
+    if (atomic_or_fetch_acq_rel_gpu(done + 1 + word, 1ull << task.table % 64) !=
+        all_bits(order.num_tables - word * 64)) {
+      return;
+    }
+    if (atomic_or_fetch_acq_rel_gpu(done, 1ull << word) != all_bits(num_words)) return;
+    for (int64_t i = 0; i <= num_words; ++i) done[i] = 0;
+    if (await_credit(launch_, task.destination)) put_slice(task);
+  }
+
+  // The slice's rows, a fence, its sliceRdy word.
+  PO_FN void put_slice(const Task& task) {
+    const Team& team = plan_.team;
+    const int64_t column = plan_.column_start[team.rank];
+    const int64_t bytes = plan_.column_start[team.rank + 1] - column;
+    const uint64_t output = granted_output(team, task.destination) + static_cast<uint64_t>(column);
+    fence_acq_rel_sys();  // the staged rows of all the slice's warps, acquired through WG_Done, are out for the network
+    for (int64_t bag = first_bag(task); bag < last_bag(task); ++bag) {
+      const int64_t row = bag - plan_.order.batch_start[task.destination];
+      put_nbi(team, task.destination, output + static_cast<uint64_t>(row * plan_.output_row_bytes),
+              team.heap + plan_.staging_offset + bag * bytes, static_cast<uint64_t>(bytes));
+    }
+    put_fence(team);
+    signal(team, task.destination, ready_word_offset(team, team.rank, static_cast<uint64_t>(task.slice)),
+           launch_.flag());
+    has_put_ = true;
+  }
+
+  static PO_FN uint64_t all_bits(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
+
+  Launch launch_;
+  const Plan& plan_;
+  const Call& call_;
+  RowStore store_;
+  Warp warp_;
+  int32_t position_;
+  int32_t num_workers_;
+  bool has_put_ = false;
+};
+
+// ---- arrival --------------------------------------------------------------------------------------------------------
+
+// This WG has nothing more for reachable peers: one sliceRdy word at each of them says so.
+PO_FN void signal_ready(Launch launch, const WorkGroup& wg) {
+  const Team& team = launch.team;
+  for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
+    if (peer == team.rank || !is_reachable(team, peer) || is_aborted(launch)) continue;
+    signal(team, peer, ready_word_offset(team, team.rank, static_cast<uint64_t>(wg.index())), launch.flag());
+  }
+}
+
+// Waits for this WG's share of what arrives: the WG of the same number of each reachable sender, every count()-th slice
+// of the others.
+PO_FN void await_ready(Launch launch, const WorkGroup& wg, const Plan& plan) {
+  const Team& team = launch.team;
+  if (plan.order.num_samples(team.rank) == 0) return;
+  for (int sender = wg.rank(); sender < team.size; sender += wg.size()) {
+    if (sender == team.rank || plan.column_start[sender] == plan.column_start[sender + 1]) continue;
+    if (is_reachable(team, sender)) {
+      const auto index = static_cast<uint64_t>(wg.index());
+      if (!await_epoch(launch, local_word(team, ready_word_offset(team, sender, index)), kPhaseReady, sender, index)) {
+        return;
+      }
+      continue;
+    }
+    for (int64_t slice = wg.index(); slice < plan.order.num_slices(team.rank); slice += wg.count()) {
+      const auto index = static_cast<uint64_t>(slice);
+      if (!await_epoch(launch, local_word(team, ready_word_offset(team, sender, index)), kPhaseSlice, sender, index)) {
+        return;
+      }
+    }
+  }
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+struct Kernel {
+  using Plan = embedding_all_to_all::Plan;
+  using Call = embedding_all_to_all::Call;
+  using Shared = embedding_all_to_all::Shared;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kBlocksPerSm = Config::kBlocksPerSm;
+
+  static PO_FN void run(const WorkGroup& wg, const Plan& plan, const Call& call, Shared& shared) {
+    const Launch launch = begin_launch(plan.team);
+    if (wg.index() == 0) grant_credit(launch, wg, call.output_offset);
+
+#if PO_ON_DEVICE
+    uint8_t* buffers = shared.store_buffers[wg.warp_index()][0];
+#else
+    uint8_t* buffers = nullptr;
+#endif
+    Worker worker(launch, wg, plan, call, buffers);
+    worker.run_until(plan.order.num_leading());
+    worker.complete_stores();
+    wg.sync();  // the rows of all warps are before the words that announce them
+    signal_ready(launch, wg);
+    worker.run_until(plan.order.num_positions());
+    worker.complete_stores();
+    worker.complete_puts();
+
+    if (wg.index() == 0 && wg.rank() == 0) check_outer_offsets(plan, call);
+    if (wg.index() == 0) await_all_credits(launch, wg);
+    await_ready(launch, wg, plan);
+    const auto rows = static_cast<uint64_t>(plan.order.num_samples(plan.team.rank));
+    leave_launch(launch, wg, &shared.is_last, call.output_offset,
+                 rows * static_cast<uint64_t>(plan.output_row_bytes));
+  }
+};
+
+}  // namespace po::embedding_all_to_all
+
+PO_ENTRY(embedding_all_to_all, po::embedding_all_to_all::Kernel)

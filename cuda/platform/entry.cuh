@@ -1,0 +1,96 @@
+// PO_ENTRY(name, Kernel): the launchable symbol of a kernel, on both backends.
+//
+// Every launch takes one plan pointer and kCallWords 64-bit words, which become the kernel's `Call`. A kernel gives
+// `Plan`, `Call`, `Shared`, `kThreads`, `kBlocksPerSm` and `run(wg, plan, call, shared)`.
+#pragma once
+
+#include "platform/groups.cuh"
+
+#if !PO_ON_DEVICE
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+#endif
+
+namespace po {
+
+inline constexpr int kCallWords = 5;
+
+template <class Call>
+PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
+  static_assert(sizeof(Call) <= sizeof(words), "a Call has at most kCallWords fields of 8 bytes");
+  Call call;
+  __builtin_memcpy(&call, words, sizeof(Call));
+  return call;
+}
+
+}  // namespace po
+
+#ifdef PO_PLAN_BYTES
+#define PO_CHECK_PLAN(Kernel) \
+  static_assert(sizeof(Kernel::Plan) == PO_PLAN_BYTES, "the Python mirror of Plan differs from the kernel's");
+#else
+#define PO_CHECK_PLAN(Kernel)
+#endif
+
+#if PO_ON_DEVICE
+
+// The plan is read all through the launch: each WG keeps a copy in shared memory.
+#define PO_ENTRY(name, Kernel)                                                                                      \
+  PO_CHECK_PLAN(Kernel)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)                              \
+      name(const Kernel::Plan* plan, uint64_t w0, uint64_t w1, uint64_t w2, uint64_t w3, uint64_t w4) {             \
+    __shared__ Kernel::Shared shared;                                                                               \
+    const po::WorkGroup wg;                                                                                         \
+    constexpr int kPlanWords = sizeof(Kernel::Plan) / sizeof(uint64_t);                                             \
+    static_assert(sizeof(Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");              \
+    for (int i = wg.rank(); i < kPlanWords; i += wg.size()) {                                                       \
+      reinterpret_cast<uint64_t*>(&shared.plan)[i] = reinterpret_cast<const uint64_t*>(plan)[i];                    \
+    }                                                                                                               \
+    wg.sync();                                                                                                      \
+    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                                    \
+    Kernel::run(wg, shared.plan, po::make_call<Kernel::Call>(words), shared);                                       \
+  }
+
+#else
+
+namespace po {
+
+// Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them.
+template <class Kernel>
+void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCallWords], int num_wgs, int wg_size) {
+  struct WgState {
+    typename Kernel::Shared shared{};
+    pthread_barrier_t barrier;
+  };
+  std::vector<std::unique_ptr<WgState>> states;
+  for (int i = 0; i < num_wgs; ++i) {
+    states.push_back(std::make_unique<WgState>());
+    states.back()->shared.plan = *plan;
+    pthread_barrier_init(&states.back()->barrier, nullptr, static_cast<unsigned>(wg_size));
+  }
+  auto body = [&](int wg_index, int rank) {
+    WgState& state = *states[static_cast<size_t>(wg_index)];
+    const WorkGroup wg{rank, wg_size, wg_index, num_wgs, &state.barrier};
+    Kernel::run(wg, state.shared.plan, make_call<typename Kernel::Call>(words), state.shared);
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < num_wgs * wg_size; ++i) threads.emplace_back(body, i / wg_size, i % wg_size);
+  body(0, 0);
+  for (std::thread& thread : threads) thread.join();
+  for (auto& state : states) pthread_barrier_destroy(&state->barrier);
+}
+
+}  // namespace po
+
+#define PO_ENTRY(name, Kernel)                                                                                       \
+  PO_CHECK_PLAN(Kernel)                                                                                              \
+  extern "C" __attribute__((visibility("default"))) void name(const void* plan, uint64_t w0, uint64_t w1,            \
+                                                              uint64_t w2, uint64_t w3, uint64_t w4, int num_wgs,    \
+                                                              int wg_size) {                                         \
+    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                                     \
+    po::run_on_host<Kernel>(static_cast<const Kernel::Plan*>(plan), words, num_wgs, wg_size);                        \
+  }
+
+#endif

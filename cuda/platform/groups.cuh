@@ -1,0 +1,90 @@
+// Groups of threads: a work-group (WG, a thread block) and `Lanes<kWidth>`, an aligned part of a warp.
+//
+// On the host a warp has one lane, and a WG has as many one-lane warps as the launch asks for (one by default, more
+// under ThreadSanitizer, so that a missing sync() is found). A loop strided by size() is right on both.
+#pragma once
+
+#include "platform/platform.cuh"
+
+#if !PO_ON_DEVICE
+#include <pthread.h>
+#endif
+
+namespace po {
+
+#if PO_ON_DEVICE
+
+inline constexpr int kWarpSize = 32;
+
+struct WorkGroup {
+  PO_FN int rank() const { return static_cast<int>(threadIdx.x); }
+  PO_FN int size() const { return static_cast<int>(blockDim.x); }
+  PO_FN int index() const { return static_cast<int>(blockIdx.x); }
+  PO_FN int count() const { return static_cast<int>(gridDim.x); }
+  PO_FN int warp_index() const { return rank() / kWarpSize; }
+  PO_FN int num_warps() const { return size() / kWarpSize; }
+  PO_FN void sync() const { __syncthreads(); }
+};
+
+template <int kWidth>
+struct Lanes {
+  static constexpr int kSize = kWidth;
+  static constexpr int kPerWarp = kWarpSize / kWidth;
+
+  PO_FN int rank() const { return static_cast<int>(threadIdx.x) % kWidth; }
+  // Which of the warp's kPerWarp groups this is.
+  PO_FN int index() const { return static_cast<int>(threadIdx.x) % kWarpSize / kWidth; }
+  PO_FN void sync() const { __syncwarp(mask()); }
+
+  template <class T>
+  PO_FN T shuffle(T value, int source) const {
+    return __shfl_sync(mask(), value, source, kWidth);
+  }
+
+  PO_FN unsigned mask() const {
+    return kWidth == kWarpSize ? 0xffffffffu : ((1u << (kWidth % kWarpSize)) - 1u) << (index() * kWidth);
+  }
+};
+
+#else
+
+inline constexpr int kWarpSize = 1;
+
+struct WorkGroup {
+  int rank_;
+  int size_;
+  int index_;
+  int count_;
+  pthread_barrier_t* barrier_;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int index() const { return index_; }
+  int count() const { return count_; }
+  int warp_index() const { return rank_; }
+  int num_warps() const { return size_; }
+  void sync() const {
+    if (size_ > 1) pthread_barrier_wait(barrier_);
+  }
+};
+
+template <int kWidth>
+struct Lanes {
+  static constexpr int kSize = 1;
+  static constexpr int kPerWarp = 1;
+
+  int rank() const { return 0; }
+  int index() const { return 0; }
+  void sync() const {}
+
+  template <class T>
+  T shuffle(T value, int) const {
+    return value;
+  }
+};
+
+#endif
+
+using Warp = Lanes<32>;
+
+}  // namespace po

@@ -1,0 +1,134 @@
+// The host backend's stand-in for a network: a proxy thread per PE that applies puts late and out of order.
+//
+// Between two fences it picks the next operation at random, after a random delay. A fence orders operations to the same
+// peer only, which is all that OpenSHMEM promises. Compiled for the host alone.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "platform/memory.cuh"
+
+namespace po {
+
+class DelayedNetwork {
+ public:
+  // `peer_heaps`: where this process maps each PE's heap. `max_delay_us` = 0 keeps the reordering alone.
+  DelayedNetwork(const uint64_t* peer_heaps, int num_pes, uint64_t max_delay_us, uint64_t seed)
+      : peer_heaps_(peer_heaps, peer_heaps + num_pes),
+        generation_(static_cast<size_t>(num_pes), 0),
+        max_delay_us_(max_delay_us),
+        random_(seed),
+        proxy_([this] { run(); }) {}
+
+  DelayedNetwork(const DelayedNetwork&) = delete;
+  DelayedNetwork& operator=(const DelayedNetwork&) = delete;
+
+  ~DelayedNetwork() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    proxy_.join();
+  }
+
+  void put(int peer, uint64_t offset, const void* source, uint64_t bytes) {
+    enqueue({peer, offset, source, bytes, 0, 0});
+  }
+
+  void signal(int peer, uint64_t offset, uint64_t value) { enqueue({peer, offset, nullptr, 0, value, 0}); }
+
+  void fence() {
+    std::lock_guard lock(mutex_);
+    for (uint64_t& generation : generation_) ++generation;
+  }
+
+  void quiet() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return pending_.empty() && !busy_; });
+  }
+
+ private:
+  struct Operation {
+    int peer;
+    uint64_t offset;
+    const void* source;  // null: a signal
+    uint64_t bytes;
+    uint64_t value;
+    uint64_t generation;
+  };
+
+  void enqueue(Operation operation) {
+    {
+      std::lock_guard lock(mutex_);
+      operation.generation = generation_[static_cast<size_t>(operation.peer)];
+      pending_.push_back(operation);
+    }
+    changed_.notify_all();
+  }
+
+  // Any pending operation that no older generation to the same peer precedes may be next.
+  size_t choose() {
+    std::vector<size_t> eligible;
+    for (size_t i = 0; i < pending_.size(); ++i) {
+      bool first = true;
+      for (const Operation& other : pending_) {
+        first = first && !(other.peer == pending_[i].peer && other.generation < pending_[i].generation);
+      }
+      if (first) eligible.push_back(i);
+    }
+    return eligible[random_() % eligible.size()];
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
+      if (pending_.empty()) return;
+      const uint64_t delay = max_delay_us_ == 0 ? 0 : random_() % max_delay_us_;
+      if (delay != 0 && !stopping_) {
+        lock.unlock();
+        usleep(static_cast<useconds_t>(delay));
+        lock.lock();
+      }
+      const size_t index = choose();
+      const Operation operation = pending_[index];
+      pending_.erase(pending_.begin() + static_cast<ptrdiff_t>(index));
+      busy_ = true;
+      lock.unlock();
+      apply(operation);
+      lock.lock();
+      busy_ = false;
+      changed_.notify_all();
+    }
+  }
+
+  void apply(const Operation& operation) {
+    auto* target = reinterpret_cast<uint8_t*>(peer_heaps_[static_cast<size_t>(operation.peer)]) + operation.offset;
+    if (operation.source == nullptr) {
+      // Releases the puts that this thread applied before, as the target's memory would show them.
+      flag_store_release_sys(reinterpret_cast<uint64_t*>(target), operation.value);
+    } else {
+      std::memcpy(target, operation.source, operation.bytes);
+    }
+  }
+
+  const std::vector<uint64_t> peer_heaps_;
+  std::vector<uint64_t> generation_;
+  const uint64_t max_delay_us_;
+  std::mt19937_64 random_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Operation> pending_;
+  bool busy_ = false;
+  bool stopping_ = false;
+  std::thread proxy_;
+};
+
+}  // namespace po

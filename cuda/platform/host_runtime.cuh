@@ -1,0 +1,12 @@
+// Host backend: C entry points to what Python keeps across launches.
+#pragma once
+
+#include "platform/host_network.h"
+
+#define PO_EXPORT extern "C" __attribute__((visibility("default")))
+
+PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int num_pes, uint64_t max_delay_us, uint64_t seed) {
+  return new po::DelayedNetwork(peer_heaps, num_pes, max_delay_us, seed);
+}
+
+PO_EXPORT void po_network_destroy(void* network) { delete static_cast<po::DelayedNetwork*>(network); }

@@ -1,0 +1,210 @@
+// Loads, stores, flags and atomics. Order and scope stand in each primitive's name: `_sys` reaches other PEs and the
+// host, `_gpu` only this PE. Flags are aligned 64-bit words.
+#pragma once
+
+#include "platform/platform.cuh"
+
+#if !PO_ON_DEVICE
+#include <sched.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+
+namespace po {
+
+template <int kBytes>
+struct alignas(kBytes) Vector {
+  uint32_t words[kBytes / 4];
+};
+
+template <>
+struct alignas(2) Vector<2> {
+  uint16_t half;
+};
+
+// ---- data ---------------------------------------------------------------------------------------------------------
+
+// Reads data that nobody writes during the launch and that this thread reads once: it does not displace L1.
+template <int kBytes>
+PO_FN Vector<kBytes> load_vector(const void* source) {
+  Vector<kBytes> value;
+#if PO_ON_DEVICE
+  if constexpr (kBytes == 16) {
+    uint32_t* w = value.words;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "l"(source));
+  } else {
+    value = *static_cast<const Vector<kBytes>*>(source);
+  }
+#else
+  memcpy(&value, source, kBytes);
+#endif
+  return value;
+}
+
+template <int kBytes>
+PO_FN void store_vector(void* target, const Vector<kBytes>& value) {
+#if PO_ON_DEVICE
+  if constexpr (kBytes == 16) {
+    const uint32_t* w = value.words;
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  } else {
+    *static_cast<Vector<kBytes>*>(target) = value;
+  }
+#else
+  memcpy(target, &value, kBytes);
+#endif
+}
+
+// ---- flags and atomics --------------------------------------------------------------------------------------------
+
+PO_FN uint64_t flag_load_acquire_sys(const uint64_t* flag) {
+#if PO_ON_DEVICE
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+#endif
+}
+
+PO_FN uint64_t flag_load_relaxed_sys(const uint64_t* flag) {
+#if PO_ON_DEVICE
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, __ATOMIC_RELAXED);
+#endif
+}
+
+PO_FN void flag_store_release_sys(uint64_t* flag, uint64_t value) {
+#if PO_ON_DEVICE
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+#else
+  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+#endif
+}
+
+PO_FN void flag_store_relaxed_sys(uint64_t* flag, uint64_t value) {
+#if PO_ON_DEVICE
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+#else
+  __atomic_store_n(flag, value, __ATOMIC_RELAXED);
+#endif
+}
+
+PO_FN uint64_t atomic_add_fetch_acq_rel_gpu(uint64_t* word, uint64_t value) {
+#if PO_ON_DEVICE
+  uint64_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
+  return old + value;
+#else
+  return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+PO_FN uint64_t atomic_fetch_add_relaxed_gpu(uint64_t* word, uint64_t value) {
+#if PO_ON_DEVICE
+  uint64_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
+  return old;
+#else
+  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
+PO_FN uint64_t atomic_or_fetch_acq_rel_gpu(uint64_t* word, uint64_t bits) {
+#if PO_ON_DEVICE
+  uint64_t old;
+  asm volatile("atom.acq_rel.gpu.global.or.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(bits) : "memory");
+  return old | bits;
+#else
+  return __atomic_or_fetch(word, bits, __ATOMIC_ACQ_REL);
+#endif
+}
+
+PO_FN uint64_t atomic_exchange_acq_rel_gpu(uint64_t* word, uint64_t value) {
+#if PO_ON_DEVICE
+  uint64_t old;
+  asm volatile("atom.acq_rel.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
+  return old;
+#else
+  return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Orders everything this thread has written or observed before whatever it publishes next, for every PE.
+PO_FN void fence_acq_rel_sys() {
+#if PO_ON_DEVICE
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+#endif
+  // On the host every publication is itself a release operation, and ThreadSanitizer does not understand fences.
+}
+
+// ---- bulk copies from shared memory (the copy engine of an SM) ------------------------------------------------------
+
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+#define PO_HAS_BULK_COPY 1
+#else
+#define PO_HAS_BULK_COPY 0
+#endif
+
+#if PO_HAS_BULK_COPY
+
+// Makes this thread's ordinary stores to shared memory visible to bulk copies that are issued after the next sync.
+PO_FN void fence_shared_for_bulk_copy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copies `bytes` (a multiple of 16) from shared memory to this PE's or a peer's memory, asynchronously, as one group.
+PO_FN void bulk_store(void* target, const void* shared, uint32_t bytes) {
+  const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(target),
+      "r"(source), "r"(bytes)
+      : "memory");
+}
+
+// Waits until at most kPending of this thread's bulk stores still read their shared memory.
+template <int kPending>
+PO_FN void bulk_store_await_sources() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until this thread's bulk stores have been performed, and hands them to the generic proxy, so that a release by
+// this thread (or one that synchronises with it) covers them.
+PO_FN void bulk_store_complete() {
+  asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async.global;" ::: "memory");
+}
+
+#endif
+
+// ---- time -----------------------------------------------------------------------------------------------------------
+
+PO_FN uint64_t clock_ns() {
+#if PO_ON_DEVICE
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+#else
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000ull + static_cast<uint64_t>(now.tv_nsec);
+#endif
+}
+
+// Gives way inside a poll loop. PEs of the host backend share few cores: a spinning one must let the others run.
+PO_FN void spin_pause([[maybe_unused]] uint32_t spins) {
+#if !PO_ON_DEVICE
+  if (spins < 256) {
+    sched_yield();
+  } else {
+    usleep(50);
+  }
+#endif
+}
+
+}  // namespace po

@@ -1,0 +1,126 @@
+// Element types of tensors: fp32, fp16 and bf16, read to and rounded (to nearest, ties to even) from fp32.
+#pragma once
+
+#include "platform/memory.cuh"
+
+#if !PO_ON_DEVICE
+#include <string.h>
+#endif
+
+namespace po {
+
+PO_FN uint32_t float_bits(float value) {
+#if PO_ON_DEVICE
+  return __float_as_uint(value);
+#else
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+#endif
+}
+
+PO_FN float bits_float(uint32_t bits) {
+#if PO_ON_DEVICE
+  return __uint_as_float(bits);
+#else
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+#endif
+}
+
+struct Float32 {
+  using Storage = uint32_t;
+  static PO_FN float to_float(Storage x) { return bits_float(x); }
+  static PO_FN Storage from_float(float x) { return float_bits(x); }
+};
+
+struct BFloat16 {
+  using Storage = uint16_t;
+  static PO_FN float to_float(Storage x) { return bits_float(static_cast<uint32_t>(x) << 16); }
+  static PO_FN Storage from_float(float x) {
+#if PO_ON_DEVICE
+    uint16_t result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(x));
+    return result;
+#else
+    const uint32_t bits = float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN: rounding could carry it into infinity
+    return static_cast<Storage>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
+  }
+};
+
+struct Float16 {
+  using Storage = uint16_t;
+  static PO_FN float to_float(Storage x) {
+#if PO_ON_DEVICE
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
+    return result;
+#else
+    const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
+    const uint32_t magnitude = x & 0x7fffu;
+    if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+    // A half is its bits moved to the float's place, times 2^112: this scales subnormals exactly as well.
+    return bits_float(sign | float_bits(bits_float(magnitude << 13) * bits_float(0x77800000u)));
+#endif
+  }
+  static PO_FN Storage from_float(float x) {
+#if PO_ON_DEVICE
+    uint16_t result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
+    return result;
+#else
+    const uint32_t bits = float_bits(x);
+    const auto sign = static_cast<Storage>((bits >> 16) & 0x8000u);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return static_cast<Storage>(sign | 0x7fffu);
+    if (magnitude >= 0x477ff000u) return static_cast<Storage>(sign | 0x7c00u);  // rounds to 65520 or more: infinity
+    if (magnitude < 0x38800000u) {
+      // Subnormal half: adding 0.5 makes the float adder round at the half's last place.
+      return static_cast<Storage>(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u));
+    }
+    return static_cast<Storage>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+#endif
+  }
+};
+
+// A vector's elements. The loops have compile-time bounds, so the storage stays in registers.
+template <class Scalar, int kBytes>
+struct VectorOf {
+  using Storage = typename Scalar::Storage;
+  static constexpr int kCount = kBytes / static_cast<int>(sizeof(Storage));
+
+  static PO_FN void add_to(float (&sum)[kCount], const Vector<kBytes>& vector) {
+    Storage x[kCount];
+    __builtin_memcpy(x, &vector, kBytes);
+    PO_UNROLL
+    for (int i = 0; i < kCount; ++i) sum[i] += Scalar::to_float(x[i]);
+  }
+
+  // Product and sum round once each on both backends (the host build has -ffp-contract=off).
+  static PO_FN void add_scaled_to(float (&sum)[kCount], const Vector<kBytes>& vector, float scale) {
+    Storage x[kCount];
+    __builtin_memcpy(x, &vector, kBytes);
+    PO_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+#if PO_ON_DEVICE
+      sum[i] = __fadd_rn(sum[i], __fmul_rn(Scalar::to_float(x[i]), scale));
+#else
+      sum[i] += Scalar::to_float(x[i]) * scale;
+#endif
+    }
+  }
+
+  static PO_FN Vector<kBytes> round(const float (&sum)[kCount]) {
+    Storage x[kCount];
+    PO_UNROLL
+    for (int i = 0; i < kCount; ++i) x[i] = Scalar::from_float(sum[i]);
+    Vector<kBytes> vector;
+    __builtin_memcpy(&vector, x, kBytes);
+    return vector;
+  }
+};
+
+}  // namespace po

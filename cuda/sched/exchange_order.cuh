@@ -1,0 +1,71 @@
+// In which order a PE's tasks of an all-to-all run: one pure function from a position to a task.
+//
+// The output for each destination is cut into slices of `slice_samples` samples; a task is one (slice, table).
+// Communication-aware: round q of the order holds task q of every remote destination, starting with the next PE, so that
+// all links of all PEs carry data all the time and no peer is flooded; this PE's own tasks join `local_delay` rounds
+// later. `local_delay` = 0 mixes them evenly, a delay of all rounds runs them last.
+// Oblivious: destination 0 first, on every PE, as the logical grid numbers its WGs.
+#pragma once
+
+#include "platform/platform.cuh"
+
+namespace po {
+
+struct Task {
+  int destination;
+  int64_t slice;
+  int64_t table;
+};
+
+struct ExchangeOrder {
+  int32_t rank;
+  int32_t size;
+  int64_t num_tables;
+  int64_t slice_samples;
+  const int64_t* batch_start;  // [size + 1] first sample of each destination
+  int64_t num_rounds;          // remote rounds: the most tasks that any remote destination has
+  int64_t local_delay;
+  int32_t oblivious;
+  int32_t slice_major;  // finish slices early (staged puts) instead of tables (reuse of rows in the cache)
+
+  PO_FN int64_t num_samples(int destination) const { return batch_start[destination + 1] - batch_start[destination]; }
+  PO_FN int64_t num_slices(int destination) const { return ceil_div(num_samples(destination), slice_samples); }
+  PO_FN int64_t num_tasks(int destination) const { return num_slices(destination) * num_tables; }
+
+  // Positions before this one hold all the tasks whose output leaves the PE.
+  PO_FN int32_t num_leading() const { return oblivious ? num_positions() : static_cast<int32_t>(num_rounds * size); }
+
+  // Positions are 32-bit numbers; the plan refuses more.
+  PO_FN int32_t num_positions() const {
+    if (oblivious) {
+      int64_t total = 0;
+      for (int destination = 0; destination < size; ++destination) total += num_tasks(destination);
+      return static_cast<int32_t>(total);
+    }
+    return static_cast<int32_t>(max_of(num_rounds, local_delay + num_tasks(rank)) * size);
+  }
+
+  // Returns false where the position holds no task (the destinations' shares differ).
+  PO_FN bool task_at(int32_t position, Task* task) const {
+    int64_t index;
+    if (oblivious) {
+      task->destination = 0;
+      index = position;
+      while (index >= num_tasks(task->destination)) index -= num_tasks(task->destination++);
+    } else {
+      const int slot = position % size;
+      index = position / size;
+      task->destination = rank + 1 + slot < size ? rank + 1 + slot : rank + 1 + slot - size;
+      if (task->destination == rank) index -= local_delay;
+      if (index < 0 || index >= num_tasks(task->destination)) return false;
+    }
+    const auto fast = static_cast<uint32_t>(slice_major ? num_tables : num_slices(task->destination));
+    const int64_t slow_index = static_cast<uint32_t>(index) / fast;
+    const int64_t fast_index = static_cast<uint32_t>(index) % fast;
+    task->slice = slice_major ? slow_index : fast_index;
+    task->table = slice_major ? fast_index : slow_index;
+    return true;
+  }
+};
+
+}  // namespace po

@@ -1,0 +1,164 @@
+"""The public functions around the operators: joining a world, symmetric memory, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .runtime import world as _world
+from .runtime.world import finalize as finalize, is_initialized as is_initialized
+
+__all__ = [
+    "backend",
+    "barrier",
+    "check",
+    "device",
+    "empty",
+    "finalize",
+    "free",
+    "init",
+    "is_initialized",
+    "peer_view",
+    "rank",
+    "recover",
+    "to_symmetric",
+    "world_size",
+]
+
+
+def init(
+    backend: str = "auto",
+    group: Any = None,
+    timeout: float = 30.0,
+    *,
+    heap_size: int | None = None,
+    transport: str = "auto",
+    host_options: dict[str, int] | None = None,
+) -> None:
+    """Join the world of this job.
+
+    Collective and blocking. The environment says who the peers are: torchrun, Hydra (nvshmrun, mpiexec.hydra), Open MPI,
+    Slurm's srun or `po.launch`; without any of them the world has one PE. An initialised torch.distributed is used
+    instead where there is one.
+
+    Args:
+        backend: "cuda" (one PE per GPU, NVSHMEM), "host" (CPU, shared memory), or "auto": "cuda" where torch sees a GPU.
+            What was taken is logged by rank 0 (logger "persistent_ops") and told by `po.backend()`.
+        group: torch.distributed process group whose ranks become the PEs; None for the default one or the environment.
+        timeout: seconds after which a wait for a peer, here and in every kernel, becomes an error.
+        heap_size: bytes of symmetric heap on each PE; None for 4 GiB on "cuda", 1 GiB on "host" (where pages that are
+            not used cost nothing).
+        transport: "auto", or "staged" to send everything by put and signal, as to a peer on another host.
+        host_options: of the host backend, for tests: network_delay_us, wg_size.
+
+    Raises:
+        ValueError: an argument is out of range.
+        RuntimeError: already initialised.
+        BootstrapError: a PE is missing, dead, numbered twice or of another job, or the launcher's environment
+            contradicts itself.
+        BackendUnavailableError: the backend cannot run here, or PEs chose different ones.
+    """
+    _world.init(
+        backend, group, timeout, heap_size=heap_size, transport=transport, host_options=host_options
+    )
+
+
+def rank() -> int:
+    """Return this PE's number, 0 to world_size() - 1."""
+    return _world.current().rank
+
+
+def world_size() -> int:
+    """Return the number of PEs."""
+    return _world.current().size
+
+
+def backend() -> str:
+    """Return "cuda" or "host"."""
+    return _world.current().backend.name
+
+
+def device() -> torch.device:
+    """Return the device that this PE's tensors live on."""
+    return _world.current().backend.device
+
+
+def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Allocate an uninitialised tensor in the symmetric heap, at the same offset on every PE.
+
+    Collective and blocking; every PE passes the same size and dtype, in the same order of calls.
+
+    Args:
+        size: shape, as for torch.empty.
+        dtype: of the elements.
+
+    Raises:
+        SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
+    """
+    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    return _world.current().heap.empty(tuple(int(n) for n in shape), dtype)  # type: ignore[union-attr, arg-type]
+
+
+def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor into the symmetric heap; collective, see `empty`. The copy is on the world's device."""
+    copy = empty(*tensor.shape, dtype=tensor.dtype)
+    copy.copy_(tensor)
+    return copy
+
+
+def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a tensor over PE `rank`'s copy of a symmetric tensor.
+
+    Reads and writes go over the links; ordering them with the peer's own is the caller's business (`po.barrier`).
+
+    Raises:
+        NotSymmetricError: `tensor` is not this PE's symmetric memory, or the peer is not load/store reachable.
+        ValueError: no such PE, or `tensor` is not contiguous.
+    """
+    return _world.current().heap.peer_view(tensor, rank)
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Give a tensor from `empty` or `to_symmetric` back; collective. It and its views must not be used afterwards.
+
+    Raises:
+        NotSymmetricError: it is not such a tensor, or was given back already.
+    """
+    _world.current().heap.free(tensor)
+
+
+def barrier() -> None:
+    """Wait until every PE has come here and all launches before it on this PE's current stream have completed.
+
+    Collective and blocking.
+
+    Raises:
+        PeerTimeoutError: a PE did not come within the time-out.
+        ContractMismatchError: a PE launched an operator instead.
+    """
+    _world.current().barrier()
+
+
+def check() -> None:
+    """Wait for this PE's launches and raise what they reported.
+
+    On "cuda" an operator returns before its kernel has run, so its errors are raised by the next operator or by this
+    function; on "host" the operator raises them itself.
+
+    Raises:
+        PeerTimeoutError, ContractMismatchError: see those; the world needs `po.recover()`.
+        IndexError: a kernel met an index or offset out of range; the world stays usable.
+    """
+    _world.current().check()
+
+
+def recover() -> None:
+    """Make the world usable again after PeerTimeoutError or ContractMismatchError; collective and blocking.
+
+    Every PE of the world must be alive and call it. Results of aborted launches stay poisoned.
+
+    Raises:
+        BootstrapError: a PE did not come within the time-out.
+    """
+    _world.current().workspace.recover()

@@ -1,0 +1,243 @@
+"""Fused embedding pooling + All-to-All."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..runtime import world as _world
+from .embedding_plan import MODES, SCHEDULES, EmbeddingPlan, Signature
+
+__all__ = ["embedding_all_to_all", "reference"]
+
+_NAME = "embedding_all_to_all"
+_ARGUMENTS = (
+    "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
+    "SymInt[] batch_per_rank, str mode, str bounds, str schedule"
+)
+_library = torch.library.Library("persistent_ops", "FRAGMENT")
+_library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
+_library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
+
+
+def embedding_all_to_all(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None = None,
+    *,
+    mode: str = "sum",
+    out: torch.Tensor | None = None,
+    batch_per_rank: Sequence[int] | None = None,
+    dim_per_rank: Sequence[int] | None = None,
+    bounds: str = "fatal",
+    schedule: str = "communication_aware",
+) -> torch.Tensor:
+    """Pool the bags of this PE's tables and send every PE the rows of its part of the batch, in one kernel.
+
+    Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[indices of bag (t, start_r + b)])``,
+    where start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the
+    order of the indices, and rounded once: the same bits on every run, world size and schedule.
+
+    Args:
+        weights: this PE's T tables, each `[R_t, D_t]`, contiguous, all of one dtype (float32, float16 or bfloat16), the
+            same on every PE. T may be 0, and differ from PE to PE as R and D may; a tensor may occur twice.
+        indices: `[n]`, int32 or int64: the lookups of the *global* batch in this PE's tables, bag after bag.
+        offsets: `[T * B + 1]`, int32 or int64, feature-major: bag (t, b) of the global batch B is
+            indices[offsets[t * B + b] : offsets[t * B + b + 1]]. An empty bag gives zeros.
+        per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
+        mode: "sum", or "mean" (over the entries that are not skipped).
+        out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead.
+        batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
+            first B % world_size. Needed where T is 0, since the batch cannot be told from `offsets` then.
+        dim_per_rank: sum of D over each PE's tables, in rank order; None to agree on it with the other PEs at the first
+            call with this PE's sum of D (one exchange on the host).
+        bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
+            on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
+        schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
+
+    Returns:
+        `[batch_per_rank[rank], sum of dim_per_rank]` on this PE's device, dtype of the tables. Without `out` it is a
+        buffer of a pool in the symmetric heap: it stays unchanged while any tensor shares it, and its memory is used
+        again afterwards; there is no copy. Results that are held therefore count against `heap_size`. A buffer handed
+        out during a CUDA-graph capture is written by every replay and stays with the graph until `po.finalize()`.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device or layout; before anything is launched.
+        NotSymmetricError: `out` is not in this PE's symmetric heap.
+        SymmetricHeapError: no room for the result.
+        IndexError: see `bounds`. On "cuda" it comes with the next operator or `po.check()`, since the launch is
+            asynchronous.
+        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else; the same.
+        NotImplementedError: in a backward pass; the operator is forward only for now.
+
+    Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
+    Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
+    Operations" (SC24), sections III-A and III-B.
+    """
+    if dim_per_rank is None:
+        dim_per_rank = _agreed_dims(sum(weight.shape[1] for weight in weights))
+    if batch_per_rank is None:
+        batch_per_rank = _even_split(len(weights), offsets.shape[0], len(dim_per_rank))
+    arguments = (weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, mode, bounds, schedule)
+    if out is None:
+        return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
+    torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
+    return out
+
+
+def _even_split(num_tables: int, num_offsets: int, world_size: int) -> list[int]:
+    if num_tables == 0:
+        raise ValueError("batch_per_rank: a PE without tables cannot tell the batch from offsets; pass batch_per_rank")
+    batch, rest = divmod(num_offsets - 1, num_tables)
+    if rest or num_offsets < 1:
+        raise ValueError(
+            f"offsets: expected T * B + 1 elements for T = {num_tables} tables, got {num_offsets}, and {num_offsets - 1} is "
+            f"not a multiple of {num_tables}"
+        )
+    return [batch // world_size + int(rank < batch % world_size) for rank in range(world_size)]
+
+
+@torch.compiler.assume_constant_result
+def _agreed_dims(own: int) -> list[int]:
+    """Return every PE's sum of D. Collective the first time that a PE has this sum."""
+    world = _world.current()
+    agreed = world.operator_state.setdefault(_NAME + ".dims", {})
+    if own not in agreed:
+        agreed[own] = [int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode())]
+    return agreed[own]  # type: ignore[no-any-return]
+
+
+# ---- torch operator ---------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    dim_per_rank: Sequence[int],
+    batch_per_rank: Sequence[int],
+    mode: str,
+    bounds: str,
+    schedule: str,
+) -> tuple[_world.World, EmbeddingPlan]:
+    world = _world.current()
+    plans = world.operator_state.setdefault(_NAME, {})
+    signature: Signature = (
+        indices.dtype,
+        offsets.dtype,
+        offsets.shape,
+        per_sample_weights is not None,
+        tuple(dim_per_rank),
+        tuple(batch_per_rank),
+        mode,
+        bounds,
+        schedule,
+        tuple((weight.data_ptr(), weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights),
+    )
+    plan = plans.get(signature)
+    if plan is None:
+        plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, signature)
+        plans[signature] = plan
+        while len(plans) > _MAX_PLANS:
+            plans.pop(next(iter(plans)))
+    plan.check_lookups(indices, offsets, per_sample_weights)
+    return world, plan
+
+
+_MAX_PLANS = 256  # a plan holds a few KB; shapes that change without end must not collect
+
+
+def _run(*arguments: object) -> torch.Tensor:
+    world, plan = _plan(*arguments)  # type: ignore[arg-type]
+    capturing = world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing()
+    slot = world.outputs.take(plan.output_bytes, is_captured=capturing)
+    plan.launch(world, arguments[1], arguments[2], arguments[3], slot.offset)  # type: ignore[arg-type]
+    return slot.base.view(plan.dtype).view(plan.output_shape)
+
+
+def _run_out(*arguments: object, out: torch.Tensor) -> None:
+    world, plan = _plan(*arguments)  # type: ignore[arg-type]
+    if out.dtype != plan.dtype or tuple(out.shape) != plan.output_shape or not out.is_contiguous():
+        raise ValueError(
+            f"out: expected a contiguous {plan.dtype} tensor of shape {list(plan.output_shape)}, got {out.dtype} "
+            f"{list(out.shape)}"
+        )
+    offset = world.heap.offset_of(out, "out")
+    plan.launch(world, arguments[1], arguments[2], arguments[3], offset)  # type: ignore[arg-type]
+
+
+def _fake(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    dim_per_rank: Sequence[int],
+    batch_per_rank: Sequence[int],
+    mode: str,
+    bounds: str,
+    schedule: str,
+) -> torch.Tensor:
+    if mode not in MODES or schedule not in SCHEDULES:
+        raise ValueError(f"mode: expected one of {MODES}, got {mode!r}; schedule: one of {SCHEDULES}, got {schedule!r}")
+    dtype = weights[0].dtype if len(weights) else torch.float32
+    rows = batch_per_rank[_world.current().rank]
+    return indices.new_empty((rows, sum(dim_per_rank)), dtype=dtype)
+
+
+def _fake_out(*arguments: object, out: torch.Tensor) -> None:
+    _fake(*arguments)  # type: ignore[arg-type]
+
+
+def _backward(context: object, gradient: torch.Tensor) -> None:
+    raise NotImplementedError(
+        "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
+        "all_to_all_single where gradients are needed"
+    )
+
+
+_library.impl(_NAME, _run, "CompositeExplicitAutograd")
+_library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
+torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
+torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
+torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+
+
+# ---- reference --------------------------------------------------------------------------------------------------------
+
+
+def reference(
+    inputs: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    rank: int,
+    batch_per_rank: Sequence[int],
+    mode: str = "sum",
+) -> torch.Tensor:
+    """Compute PE `rank`'s result in fp64 on the CPU, from every PE's (weights, indices, offsets, per_sample_weights).
+
+    Returns:
+        `[batch_per_rank[rank], sum of D]`, float64, not rounded.
+    """
+    batch = sum(batch_per_rank)
+    first = sum(batch_per_rank[:rank])
+    columns = []
+    for weights, indices, offsets, per_sample_weights in inputs:
+        for t, weight in enumerate(weights):
+            table = weight.detach().cpu().double()
+            bounds = offsets[t * batch + first : t * batch + first + batch_per_rank[rank] + 1].cpu().long()
+            low, high = int(bounds[0]), int(bounds[-1])
+            factors = None if per_sample_weights is None else per_sample_weights[low:high].cpu().double()
+            columns.append(
+                torch.nn.functional.embedding_bag(
+                    indices[low:high].cpu().long(),
+                    table,
+                    bounds - low,
+                    mode=mode,
+                    per_sample_weights=factors,
+                    include_last_offset=True,
+                )
+            )
+    if not columns:
+        return torch.zeros(batch_per_rank[rank], 0, dtype=torch.float64)
+    return torch.cat(columns, dim=1)

@@ -1,0 +1,368 @@
+"""What one shape of embedding_all_to_all needs again at every call: checks, kernel, and the plan in device memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime.backend import KernelRequest
+from ..runtime.layout import Team
+from ..runtime.workspace import Contract
+from ..runtime.world import World, upload
+
+__all__ = ["MODES", "SCHEDULES", "EmbeddingPlan", "Signature", "Tuning"]
+
+Signature = tuple[Any, ...]
+
+MODES = ("sum", "mean")
+SCHEDULES = ("communication_aware", "oblivious")
+_BOUNDS = ("fatal", "ignore")
+_SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
+_INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
+_VECTOR_BYTES = 16
+_MAX_POSITIONS = 2**31 - 1
+_CONTRACT_FIELDS = (
+    "world_size",
+    "batch",
+    "output_row_bytes",
+    "dtype",
+    "work_groups",
+    "slice_samples",
+    "batch_per_rank_hash",
+    "dim_per_rank_hash",
+)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
+
+    Attributes:
+        threads: of a WG on the GPU.
+        blocks_per_sm: WGs per SM; None for the backend's default. All PEs must agree.
+        rows_in_flight: rows of a table that a group of lanes loads ahead.
+        slice_samples: samples per slice and task; None to choose by the batch. All PEs must agree.
+        bulk_store: send rows by bulk copies from shared memory (Hopper and later) instead of stores.
+        local_delay: rounds by which this PE's own tasks start later than the others', as a share of all rounds: 0 mixes
+            them evenly, 1 runs them last.
+    """
+
+    threads: int = 256
+    blocks_per_sm: int | None = None
+    rows_in_flight: int = 8
+    slice_samples: int | None = None
+    bulk_store: bool = True
+    local_delay: float = 1.0
+
+
+class _Order(ctypes.Structure):
+    _fields_ = (
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("num_tables", ctypes.c_int64),
+        ("slice_samples", ctypes.c_int64),
+        ("batch_start", ctypes.c_uint64),
+        ("num_rounds", ctypes.c_int64),
+        ("local_delay", ctypes.c_int64),
+        ("oblivious", ctypes.c_int32),
+        ("slice_major", ctypes.c_int32),
+    )
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = (
+        ("team", Team),
+        ("order", _Order),
+        ("tables", ctypes.c_uint64),
+        ("column_start", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("output_row_bytes", ctypes.c_int64),
+        ("staging_offset", ctypes.c_uint64),
+        ("reports_bad_input", ctypes.c_int64),
+    )
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_uint64),
+        ("num_rows", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("column_bytes", ctypes.c_int64),
+        ("shape", ctypes.c_int64),
+    )
+
+
+class EmbeddingPlan:
+    """One signature's kernel and plan. Raises ValueError and TypeError for what the operator cannot take."""
+
+    def __init__(
+        self,
+        world: World,
+        weights: Sequence[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        signature: Signature,
+    ) -> None:
+        dim_per_rank, batch_per_rank, mode, bounds, schedule = signature[4:9]
+        self._device = world.backend.device
+        _check_choices(mode, bounds, schedule, per_sample_weights)
+        self.dtype = _check_tables(weights, self._device)
+        _check_split(world, weights, offsets, dim_per_rank, batch_per_rank)
+        if world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "embedding_all_to_all: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
+                "capture cannot do: call it once before the capture, with the same tables"
+            )
+        tuning: Tuning = world.operator_state.get("embedding_all_to_all.tuning", Tuning())
+        batch = sum(batch_per_rank)
+        element = self.dtype.itemsize
+        self.output_shape = (batch_per_rank[world.rank], sum(dim_per_rank))
+        self.output_bytes = self.output_shape[0] * self.output_shape[1] * element
+        row_bytes = self.output_shape[1] * element
+        batch_start = [0, *itertools.accumulate(batch_per_rank)]
+        column_start = [dim * element for dim in (0, *itertools.accumulate(dim_per_rank))]
+
+        slice_samples = tuning.slice_samples or _slice_samples(max(batch_per_rank, default=1))
+        slice_samples = max(slice_samples, -(-max(batch_per_rank) // world.workspace.max_ready_words), 1)
+        tasks = [-(-rows // slice_samples) * len(weights) for rows in batch_per_rank]
+        num_rounds = max((n for pe, n in enumerate(tasks) if pe != world.rank), default=0)
+        local_delay = round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds)
+        if (num_rounds + tasks[world.rank]) * world.size > _MAX_POSITIONS:
+            raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
+
+        tables, shapes = _tables(weights, column_start[world.rank], row_bytes, world.backend.name)
+        kernel = world.backend.load(_request(self.dtype, indices, offsets, per_sample_weights, mode, shapes, tuning, world))
+        blocks_per_sm = tuning.blocks_per_sm or world.backend.default_blocks_per_sm
+        self._grid = world.backend.num_sms * blocks_per_sm
+        if blocks_per_sm > kernel.max_blocks_per_sm():
+            raise ValueError(
+                f"blocks_per_sm: {blocks_per_sm} WGs of {tuning.threads} threads do not fit an SM together, only "
+                f"{kernel.max_blocks_per_sm()}; a persistent grid must be resident as a whole"
+            )
+        if self._grid > world.workspace.max_ready_words:
+            raise ValueError(f"blocks_per_sm: at most {world.workspace.max_ready_words} WGs in all, got {self._grid}")
+
+        self._staging = None
+        wg_done = None
+        if not world.all_reachable:
+            own_bytes = batch * (column_start[world.rank + 1] - column_start[world.rank])
+            self._staging = world.outputs.take(max(own_bytes, 1), is_captured=True)
+            slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
+            if len(weights) > 64 * 64:
+                raise ValueError(f"weights: at most 4096 tables per PE where peers are not reachable, got {len(weights)}")
+            wg_done = world.workspace.wg_done_words(slices * (-(-len(weights) // 64) + 1))
+
+        self._tables = upload(world.backend, b"".join(bytes(table) for table in tables) or b"\0" * 8)
+        self._batch_start = upload(world.backend, _packed(batch_start))
+        self._column_start = upload(world.backend, _packed(column_start))
+        self._wg_done = wg_done
+        contract = Contract(
+            "embedding_all_to_all",
+            _CONTRACT_FIELDS,
+            (
+                world.size,
+                batch,
+                row_bytes,
+                list(_SCALARS).index(self.dtype),
+                self._grid,
+                slice_samples,
+                _mix(batch_per_rank),
+                _mix(dim_per_rank),
+            ),
+        )
+        plan = _Plan(
+            team=world.workspace.team(contract, wg_done=wg_done),
+            order=_Order(
+                rank=world.rank,
+                size=world.size,
+                num_tables=len(weights),
+                slice_samples=slice_samples,
+                batch_start=self._batch_start.data_ptr(),
+                num_rounds=num_rounds,
+                local_delay=local_delay,
+                oblivious=int(schedule == "oblivious"),
+                slice_major=int(not world.all_reachable),
+            ),
+            tables=self._tables.data_ptr(),
+            column_start=self._column_start.data_ptr(),
+            batch=batch,
+            output_row_bytes=row_bytes,
+            staging_offset=0 if self._staging is None else self._staging.offset,
+            reports_bad_input=int(bounds == "fatal"),
+        )
+        self._plan = upload(world.backend, bytes(plan))
+        self._address = self._plan.data_ptr()
+        self._kernel = kernel
+        self._has_weights = per_sample_weights is not None
+
+    def check_lookups(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
+    ) -> None:
+        """Raise for what may change from call to call under one signature."""
+        for name, tensor in (("indices", indices), ("offsets", offsets)):
+            if tensor.device != self._device or not tensor.is_contiguous() or tensor.dim() != 1:
+                raise ValueError(
+                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on {tensor.device}"
+                )
+        if per_sample_weights is None:
+            return
+        if per_sample_weights.dtype != torch.float32 or per_sample_weights.device != self._device:
+            raise TypeError(
+                f"per_sample_weights: expected float32 on {self._device}, got {per_sample_weights.dtype} on "
+                f"{per_sample_weights.device}"
+            )
+        if per_sample_weights.shape != indices.shape or not per_sample_weights.is_contiguous():
+            raise ValueError(
+                f"per_sample_weights: expected a contiguous tensor of the shape of indices, {list(indices.shape)}, got "
+                f"{list(per_sample_weights.shape)}"
+            )
+
+    def launch(
+        self,
+        world: World,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        output_offset: int,
+    ) -> None:
+        """Launch on the current stream; the output goes to `output_offset` of this PE's heap."""
+        words = (
+            indices.data_ptr(),
+            offsets.data_ptr(),
+            0 if per_sample_weights is None else per_sample_weights.data_ptr(),
+            indices.shape[0],
+            output_offset,
+        )
+        world.workspace.launch(self._kernel, self._grid, self._address, words)
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: torch.Tensor | None) -> None:
+    for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, _BOUNDS), ("schedule", schedule, SCHEDULES)):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    if per_sample_weights is not None and mode != "sum":
+        raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
+
+
+def _check_tables(weights: Sequence[torch.Tensor], device: torch.device) -> torch.dtype:
+    for t, weight in enumerate(weights):
+        if weight.dim() != 2 or not weight.is_contiguous():
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
+        if weight.dtype not in _SCALARS:
+            raise TypeError(f"weights[{t}]: expected float32, float16 or bfloat16, got {weight.dtype}")
+        if weight.dtype != weights[0].dtype:
+            raise TypeError(f"weights[{t}]: all tables need one dtype, got {weight.dtype} after {weights[0].dtype}")
+        if weight.device != device:
+            raise ValueError(f"weights[{t}]: expected a tensor on {device}, got one on {weight.device}")
+        if weight.shape[0] >= 2**32 - 1 or weight.shape[1] * weight.element_size() >= 2**31:
+            raise ValueError(f"weights[{t}]: expected fewer than 2^32 - 1 rows of less than 2 GiB, got {list(weight.shape)}")
+    return weights[0].dtype if weights else torch.float32
+
+
+def _check_split(
+    world: World,
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    dim_per_rank: Sequence[int],
+    batch_per_rank: Sequence[int],
+) -> None:
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
+        if len(values) != world.size or min(values) < 0:
+            raise ValueError(f"{name}: expected {world.size} numbers of at least 0, one per PE, got {list(values)}")
+    own = sum(weight.shape[1] for weight in weights)
+    if dim_per_rank[world.rank] != own:
+        raise ValueError(
+            f"dim_per_rank: entry {world.rank} is {dim_per_rank[world.rank]}, but this PE's tables have {own} columns in all"
+        )
+    expected = len(weights) * sum(batch_per_rank) + 1
+    if offsets.numel() != expected:
+        raise ValueError(
+            f"offsets: expected T * B + 1 = {len(weights)} * {sum(batch_per_rank)} + 1 = {expected} elements, got "
+            f"{offsets.numel()}"
+        )
+
+
+# ---- choices ----------------------------------------------------------------------------------------------------------
+
+
+def _slice_samples(samples_per_pe: int) -> int:
+    """Return how many samples a slice has: fewer where the batch is small, so that every warp gets a share."""
+    return max(1, min(8, samples_per_pe // 16))
+
+
+def _row_shape(table: _Table, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
+    """Return the RowShape of a table: vectors of 16 bytes where every address of a row allows them."""
+    addresses = (table.rows, table.row_bytes, table.column_bytes, row_bytes, table.column_bytes - own_column_bytes, own_bytes)
+    if any(address % _VECTOR_BYTES for address in addresses):
+        return 0
+    if backend == "host":
+        return 1  # one lane does the work of all, so the widths do not differ
+    vectors = table.row_bytes // _VECTOR_BYTES
+    return next(shape for shape, lanes in ((5, 4), (4, 8), (3, 16), (2, 32), (1, 1 << 31)) if vectors <= lanes)
+
+
+def _tables(
+    weights: Sequence[torch.Tensor], own_column_bytes: int, row_bytes: int, backend: str
+) -> tuple[list[_Table], int]:
+    """Return the tables' descriptors and the set of their shapes, as a bit mask."""
+    tables: list[_Table] = []
+    own_bytes = sum(weight.shape[1] * weight.element_size() for weight in weights)
+    column = own_column_bytes
+    mask = 0
+    for weight in weights:
+        width = weight.shape[1] * weight.element_size()
+        table = _Table(rows=weight.data_ptr(), num_rows=weight.shape[0], row_bytes=width, column_bytes=column)
+        table.shape = _row_shape(table, row_bytes, own_column_bytes, own_bytes, backend)
+        mask |= 1 << table.shape
+        tables.append(table)
+        column += width
+    return tables, mask or 1
+
+
+def _request(
+    dtype: torch.dtype,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    mode: str,
+    shapes: int,
+    tuning: Tuning,
+    world: World,
+) -> KernelRequest:
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dtype not in _INTEGERS:
+            raise TypeError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+    pooling = "kMean" if mode == "mean" else "kSum" if per_sample_weights is None else "kWeightedSum"
+    defines = {
+        "PO_SCALAR": _SCALARS[dtype],
+        "PO_INDEX": _INTEGERS[indices.dtype],
+        "PO_OFFSET": _INTEGERS[offsets.dtype],
+        "PO_POOLING": pooling,
+        "PO_SHAPES": str(shapes),
+        "PO_ROWS": str(tuning.rows_in_flight),
+        "PO_THREADS": str(tuning.threads),
+        "PO_BLOCKS_PER_SM": str(tuning.blocks_per_sm or world.backend.default_blocks_per_sm),
+        "PO_BULK_STORE": str(int(tuning.bulk_store)),
+    }
+    return KernelRequest("embedding_all_to_all", tuple(defines.items()), ctypes.sizeof(_Plan), tuning.threads)
+
+
+def _packed(values: Sequence[int]) -> bytes:
+    return bytes((ctypes.c_int64 * len(values))(*values))
+
+
+def _mix(values: Sequence[int]) -> int:
+    """Return a number that differs, in practice, where the lists differ."""
+    mixed = 0
+    for value in values:
+        mixed = (mixed * 1000003 + value + 1) % (2**61 - 1)
+    return mixed

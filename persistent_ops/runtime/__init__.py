@@ -1,0 +1,1 @@
+"""What the operators run on: launchers, bootstrap, symmetric heap, kernels."""

@@ -1,0 +1,74 @@
+"""What the two backends have in common: memory that peers can reach, private memory, and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["Backend", "Kernel", "KernelRequest"]
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """A kernel, the macros it is compiled with, and the launch shape that goes with them.
+
+    Attributes:
+        name: symbol, and stem of the file in cuda/kernels/.
+        defines: macros, as (name, value) pairs.
+        plan_bytes: size of the plan's Python mirror; the compile refuses another.
+        threads: of a WG on the GPU.
+    """
+
+    name: str
+    defines: tuple[tuple[str, str], ...]
+    plan_bytes: int
+    threads: int
+
+
+class Kernel(Protocol):
+    """A loaded kernel."""
+
+    def max_blocks_per_sm(self) -> int:
+        """Return how many WGs of this kernel one SM holds at once."""
+
+    def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
+        """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`."""
+
+
+class Backend(Protocol):
+    """One PE's access to its world's memory and compute."""
+
+    name: str
+    device: torch.device
+    heap_bytes: int
+    heap_base: int
+    peer_heaps: tuple[int, ...]
+    """Address of each PE's heap as mapped here; 0 where it is not load/store reachable."""
+    num_sms: int
+    default_blocks_per_sm: int
+    network: int
+    """Address of the host backend's delaying network; 0 where there is none."""
+
+    def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """Return a uint8 tensor, with a storage of its own, over heap memory of this PE or a reachable peer."""
+
+    def private_words(self, count: int) -> torch.Tensor:
+        """Return `count` zeroed int64 words that kernels of this PE alone see."""
+
+    def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` zeroed bytes that kernels write and the host reads."""
+
+    def load(self, request: KernelRequest) -> Kernel:
+        """Compile (or take from the cache) and load a kernel."""
+
+    def stream(self) -> int:
+        """Return the handle of the current stream; 0 on the host."""
+
+    def synchronize(self) -> None:
+        """Wait until this PE's launches have completed."""
+
+    def close(self) -> None:
+        """Release everything; no launch may be in flight."""

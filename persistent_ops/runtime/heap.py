@@ -1,0 +1,202 @@
+"""The symmetric heap: one block of memory per PE, addressed by offsets that mean the same on every PE.
+
+Two kinds of allocations share it. Symmetric ones (`po.empty`) are made by all PEs together and lie at one offset. Outputs
+of operators come from a pool that each PE manages alone: a receiver tells its senders with every launch's credit where
+its output is, so offsets need not agree, and a buffer is used again only when nobody holds a tensor over it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .backend import Backend
+from .bootstrap import Bootstrap
+from .errors import NotSymmetricError, SymmetricHeapError
+
+__all__ = ["OutputPool", "SymmetricHeap"]
+
+_ALIGNMENT = 512  # of every allocation, in bytes: a GPU sector boundary and more than any vector
+
+
+class _FreeList:
+    """First-fit allocator over [0, size): symmetric blocks from the bottom, outputs from the top."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = [(0, size)]
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(length for _, length in self._free)
+
+    def take(self, nbytes: int, *, from_top: bool) -> int | None:
+        order = range(len(self._free) - 1, -1, -1) if from_top else range(len(self._free))
+        for i in order:
+            start, length = self._free[i]
+            if length < nbytes:
+                continue
+            offset = start + length - nbytes if from_top else start
+            rest = [] if length == nbytes else [(start, length - nbytes) if from_top else (start + nbytes, length - nbytes)]
+            self._free[i : i + 1] = rest
+            return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        bisect.insort(self._free, (offset, nbytes))
+        merged: list[tuple[int, int]] = []
+        for start, length in self._free:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
+
+
+def _rounded(nbytes: int) -> int:
+    return max(_ALIGNMENT, (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT)
+
+
+class SymmetricHeap:
+    """This PE's view of the heap and of its peers' heaps."""
+
+    def __init__(self, backend: Backend, bootstrap: Bootstrap) -> None:
+        self._backend = backend
+        self._bootstrap = bootstrap
+        self.free_list = _FreeList(backend.heap_bytes)
+        self._live: dict[int, int] = {}
+        self._freed: dict[int, int] = {}
+
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a symmetric tensor; collective."""
+        nbytes = math.prod(size) * dtype.itemsize
+        offset = self.free_list.take(_rounded(nbytes), from_top=False)
+        mine = f"{-1 if offset is None else offset} {size} {dtype}"
+        everyone = [raw.decode() for raw in self._bootstrap.exchange("empty", mine.encode())]
+        if offset is None or len(set(everyone)) > 1:
+            if offset is not None:
+                self.free_list.give(offset, _rounded(nbytes))
+            full = [pe for pe, text in enumerate(everyone) if text.startswith("-1 ")]
+            if full:
+                raise SymmetricHeapError(
+                    f"the symmetric heap of PE {', '.join(map(str, full))} has no room for {nbytes} bytes "
+                    f"(heap_size {self.free_list.size} bytes, {self.free_list.free_bytes} free on this PE): free tensors "
+                    "that are no longer needed, or pass a larger heap_size to po.init()"
+                )
+            shapes = "; ".join(f"PE {pe}: {' '.join(text.split(' ')[1:])}" for pe, text in enumerate(everyone))
+            raise SymmetricHeapError(
+                f"po.empty() needs the same call on every PE, in the same order, but the PEs asked for {shapes}"
+            )
+        self._live[offset] = nbytes
+        self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
+        return self._backend.tensor_at(self._backend.heap_base + offset, nbytes).view(dtype).view(size)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give a tensor from `empty` back; collective."""
+        offset = self.offset_of(tensor, "tensor")
+        if offset not in self._live:
+            raise NotSymmetricError(
+                "tensor: expected a whole tensor as po.empty() returned it, got a view into the middle of one"
+            )
+        offsets = self._bootstrap.exchange("free", str(offset).encode())
+        if len(set(offsets)) > 1:
+            raise SymmetricHeapError("po.free() needs the same tensor on every PE, but the PEs passed different ones")
+        nbytes = self._live.pop(offset)
+        self._freed[offset] = nbytes
+        self.free_list.give(offset, _rounded(nbytes))
+
+    def peer_view(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """Return a peer's copy of a symmetric tensor."""
+        offset = self.offset_of(tensor, "tensor")
+        if not 0 <= peer < len(self._backend.peer_heaps):
+            raise ValueError(f"rank: expected 0 to {len(self._backend.peer_heaps) - 1}, got {peer}")
+        base = self._backend.peer_heaps[peer]
+        if base == 0:
+            raise NotSymmetricError(f"PE {peer} is not load/store reachable from this PE, so it has no view here")
+        if not tensor.is_contiguous():
+            raise ValueError("tensor: expected a contiguous tensor")
+        view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
+        return view.view(tensor.dtype).view(tensor.shape)
+
+    def offset_of(self, tensor: torch.Tensor, name: str) -> int:
+        """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""
+        address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes
+        if base <= address < base + size:
+            offset = address - base
+            for start, nbytes in self._live.items():
+                if start <= offset < start + max(nbytes, 1):
+                    return offset
+            for start, nbytes in self._freed.items():
+                if start <= offset < start + max(nbytes, 1):
+                    raise NotSymmetricError(f"{name}: this tensor was given back with po.free(); allocate a new one")
+            raise NotSymmetricError(f"{name}: expected a tensor from po.empty(), got an output of an operator")
+        for peer, peer_base in enumerate(self._backend.peer_heaps):
+            if peer_base and peer_base <= address < peer_base + size:
+                raise NotSymmetricError(
+                    f"{name}: expected a tensor of this PE, got PE {peer}'s copy (from po.peer_view); pass the tensor "
+                    "that the view was made from"
+                )
+        raise NotSymmetricError(
+            f"{name}: expected a tensor in the symmetric heap, got an ordinary one on {tensor.device}; make it with "
+            "po.empty() or po.to_symmetric()"
+        )
+
+
+@dataclass
+class _Slot:
+    offset: int
+    nbytes: int
+    base: torch.Tensor
+    storage_id: int
+    idle_uses: int
+    is_captured: bool = False
+
+    def is_idle(self) -> bool:
+        return not self.is_captured and torch._C._storage_Use_Count(self.storage_id) == self.idle_uses  # type: ignore[attr-defined]
+
+
+class OutputPool:
+    """Buffers for operators' results in this PE's heap; a buffer is handed out again when no tensor shares it."""
+
+    def __init__(self, backend: Backend, heap: SymmetricHeap) -> None:
+        self._backend = backend
+        self._free_list = heap.free_list
+        self._slots: dict[int, list[_Slot]] = {}
+
+    def take(self, nbytes: int, *, is_captured: bool) -> _Slot:
+        """Return an idle buffer of exactly `nbytes` bytes, or make one.
+
+        Args:
+            nbytes: size.
+            is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
+        """
+        for slot in self._slots.get(nbytes, ()):
+            if slot.is_idle():
+                slot.is_captured = is_captured
+                return slot
+        offset = self._free_list.take(_rounded(nbytes), from_top=True)
+        if offset is None:
+            self._evict_idle()
+            offset = self._free_list.take(_rounded(nbytes), from_top=True)
+        if offset is None:
+            held = sum(slot.nbytes for slots in self._slots.values() for slot in slots)
+            raise SymmetricHeapError(
+                f"the symmetric heap has no room for an output of {nbytes} bytes (heap_size {self._free_list.size} "
+                f"bytes, {self._free_list.free_bytes} free, {held} in results that are still held): drop results that "
+                "are no longer needed, or pass a larger heap_size to po.init()"
+            )
+        base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
+        storage = base.untyped_storage()
+        uses = torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]  # without this wrapper
+        slot = _Slot(offset, nbytes, base, storage._cdata, uses, is_captured)
+        self._slots.setdefault(nbytes, []).append(slot)
+        return slot
+
+    def _evict_idle(self) -> None:
+        for nbytes, slots in list(self._slots.items()):
+            for slot in [slot for slot in slots if slot.is_idle()]:
+                slots.remove(slot)
+                self._free_list.give(slot.offset, _rounded(nbytes))

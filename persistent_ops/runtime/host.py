@@ -1,0 +1,178 @@
+"""The host backend: the kernels compiled by the C++ compiler, PEs as processes (or threads), heaps in shared memory.
+
+A heap is an anonymous shared-memory file (memfd, mode 0600) which the peers map through the owner's /proc entry. It
+never has a name, so nothing is left behind however the PEs end, kill -9 included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .backend import KernelRequest
+from .bootstrap import Bootstrap
+from .errors import BootstrapError
+from .jit import KernelSource, compile_host
+
+__all__ = ["HostBackend"]
+
+_CALL_WORDS = 5
+
+
+class _HostKernel:
+    def __init__(self, function: Any, wg_size: int) -> None:
+        self._function = function
+        self._wg_size = wg_size
+
+    def max_blocks_per_sm(self) -> int:
+        return 64  # WGs are threads; the operating system shares the cores among them
+
+    def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
+        self._function(plan, *words, *(0,) * (_CALL_WORDS - len(words)), grid, self._wg_size)
+
+
+class _Segment:
+    """One PE's heap as this process maps it."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.map = mmap.mmap(fd, nbytes)
+        self._anchor = ctypes.c_char.from_buffer(self.map)
+        self.address = ctypes.addressof(self._anchor)
+
+    def close(self) -> None:
+        """Drop this object's hold; the memory is unmapped when the last tensor over it is gone."""
+        del self._anchor
+
+
+class HostBackend:
+    """See `Backend`.
+
+    Args:
+        bootstrap: connection to the other PEs; all must run on this machine.
+        heap_bytes: size of each PE's heap.
+        transport: "auto" (peers' heaps are stored to directly), or "staged" (every exchange goes through a proxy that
+            delays and reorders it, as a network would).
+        network_delay_us: longest delay of one operation of that proxy, in microseconds.
+        wg_size: threads per WG; more than one is for tests.
+    """
+
+    name = "host"
+    num_sms = 1
+    default_blocks_per_sm = 1
+
+    def __init__(
+        self, bootstrap: Bootstrap, heap_bytes: int, transport: str, network_delay_us: int = 200, wg_size: int = 1
+    ) -> None:
+        if not bootstrap.single_host:
+            raise BootstrapError(
+                "the host backend shares memory between PEs, so all of them must run on one machine; "
+                "use backend='cuda' across machines"
+            )
+        self.device = torch.device("cpu")
+        self.heap_bytes = heap_bytes
+        self._wg_size = wg_size
+        self._segments = _map_heaps(bootstrap, heap_bytes)
+        addresses = tuple(segment.address for segment in self._segments)
+        self.heap_base = addresses[bootstrap.rank]
+        self.network = 0
+        self._runtime: Any = None
+        self.peer_heaps = addresses
+        if transport == "staged":
+            self.peer_heaps = tuple(a if pe == bootstrap.rank else 0 for pe, a in enumerate(addresses))
+            self._runtime = ctypes.CDLL(str(compile_host(KernelSource("platform/host_runtime.cuh"))))
+            self._runtime.po_network_create.restype = ctypes.c_void_p
+            self._runtime.po_network_destroy.argtypes = [ctypes.c_void_p]
+            table = (ctypes.c_uint64 * len(addresses))(*addresses)
+            self.network = self._runtime.po_network_create(
+                table, len(addresses), ctypes.c_uint64(network_delay_us), ctypes.c_uint64(bootstrap.rank + 1)
+            )
+
+    def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        memory._segments = self._segments  # type: ignore[attr-defined]  # the mapping outlives the tensor
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def private_words(self, count: int) -> torch.Tensor:
+        # LocalState wants a cache line's alignment; torch's CPU allocator gives 64 bytes, so cut to 128.
+        words = torch.zeros(count + 16, dtype=torch.int64)
+        skip = (-words.data_ptr() % 128) // 8
+        return words[skip : skip + count]
+
+    def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
+        return self.private_words((nbytes + 7) // 8).view(torch.uint8)[:nbytes]
+
+    def load(self, request: KernelRequest) -> _HostKernel:
+        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
+        library = ctypes.CDLL(str(compile_host(KernelSource(f"kernels/{request.name}.cuh", defines))))
+        function = getattr(library, request.name)
+        function.restype = None
+        function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * _CALL_WORDS, ctypes.c_int, ctypes.c_int]
+        return _HostKernel(function, self._wg_size)
+
+    def stream(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        """Nothing to do: launches on the host are synchronous."""
+
+    def close(self) -> None:
+        if self._runtime is not None and self.network:
+            self._runtime.po_network_destroy(self.network)
+            self.network = 0
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
+
+
+def _map_heaps(bootstrap: Bootstrap, heap_bytes: int) -> list[_Segment]:
+    """Make this PE's heap and map everybody's."""
+    own = os.memfd_create(f"persistent_ops-{bootstrap.rank}", os.MFD_CLOEXEC)
+    opened = [own]
+    try:
+        os.fchmod(own, 0o600)
+        os.ftruncate(own, heap_bytes)
+        status = os.fstat(own)
+        card = {"pid": os.getpid(), "fd": own, "dev": status.st_dev, "ino": status.st_ino, "bytes": heap_bytes}
+        cards = [json.loads(raw) for raw in bootstrap.exchange("heap", json.dumps(card).encode())]
+        sizes = {card["bytes"] for card in cards}
+        if len(sizes) > 1:
+            raise BootstrapError(f"heap_size differs between PEs: {[card['bytes'] for card in cards]} bytes")
+        segments = []
+        for rank, peer in enumerate(cards):
+            fd = own if rank == bootstrap.rank else _open_peer(rank, peer)
+            if fd != own:
+                opened.append(fd)
+            segments.append(_Segment(fd, heap_bytes))
+        bootstrap.exchange("heap-mapped", b"")  # the owner's descriptor must stay until everybody has opened it
+        return segments
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _open_peer(rank: int, card: dict[str, int]) -> int:
+    path = f"/proc/{card['pid']}/fd/{card['fd']}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise BootstrapError(
+            f"cannot map the heap of PE {rank} through {path}: {error}. PEs of the host backend must run as the same "
+            "user and in one PID namespace (in containers: share it)."
+        ) from error
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != (card["dev"], card["ino"]) or status.st_uid != os.geteuid():
+        os.close(fd)
+        raise BootstrapError(f"{path} is not the heap that PE {rank} announced; did that PE exit?")
+    if stat.S_IMODE(status.st_mode) != 0o600:
+        os.close(fd)
+        raise BootstrapError(f"the heap of PE {rank} has mode {stat.S_IMODE(status.st_mode):o}, expected 600")
+    return fd

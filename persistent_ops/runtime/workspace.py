@@ -1,0 +1,236 @@
+"""Flags, epochs and error records of one world: what makes a launch of one operator follow another.
+
+One launch is in flight on a workspace at a time. Launches from several streams are ordered by an event between them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .backend import Backend, Kernel
+from .bootstrap import Bootstrap
+from .errors import ContractMismatchError, PeerTimeoutError, PersistentOpsError
+from .heap import SymmetricHeap
+from .layout import (
+    CONTRACT_WORDS,
+    EPOCH_SHIFT,
+    GRANT_BYTES,
+    LOCAL_STATE_WORDS,
+    ErrorRecord,
+    InputErrorRecord,
+    LocalState,
+    Team,
+    contract_hash,
+)
+
+__all__ = ["Contract", "Workspace"]
+
+_READY_WORDS = 4096  # per sender: the most WGs, or slices for one peer, that a launch may have
+_KINDS = {1: "timeout", 2: "contract", 3: "reported"}
+_PHASES = {
+    1: "credit to write its output (has it launched the operator?)",
+    2: "its rows (sliceRdy word of its work-group {index})",
+    3: "its rows (sliceRdy word of its slice {index})",
+}
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What all PEs must agree on in one launch.
+
+    Attributes:
+        operator: its name.
+        fields: names of the words, in order; every operator lists its own.
+        values: one integer per field.
+    """
+
+    operator: str
+    fields: tuple[str, ...]
+    values: tuple[int, ...]
+
+    def words(self, operator_id: int) -> tuple[int, ...]:
+        """Return the contract as the fixed number of words that travel with every credit."""
+        if len(self.values) + 1 > CONTRACT_WORDS or len(self.fields) != len(self.values):
+            raise PersistentOpsError(f"contract of {self.operator}: {len(self.values)} values for {len(self.fields)} fields")
+        return (operator_id, *self.values) + (0,) * (CONTRACT_WORDS - 1 - len(self.values))
+
+
+class Workspace:
+    """See the module. Made collectively."""
+
+    def __init__(self, backend: Backend, bootstrap: Bootstrap, heap: SymmetricHeap, timeout: float) -> None:
+        self._backend = backend
+        self._bootstrap = bootstrap
+        self._operators: list[tuple[str, tuple[str, ...]]] = []
+        self.lock = threading.Lock()
+        self.timeout = timeout
+        size = bootstrap.world_size
+        self._grants = heap.empty(((size + 1) * GRANT_BYTES // 8,), torch.int64)
+        self._ready = heap.empty((size * _READY_WORDS,), torch.int64)
+        self._abort = heap.empty((size,), torch.int64)
+        for flags in (self._grants, self._ready, self._abort):
+            flags.zero_()
+        self._local = backend.private_words(LOCAL_STATE_WORDS)
+        self._wg_done: list[torch.Tensor] = []
+        self._mailbox = backend.host_visible_bytes(ctypes.sizeof(ErrorRecord) + ctypes.sizeof(InputErrorRecord))
+        self._error = ErrorRecord.from_address(self._mailbox.data_ptr())
+        self._input_error = InputErrorRecord.from_address(self._mailbox.data_ptr() + ctypes.sizeof(ErrorRecord))
+        self._peer_heaps = backend.private_words(size)
+        self._peer_heaps.copy_(torch.tensor(backend.peer_heaps, dtype=torch.int64))
+        self._failure: PersistentOpsError | None = None
+        self._last_stream: tuple[int, bool] | None = None
+        backend.synchronize()
+        bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
+
+    # ---- plans ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_ready_words(self) -> int:
+        """The most WGs, or slices for one peer, that a launch may have."""
+        return _READY_WORDS
+
+    def wg_done_words(self, count: int) -> torch.Tensor:
+        """Return `count` zeroed words for WG_Done bitmasks; they are zero again after every launch."""
+        if not self._wg_done or self._wg_done[-1].numel() < count:
+            self._wg_done.append(self._backend.private_words(count))
+        return self._wg_done[-1]
+
+    def team(self, contract: Contract, *, wg_done: torch.Tensor | None = None) -> Team:
+        """Return the part of a plan that every operator shares."""
+        known = (contract.operator, contract.fields)
+        if known not in self._operators:
+            self._operators.append(known)
+        words = contract.words(_operator_id(contract.operator))
+        base = self._backend.heap_base
+        return Team(
+            rank=self._bootstrap.rank,
+            size=self._bootstrap.world_size,
+            heap=base,
+            peer_heaps=self._peer_heaps.data_ptr(),
+            grants_offset=self._grants.data_ptr() - base,
+            ready_offset=self._ready.data_ptr() - base,
+            abort_offset=self._abort.data_ptr() - base,
+            ready_stride=_READY_WORDS,
+            local=self._local.data_ptr(),
+            wg_done=0 if wg_done is None else wg_done.data_ptr(),
+            error=ctypes.addressof(self._error),
+            input_error=ctypes.addressof(self._input_error),
+            timeout_ns=int(self.timeout * 1e9),
+            contract_hash=contract_hash(words),
+            contract=(ctypes.c_int64 * CONTRACT_WORDS)(*words),
+            network=self._backend.network,
+        )
+
+    # ---- launching ------------------------------------------------------------------------------------------------------
+
+    def launch(self, kernel: Kernel, grid: int, plan: int, words: Sequence[int]) -> None:
+        """Launch on the current stream, after earlier launches on this workspace; raise what they left behind."""
+        with self.lock:
+            if self._failure is not None or self._error.state or self._input_error.state:
+                self.raise_pending()
+            if self._backend.name == "cuda":
+                self._order_after_last_stream()
+            kernel.launch(grid, plan, words)
+        if self._backend.name == "host":
+            self.raise_pending()
+
+    def _order_after_last_stream(self) -> None:
+        """Order this launch behind the last one where that was on another stream.
+
+        Within one capture the event becomes an edge of the graph. Between a capture and eager launches there is nothing
+        to order now: who replays the graph orders the replay, as with any memory that a graph uses.
+        """
+        here = (self._backend.stream(), torch.cuda.is_current_stream_capturing())
+        last, self._last_stream = self._last_stream, here
+        if last is None or last == here or last[1] != here[1]:
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.ExternalStream(last[0], device=self._backend.device))
+        torch.cuda.current_stream().wait_event(event)
+
+    # ---- errors ---------------------------------------------------------------------------------------------------------
+
+    def raise_pending(self) -> None:
+        """Raise what launches so far have reported; cheap, and without waiting for launches in flight."""
+        if self._failure is None and self._error.state:
+            self._failure = self._describe_failure()
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+        if self._input_error.state:
+            message = self._describe_input_error()
+            self._input_error.state = 0
+            self._local[LocalState.input_error_claimed.offset // 8] = 0
+            raise IndexError(message)
+
+    def _describe_failure(self) -> PersistentOpsError:
+        error = self._error
+        kind, me = _KINDS[error.kind], self._bootstrap.rank
+        remedy = "The output is poisoned with NaN. po.recover(), called by every PE, makes the world usable again."
+        if kind == "contract":
+            return ContractMismatchError(
+                f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch}). "
+                f"PE {error.peer}: {self._name_contract(tuple(error.peer_contract))}; PE {me} expected the same as its own "
+                f"launch. {remedy}"
+            )
+        if kind == "reported":
+            blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
+            return PeerTimeoutError(
+                f"PE {error.index} gave up on epoch {error.seen >> EPOCH_SHIFT} because of {blamed}, so PE {me} left its "
+                f"launch too (epoch {error.epoch}). {remedy}"
+            )
+        what = _PHASES[error.phase].format(index=error.index)
+        return PeerTimeoutError(
+            f"PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, saw "
+            f"{error.seen >> EPOCH_SHIFT}. {remedy}"
+        )
+
+    def _name_contract(self, words: tuple[int, ...]) -> str:
+        for operator, fields in self._operators:
+            if _operator_id(operator) == words[0]:
+                return operator + "(" + ", ".join(f"{f}={v}" for f, v in zip(fields, words[1:], strict=False)) + ")"
+        return f"an operator that this PE has not used (id {words[0]})"
+
+    def _describe_input_error(self) -> str:
+        record = self._input_error
+        where = f"table {record.table}, bag {record.bag}"
+        if record.kind == 1:
+            return f"indices: {where} has index {record.value}, but the table has {record.limit} rows (valid: 0 to {record.limit - 1})"
+        return (
+            f"offsets: {where} has offset {record.value}, but offsets must start at 0, not fall, and end at the number of "
+            f"indices, {record.limit}"
+        )
+
+    # ---- recovery -------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Start clean epochs after a failure; collective."""
+        self._backend.synchronize()
+        epoch = int(self._local[0])
+        epochs = [int(raw) for raw in self._bootstrap.exchange("recover", str(epoch).encode())]
+        self._abort.zero_()
+        self._local.zero_()
+        for words in self._wg_done:
+            words.zero_()
+        self._local[LocalState.epoch.offset // 8] = max(epochs) + 1
+        self._backend.synchronize()
+        self._error.state = 0
+        self._input_error.state = 0
+        self._failure = None
+        self._bootstrap.exchange("recovered", b"")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue from another epoch; collective, all PEs with the same number, above the present one (for tests)."""
+        self._backend.synchronize()
+        self._local[LocalState.epoch.offset // 8] = epoch
+        self._backend.synchronize()
+        self._bootstrap.exchange("set-epoch", b"")
+
+
+def _operator_id(name: str) -> int:
+    """Return a number that stands for an operator in contracts, the same in every process."""
+    return int.from_bytes(name.encode()[:7].ljust(7, b"\0"), "little") ^ len(name)
