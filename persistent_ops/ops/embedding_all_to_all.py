@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ..runtime import world as _world
-from .embedding_plan import MODES, SCHEDULES, EmbeddingPlan, Signature
+from ..runtime.errors import BootstrapError
+from .embedding_plan import MODES, SCHEDULES, EmbeddingPlan
+from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
 
@@ -50,9 +52,10 @@ def embedding_all_to_all(
         mode: "sum", or "mean" (over the entries that are not skipped).
         out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead.
         batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
-            first B % world_size. Needed where T is 0, since the batch cannot be told from `offsets` then.
-        dim_per_rank: sum of D over each PE's tables, in rank order; None to agree on it with the other PEs at the first
-            call with this PE's sum of D (one exchange on the host).
+            first B % world_size. A PE whose T is 0 must give it, since it cannot tell the batch from `offsets`.
+        dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on the
+            host, the first time that they meet these tables; every PE must then pass None, new tables must be new on
+            all PEs, and none may have T = 0.
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
@@ -77,7 +80,10 @@ def embedding_all_to_all(
     Operations" (SC24), sections III-A and III-B.
     """
     if dim_per_rank is None:
-        dim_per_rank = _agreed_dims(sum(weight.shape[1] for weight in weights))
+        if torch.compiler.is_compiling():
+            dim_per_rank = _dims_at_compile_time(sum(weight.shape[1] for weight in weights))
+        else:
+            dim_per_rank = _agreed_dims(weights)
     if batch_per_rank is None:
         batch_per_rank = _even_split(len(weights), offsets.shape[0], len(dim_per_rank))
     arguments = (weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, mode, bounds, schedule)
@@ -99,14 +105,40 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> list[int]
     return [batch // world_size + int(rank < batch % world_size) for rank in range(world_size)]
 
 
-@torch.compiler.assume_constant_result
-def _agreed_dims(own: int) -> list[int]:
-    """Return every PE's sum of D. Collective the first time that a PE has this sum."""
+def _table_sets(world: _world.World) -> TableSets:
+    return world.operator_state.setdefault(_NAME + ".tables", TableSets())  # type: ignore[no-any-return]
+
+
+def _agreed_dims(weights: Sequence[torch.Tensor]) -> list[int]:
+    """Return every PE's sum of D. Collective the first time that the PEs meet their tables."""
     world = _world.current()
-    agreed = world.operator_state.setdefault(_NAME + ".dims", {})
-    if own not in agreed:
-        agreed[own] = [int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode())]
-    return agreed[own]  # type: ignore[no-any-return]
+    if world.size == 1:
+        return [sum(weight.shape[1] for weight in weights)]
+    if not len(weights):
+        raise ValueError(
+            "dim_per_rank: a PE without tables cannot tell when the others' tables change; where T is 0 on some PE, pass "
+            "dim_per_rank on all"
+        )
+    tables = _table_sets(world).find(weights)
+    if tables.dim_per_rank is None:
+        tables.dim_per_rank = _exchange_dims(world, sum(weight.shape[1] for weight in weights))
+    return tables.dim_per_rank
+
+
+@torch.compiler.assume_constant_result
+def _dims_at_compile_time(own: int) -> list[int]:
+    """Return every PE's sum of D. Collective: the PEs compile the same graphs, each with its own tables."""
+    return _exchange_dims(_world.current(), own)
+
+
+def _exchange_dims(world: _world.World, own: int) -> list[int]:
+    try:
+        return [int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode())]
+    except BootstrapError as error:
+        raise BootstrapError(
+            f"the PEs could not agree on the widths of their tables: {error}. Where tables are new on some PEs only, pass "
+            "dim_per_rank on all."
+        ) from error
 
 
 # ---- torch operator ---------------------------------------------------------------------------------------------------
@@ -124,8 +156,10 @@ def _plan(
     schedule: str,
 ) -> tuple[_world.World, EmbeddingPlan]:
     world = _world.current()
+    tables: TableSet = _table_sets(world).find(weights)
     plans = world.operator_state.setdefault(_NAME, {})
-    signature: Signature = (
+    signature = (
+        tables,
         indices.dtype,
         offsets.dtype,
         offsets.shape,
@@ -135,11 +169,12 @@ def _plan(
         mode,
         bounds,
         schedule,
-        tuple((weight.data_ptr(), weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights),
     )
     plan = plans.get(signature)
     if plan is None:
-        plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, signature)
+        plan = EmbeddingPlan(
+            world, weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, mode, bounds, schedule
+        )
         plans[signature] = plan
         while len(plans) > _MAX_PLANS:
             plans.pop(next(iter(plans)))

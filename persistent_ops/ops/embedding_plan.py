@@ -6,7 +6,6 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,9 +14,7 @@ from ..runtime.layout import Team
 from ..runtime.workspace import Contract
 from ..runtime.world import World, upload
 
-__all__ = ["MODES", "SCHEDULES", "EmbeddingPlan", "Signature", "Tuning"]
-
-Signature = tuple[Any, ...]
+__all__ = ["MODES", "SCHEDULES", "EmbeddingPlan", "Tuning"]
 
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
@@ -107,9 +104,12 @@ class EmbeddingPlan:
         indices: torch.Tensor,
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
-        signature: Signature,
+        dim_per_rank: Sequence[int],
+        batch_per_rank: Sequence[int],
+        mode: str,
+        bounds: str,
+        schedule: str,
     ) -> None:
-        dim_per_rank, batch_per_rank, mode, bounds, schedule = signature[4:9]
         self._device = world.backend.device
         _check_choices(mode, bounds, schedule, per_sample_weights)
         self.dtype = _check_tables(weights, self._device)

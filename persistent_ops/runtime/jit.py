@@ -82,8 +82,9 @@ class KernelResources:
     Attributes:
         name: symbol in the cubin.
         registers: per thread; of the linked kernel where it was linked with NVSHMEM.
-        spill_store_bytes: register spills written by the kernel itself, in bytes per thread.
-        spill_load_bytes: register spills read by the kernel itself, in bytes per thread.
+        spill_store_bytes: register spills written by the kernel and the functions it calls, in bytes per thread; by the
+            kernel alone where it was linked with NVSHMEM.
+        spill_load_bytes: register spills read, likewise.
         stack_bytes: per thread, the functions it calls included.
         shared_bytes: static shared memory per block.
         barriers: named barriers per block.
@@ -427,6 +428,9 @@ def compile_cuda(
 def _parse_resources(log: str) -> dict[str, KernelResources]:
     """Read what `ptxas -v` and `nvlink -v` print about each kernel."""
     kernels: dict[str, dict[str, int]] = {}
+    # Compiled as a whole, the functions that a kernel calls and that were not inlined are listed after it. Compiled to
+    # be linked, they are listed anywhere, NVSHMEM's among them, and cannot be told apart.
+    whole = "nvlink info" not in log
     kernel = function = linked = ""
     for line in log.splitlines():
         if found := re.search(r"ptxas info\s*: Compiling entry function '([^']+)'", line):
@@ -437,11 +441,12 @@ def _parse_resources(log: str) -> dict[str, KernelResources]:
         elif found := re.search(r"Function properties for (\S+)", line):
             function = found.group(1)
         elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, stores, loads = map(int, found.groups())
             if function == kernel:
-                values = dict(
-                    zip(("stack_bytes", "spill_store_bytes", "spill_load_bytes"), map(int, found.groups()), strict=True)
-                )
-                kernels[kernel].update(values)
+                kernels[kernel]["stack_bytes"] = stack
+            if function == kernel or (whole and kernel):
+                kernels[kernel]["spill_store_bytes"] += stores
+                kernels[kernel]["spill_load_bytes"] += loads
         elif found := re.search(r"[Uu]sed (\d+) registers", line):
             name = linked or kernel
             if name in kernels:

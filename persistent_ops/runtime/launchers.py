@@ -83,15 +83,15 @@ def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
     if own is not None:
         # po.launch takes the other launchers' variables away from its children, so what stands here came later.
         for other in (elastic, by_hand, hydra, openmpi):
-            _must_agree(own, other, "PERSISTENT_OPS_RANK and PERSISTENT_OPS_WORLD_SIZE")
+            _must_agree(own, other)
         return own
     if elastic is not None:
         # torchrun starts processes, mpirun or srun may have started torchrun (one agent per host): torchrun is inner.
         return elastic
     if hydra is not None and openmpi is not None:
-        _must_agree(hydra, openmpi, _NAMES["openmpi"])
+        _must_agree(hydra, openmpi)
     if started is not None:
-        _must_agree(started, by_hand, _NAMES[started.launcher])
+        _must_agree(started, by_hand)
         _world_size_must_agree(environ, started)
         return _with_address(environ, started)
     if by_hand is not None:
@@ -340,11 +340,11 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _must_agree(found: LaunchEnvironment, other: LaunchEnvironment | None, names: str) -> None:
+def _must_agree(found: LaunchEnvironment, other: LaunchEnvironment | None) -> None:
     if other is None or (other.rank, other.world_size) == (found.rank, found.world_size):
         return
     raise BootstrapError(
-        f"two launchers claim this process: {names} say rank {found.rank} of {found.world_size}, "
+        f"two launchers claim this process: {_NAMES[found.launcher]} say rank {found.rank} of {found.world_size}, "
         f"{_NAMES[other.launcher]} say rank {other.rank} of {other.world_size}; unset the variables of the one that "
         "did not start it"
     )

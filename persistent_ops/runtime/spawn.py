@@ -43,8 +43,8 @@ def launch(
 
     Args:
         fn: Called as `fn(*args)` on every PE; calls `persistent_ops.init()` itself where it needs the other PEs. Must
-            be picklable (defined at module level) unless `threads` is set; the script that calls `launch` must guard that
-            call with `if __name__ == "__main__":`, because each process imports it afresh.
+            be picklable (defined at module level) unless `threads` is set; the script that calls `launch` must guard
+            that call with `if __name__ == "__main__":`, because each process imports it afresh.
         num_pes: Number of PEs.
         args: Arguments of `fn`, the same for all PEs.
         threads: Make the PEs threads of this process instead of processes. A thread cannot be killed: one that hangs

@@ -1,0 +1,69 @@
+"""Recognising a list of tables that was passed before, at a cost of well under a microsecond per table.
+
+A set is the same while the storages behind its tables live: their addresses alone would say the same of tables that were
+freed and allocated anew, and would say it on one PE and not on another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["TableSet", "TableSets"]
+
+_MAX_SETS = 256  # lists that change without end must not collect
+
+
+class TableSet:
+    """A list of tables; `dim_per_rank` is set once the PEs have agreed on it."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self.dim_per_rank: list[int] | None = None
+        self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
+
+    def is_alive(self) -> bool:
+        """Return whether no table has been freed."""
+        return not any(storage.expired() for storage in self._storages)
+
+
+class _Sighting:
+    """The very tensor objects that a set was last seen as."""
+
+    def __init__(self, tables: TableSet, weights: Sequence[torch.Tensor]) -> None:
+        self.tables = tables
+        self._seen = [(weakref.ref(weight), weight.data_ptr()) for weight in weights]
+
+    def shows(self, weights: Sequence[torch.Tensor]) -> bool:
+        return all(ref() is w and w.data_ptr() == address for (ref, address), w in zip(self._seen, weights, strict=True))
+
+
+class TableSets:
+    """The sets of one world."""
+
+    def __init__(self) -> None:
+        self._sightings: dict[tuple[int, ...], _Sighting] = {}
+        self._sets: dict[tuple[object, ...], TableSet] = {}
+
+    def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
+        """Return the set that these tables are, a new one where they have not been seen."""
+        identity = tuple(map(id, weights))
+        sighting = self._sightings.get(identity)
+        if sighting is not None and sighting.shows(weights):
+            return sighting.tables
+        key = tuple(
+            (w.untyped_storage()._cdata, w.data_ptr(), w.shape, w.dtype, w.is_contiguous(), w.device) for w in weights
+        )
+        tables = self._sets.get(key)
+        if tables is None or not tables.is_alive():
+            tables = TableSet(weights)
+            self._sets.pop(key, None)
+            self._sets[key] = tables
+            if len(self._sets) > _MAX_SETS:
+                self._sets.pop(next(iter(self._sets)))
+        if len(self._sightings) > _MAX_SETS:
+            self._sightings.clear()
+        self._sightings[identity] = _Sighting(tables, weights)
+        return tables

@@ -1,0 +1,212 @@
+"""Inputs of embedding_all_to_all for the tests, a model of its exact bits, and a runner for PEs.
+
+Data depends on (case, rank, index, iteration); every PE can compute every other's inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import persistent_ops as po
+from persistent_ops.ops.embedding_all_to_all import reference
+from persistent_ops.ops.embedding_plan import Tuning
+
+Inputs = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None]
+NUM_ITERATIONS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of the operator.
+
+    Attributes:
+        dims: rank -> D of each of its tables.
+        batch: global batch, or the samples of each PE given the world size.
+        pooling: (rank, iteration, generator, number of bags) -> length of each bag.
+    """
+
+    name: str
+    dims: Callable[[int], Sequence[int]] = lambda rank: (8, 16)
+    batch: Callable[[int], int | list[int]] = lambda world: 37
+    rows: int = 61
+    dtype: torch.dtype = torch.float32
+    index_dtype: torch.dtype = torch.int64
+    offset_dtype: torch.dtype = torch.int64
+    mode: str = "sum"
+    is_weighted: bool = False
+    max_pooling: int = 6
+    same_table: bool = False
+    huge_bag: int = 0
+    tuning: dict[str, Any] = field(default_factory=dict)
+
+
+def _varied_dims(rank: int) -> Sequence[int]:
+    return ((3, 8), (), (128, 5, 64, 256), (16,))[rank % 4]
+
+
+CASES = [
+    Case("plain"),
+    Case("int32 indices", index_dtype=torch.int32),
+    Case("int32 offsets", offset_dtype=torch.int32),
+    Case("int32 both, bf16", index_dtype=torch.int32, offset_dtype=torch.int32, dtype=torch.bfloat16),
+    Case("fp16", dtype=torch.float16, dims=lambda rank: (24, 128)),
+    Case("bf16", dtype=torch.bfloat16, dims=lambda rank: (128,) * 3),
+    Case("mean", mode="mean"),
+    Case("mean fp16", mode="mean", dtype=torch.float16),
+    Case("weighted", is_weighted=True),
+    Case("weighted bf16", is_weighted=True, dtype=torch.bfloat16, dims=lambda rank: (8, 32)),
+    Case("mixed and odd widths, one PE without tables", dims=_varied_dims, batch=lambda w: [11, 0, 19, 5, 1, 2, 3, 4][:w]),
+    Case("uneven default split", batch=lambda w: 4 * w + 1),
+    Case("fewer samples than PEs", batch=lambda w: max(1, w - 1)),
+    Case("no samples", batch=lambda w: [0] * w),
+    Case("empty bags only", max_pooling=0),
+    Case("one row", rows=1, max_pooling=3),
+    Case("pooling one", max_pooling=1),
+    Case("wide rows", dims=lambda rank: (2048, 1000), batch=lambda w: 9, max_pooling=3),
+    Case("width one", dims=lambda rank: (1, 1, 2), batch=lambda w: 21),
+    Case("every row shape", dims=lambda rank: (4, 16, 32, 64, 100, 128, 256, 300), batch=lambda w: 19),
+    Case("same table twice", same_table=True),
+    Case("huge and tiny bags", huge_bag=700, batch=lambda w: 11),
+    Case("many tables", dims=lambda rank: (4,) * (70 + rank), batch=lambda w: 6, max_pooling=2),
+    Case("single-sample slices", tuning={"slice_samples": 1}),
+    Case("large slices, locals mixed in", tuning={"slice_samples": 16, "local_delay": 0.0}),
+    Case("plain stores", tuning={"bulk_store": False}, dims=lambda rank: (256, 32)),
+]
+
+
+def split_of(case: Case, world: int) -> list[int]:
+    batch = case.batch(world)
+    if isinstance(batch, list):
+        return batch
+    return [batch // world + int(rank < batch % world) for rank in range(world)]
+
+
+def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
+    """Return one PE's inputs, on the CPU. Tables stay the same over iterations, lookups change."""
+    seed = zlib.crc32(f"{case.name} {rank}".encode())
+    tables_rng = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(case.rows, dim, generator=tables_rng).to(case.dtype) for dim in case.dims(rank)]
+    if case.same_table:
+        weights = [weights[0]] * 2
+    rng = torch.Generator().manual_seed(seed * 31 + iteration + 1)
+    num_bags = len(weights) * sum(split_of(case, world))
+    lengths = torch.randint(0, case.max_pooling + 1, (num_bags,), generator=rng)
+    if case.max_pooling == 1:
+        lengths.fill_(1)
+    if case.huge_bag and num_bags:
+        lengths[(7 * iteration + rank) % num_bags] = case.huge_bag
+    offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
+    offsets[1:] = lengths.cumsum(0)
+    indices = torch.randint(0, case.rows, (int(offsets[-1]),), generator=rng)
+    factors = torch.randn(indices.shape, generator=rng) if case.is_weighted else None
+    return weights, indices.to(case.index_dtype), offsets.to(case.offset_dtype), factors
+
+
+def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequence[int]) -> torch.Tensor:
+    """Return exactly what PE `rank` must get: fp32 sums in index order, one rounding at the end."""
+    batch, first, rows = sum(split), sum(split[:rank]), split[rank]
+    columns = []
+    for weights, indices, offsets, factors in inputs:
+        for t, weight in enumerate(weights):
+            weight = weight.float()
+            begins = offsets[t * batch + first : t * batch + first + rows].long()
+            lengths = offsets[t * batch + first + 1 : t * batch + first + rows + 1].long() - begins
+            total = torch.zeros(rows, weight.shape[1])
+            for j in range(int(lengths.max()) if rows else 0):
+                bags = (lengths > j).nonzero().flatten()
+                places = begins[bags] + j
+                values = weight[indices[places].long()]
+                total[bags] += values if factors is None else values * factors[places, None]
+            if case.mode == "mean":
+                scale = torch.where(lengths > 1, 1.0 / lengths.clamp(min=1).float(), torch.ones(()))
+                total *= scale[:, None]
+            columns.append(total.to(case.dtype))
+    return torch.cat(columns, dim=1) if columns else torch.zeros(rows, 0, dtype=torch.float32)
+
+
+def check_case(case: Case) -> str | None:
+    """Run one case on this PE, in step with its peers; return what is wrong, or None."""
+    rank, world, device = po.rank(), po.world_size(), po.device()
+    state = po.runtime.world.current().operator_state
+    state["embedding_all_to_all"] = {}
+    state["embedding_all_to_all.tuning"] = Tuning(**case.tuning)
+    split = split_of(case, world)
+    problem = None
+    tables = [weight.to(device) for weight in make_inputs(case, rank, world, 0)[0]]
+    if case.same_table:
+        tables = [tables[0]] * 2
+    everyone = [sum(w.shape[1] for w in make_inputs(case, pe, world, 0)[0]) for pe in range(world)]
+    dims = everyone if 0 in everyone else None  # None: the PEs agree among themselves
+    held = []
+    for iteration, schedule in itertools.product(range(NUM_ITERATIONS), ("communication_aware", "oblivious")):
+        inputs = [make_inputs(case, pe, world, iteration) for pe in range(world)]
+        _, indices, offsets, factors = inputs[rank]
+        output = po.embedding_all_to_all(
+            tables,
+            indices.to(device),
+            offsets.to(device),
+            None if factors is None else factors.to(device),
+            mode=case.mode,
+            batch_per_rank=split,
+            dim_per_rank=dims,
+            schedule=schedule,
+        )
+        want = expected_bits(case, inputs, rank, split)
+        if not tables:
+            want = want.to(output.dtype) if want.dtype != output.dtype else want
+        if problem is None:
+            problem = _difference(output.cpu(), want, f"iteration {iteration}, {schedule}")
+        if problem is None and iteration == 0:
+            problem = _is_near(case, output.cpu(), reference(inputs, rank, split, case.mode), inputs, rank, split)
+        output.fill_(float("nan"))  # a pool buffer that comes again must be written again
+        if iteration % 3 == 1:
+            held.append(output)
+    if problem is None and any(not bool(output.isnan().all()) for output in held if output.numel()):
+        problem = "a result changed while it was held"
+    state["embedding_all_to_all.tuning"] = Tuning()
+    return problem
+
+
+def _difference(output: torch.Tensor, want: torch.Tensor, where: str) -> str | None:
+    if output.shape != want.shape or output.dtype != want.dtype:
+        return f"{where}: got {output.dtype} {list(output.shape)}, expected {want.dtype} {list(want.shape)}"
+    as_bits = torch.int32 if output.dtype == torch.float32 else torch.int16
+    wrong = (output.view(as_bits) != want.view(as_bits)).nonzero() if output.numel() else []
+    if len(wrong) == 0:
+        return None
+    row, column = (int(i) for i in wrong[0])
+    return (
+        f"{where}: {len(wrong)} of {output.numel()} elements differ, the first at row {row}, column {column}: "
+        f"{output[row, column]} instead of {want[row, column]}"
+    )
+
+
+def _is_near(
+    case: Case, output: torch.Tensor, exact: torch.Tensor, inputs: Sequence[Inputs], rank: int, split: Sequence[int]
+) -> str | None:
+    """Compare with the fp64 reference under the rounding bound of a sequential fp32 sum."""
+    magnitudes = [
+        ([w.abs() for w in ws], i, o, None if f is None else f.abs()) for ws, i, o, f in inputs
+    ]
+    size = reference(magnitudes, rank, split, case.mode)
+    longest = max(case.max_pooling, case.huge_bag) + 2
+    unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[case.dtype]
+    bound = longest * 2.0**-23 * size + 2 * unit * exact.abs() + 1e-7
+    if bool(((output.double() - exact).abs() > bound).any()):
+        return f"differs from the fp64 reference by {float((output.double() - exact).abs().max())}"
+    return None
+
+
+def run_cases(backend: str, names: Sequence[str] | None, options: dict[str, Any]) -> dict[str, str | None]:
+    """Run cases one after the other on this PE; the body of the PEs that the tests launch."""
+    po.init(backend, timeout=20.0, heap_size=256 << 20, **options)
+    try:
+        return {case.name: check_case(case) for case in CASES if names is None or case.name in names}
+    finally:
+        po.finalize()
