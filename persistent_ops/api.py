@@ -59,9 +59,7 @@ def init(
             contradicts itself.
         BackendUnavailableError: the backend cannot run here, or PEs chose different ones.
     """
-    _world.init(
-        backend, group, timeout, heap_size=heap_size, transport=transport, host_options=host_options
-    )
+    _world.init(backend, group, timeout, heap_size=heap_size, transport=transport, host_options=host_options)
 
 
 def rank() -> int:

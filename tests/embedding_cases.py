@@ -61,7 +61,10 @@ CASES = [
     Case("mean fp16", mode="mean", dtype=torch.float16),
     Case("weighted", is_weighted=True),
     Case("weighted bf16", is_weighted=True, dtype=torch.bfloat16, dims=lambda rank: (8, 32)),
-    Case("mixed and odd widths, one PE without tables", dims=_varied_dims, batch=lambda w: [11, 0, 19, 5, 1, 2, 3, 4][:w]),
+    Case(
+        "mixed and odd widths, one PE without tables", dims=_varied_dims, batch=lambda w: [11, 0, 19, 5, 1, 2, 3, 4][:w]
+    ),
+    Case("bf16, one PE without tables", dims=_varied_dims, dtype=torch.bfloat16, batch=lambda w: [4] * w),
     Case("uneven default split", batch=lambda w: 4 * w + 1),
     Case("fewer samples than PEs", batch=lambda w: max(1, w - 1)),
     Case("no samples", batch=lambda w: [0] * w),
@@ -127,7 +130,7 @@ def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequen
                 scale = torch.where(lengths > 1, 1.0 / lengths.clamp(min=1).float(), torch.ones(()))
                 total *= scale[:, None]
             columns.append(total.to(case.dtype))
-    return torch.cat(columns, dim=1) if columns else torch.zeros(rows, 0, dtype=torch.float32)
+    return torch.cat(columns, dim=1) if columns else torch.zeros(rows, 0, dtype=case.dtype)
 
 
 def check_case(case: Case) -> str | None:
@@ -155,11 +158,10 @@ def check_case(case: Case) -> str | None:
             mode=case.mode,
             batch_per_rank=split,
             dim_per_rank=dims,
+            dtype=case.dtype,
             schedule=schedule,
         )
         want = expected_bits(case, inputs, rank, split)
-        if not tables:
-            want = want.to(output.dtype) if want.dtype != output.dtype else want
         if problem is None:
             problem = _difference(output.cpu(), want, f"iteration {iteration}, {schedule}")
         if problem is None and iteration == 0:
@@ -191,9 +193,7 @@ def _is_near(
     case: Case, output: torch.Tensor, exact: torch.Tensor, inputs: Sequence[Inputs], rank: int, split: Sequence[int]
 ) -> str | None:
     """Compare with the fp64 reference under the rounding bound of a sequential fp32 sum."""
-    magnitudes = [
-        ([w.abs() for w in ws], i, o, None if f is None else f.abs()) for ws, i, o, f in inputs
-    ]
+    magnitudes = [([w.abs() for w in ws], i, o, None if f is None else f.abs()) for ws, i, o, f in inputs]
     size = reference(magnitudes, rank, split, case.mode)
     longest = max(case.max_pooling, case.huge_bag) + 2
     unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[case.dtype]

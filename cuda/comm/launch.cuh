@@ -39,7 +39,10 @@ PO_NOINLINE inline void raise_abort(Launch launch, ErrorKind kind, Phase phase, 
     record.seen = seen;
     record.waited_ns = waited_ns;
     const auto* grant = reinterpret_cast<const Grant*>(team.heap + grant_offset(team, peer));
-    for (int i = 0; i < kContractWords; ++i) record.peer_contract[i] = grant->contract[i];
+    for (int i = 0; i < kContractWords; ++i) {
+      record.own_contract[i] = team.contract[i];
+      record.peer_contract[i] = grant->contract[i];
+    }
     flag_store_release_sys(&record.state, 1);  // pairs with the host's acquiring read in check()
     // The peers need not wait out their own time: they leave at their next look at these words.
     for (int other = 0; other < team.size; ++other) {

@@ -44,6 +44,7 @@ struct ErrorRecord {
   uint64_t epoch;
   uint64_t seen;
   uint64_t waited_ns;
+  int64_t own_contract[kContractWords];
   int64_t peer_contract[kContractWords];
 };
 

@@ -109,19 +109,18 @@ PO_NOINLINE inline void report_input_error(const Plan& plan, InputErrorKind kind
 
 // Looks up what a stream found: errors are rare, so the hot loop only remembers the place.
 PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, int64_t table, int64_t first_bag,
-                                        const void* offsets_of_first, const void* indices, int64_t num_indices) {
-  const auto* offsets = static_cast<const PO_OFFSET*>(offsets_of_first);
+                                        const BagInputs& in) {
+  const auto* offsets = static_cast<const PO_OFFSET*>(in.offsets);
   if (findings.bad_bag >= 0) {
     report_input_error(plan, kBadOffset, table, first_bag + findings.bad_bag,
-                       static_cast<int64_t>(offsets[findings.bad_bag + 1]), num_indices);
+                       static_cast<int64_t>(offsets[findings.bad_bag + 1]), in.num_indices);
   }
   if (findings.bad_index >= 0) {
-    const int64_t position = min_of(max_of<int64_t>(offsets[0], 0), num_indices) + findings.bad_index;
-    int64_t bag = 0;
-    while (static_cast<int64_t>(offsets[bag + 1]) <= position) ++bag;
+    const int64_t position = min_of(max_of<int64_t>(offsets[0], 0), in.num_indices) + findings.bad_index;
+    int32_t bag = 0;
+    while (bag + 1 < in.num_bags && static_cast<int64_t>(offsets[bag + 1]) <= position) ++bag;
     report_input_error(plan, kBadIndex, table, first_bag + bag,
-                       static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[position]),
-                       plan.tables[table].num_rows);
+                       static_cast<int64_t>(static_cast<const PO_INDEX*>(in.indices)[position]), in.num_rows);
   }
 }
 
@@ -320,7 +319,7 @@ class Worker {
       store_.aim(task.destination, begin + skipped, table.column_bytes + chunk, piece_bytes);
       const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
       if (findings.bad_index >= 0 || findings.bad_bag >= 0) {
-        report_findings(plan_, findings, task.table, begin + skipped, offsets, call_.indices, call_.num_indices);
+        report_findings(plan_, findings, task.table, begin + skipped, inputs);
       }
     }
   }

@@ -87,11 +87,9 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   int32_t bag_end = 0;
   auto enter_bag = [&] {
     const int32_t end = ends.at(bag);
-    if (end < bag_end) {
-      findings.bad_bag = bag;
-    } else {
-      bag_end = end;
-    }
+    if (end < bag_end) findings.bad_bag = bag;
+    // The last bag ends the stream whatever its offset says, so no row is left without a bag.
+    bag_end = bag + 1 == in.num_bags ? length : max_of(bag_end, end);
   };
 
   Vector<Shape::kBytes> ring[kRows][kVectors] = {};

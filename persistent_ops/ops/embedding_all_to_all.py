@@ -16,7 +16,7 @@ __all__ = ["embedding_all_to_all", "reference"]
 _NAME = "embedding_all_to_all"
 _ARGUMENTS = (
     "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
-    "SymInt[] batch_per_rank, str mode, str bounds, str schedule"
+    "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
 )
 _library = torch.library.Library("persistent_ops", "FRAGMENT")
 _library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
@@ -33,6 +33,7 @@ def embedding_all_to_all(
     out: torch.Tensor | None = None,
     batch_per_rank: Sequence[int] | None = None,
     dim_per_rank: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
     bounds: str = "fatal",
     schedule: str = "communication_aware",
 ) -> torch.Tensor:
@@ -56,6 +57,7 @@ def embedding_all_to_all(
         dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on the
             host, the first time that they meet these tables; every PE must then pass None, new tables must be new on
             all PEs, and none may have T = 0.
+        dtype: of the tables and the result; None takes it from the tables, or float32 where T is 0.
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
@@ -86,7 +88,20 @@ def embedding_all_to_all(
             dim_per_rank = _agreed_dims(weights)
     if batch_per_rank is None:
         batch_per_rank = _even_split(len(weights), offsets.shape[0], len(dim_per_rank))
-    arguments = (weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, mode, bounds, schedule)
+    if dtype is None:
+        dtype = weights[0].dtype if len(weights) else torch.float32
+    arguments = (
+        weights,
+        indices,
+        offsets,
+        per_sample_weights,
+        dim_per_rank,
+        batch_per_rank,
+        dtype,
+        mode,
+        bounds,
+        schedule,
+    )
     if out is None:
         return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
     torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
@@ -151,6 +166,7 @@ def _plan(
     per_sample_weights: torch.Tensor | None,
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
+    dtype: torch.dtype,
     mode: str,
     bounds: str,
     schedule: str,
@@ -166,6 +182,7 @@ def _plan(
         per_sample_weights is not None,
         tuple(dim_per_rank),
         tuple(batch_per_rank),
+        dtype,
         mode,
         bounds,
         schedule,
@@ -173,7 +190,17 @@ def _plan(
     plan = plans.get(signature)
     if plan is None:
         plan = EmbeddingPlan(
-            world, weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, mode, bounds, schedule
+            world,
+            weights,
+            indices,
+            offsets,
+            per_sample_weights,
+            dim_per_rank,
+            batch_per_rank,
+            dtype,
+            mode,
+            bounds,
+            schedule,
         )
         plans[signature] = plan
         while len(plans) > _MAX_PLANS:
@@ -211,13 +238,13 @@ def _fake(
     per_sample_weights: torch.Tensor | None,
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
+    dtype: torch.dtype,
     mode: str,
     bounds: str,
     schedule: str,
 ) -> torch.Tensor:
     if mode not in MODES or schedule not in SCHEDULES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}; schedule: one of {SCHEDULES}, got {schedule!r}")
-    dtype = weights[0].dtype if len(weights) else torch.float32
     rows = batch_per_rank[_world.current().rank]
     return indices.new_empty((rows, sum(dim_per_rank)), dtype=dtype)
 

@@ -11,7 +11,7 @@ import torch
 
 from ..runtime.backend import KernelRequest
 from ..runtime.layout import Team
-from ..runtime.workspace import Contract
+from ..runtime.contract import Contract, register
 from ..runtime.world import World, upload
 
 __all__ = ["MODES", "SCHEDULES", "EmbeddingPlan", "Tuning"]
@@ -23,15 +23,18 @@ _SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: 
 _INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _VECTOR_BYTES = 16
 _MAX_POSITIONS = 2**31 - 1
-_CONTRACT_FIELDS = (
-    "world_size",
-    "batch",
-    "output_row_bytes",
-    "dtype",
-    "work_groups",
-    "slice_samples",
-    "batch_per_rank_hash",
-    "dim_per_rank_hash",
+register(
+    "embedding_all_to_all",
+    (
+        "world_size",
+        "batch",
+        "output_row_bytes",
+        "dtype",
+        "work_groups",
+        "slice_samples",
+        "batch_per_rank_hash",
+        "dim_per_rank_hash",
+    ),
 )
 
 
@@ -106,13 +109,15 @@ class EmbeddingPlan:
         per_sample_weights: torch.Tensor | None,
         dim_per_rank: Sequence[int],
         batch_per_rank: Sequence[int],
+        dtype: torch.dtype,
         mode: str,
         bounds: str,
         schedule: str,
     ) -> None:
         self._device = world.backend.device
         _check_choices(mode, bounds, schedule, per_sample_weights)
-        self.dtype = _check_tables(weights, self._device)
+        _check_tables(weights, dtype, self._device)
+        self.dtype = dtype
         _check_split(world, weights, offsets, dim_per_rank, batch_per_rank)
         if world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -137,7 +142,9 @@ class EmbeddingPlan:
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
 
         tables, shapes = _tables(weights, column_start[world.rank], row_bytes, world.backend.name)
-        kernel = world.backend.load(_request(self.dtype, indices, offsets, per_sample_weights, mode, shapes, tuning, world))
+        kernel = world.backend.load(
+            _request(self.dtype, indices, offsets, per_sample_weights, mode, shapes, tuning, world)
+        )
         blocks_per_sm = tuning.blocks_per_sm or world.backend.default_blocks_per_sm
         self._grid = world.backend.num_sms * blocks_per_sm
         if blocks_per_sm > kernel.max_blocks_per_sm():
@@ -155,7 +162,9 @@ class EmbeddingPlan:
             self._staging = world.outputs.take(max(own_bytes, 1), is_captured=True)
             slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
             if len(weights) > 64 * 64:
-                raise ValueError(f"weights: at most 4096 tables per PE where peers are not reachable, got {len(weights)}")
+                raise ValueError(
+                    f"weights: at most 4096 tables per PE where peers are not reachable, got {len(weights)}"
+                )
             wg_done = world.workspace.wg_done_words(slices * (-(-len(weights) // 64) + 1))
 
         self._tables = upload(world.backend, b"".join(bytes(table) for table in tables) or b"\0" * 8)
@@ -164,7 +173,6 @@ class EmbeddingPlan:
         self._wg_done = wg_done
         contract = Contract(
             "embedding_all_to_all",
-            _CONTRACT_FIELDS,
             (
                 world.size,
                 batch,
@@ -253,19 +261,20 @@ def _check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: to
         raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
 
 
-def _check_tables(weights: Sequence[torch.Tensor], device: torch.device) -> torch.dtype:
+def _check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    if dtype not in _SCALARS:
+        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
     for t, weight in enumerate(weights):
         if weight.dim() != 2 or not weight.is_contiguous():
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
-        if weight.dtype not in _SCALARS:
-            raise TypeError(f"weights[{t}]: expected float32, float16 or bfloat16, got {weight.dtype}")
-        if weight.dtype != weights[0].dtype:
-            raise TypeError(f"weights[{t}]: all tables need one dtype, got {weight.dtype} after {weights[0].dtype}")
+        if weight.dtype != dtype:
+            raise TypeError(f"weights[{t}]: all tables need the dtype {dtype}, got {weight.dtype}")
         if weight.device != device:
             raise ValueError(f"weights[{t}]: expected a tensor on {device}, got one on {weight.device}")
         if weight.shape[0] >= 2**32 - 1 or weight.shape[1] * weight.element_size() >= 2**31:
-            raise ValueError(f"weights[{t}]: expected fewer than 2^32 - 1 rows of less than 2 GiB, got {list(weight.shape)}")
-    return weights[0].dtype if weights else torch.float32
+            raise ValueError(
+                f"weights[{t}]: expected fewer than 2^32 - 1 rows of less than 2 GiB, got {list(weight.shape)}"
+            )
 
 
 def _check_split(
@@ -301,7 +310,14 @@ def _slice_samples(samples_per_pe: int) -> int:
 
 def _row_shape(table: _Table, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
     """Return the RowShape of a table: vectors of 16 bytes where every address of a row allows them."""
-    addresses = (table.rows, table.row_bytes, table.column_bytes, row_bytes, table.column_bytes - own_column_bytes, own_bytes)
+    addresses = (
+        table.rows,
+        table.row_bytes,
+        table.column_bytes,
+        row_bytes,
+        table.column_bytes - own_column_bytes,
+        own_bytes,
+    )
     if any(address % _VECTOR_BYTES for address in addresses):
         return 0
     if backend == "host":

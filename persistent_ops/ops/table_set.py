@@ -37,7 +37,9 @@ class _Sighting:
         self._seen = [(weakref.ref(weight), weight.data_ptr()) for weight in weights]
 
     def shows(self, weights: Sequence[torch.Tensor]) -> bool:
-        return all(ref() is w and w.data_ptr() == address for (ref, address), w in zip(self._seen, weights, strict=True))
+        return all(
+            ref() is w and w.data_ptr() == address for (ref, address), w in zip(self._seen, weights, strict=True)
+        )
 
 
 class TableSets:

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from persistent_ops.runtime import pmi
 from persistent_ops.runtime.board import Board, StoreBoard, ThreadBoard, ThreadTable, Worker, connect_store, serve_store
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.launchers import LaunchEnvironment
@@ -314,12 +315,15 @@ def connect(environment: LaunchEnvironment, timeout: float) -> Bootstrap:
     if world_size == 1:
         return Bootstrap(None, 0, 1, environment.launcher, timeout)
     attempt = _next_attempt(f"{environment.launcher}/{environment.job}/{environment.port}")
+    pmi.set_failed(True)
     meeting = meet(environment, attempt, deadline)
     try:
         found = Bootstrap(meeting.board, rank, world_size, environment.launcher, timeout, serves=meeting.serves)
-        return _joined(found, environment.local_rank, environment.local_world_size, deadline)
+        _joined(found, environment.local_rank, environment.local_world_size, deadline)
     finally:
         meeting.stop()
+    pmi.set_failed(False)
+    return found
 
 
 def from_group(group: Any, timeout: float) -> Bootstrap:

@@ -40,7 +40,11 @@ class _FreeList:
             if length < nbytes:
                 continue
             offset = start + length - nbytes if from_top else start
-            rest = [] if length == nbytes else [(start, length - nbytes) if from_top else (start + nbytes, length - nbytes)]
+            rest = (
+                []
+                if length == nbytes
+                else [(start, length - nbytes) if from_top else (start + nbytes, length - nbytes)]
+            )
             self._free[i : i + 1] = rest
             return offset
         return None

@@ -61,6 +61,7 @@ class ErrorRecord(ctypes.Structure):
         ("epoch", ctypes.c_uint64),
         ("seen", ctypes.c_uint64),
         ("waited_ns", ctypes.c_uint64),
+        ("own_contract", ctypes.c_int64 * CONTRACT_WORDS),
         ("peer_contract", ctypes.c_int64 * CONTRACT_WORDS),
     )
 

@@ -1,7 +1,9 @@
 """Speak PMI-1, the line protocol between a process and Hydra (mpiexec.hydra, nvshmrun), over PMI_FD.
 
-Hydra kills the job when a process that has said `init` leaves without `finalize`, so `finalize` is sent when the
-interpreter exits, and not before: `init` is accepted once, and a program may connect several times.
+Hydra ends the job when a process that has said `init` leaves without `finalize`, and after `finalize` it waits for the
+other processes whatever the exit status is. So `finalize` is sent when the interpreter exits in good order, and not
+before: `init` is accepted once, and a program may connect several times. A process that failed leaves without, so that
+the others do not stay behind.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 
 from persistent_ops.runtime.errors import BootstrapError
 
-__all__ = ["PmiClient", "client"]
+__all__ = ["PmiClient", "client", "set_failed"]
 
 _clients: dict[int, PmiClient] = {}
 
@@ -34,6 +36,12 @@ def client(fd: int, deadline: float) -> PmiClient:
     return found
 
 
+def set_failed(failed: bool) -> None:
+    """Note whether this process could not take part in its job; Hydra ends the job when it leaves."""
+    for found in _clients.values():
+        found.failed = failed
+
+
 class PmiClient:
     """One process' connection to Hydra."""
 
@@ -49,6 +57,7 @@ class PmiClient:
             )
         self.pid = os.getpid()
         self._fd = fd
+        self.failed = True  # until connected
         self._open = True
         self._rest = b""
         self._ask("init pmi_version=1 pmi_subversion=1", "response_to_init", deadline)
@@ -71,6 +80,8 @@ class PmiClient:
         mpi = sys.modules.get("mpi4py.MPI")
         if not self._open or self.pid != os.getpid() or (mpi is not None and mpi.Is_initialized()):
             return  # An MPI that was initialised later shares the connection and finalises it itself.
+        if self.failed or getattr(sys, "last_type", None) is not None:  # the latter: an exception ended the program
+            return
         self._open = False
         try:
             self._ask("finalize", "finalize_ack", time.monotonic() + 2.0)

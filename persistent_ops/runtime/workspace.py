@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .backend import Backend, Kernel
 from .bootstrap import Bootstrap
+from .contract import Contract, describe
 from .errors import ContractMismatchError, PeerTimeoutError, PersistentOpsError
 from .heap import SymmetricHeap
 from .layout import (
@@ -28,7 +28,7 @@ from .layout import (
     contract_hash,
 )
 
-__all__ = ["Contract", "Workspace"]
+__all__ = ["Workspace"]
 
 _READY_WORDS = 4096  # per sender: the most WGs, or slices for one peer, that a launch may have
 _KINDS = {1: "timeout", 2: "contract", 3: "reported"}
@@ -39,34 +39,12 @@ _PHASES = {
 }
 
 
-@dataclass(frozen=True)
-class Contract:
-    """What all PEs must agree on in one launch.
-
-    Attributes:
-        operator: its name.
-        fields: names of the words, in order; every operator lists its own.
-        values: one integer per field.
-    """
-
-    operator: str
-    fields: tuple[str, ...]
-    values: tuple[int, ...]
-
-    def words(self, operator_id: int) -> tuple[int, ...]:
-        """Return the contract as the fixed number of words that travel with every credit."""
-        if len(self.values) + 1 > CONTRACT_WORDS or len(self.fields) != len(self.values):
-            raise PersistentOpsError(f"contract of {self.operator}: {len(self.values)} values for {len(self.fields)} fields")
-        return (operator_id, *self.values) + (0,) * (CONTRACT_WORDS - 1 - len(self.values))
-
-
 class Workspace:
     """See the module. Made collectively."""
 
     def __init__(self, backend: Backend, bootstrap: Bootstrap, heap: SymmetricHeap, timeout: float) -> None:
         self._backend = backend
         self._bootstrap = bootstrap
-        self._operators: list[tuple[str, tuple[str, ...]]] = []
         self.lock = threading.Lock()
         self.timeout = timeout
         size = bootstrap.world_size
@@ -102,10 +80,7 @@ class Workspace:
 
     def team(self, contract: Contract, *, wg_done: torch.Tensor | None = None) -> Team:
         """Return the part of a plan that every operator shares."""
-        known = (contract.operator, contract.fields)
-        if known not in self._operators:
-            self._operators.append(known)
-        words = contract.words(_operator_id(contract.operator))
+        words = contract.words()
         base = self._backend.heap_base
         return Team(
             rank=self._bootstrap.rank,
@@ -174,8 +149,7 @@ class Workspace:
         if kind == "contract":
             return ContractMismatchError(
                 f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch}). "
-                f"PE {error.peer}: {self._name_contract(tuple(error.peer_contract))}; PE {me} expected the same as its own "
-                f"launch. {remedy}"
+                f"PE {me}: {describe(error.own_contract)}; PE {error.peer}: {describe(error.peer_contract)}. {remedy}"
             )
         if kind == "reported":
             blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
@@ -188,12 +162,6 @@ class Workspace:
             f"PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, saw "
             f"{error.seen >> EPOCH_SHIFT}. {remedy}"
         )
-
-    def _name_contract(self, words: tuple[int, ...]) -> str:
-        for operator, fields in self._operators:
-            if _operator_id(operator) == words[0]:
-                return operator + "(" + ", ".join(f"{f}={v}" for f, v in zip(fields, words[1:], strict=False)) + ")"
-        return f"an operator that this PE has not used (id {words[0]})"
 
     def _describe_input_error(self) -> str:
         record = self._input_error
@@ -229,8 +197,3 @@ class Workspace:
         self._local[LocalState.epoch.offset // 8] = epoch
         self._backend.synchronize()
         self._bootstrap.exchange("set-epoch", b"")
-
-
-def _operator_id(name: str) -> int:
-    """Return a number that stands for an operator in contracts, the same in every process."""
-    return int.from_bytes(name.encode()[:7].ljust(7, b"\0"), "little") ^ len(name)

@@ -13,10 +13,11 @@ import torch
 from . import launchers, spawn
 from .backend import Backend, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
-from .errors import BackendUnavailableError, BootstrapError, PersistentOpsError
+from .contract import Contract, register
+from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
 from .layout import MAX_PES, Team
-from .workspace import Contract, Workspace
+from .workspace import Workspace
 
 __all__ = ["World", "current", "finalize", "init", "is_initialized"]
 
@@ -25,6 +26,7 @@ _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
 
 _process_world: World | None = None
 _thread_worlds = threading.local()
+register("barrier", ("world_size",))
 
 
 class World:
@@ -54,7 +56,7 @@ class World:
     def barrier(self) -> None:
         """Wait on the device, on the current stream, until every PE has launched its barrier; then on the host."""
         if self._barrier is None:
-            contract = Contract("barrier", ("world_size",), (self.size,))
+            contract = Contract("barrier", (self.size,))
             team = self.workspace.team(contract)
             kernel = self.backend.load(KernelRequest("barrier", (), ctypes_size(team), 64))
             plan = upload(self.backend, bytes(team))
@@ -136,7 +138,9 @@ def init(
     else:
         bootstrap = connect(launchers.detect(os.environ), timeout)
     try:
-        world = World(bootstrap, _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options), timeout)
+        world = World(
+            bootstrap, _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options), timeout
+        )
     except BaseException as error:
         bootstrap.fail(f"{type(error).__name__}: {error}")
         bootstrap.close()
@@ -179,7 +183,9 @@ def _make_backend(
     everyone = [raw.decode() for raw in bootstrap.exchange("backend", chosen.encode())]
     if len(set(everyone)) > 1:
         listed = ", ".join(f"PE {pe}: {other}" for pe, other in enumerate(everyone))
-        raise BackendUnavailableError(f"the PEs chose different backends ({listed}); pass backend='host' or 'cuda' on all")
+        raise BackendUnavailableError(
+            f"the PEs chose different backends ({listed}); pass backend='host' or 'cuda' on all"
+        )
     if heap_size is not None and heap_size <= 0:
         raise ValueError(f"heap_size: expected bytes above 0, got {heap_size}")
     heap_bytes = -(-(heap_size or _DEFAULT_HEAP_BYTES[chosen]) // 4096) * 4096
@@ -200,9 +206,3 @@ def _make_backend(
             f"backend='cuda' needs nvshmem4py and cuda.core ({error}): pip install 'persistent-ops[cuda13]'"
         ) from error
     return GpuBackend(bootstrap, heap_bytes, transport, timeout)
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise PersistentOpsError for a broken internal promise."""
-    if not condition:
-        raise PersistentOpsError(message)

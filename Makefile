@@ -1,0 +1,55 @@
+# Every target sets up what it needs: a virtual environment in .venv, made again when pyproject.toml changes.
+#   PYTHON=python3.12 make demo               which Python the environment is made from
+#   make test PYTEST_ARGS="-k placement"      more arguments for pytest
+#   make demo ARGS="--data FILE --steps 50"   more arguments for the demo
+#   PERSISTENT_OPS_PYTHON=python3 make test   use this Python as it is and install nothing (a machine without network)
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+
+ifdef PERSISTENT_OPS_PYTHON
+py := $(PERSISTENT_OPS_PYTHON)
+ready :=
+else
+py := $(VENV)/bin/python
+ready := $(VENV)/.ready
+endif
+cxx_sources = $(shell find cuda tests -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
+
+.PHONY: help demo test test-gpu lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(ready) ## run the fused embedding exchange on all GPUs, or on 4 processes where there is none
+	@$(py) -m persistent_ops demo $(ARGS)
+
+test: $(ready) ## run the tests that need no GPU
+	$(py) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
+	$(py) -m pytest --backend cuda $(PYTEST_ARGS)
+
+lint: $(ready) ## check style and types: ruff, mypy, clang-format
+	$(py) -m ruff check .
+	$(py) -m ruff format --check .
+	$(py) -m mypy
+	$(dir $(py))clang-format --dry-run -Werror $(cxx_sources)
+
+format: $(ready) ## rewrite the sources in the project's style
+	$(py) -m ruff check --fix .
+	$(py) -m ruff format .
+	$(dir $(py))clang-format -i $(cxx_sources)
+
+clean: ## remove the environment, caches and outputs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.ready: pyproject.toml scripts/make_venv.sh
+	@PYTHON="$(PYTHON)" bash scripts/make_venv.sh "$(VENV)"
+	@touch $@

@@ -1,0 +1,105 @@
+"""The ways to pool and exchange that are compared, all over the same tables and lookups."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import persistent_ops as po
+from persistent_ops.runtime.world import World
+
+from .alone import AlonePooling
+from .configs import Config
+from .inputs import LookupSet
+
+__all__ = ["EXCHANGING", "LABELS", "METHODS", "Methods", "UNFUSED"]
+
+LABELS = {
+    "fused": "fused",
+    "oblivious": "fused, oblivious order",
+    "unfused_own": "own pooling + {collective} + reorder",
+    "unfused_torch": "embedding_bag + {collective} + reorder",
+    "pooling_own": "own pooling alone",
+    "pooling_torch": "embedding_bag alone",
+}
+METHODS = tuple(LABELS)
+UNFUSED = ("unfused_own", "unfused_torch")
+EXCHANGING = ("fused", "oblivious", *UNFUSED)
+
+
+class Methods:
+    """One config's buffers and the methods as functions of a lookup set.
+
+    Args:
+        world: of this PE.
+        config: shape; its batch must divide by the world's size.
+        storage: `[tables * rows, dim]`, this PE's tables as one.
+        sets: the lookups.
+        out: `[B / W, W * T * D]` in the symmetric heap, for the fused operator.
+    """
+
+    def __init__(
+        self, world: World, config: Config, storage: torch.Tensor, sets: list[LookupSet], out: torch.Tensor
+    ) -> None:
+        self.config = config
+        self.sets = sets
+        self.out = out
+        self._storage = storage
+        self._weights = list(storage.split(config.rows))
+        width = config.tables * config.dim
+        share = config.batch // world.size
+        self._batch_per_rank = [share] * world.size
+        self._dim_per_rank = [width] * world.size
+        device, dtype = storage.device, config.torch_dtype
+        self._pooled = torch.empty(config.batch, width, dtype=dtype, device=device)
+        self._received = torch.empty(world.size, share, width, dtype=dtype, device=device)
+        self._reordered = torch.empty(share, world.size, width, dtype=dtype, device=device)
+        self._alone = AlonePooling(world, self._weights, sets[0].indices, sets[0].offsets, self._pooled)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return self._weights
+
+    def run(self, name: str, lookups: LookupSet) -> torch.Tensor:
+        """Run one of METHODS on the current stream; the result is valid until the next one."""
+        result = getattr(self, name)(lookups)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def fused(self, lookups: LookupSet, schedule: str = "communication_aware") -> torch.Tensor:
+        return po.embedding_all_to_all(
+            self._weights,
+            lookups.indices,
+            lookups.offsets,
+            out=self.out,
+            batch_per_rank=self._batch_per_rank,
+            dim_per_rank=self._dim_per_rank,
+            schedule=schedule,
+        )
+
+    def oblivious(self, lookups: LookupSet) -> torch.Tensor:
+        return self.fused(lookups, "oblivious")
+
+    def pooling_own(self, lookups: LookupSet) -> torch.Tensor:
+        return self._alone(lookups.indices, lookups.offsets)
+
+    def pooling_torch(self, lookups: LookupSet) -> torch.Tensor:
+        pooled = torch.nn.functional.embedding_bag(
+            lookups.joint_indices, self._storage, lookups.offsets, mode="sum", include_last_offset=True
+        )
+        return pooled.view(self.config.batch, -1)
+
+    def unfused_own(self, lookups: LookupSet) -> torch.Tensor:
+        return self._exchange(self.pooling_own(lookups))
+
+    def unfused_torch(self, lookups: LookupSet) -> torch.Tensor:
+        return self._exchange(self.pooling_torch(lookups))
+
+    def _exchange(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Send each PE its samples, then put the senders' columns side by side."""
+        received, sent = self._received, pooled.view(self._received.shape)
+        if pooled.device.type == "cpu":  # gloo does not know every dtype
+            received, sent = received.view(torch.uint8), sent.view(torch.uint8)
+        dist.all_to_all_single(received, sent)
+        self._reordered.copy_(self._received.transpose(0, 1))
+        return self._reordered.view(self.out.shape)

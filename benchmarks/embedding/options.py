@@ -1,0 +1,60 @@
+"""What a run of the benchmark was asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from persistent_ops.ops.embedding_plan import Tuning
+
+from .configs import CONFIGS, Config
+from .inputs import DISTRIBUTIONS
+from .methods import METHODS
+
+__all__ = ["Options", "parse_grid"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the command line's help."""
+
+    backend: str = "auto"
+    configs: tuple[str, ...] = tuple(CONFIGS)
+    methods: tuple[str, ...] = METHODS
+    distributions: tuple[str, ...] = DISTRIBUTIONS
+    rounds: int = 15
+    burst_ms: float = 3.0
+    skew_trials: int = 15
+    rows: int | None = None
+    record_path: str | None = None
+    command: str = ""
+    timeout: float = 20.0
+    tune: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    tune_mode: str = "product"
+
+    def shapes(self, backend: str) -> list[Config]:
+        """Return the configs in the sizes of a backend."""
+        shapes = [CONFIGS[name] if backend == "cuda" else CONFIGS[name].for_host() for name in self.configs]
+        return [shape if self.rows is None else replace(shape, rows=self.rows) for shape in shapes]
+
+
+def parse_grid(text: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Read "threads=256:192,bulk_store=1:0" into fields of Tuning and their values.
+
+    Raises:
+        ValueError: no such field, or a value of another type.
+    """
+    kinds: dict[str, Any] = {}
+    for field in fields(Tuning):
+        kinds[field.name] = type(field.default) if field.default is not None else int
+    grid = []
+    for part in text.split(","):
+        name, _, values = part.partition("=")
+        if name not in kinds or not values:
+            raise ValueError(f"--tune: expected FIELD=VALUE:VALUE with a field of {', '.join(kinds)}; got {part!r}")
+        convert = (lambda value: bool(int(value))) if kinds[name] is bool else kinds[name]
+        try:
+            grid.append((name, tuple(None if v == "none" else convert(v) for v in values.split(":"))))
+        except ValueError as error:
+            raise ValueError(f"--tune: {part!r}: {error}") from error
+    return tuple(grid)

@@ -1,0 +1,1 @@
+"""What the operators' benchmarks share: PEs, timing, ceilings, records and tables."""

@@ -1,0 +1,55 @@
+"""Run a benchmark's function on every PE, whatever starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import persistent_ops as po
+from persistent_ops.runtime import launchers
+from persistent_ops.runtime.bootstrap import Bootstrap
+
+__all__ = ["agree", "gather", "run_on_pes", "started_pes", "without_multicast"]
+
+
+def without_multicast() -> None:
+    """Keep NVLink multicast off in NCCL and torch; it is not needed, and NVSHMEM's is off too.
+
+    Call it before the PEs start. What the environment already says stays.
+    """
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def started_pes() -> int | None:
+    """Return how many PEs a launcher started, or None where there is no launcher."""
+    environment = launchers.detect(os.environ)
+    return None if environment.launcher == "single" else environment.world_size
+
+
+def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float) -> Any:
+    """Run `function(*arguments)` on every PE and return rank 0's result (under a launcher: this process's own).
+
+    Args:
+        function: calls `persistent_ops.init()` itself; importable by name.
+        num_pes: PEs to start where there is no launcher; a world of one runs in this process.
+        arguments: of the function; picklable.
+        timeout: seconds for the whole where PEs are started here.
+    """
+    if started_pes() is not None or num_pes == 1:
+        return function(*arguments)
+    return po.launch(function, num_pes, *arguments, timeout=timeout)[0]
+
+
+def gather(bootstrap: Bootstrap, value: Any, *, timeout: float | None = None) -> list[Any]:
+    """Return every PE's `value` (what JSON can carry) in rank order; collective."""
+    return [json.loads(raw) for raw in bootstrap.exchange("bench", json.dumps(value).encode(), timeout=timeout)]
+
+
+def agree(bootstrap: Bootstrap, problem: str | None, *, timeout: float | None = None) -> str | None:
+    """Return the first problem that any PE has, or None where no PE has one; collective."""
+    problems = gather(bootstrap, problem, timeout=timeout)
+    return next((f"PE {pe}: {text}" for pe, text in enumerate(problems) if text is not None), None)

@@ -1,0 +1,82 @@
+"""Results as JSON lines, and what identifies the run that made them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import persistent_ops
+
+__all__ = ["Recorder", "describe_run", "progress", "read_lines"]
+
+_PACKAGES = ("nvidia-nvshmem-cu13", "nvshmem4py-cu13", "cuda-core", "nvidia-nccl-cu13")
+
+
+class Recorder:
+    """Appends JSON lines to a file, each at once, so that a run that is cut off keeps what it measured."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Write one line; nothing on PEs without a file."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that a Recorder wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def progress(rank: int, text: str) -> None:
+    """Print on rank 0's standard error."""
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def describe_run(*, command: str, backend: str, device: torch.device) -> dict[str, Any]:
+    """Return the machine, the versions, the date, the command and, in a checkout, the commit."""
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "backend": backend,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if backend == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    else:
+        found["processor"] = platform.processor() or platform.machine()
+    return found
+
+
+def _commit() -> str | None:
+    folder = str(Path(persistent_ops.__file__).resolve().parent)
+    commit = _output("git", "-C", folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + (" with changes" if _output("git", "-C", folder, "status", "--porcelain", "-uno") else "")
+
+
+def _output(*command: str) -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return None

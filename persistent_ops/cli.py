@@ -1,0 +1,133 @@
+"""The command line: persistent-ops demo | bench | doctor."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+__all__ = ["app", "benchmark_folder", "benchmarks", "main"]
+
+app = typer.Typer(
+    name="persistent-ops",
+    help="Persistent kernels that compute and communicate in one launch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# The arguments after the operator's name belong to its benchmark, --help included.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command()
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Criteo-format file (tab or comma, .gz too); without it a synthetic batch is drawn."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Batches to run, after one to warm up.")] = 20,
+    batch: Annotated[int | None, typer.Option(help="Samples of the global batch.  [default: 16384, host 512]")] = None,
+    dim: Annotated[int, typer.Option(help="Elements of an embedding row.")] = 128,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    pes: Annotated[
+        int | None, typer.Option(help="Number of PEs, without a launcher.  [default: one per GPU, host 4]")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="auto, cuda or host.")] = "auto",
+    max_rows: Annotated[
+        int | None, typer.Option(help="Cap on a table's rows.  [default: what the GPUs hold, host 50000]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of tables and synthetic batches.")] = 0,
+) -> None:
+    """Run a DLRM embedding exchange over several PEs and check it against torch.
+
+    Exits with 1 where a result is out of tolerance, with 2 where the input or an option is wrong.
+    """
+    from .demo.options import DemoOptions
+    from .demo.run import run_demo
+    from .runtime.errors import PersistentOpsError
+
+    try:
+        options = DemoOptions(
+            data=data,
+            steps=steps,
+            batch=batch,
+            dim=dim,
+            dtype=dtype,
+            pes=pes,
+            backend=backend,
+            max_rows=max_rows,
+            seed=seed,
+        )
+        raise typer.Exit(run_demo(options))
+    except (ValueError, OSError) as error:
+        _fail(error, 2)
+    except PersistentOpsError as error:
+        _fail(error, 1)
+
+
+@app.command(context_settings=_PASS_ON)
+def bench(context: typer.Context, op: Annotated[str, typer.Argument(help="The operator.")] = "") -> None:
+    """Run the benchmark of an operator; what follows its name goes to the benchmark (try OP --help)."""
+    found = benchmarks()
+    if op not in found:
+        listed = "\n".join(f"  persistent-ops bench {name}" for name in found) or "  (none is installed)"
+        if op in ("", "--help"):
+            typer.echo(f"Usage: persistent-ops bench OP [ARGUMENTS OF THE BENCHMARK]\n\nBenchmarks:\n{listed}")
+            raise typer.Exit(0)
+        typer.echo(f"error: there is no benchmark of {op!r}; there are:\n{listed}", err=True)
+        raise typer.Exit(2)
+    run = cast(Callable[[list[str]], int], _load(found[op]).main)
+    raise typer.Exit(run(list(context.args)))
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """Show what this machine offers the package, what is missing and the command that installs it.
+
+    Exits with 0 where at least one backend can run, else with 1.
+    """
+    from .doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=json))
+
+
+def benchmark_folder() -> Path:
+    """Return the folder of the benchmarks: the checkout's, or the copy that the wheel carries."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_benchmarks"
+    return installed if installed.is_dir() else package.parent / "benchmarks"
+
+
+def benchmarks() -> dict[str, Path]:
+    """Return the operators that have a benchmark, and its file."""
+    return {file.stem: file for file in sorted(benchmark_folder().glob("*.py")) if not file.stem.startswith("_")}
+
+
+def _load(file: Path) -> ModuleType:
+    # Benchmarks may share helper modules that lie beside them, and the PEs that they start import them by name.
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _fail(error: Exception, code: int) -> None:
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,74 @@
+"""Start the demo's PEs, or be one of them, and print the result."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from rich.console import Console
+
+from .criteo import read_batches
+from .options import HOST_PES, DemoOptions
+from .pe import PeReport, run_pe
+from .report import passed, print_report
+from .synthetic import DLRM_ROWS
+
+__all__ = ["run_demo"]
+
+
+def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
+    """Run the fused embedding exchange over several PEs and compare it with torch's embedding_bag + all_to_all_single.
+
+    Under a launcher (torchrun, mpiexec, srun) this process is one of the PEs, and rank 0 prints. Otherwise the PEs are
+    started here: one per GPU, or 4 on the host backend.
+
+    Args:
+        options: what to run.
+        console: where the result goes; standard output by default.
+
+    Returns:
+        0 where every PE's output is within the tolerance, else 1.
+
+    Raises:
+        ValueError: the data file is malformed, or `pes` was given under a launcher.
+        BackendUnavailableError: the backend that was asked for cannot run here.
+    """
+    import persistent_ops as po
+
+    from ..runtime import launchers
+
+    console = console or Console()
+    environment = launchers.detect(os.environ)
+    if options.data is not None:
+        # Read what the PEs will read before any is started: a malformed line is then one error, not one per PE.
+        _check_data(options)
+    if environment.launcher != "single":
+        if options.pes is not None and options.pes != environment.world_size:
+            raise ValueError(
+                f"pes is {options.pes}, but {environment.launcher} started {environment.world_size} processes; "
+                "leave pes out"
+            )
+        answers = run_pe(options)
+        is_printer = environment.rank == 0
+    else:
+        answers = po.launch(run_pe, _num_pes(options), options)[0]
+        is_printer = True
+    reports = [PeReport(**answer) for answer in answers]
+    if is_printer:
+        print_report(reports, options, console)
+    return 0 if passed(reports, dtype=options.dtype) else 1
+
+
+def _num_pes(options: DemoOptions) -> int:
+    if options.pes is not None:
+        return options.pes
+    gpus = torch.cuda.device_count() if options.backend != "host" else 0
+    return gpus or HOST_PES
+
+
+def _check_data(options: DemoOptions) -> None:
+    assert options.data is not None
+    backend = "cuda" if options.backend != "host" and torch.cuda.is_available() else "host"
+    batches = read_batches(options.data, batch_size=options.batch_for(backend), num_rows=DLRM_ROWS)
+    for _, _ in zip(range(options.steps), batches, strict=False):
+        pass

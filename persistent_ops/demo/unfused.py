@@ -1,0 +1,191 @@
+"""What the fused operator is compared with: one embedding_bag per table, then all_to_all_single, then a reorder."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from ..runtime.bootstrap import Bootstrap
+
+__all__ = ["UnfusedExchange", "process_group", "split_features"]
+
+
+@contextlib.contextmanager
+def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, timeout: float) -> Iterator[None]:
+    """Make a process group of all PEs that lives as long as the context, whatever launcher started them.
+
+    The PEs meet through the runtime's own bootstrap: in a file of this user where all are on one host, so that no port
+    is opened for it, else over TCP at the host of rank 0.
+
+    Args:
+        bootstrap: of this PE.
+        backend: "gloo" or "nccl".
+        device: of this PE.
+        timeout: seconds that any collective may take.
+
+    Yields:
+        Nothing: the group is torch's default group meanwhile.
+
+    Raises:
+        RuntimeError: this process has a default group already.
+    """
+    from ..runtime.rendezvous import own_address
+
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed already has a default process group; destroy it before the demo")
+    limit = datetime.timedelta(seconds=timeout)
+    folder = None
+    store: Any
+    if bootstrap.single_host:
+        if bootstrap.rank == 0:
+            folder = tempfile.mkdtemp(prefix="persistent_ops_demo_")
+        path = bootstrap.exchange("demo/rendezvous", (folder or "").encode())[0].decode()
+        store = dist.FileStore(os.path.join(path, "store"), bootstrap.world_size)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        address = b""
+        if bootstrap.rank == 0:
+            store = dist.TCPStore(
+                own_address(), 0, bootstrap.world_size, is_master=True, timeout=limit, wait_for_workers=False
+            )
+            address = json.dumps([own_address(), store.port]).encode()
+        host, port = json.loads(bootstrap.exchange("demo/rendezvous", address)[0])
+        if bootstrap.rank != 0:
+            store = dist.TCPStore(host, port, bootstrap.world_size, is_master=False, timeout=limit)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=bootstrap.rank,
+            world_size=bootstrap.world_size,
+            timeout=limit,
+            device_id=device if backend == "nccl" else None,
+        )
+        yield
+        bootstrap.exchange("demo/done", b"")  # nobody takes the group down while another still uses it
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def split_features(
+    indices: torch.Tensor, offsets: torch.Tensor, num_tables: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut feature-major lookups into the (indices, offsets) pairs that one embedding_bag call per table takes.
+
+    Args:
+        indices: `[n]`.
+        offsets: `[T*B+1]`.
+        num_tables: T.
+
+    Returns:
+        T pairs; offsets `[B+1]` begin at 0.
+    """
+    if num_tables == 0:
+        return []
+    batch_size = (offsets.numel() - 1) // num_tables
+    bounds = offsets[::batch_size].tolist()
+    features = []
+    for table in range(num_tables):
+        first, last = bounds[table], bounds[table + 1]
+        own = offsets[table * batch_size : (table + 1) * batch_size + 1] - first
+        features.append((indices[first:last], own))
+    return features
+
+
+class UnfusedExchange:
+    """Embedding pooling and All-to-All as separate steps of torch.
+
+    Args:
+        weights: this PE's tables, `[R_t, D_t]`, all of one dtype.
+        dim_per_rank: sum of D over the tables of each PE.
+        batch_per_rank: samples that each PE receives; they sum to the global batch.
+        rank: of this PE.
+        device: of the tables.
+        dtype: of the tables, needed where this PE has none.
+        staged: exchange through host memory, for PEs that share a GPU (NCCL refuses them).
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        *,
+        dim_per_rank: Sequence[int],
+        batch_per_rank: Sequence[int],
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        staged: bool = False,
+    ) -> None:
+        self._weights = list(weights)
+        self._dim_per_rank = list(dim_per_rank)
+        self._batch_per_rank = list(batch_per_rank)
+        self._rank = rank
+        self._device = device
+        self._dtype = dtype
+        self._staged = staged
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes that this PE sends to the others in one exchange."""
+        others = sum(self._batch_per_rank) - self._batch_per_rank[self._rank]
+        return others * self._dim_per_rank[self._rank] * self._dtype.itemsize
+
+    def pool(self, features: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Pool the global batch from this PE's tables.
+
+        Args:
+            features: (indices, offsets `[B+1]`) of each table.
+
+        Returns:
+            `[B, sum of own D]`: the samples of rank 0 first, so it is also the send buffer.
+        """
+        if not self._weights:
+            return torch.empty((sum(self._batch_per_rank), 0), device=self._device, dtype=self._dtype)
+        pooled = [
+            torch.nn.functional.embedding_bag(indices, weight, offsets, mode="sum", include_last_offset=True)
+            for weight, (indices, offsets) in zip(self._weights, features, strict=True)
+        ]
+        return torch.cat(pooled, dim=1)
+
+    def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Send to each PE its samples; returns what arrived, `[B_local * sum of all D]`, one block per sender."""
+        own_batch = self._batch_per_rank[self._rank]
+        own_dim = self._dim_per_rank[self._rank]
+        send = pooled.reshape(-1)
+        if self._staged:
+            send = send.cpu()
+        received = torch.empty(own_batch * sum(self._dim_per_rank), device=send.device, dtype=self._dtype)
+        # Splits are counted in elements, but the wire carries bytes: gloo does not know every dtype.
+        element_bytes = self._dtype.itemsize
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            send.view(torch.uint8),
+            output_split_sizes=[own_batch * dim * element_bytes for dim in self._dim_per_rank],
+            input_split_sizes=[batch * own_dim * element_bytes for batch in self._batch_per_rank],
+        )
+        return received.to(self._device) if self._staged else received
+
+    def reorder(self, received: torch.Tensor) -> torch.Tensor:
+        """Turn the senders' blocks into `[B_local, sum of all D]`, columns by owning rank."""
+        own_batch = self._batch_per_rank[self._rank]
+        blocks = received.split([own_batch * dim for dim in self._dim_per_rank])
+        return torch.cat(
+            [block.view(own_batch, dim) for block, dim in zip(blocks, self._dim_per_rank, strict=True)], dim=1
+        )
+
+    def __call__(self, features: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Run all three steps."""
+        return self.reorder(self.exchange(self.pool(features)))

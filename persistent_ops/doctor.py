@@ -1,0 +1,439 @@
+"""What this machine offers the package: each thing that was found, and the command that installs what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["Finding", "Report", "examine", "run_doctor"]
+
+_NVIDIA_SMI_TIMEOUT_S = 20.0
+_MARKS = {"ok": "[green]ok[/]", "missing": "[bold red]missing[/]", "warning": "[yellow]check[/]", "info": ""}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Attributes:
+        section: heading that it stands under.
+        name: what was looked for.
+        status: "ok", "missing" (a backend cannot run without it), "warning" (it works, but not as it should) or "info".
+        value: what was found.
+        remedy: the command, or the advice, that mends it; "" where nothing is to be done.
+        needed_by: the backends that cannot run while it is missing.
+    """
+
+    section: str
+    name: str
+    status: str
+    value: str
+    remedy: str = ""
+    needed_by: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All findings, and what follows from them."""
+
+    findings: tuple[Finding, ...]
+    auto: str  # the backend that backend="auto" takes
+
+    def missing_for(self, backend: str) -> list[Finding]:
+        """Return what keeps a backend from running."""
+        return [finding for finding in self.findings if finding.status == "missing" and backend in finding.needed_by]
+
+    def can_run(self, backend: str) -> bool:
+        """Tell whether nothing that a backend needs is missing."""
+        return not self.missing_for(backend)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON takes it."""
+        return {
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "backends": {
+                backend: {
+                    "can_run": self.can_run(backend),
+                    "missing": [finding.name for finding in self.missing_for(backend)],
+                }
+                for backend in ("cuda", "host")
+            },
+            "auto": self.auto,
+        }
+
+
+def examine() -> Report:
+    """Look at everything; nothing that is missing or broken makes this fail.
+
+    Returns:
+        The findings. No NVSHMEM is started, no kernel is compiled and no peer is contacted.
+    """
+    findings: list[Finding] = []
+    for section, probe in _PROBES:
+        try:
+            findings += probe()
+        except Exception as error:  # a doctor that dies of the patient's illness helps nobody
+            findings.append(
+                Finding(section, "this check", "warning", f"it failed: {type(error).__name__}: {error}", "report it")
+            )
+    return Report(tuple(findings), "cuda" if _cuda_works() else "host")
+
+
+def run_doctor(*, as_json: bool = False, console: Console | None = None) -> int:
+    """Print what was found.
+
+    Args:
+        as_json: print one JSON object instead of tables.
+        console: where it goes; standard output by default.
+
+    Returns:
+        0 where at least one backend can run, else 1.
+    """
+    console = console or Console()
+    report = examine()
+    if as_json:
+        console.print(json.dumps(report.as_dict(), indent=2), markup=False, highlight=False, soft_wrap=True)
+    else:
+        _print(report, console)
+    return 0 if report.can_run("cuda") or report.can_run("host") else 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Probes: each returns the findings of one section
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _pip(*packages: str) -> str:
+    return f"{sys.executable} -m pip install " + " ".join(f"'{package}'" for package in packages)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _command(*words: str) -> str | None:
+    """Return what a command prints, or None where it does not exist or fails."""
+    if shutil.which(words[0]) is None:
+        return None
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _smi_gpus() -> list[str]:
+    """Return the GPUs that the driver sees, whatever torch is installed: name, memory, capability, driver."""
+    text = _command("nvidia-smi", "--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader")
+    return [line.strip() for line in (text or "").splitlines() if line.strip()]
+
+
+def _cuda_works() -> bool:
+    try:
+        import torch
+
+        return bool(torch.cuda.is_available())
+    except Exception:  # torch may be missing or broken: then there is no GPU to use
+        return False
+
+
+def _python() -> list[Finding]:
+    section = "Python"
+    own = _version("persistent-ops")
+    findings = [
+        Finding(section, "python", "ok", f"{platform.python_version()}, {sys.executable}"),
+        Finding(
+            section, "persistent-ops", "ok", f"{own or 'not installed, run from a checkout'}, {Path(__file__).parent}"
+        ),
+    ]
+    try:
+        import torch
+    except Exception as error:
+        return [*findings, Finding(section, "torch", "missing", str(error), _pip("torch"), ("cuda", "host"))]
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    findings.append(Finding(section, "torch", "ok", f"{torch.__version__}, {built}"))
+    return findings
+
+
+def _gpus() -> list[Finding]:
+    section = "GPUs"
+    seen = _smi_gpus()
+    if not _cuda_works():
+        if not seen:
+            return [Finding(section, "GPU", "missing", "none (no torch GPU, no nvidia-smi)", "", ("cuda",))]
+        found = [Finding(section, f"GPU {number}", "info", line) for number, line in enumerate(seen)]
+        text = "the driver sees GPUs, but torch cannot use them"
+        return [
+            *found,
+            Finding(section, "torch on the GPU", "missing", text, _pip("torch") + " --force-reinstall", ("cuda",)),
+        ]
+    import torch
+
+    driver = seen[0].rsplit(",", 1)[-1].strip() if seen else "unknown"
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        text = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}, "
+            f"{properties.multi_processor_count} SMs, driver {driver}"
+        )
+        findings.append(Finding(section, f"GPU {index}", "ok", text))
+    return findings + _links(torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+
+
+def _links(num_gpus: int, can_access: Callable[[int, int], bool]) -> list[Finding]:
+    section = "Links"
+    if num_gpus < 2:
+        return [Finding(section, "pairs", "info", "one GPU: no peer")]
+    findings = []
+    for gpu in range(num_gpus):
+        peers = [peer for peer in range(num_gpus) if peer != gpu]
+        apart = [peer for peer in peers if not can_access(gpu, peer)]
+        if apart:
+            text = f"cannot store to GPU {', '.join(map(str, apart))}: exchanges take the path of puts and signals"
+            findings.append(Finding(section, f"GPU {gpu} to the others", "warning", text, "nvidia-smi topo -m"))
+        else:
+            findings.append(Finding(section, f"GPU {gpu} to the others", "ok", "load/store reachable"))
+    for gpu, links in _nvlinks(_command("nvidia-smi", "nvlink", "--status") or "").items():
+        findings.append(
+            Finding(section, f"GPU {gpu} NVLink", "info" if links else "warning", links or "no active link")
+        )
+    topology = _command("nvidia-smi", "topo", "-m")
+    if topology:
+        matrix = re.split(r"\n\s*\n", re.sub(r"\x1b\[[0-9;]*m", "", topology).strip("\n"))[0]
+        findings.append(Finding(section, "topology", "info", matrix))
+    return findings
+
+
+def _nvlinks(status: str) -> dict[int, str]:
+    """Summarise `nvidia-smi nvlink --status`: {GPU: "18 x 26.562 GB/s"}."""
+    summary: dict[int, str] = {}
+    for block in re.split(r"^(?=GPU \d+:)", status, flags=re.MULTILINE):
+        head = re.match(r"GPU (\d+):", block)
+        if head is None:
+            continue
+        speeds = re.findall(r"Link \d+: ([\d.]+ GB/s)", block)
+        counts = {speed: speeds.count(speed) for speed in sorted(set(speeds))}
+        summary[int(head.group(1))] = ", ".join(f"{count} x {speed}" for speed, count in counts.items())
+    return summary
+
+
+def _cuda_packages() -> list[Finding]:
+    from .runtime import toolchain
+
+    section = "NVSHMEM and CUDA packages"
+    # Without a GPU they are not missing: nothing could use them.
+    absent = "missing" if _cuda_works() or _smi_gpus() else "info"
+    findings = []
+    try:
+        found = toolchain.find_nvshmem()
+    except Exception as error:
+        findings.append(Finding(section, "NVSHMEM", absent, str(error), toolchain.nvshmem_remedy(), ("cuda",)))
+    else:
+        if found is None:
+            findings.append(Finding(section, "NVSHMEM", absent, "not installed", toolchain.nvshmem_remedy(), ("cuda",)))
+        else:
+            agree = "they agree" if found.agrees else "THEY DISAGREE"
+            text = f"library {found.version}, headers {found.header_version}: {agree}; {found.host_library.parent}"
+            remedy = "" if found.agrees else f"{_pip('nvidia-nvshmem-cu13')} --force-reinstall --no-deps"
+            findings.append(Finding(section, "NVSHMEM", "ok" if found.agrees else "warning", text, remedy))
+    for package, requirement in (
+        ("nvshmem4py-cu13", "nvshmem4py-cu13==0.4.1"),
+        ("cuda-core", "cuda-core>=1.0"),
+        ("cuda-bindings", "cuda-python>=13,<14"),
+    ):
+        version = _version(package)
+        status, text = ("ok", version) if version else (absent, "not installed")
+        findings.append(Finding(section, package, status, text, "" if version else _pip(requirement), ("cuda",)))
+    return findings
+
+
+def _compilers() -> list[Finding]:
+    from .runtime import toolchain
+    from .runtime.errors import CompileError
+
+    section = "Compilers"
+    findings = []
+    try:
+        cxx = toolchain.find_cxx()
+        findings.append(Finding(section, "C++", "ok", f"{cxx.version}, {cxx.path}"))
+    except CompileError as error:
+        findings.append(Finding(section, "C++", "missing", str(error), "apt-get install g++", ("host",)))
+    try:
+        nvcc = toolchain.find_nvcc()
+        findings.append(Finding(section, "nvcc", "ok", f"{nvcc.version} ({nvcc.source}), {nvcc.path}"))
+    except CompileError as error:
+        status = "missing" if _cuda_works() or _smi_gpus() else "info"
+        findings.append(Finding(section, "nvcc", status, str(error), toolchain.nvcc_remedy(), ("cuda",)))
+    return findings
+
+
+def _launchers() -> list[Finding]:
+    from .runtime import launchers
+    from .runtime.errors import BootstrapError
+
+    section = "Launchers"
+    findings = []
+    try:
+        found = launchers.detect(os.environ)
+        text = "none: a world of one PE, or persistent_ops.launch"
+        if found.launcher != "single":
+            text = f"{found.launcher}, rank {found.rank} of {found.world_size}"
+        findings.append(Finding(section, "started by", "ok", text))
+    except BootstrapError as error:
+        findings.append(Finding(section, "started by", "warning", str(error)))
+    beside = Path(sys.executable).parent
+    for name, remedy in (
+        ("torchrun", ""),
+        ("mpiexec.hydra", _pip("mpich")),
+        ("nvshmrun", ""),
+        ("mpirun", ""),
+        ("srun", ""),
+    ):
+        path = shutil.which(name) or shutil.which(name, path=str(beside))
+        if path or remedy:
+            findings.append(
+                Finding(section, name, "ok" if path else "info", path or "not found", "" if path else remedy)
+            )
+    return findings
+
+
+def _heap() -> list[Finding]:
+    from .runtime import world
+
+    section = "Heap"
+    sizes = world._DEFAULT_HEAP_BYTES
+    findings = [
+        Finding(section, f"default on {backend}", "info", f"{nbytes / 2**30:.3g} GiB on each PE (heap_size= of init)")
+        for backend, nbytes in sizes.items()
+    ]
+    try:
+        descriptor = os.memfd_create("persistent_ops-doctor")
+        os.close(descriptor)
+        findings.append(Finding(section, "shared memory", "ok", "memfd_create works"))
+    except (AttributeError, OSError) as error:
+        text = f"memfd_create failed: {error}"
+        findings.append(Finding(section, "shared memory", "missing", text, "run on Linux 3.17 or newer", ("host",)))
+    available = _available_memory()
+    if available is not None:
+        # Pages that are never touched cost nothing, so little memory is no error.
+        findings.append(Finding(section, "memory for host PEs", "info", f"{available / 2**30:.1f} GiB available"))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
+    findings.append(Finding(section, "locked memory (ulimit -l)", "info", f"{limit}; network transports pin the heap"))
+    return findings
+
+
+def _available_memory() -> int | None:
+    """Return the bytes that this process can still get: of the machine, or of its control group where that has less."""
+    numbers = []
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    if found:
+        numbers.append(int(found.group(1)) * 1024)
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        numbers.append(max(0, int(limit) - int(used)))
+    return min(numbers) if numbers else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _cache() -> list[Finding]:
+    from .runtime import compile_cache, jit
+
+    section = "Kernels"
+    findings = []
+    try:
+        root = jit.kernel_source_root()
+        findings.append(Finding(section, "sources", "ok", str(root)))
+    except Exception as error:
+        findings.append(Finding(section, "sources", "missing", str(error), _pip("persistent-ops"), ("cuda", "host")))
+    remedy = "set PERSISTENT_OPS_CACHE to a folder of your own"
+    try:
+        folder = compile_cache.cache_folder()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except Exception as error:
+        findings.append(Finding(section, "compile cache", "missing", str(error), remedy, ("cuda", "host")))
+    else:
+        entries = len(list(folder.glob("entries/*")))
+        findings.append(Finding(section, "compile cache", "ok", f"{folder}, writable, {entries} kernels"))
+    return findings
+
+
+_PROBES: Sequence[tuple[str, Callable[[], list[Finding]]]] = (
+    ("Python", _python),
+    ("GPUs", _gpus),
+    ("NVSHMEM and CUDA packages", _cuda_packages),
+    ("Compilers", _compilers),
+    ("Launchers", _launchers),
+    ("Heap", _heap),
+    ("Kernels", _cache),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _section_table() -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(width=7)
+    table.add_column(width=26)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _print(report: Report, console: Console) -> None:
+    table, section = _section_table(), ""
+    for finding in report.findings:
+        if finding.section != section:
+            section = finding.section
+            console.print(table)
+            table = _section_table()
+            console.print(f"\n[bold cyan]{escape(section)}[/]")
+        table.add_row(_MARKS[finding.status], escape(finding.name), escape(finding.value))
+    console.print(table)
+    console.print()
+    for backend in ("cuda", "host"):
+        missing = report.missing_for(backend)
+        if not missing:
+            console.print(f"[green]{backend}: can run[/]")
+        else:
+            names = ", ".join(finding.name for finding in missing)
+            console.print(f"[yellow]{backend}: cannot run[/], missing: {escape(names)}", highlight=False)
+    console.print(f'backend="auto" takes {report.auto}', highlight=False)
+    remedies = [finding for finding in report.findings if finding.remedy]
+    if remedies:
+        console.print("\n[bold]What would help[/]")
+        for finding in remedies:
+            console.print(
+                f"  {escape(finding.name)}: [cyan]{escape(finding.remedy)}[/]", highlight=False, soft_wrap=True
+            )

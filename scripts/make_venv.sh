@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that the Makefile's targets run in. Usage: make_venv.sh FOLDER
+#   PYTHON                the Python to make it from (default python3)
+#   PERSISTENT_OPS_TORCH  what to install as torch on a machine without a GPU (default torch==2.13.0)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1
+python=${PYTHON:-python3}
+torch=${PERSISTENT_OPS_TORCH:-torch==2.13.0}
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '\033[2m%s\033[0m\n' "$*" >&2; }
+give_up() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+command -v "$python" >/dev/null || give_up "there is no '$python'; install Python 3.10 or newer, or name one: PYTHON=/path/to/python make ..."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    give_up "$("$python" --version 2>&1) is too old; Python 3.10 or newer is needed. Name another one: PYTHON=/path/to/python make ..."
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    give_up "$python cannot make virtual environments. On Debian and Ubuntu: apt-get install python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+has_cuda_torch() { "$python" -c 'import sys, torch; sys.exit(not (torch.version.cuda or "").startswith("13."))' 2>/dev/null; }
+
+extras=dev
+venv_options=()
+if has_gpu; then
+    extras=cuda13,dev
+    if has_cuda_torch; then
+        say "GPU found; $venv builds on the torch of $python"
+        venv_options=(--system-site-packages)
+    else
+        say "GPU found; installing the CUDA build of torch into $venv (several GB)"
+    fi
+else
+    say "no GPU found (nvidia-smi); setting up $venv with the CPU build of torch (once, about a minute)"
+fi
+"$python" -m venv "${venv_options[@]}" "$venv"
+pip=("$venv/bin/python" -m pip install --quiet)
+
+if ! has_gpu && ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    # On PyPI the Linux wheel of torch is the CUDA build, several GB with what it needs. So look first for a wheel that
+    # pip is configured to find on disk, then in torch's own index of CPU builds, and only then in the usual index.
+    # What torch depends on is installed with the project below.
+    "${pip[@]}" --no-deps --no-index "$torch" 2>/dev/null ||
+        "${pip[@]}" --no-deps --retries 1 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "$torch" 2>/dev/null ||
+        { say "torch's index of CPU builds has no answer; taking $torch from pip's usual index" && "${pip[@]}" "$torch"; }
+fi
+"${pip[@]}" --editable ".[$extras]"
+say "$venv is ready"

@@ -1,0 +1,755 @@
+"""PEs find each other, and every way in which they cannot ends in an error on every PE, in time.
+
+The PEs of most tests are three processes that stay alive and are told what to do over pipes, because the import of
+torch takes far longer than a test. Real launchers, and `launch`, start their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistent_ops.runtime import spawn
+from persistent_ops.runtime.board import ThreadBoard, ThreadTable
+from persistent_ops.runtime.bootstrap import Bootstrap, connect, from_threads
+from persistent_ops.runtime.errors import BootstrapError, PersistentOpsError
+from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES, LaunchEnvironment, detect
+
+# Above the package: a checkout on sys.path is enough, nothing needs to be installed.
+ROOT = Path(sys.modules[Bootstrap.__module__].__file__ or "").parents[2]
+SLACK = 2.5  # seconds past a time-out that a busy machine with two cores may take
+JOB_NUMBERS = count(int(time.time() * 1000) % 10**9)
+
+WORKER = """
+import json, os, sys, time
+from persistent_ops.runtime import bootstrap, launchers
+import torch.distributed as dist
+pe = None
+def do(order):
+    global pe
+    what = order["do"]
+    if what == "connect":
+        pe = bootstrap.connect(launchers.detect(order["environ"]), order["timeout"])
+        return [pe.rank, pe.world_size, pe.local_rank, pe.local_world_size, pe.single_host, pe.launcher]
+    if what == "exchange":
+        value = order.get("value", str(pe.rank)).encode()
+        return [v.decode() for v in pe.exchange(order.get("tag", "t"), value, order.get("timeout"))]
+    if what == "many":
+        for i in range(order["rounds"]):
+            values = pe.exchange("many", bytes([pe.rank, i % 251]) * (1 + 97 * pe.rank))
+            assert values == [bytes([r, i % 251]) * (1 + 97 * r) for r in range(pe.world_size)], (i, values)
+        return order["rounds"]
+    if what == "fail":
+        return pe.fail(order["message"])
+    if what == "close":
+        return pe.close()
+    if what == "group":
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method=order["url"], rank=order["rank"], world_size=order["size"])
+        members = order.get("members")
+        group = None if members is None else dist.new_group(members)
+        if order.get("hidden"):
+            del dist.ProcessGroup.get_group_store
+        pe = bootstrap.from_group(group, order["timeout"])
+        return [pe.rank, pe.world_size, pe.local_rank, pe.local_world_size, pe.single_host, pe.launcher]
+print("ready", flush=True)
+for line in sys.stdin:
+    began = time.monotonic()
+    try:
+        answer = {"value": do(json.loads(line))}
+    except Exception as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    answer["seconds"] = time.monotonic() - began
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return {**environ, "PYTHONPATH": str(ROOT), **more}
+
+
+class Worker:
+    """A process that is told what to do."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environment(),
+        )
+        # What torch logs must not fill the pipe; it is read by tests that say what may not be logged.
+        self.log: list[str] = []
+        assert self.process.stderr is not None
+        self.reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True)
+        self.reader.start()
+
+    def tell(self, do: str, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "".join(self.log)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.reader.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Worker]]:
+    workers = [Worker() for _ in range(3)]
+    for worker in workers:
+        assert worker.process.stdout is not None
+        assert worker.process.stdout.readline() == "ready\n", "".join(worker.log)
+    yield workers
+    for worker in workers:
+        worker.end()
+
+
+def srun(rank: int, size: int, job: int) -> dict[str, str]:
+    """The variables of a Slurm step on one host."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+
+
+def openmpi(rank: int, size: int, job: int) -> dict[str, str]:
+    """The variables of an Open MPI job on one host."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
+        "PMIX_NAMESPACE": f"prterun-here-{job}@1",
+    }
+
+
+def by_hand(rank: int, size: int, job: int) -> dict[str, str]:
+    """torch.distributed's variables, on a host that is not called localhost: rank 0 serves at the given port."""
+    port = 20000 + job % 10000
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host_address(), "MASTER_PORT": str(port)}
+
+
+def host_address() -> str:
+    from persistent_ops.runtime.rendezvous import own_address
+
+    try:
+        return own_address()
+    except BootstrapError:
+        pytest.skip("this machine has no address but the loopback's")
+
+
+def all_do(workers: list[Worker], do: str, **order: Any) -> list[dict[str, Any]]:
+    for worker in workers:
+        worker.tell(do, **order)
+    return [worker.answer() for worker in workers]
+
+
+def connect_all(
+    workers: list[Worker], numbers: list[tuple[int, int]], timeout: float, kind: Callable[..., dict[str, str]] = srun
+) -> list[dict[str, Any]]:
+    """Connect worker i as numbers[i] = (rank, world size)."""
+    job = next(JOB_NUMBERS)
+    for worker, (rank, size) in zip(workers, numbers, strict=True):
+        worker.tell("connect", environ=kind(rank, size, job), timeout=timeout)
+    return [worker.answer() for worker in workers]
+
+
+def assert_all_failed(answers: list[dict[str, Any]], within: float, *words: str) -> None:
+    for answer in answers:
+        assert answer.get("error") == "BootstrapError", answer
+        assert answer["seconds"] < within, answer
+        for word in words:
+            assert word in answer["text"], answer
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Return (kernel's hexadecimal address, port) of the TCP sockets on which a process listens."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(entry))
+        except OSError:
+            continue  # closed meanwhile
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+LOOPBACK = "0100007F"
+
+
+@pytest.mark.parametrize("kind", [srun, openmpi, by_hand])
+def test_connects_and_exchanges_again_and_again(pool: list[Worker], kind: Callable[..., dict[str, str]]) -> None:
+    job = next(JOB_NUMBERS)
+    host_address() if kind is by_hand else None
+    for _ in range(3):  # init, finalize and init again, in one process
+        for rank, worker in enumerate(pool):
+            worker.tell("connect", environ=kind(rank, 3, job), timeout=15)
+        launcher = {srun: "slurm", openmpi: "openmpi", by_hand: "torchrun"}[kind]
+        for rank, worker in enumerate(pool):
+            assert worker.answer()["value"] == [rank, 3, rank, 3, True, launcher]
+        assert [answer["value"] for answer in all_do(pool, "many", rounds=20)] == [20] * 3
+        if kind is not by_hand:
+            assert {address for address, _ in listening(pool[0].process.pid)} == {LOOPBACK}
+        assert [listening(worker.process.pid) for worker in pool[1:]] == [[], []]
+        all_do(pool, "close")
+
+
+def test_store_of_a_closed_job_is_gone(pool: list[Worker]) -> None:
+    connect_all(pool, [(0, 3), (1, 3), (2, 3)], 15)
+    before = listening(pool[0].process.pid)
+    all_do(pool, "close")
+    wait_for(lambda: len(listening(pool[0].process.pid)) < len(before))
+    answer = all_do(pool[:1], "exchange")[0]
+    assert "closed" in answer["text"]
+
+
+def test_missing_rank_is_named_on_every_rank(pool: list[Worker]) -> None:
+    assert_all_failed(connect_all(pool[:2], [(0, 3), (1, 3)], 2), 2 + SLACK, "rank 2 of 3")
+
+
+def test_missing_rank_zero(pool: list[Worker]) -> None:
+    assert_all_failed(connect_all(pool[:2], [(1, 3), (2, 3)], 1.5), 1.5 + SLACK, "rank 0")
+
+
+@pytest.mark.parametrize("numbers", [[(0, 3), (1, 3), (1, 3)], [(0, 2), (0, 2), (1, 2)]])
+def test_two_ranks_with_one_number(pool: list[Worker], numbers: list[tuple[int, int]]) -> None:
+    twice = "two processes claim rank 1" if numbers[2] == (1, 3) else "two processes claim rank 0"
+    answers = connect_all(pool, numbers, 20)
+    if numbers[2] == (1, 2) and any("error" not in answer for answer in answers):
+        # The job of two was complete before the third process came: then only that one fails.
+        answers = [answer for answer in answers if "error" in answer]
+        assert len(answers) == 1
+    assert_all_failed(answers, SLACK, twice)
+    all_do(pool, "close")
+
+
+def test_world_size_disagrees(pool: list[Worker]) -> None:
+    assert_all_failed(connect_all(pool, [(0, 3), (1, 3), (2, 4)], 20), SLACK, "world size differs", "3", "4")
+
+
+def test_stray_process_does_not_end_a_complete_job(pool: list[Worker]) -> None:
+    job = next(JOB_NUMBERS)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    serve = f"""
+import torch.distributed as dist, sys
+store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+print("up", flush=True); sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline()
+        environs = [
+            {
+                "PERSISTENT_OPS_RANK": str(rank),
+                "PERSISTENT_OPS_WORLD_SIZE": "2",
+                "PERSISTENT_OPS_STORE": f"127.0.0.1:{port}",
+                "PERSISTENT_OPS_JOB": str(job),
+            }
+            for rank in (0, 1, 1)
+        ]
+        for worker, environ in zip(pool[:2], environs, strict=False):
+            worker.tell("connect", environ=environ, timeout=10)
+        assert all("value" in worker.answer() for worker in pool[:2])
+        stray = all_do(pool[2:], "connect", environ=environs[2], timeout=10)
+        assert_all_failed(stray, SLACK, "two processes claim rank 1")
+        assert [answer["value"] for answer in all_do(pool[:2], "exchange")] == [["0", "1"]] * 2
+        all_do(pool[:2], "close")
+        server.kill()
+
+
+def test_silent_and_garbage_clients_do_not_disturb(pool: list[Worker]) -> None:
+    job = next(JOB_NUMBERS)
+    pool[0].tell("connect", environ=srun(0, 2, job), timeout=15)
+    port = wait_for(lambda: listening(pool[0].process.pid))[0][1]
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+    try:
+        strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
+        strangers[2].sendall(bytes(range(256)) * 64)
+        pool[1].tell("connect", environ=srun(1, 2, job), timeout=15)
+        assert [worker.answer()["value"][:2] for worker in pool[:2]] == [[0, 2], [1, 2]]
+        assert [answer["value"] for answer in all_do(pool[:2], "exchange")] == [["0", "1"]] * 2
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    all_do(pool[:2], "close")
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["silent", "nobody"])
+def test_address_without_a_store(pool: list[Worker], listens: bool) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if listens:
+            listener.listen()
+        port = listener.getsockname()[1]
+        store = f"127.0.0.1:{port}"
+        environ = {"PERSISTENT_OPS_RANK": "1", "PERSISTENT_OPS_WORLD_SIZE": "2", "PERSISTENT_OPS_STORE": store}
+        answers = all_do(pool[:1], "connect", environ=environ, timeout=1.5)
+    words = "does not speak" if listens else "nobody listens"
+    assert_all_failed(answers, 1.5 + SLACK, "store of this job cannot be reached", words)
+    assert str(port) not in answers[0]["text"]
+    assert str(port) not in "".join(pool[0].log)
+
+
+def test_a_rank_that_gives_up_is_heard_at_once(pool: list[Worker]) -> None:
+    connect_all(pool, [(0, 3), (1, 3), (2, 3)], 30)
+    for worker in pool[:2]:
+        worker.tell("exchange")
+    pool[2].tell("fail", message="the disk is full")
+    pool[2].answer()
+    assert_all_failed([worker.answer() for worker in pool[:2]], SLACK, "rank 2 gave up", "the disk is full")
+    # From then on the connection is dead, on the rank that failed too.
+    assert_all_failed(all_do(pool, "exchange"), SLACK, "the disk is full")
+    all_do(pool, "close")
+
+
+def test_a_rank_that_closed_is_not_waited_for(pool: list[Worker]) -> None:
+    connect_all(pool, [(0, 3), (1, 3), (2, 3)], 30)
+    all_do(pool[2:], "close")
+    assert_all_failed(all_do(pool[:2], "exchange"), SLACK, "rank 2", "closed")
+    all_do(pool[:2], "close")
+
+
+def test_different_calls_are_an_error(pool: list[Worker]) -> None:
+    connect_all(pool, [(0, 3), (1, 3), (2, 3)], 30)
+    for worker, tag in zip(pool, ["heap", "heap", "barrier"], strict=True):
+        worker.tell("exchange", tag=tag)
+    assert_all_failed([worker.answer() for worker in pool], SLACK, "'heap'", "'barrier'", "same calls")
+    all_do(pool, "close")
+
+
+def test_late_rank_is_named_after_the_timeout(pool: list[Worker]) -> None:
+    connect_all(pool, [(0, 3), (1, 3), (2, 3)], 30)
+    assert_all_failed(all_do(pool[:2], "exchange", timeout=1, tag="heap"), 1 + SLACK, "rank 2 of 3", "'heap'")
+    all_do(pool, "close")
+
+
+def test_stopped_rank_zero(pool: list[Worker]) -> None:
+    connect_all(pool, [(0, 3), (1, 3), (2, 3)], 30)
+    os.kill(pool[0].process.pid, signal.SIGSTOP)
+    try:
+        assert_all_failed(all_do(pool[1:], "exchange", timeout=1), 1 + SLACK, "does not answer", "stopped")
+    finally:
+        os.kill(pool[0].process.pid, signal.SIGCONT)
+    # The others cannot tell rank 0 any more that they have left; without this it would wait for them in close().
+    all_do(pool[:1], "fail", message="I was stopped")
+    all_do(pool, "close")
+
+
+def test_from_group(pool: list[Worker]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    for members, hidden in ((None, False), ([2, 1], False), (None, True)):
+        for rank, worker in enumerate(pool):
+            worker.tell("group", url=url, rank=rank, size=3, members=members, hidden=hidden, timeout=10)
+        answers = [worker.answer() for worker in pool]
+        if members is None:
+            expected = [[rank, 3, rank, 3, True, "torch.distributed"] for rank in range(3)]
+            assert [answer.get("value") for answer in answers] == expected, answers
+            assert [answer["value"] for answer in all_do(pool, "exchange")] == [["0", "1", "2"]] * 3
+            all_do(pool, "close")
+        else:
+            assert_all_failed(answers[:1], SLACK, "not in the group")
+            assert sorted(answer["value"][0] for answer in answers[1:]) == [0, 1]
+            assert [answer["value"] for answer in all_do(pool[1:], "exchange")] == [["0", "1"]] * 2
+            all_do(pool[1:], "close")
+
+
+def test_killed_rank_is_named_long_before_the_timeout(pool: list[Worker]) -> None:
+    """Last of the tests with the pool: it kills one of its processes."""
+    connect_all(pool, [(0, 3), (1, 3), (2, 3)], 60)
+    for worker in pool[:2]:
+        worker.tell("exchange")
+    time.sleep(0.1)
+    pool[2].process.kill()
+    assert_all_failed([worker.answer() for worker in pool[:2]], SLACK, "rank 2", "died")
+    all_do(pool[:2], "close")
+
+
+def join_threads(
+    sizes: list[int], prepare: Callable[[ThreadTable], None] | None = None, **numbers: list[int]
+) -> list[str]:
+    """Join one PE per entry of `sizes` over one table; return what each raised, or ""."""
+    table = ThreadTable()
+    if prepare is not None:
+        prepare(table)
+    texts = [""] * len(sizes)
+
+    def run(rank: int) -> None:
+        pe = Bootstrap(ThreadBoard(table), rank, sizes[rank], "slurm", 5.0)
+        try:
+            local_rank = numbers["local_ranks"][rank] if numbers else None
+            pe._join(local_rank, None, time.monotonic() + 5.0)
+        except BootstrapError as error:
+            texts[rank] = str(error)
+        finally:
+            pe.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return texts
+
+
+def test_identities_are_checked() -> None:
+    assert join_threads([2, 2]) == ["", ""]
+    assert all("same local rank" in text for text in join_threads([2, 2], local_ranks=[0, 0]))
+
+    def forge(table: ThreadTable) -> None:
+        table.values["0/2"] = b"\x07\x00connect{]"
+        table.counters["0/count"] = 1
+
+    assert all("cannot be read" in text for text in join_threads([3, 3], forge))
+
+    def scribble(table: ThreadTable) -> None:
+        table.values["0/2"] = b"\xff\xff"
+        table.counters["0/count"] = 1
+
+    assert all("garbage" in text for text in join_threads([3, 3], scribble))
+
+
+def test_threads_exchange() -> None:
+    boards = from_threads(3, 5.0)
+    results: list[Any] = [None] * 3
+
+    def run(rank: int) -> None:
+        results[rank] = [boards[rank].exchange("t", b"%d-%d" % (rank, i)) for i in range(200)]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[[b"%d-%d" % (rank, i) for rank in range(3)] for i in range(200)]] * 3
+    for pe in boards:
+        pe.close()
+
+
+def test_world_of_one_needs_nobody() -> None:
+    pe = connect(detect({}), 1.0)
+    assert (pe.rank, pe.world_size, pe.local_rank, pe.local_world_size, pe.single_host) == (0, 1, 0, 1, True)
+    assert pe.exchange("t", b"x") == [b"x"]
+    pe.close()
+
+
+def test_bad_arguments() -> None:
+    pe = from_threads(1, 1.0)[0]
+    with pytest.raises(TypeError, match="value must be bytes, got str"):
+        pe.exchange("t", "x")  # type: ignore[arg-type]
+    for timeout in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout must be a positive number"):
+            connect(detect({}), timeout)
+    with pytest.raises(ValueError, match="num_pes must be at least 1"):
+        from_threads(0, 1.0)
+    with pytest.raises(BootstrapError, match="rank 2 is outside the world of 2"):
+        connect(LaunchEnvironment("slurm", 2, 2), 1.0)
+    with pytest.raises(BootstrapError, match="PMI_FD=9999 is not an open connection"):
+        connect(LaunchEnvironment("hydra", 0, 2, rendezvous="pmi", pmi_fd=9999), 1.0)
+    with pytest.raises(ValueError, match="num_pes must be a whole number"):
+        spawn.launch(print, 0)
+    with pytest.raises(ValueError, match="timeout must be a positive number"):
+        spawn.launch(print, 1, timeout=0)
+    with pytest.raises(ValueError, match="must be picklable"):
+        spawn.launch(lambda: None, 1)
+
+
+# --- launch ---
+
+
+class CustomError(Exception):
+    """Cannot be rebuilt from its pickle: the constructor wants two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def pe_exchange(base: int) -> Any:
+    import torch
+
+    pe = connect(detect(os.environ), 20.0)
+    values = [int(value) for value in pe.exchange("t", str(base + pe.rank).encode())]
+    addresses = {address for address, _ in listening(os.getppid())}
+    pe.close()
+    return values, torch.full((3,), float(pe.rank)), addresses, os.environ.get("RANK")
+
+
+def pe_fails(kind: str) -> int:
+    if kind == "custom":
+        if os.environ["PERSISTENT_OPS_RANK"] == "1":
+            raise CustomError("left", "right")
+        return 0
+    pe = connect(detect(os.environ), 20.0)
+    if pe.rank == 1:
+        if kind == "raise":
+            raise KeyError("a table of rank 1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    pe.exchange("never complete", b"")
+    return pe.rank
+
+
+def pe_ends(how: str) -> None:
+    if how == "exit":
+        os._exit(0)
+    if how == "sys.exit":
+        sys.exit(5)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def children() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split() if entry.name.isdecimal() else None
+            if fields and int(fields[1]) == os.getpid():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_launch_returns_results_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")  # another launcher's, which must not reach the PEs
+    assert spawn.launch(abs, 1, -3, timeout=60) == [3]  # multiprocessing's resource tracker stays from here on
+    before, files = children(), len(os.listdir("/proc/self/fd"))
+    results = spawn.launch(pe_exchange, 2, 40, timeout=60)
+    assert [values for values, *_ in results] == [[40, 41], [40, 41]]
+    assert [tensor.tolist() for _, tensor, *_ in results] == [[0.0] * 3, [1.0] * 3]
+    assert all(addresses == {LOOPBACK} for *_, addresses, _ in results)
+    assert all(rank is None for *_, rank in results)
+    assert children() == before
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+
+@pytest.mark.parametrize("kind", ["raise", "custom", "kill"])
+def test_launch_raises_what_went_wrong(kind: str) -> None:
+    before, began = children(), time.monotonic()
+    expected = {"raise": KeyError, "custom": PersistentOpsError, "kill": PersistentOpsError}[kind]
+    with pytest.raises(expected) as caught:
+        spawn.launch(pe_fails, 2, kind, timeout=60)
+    assert time.monotonic() - began < 15  # the other PE waits with a time-out of 20 s and must have been told, or ended
+    text = f"{caught.value} {caught.value.__cause__}"
+    words = {
+        "raise": ["a table of rank 1", "PE 1 of 2 raised it", "in pe_fails"],
+        "custom": ["PE 1 of 2 raised", "CustomError: leftright", "in pe_fails"],
+        "kill": ["PE 1 of 2 was killed by SIGKILL"],
+    }[kind]
+    for word in words:
+        assert word in text
+    assert children() <= before | resource_trackers()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("exit", "exited with code 0 before"), ("sys.exit", "exited with code 5 before"), ("sleep", "longer than 3 s")],
+)
+def test_launch_ends_processes_that_bring_no_result(how: str, text: str) -> None:
+    before = children()
+    with pytest.raises(PersistentOpsError, match=text) as caught:
+        spawn.launch(pe_ends, 1, how, timeout=3 if how == "sleep" else 60)
+    assert "PE 0" in str(caught.value)
+    assert children() <= before | resource_trackers()
+
+
+def resource_trackers() -> set[int]:
+    """multiprocessing keeps one per process that ever spawned, until that one exits."""
+    from multiprocessing.resource_tracker import _resource_tracker
+
+    pid = getattr(_resource_tracker, "_pid", None)
+    return set() if pid is None else {pid}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_do_not_outlive_launch(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "from persistent_ops.runtime import spawn\n"
+        "def hang():\n"
+        "    pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
+        "    time.sleep(1000)\n"
+        "if __name__ == '__main__':\n"
+        "    spawn.launch(hang, 2)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    with subprocess.Popen(
+        [sys.executable, str(script), str(pids)], stderr=subprocess.PIPE, env=clean_environment()
+    ) as parent:
+        wait_for(lambda: len(list(pids.iterdir())) == 2, 30)
+        parent.send_signal(number)
+        _, log = parent.communicate(timeout=20)
+    assert parent.returncode != 0
+    assert (b"KeyboardInterrupt" in log) == (number == signal.SIGINT)
+    wait_for(lambda: not any(Path("/proc", entry.name).exists() for entry in pids.iterdir()))
+
+
+def test_launch_with_threads() -> None:
+    def work(base: int) -> list[int]:
+        pe = spawn.thread_bootstrap()
+        assert pe is not None
+        return [int(value) for value in pe.exchange("t", str(base * pe.rank).encode())]
+
+    assert spawn.launch(work, 3, 5, threads=True) == [[0, 5, 10]] * 3
+    assert spawn.thread_bootstrap() is None
+
+    def fails() -> None:
+        pe = spawn.thread_bootstrap()
+        assert pe is not None
+        if pe.rank == 2:
+            raise KeyError("rank 2's own error")
+        pe.exchange("never complete", b"")
+
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="rank 2's own error") as caught:
+        spawn.launch(fails, 3, threads=True)
+    assert "PE 2 of 3" in str(caught.value.__cause__)
+    assert time.monotonic() - began < SLACK
+
+    released = threading.Event()
+    with pytest.raises(PersistentOpsError, match=r"longer than 0\.5 s; still running: PE 0, 1"):
+        spawn.launch(released.wait, 2, threads=True, timeout=0.5)
+    released.set()
+
+
+# --- real launchers ---
+
+PROGRAM = """
+import os, sys
+from persistent_ops.runtime import bootstrap, launchers
+pe = bootstrap.connect(launchers.detect(os.environ), float(sys.argv[1]))
+values = pe.exchange("t", str(pe.rank * pe.rank).encode())
+assert values == [str(r * r).encode() for r in range(pe.world_size)], values
+local = f"local {pe.local_rank} of {pe.local_world_size}"
+os.write(1, f"PE {pe.rank} of {pe.world_size}, {local}, {pe.single_host} {pe.launcher}\\n".encode())
+if "leave" not in sys.argv:
+    pe.close()
+"""
+ABSENT = """
+import os, pathlib, sys, time
+if os.environ["PMI_RANK"] == "1":
+    time.sleep(1000)
+from persistent_ops.runtime import bootstrap, launchers
+import torch.distributed
+here = pathlib.Path(sys.argv[1])
+(here / os.environ["PMI_RANK"]).touch()
+while not ((here / "0").exists() and (here / "2").exists()):
+    time.sleep(0.01)
+try:
+    bootstrap.connect(launchers.detect(os.environ), 2.0)
+except bootstrap.BootstrapError as error:
+    os.write(1, f"{os.environ['PMI_RANK']}: {error}\\n".encode())
+    time.sleep(1)
+    sys.exit(3)
+"""
+
+
+def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=clean_environment(**more), capture_output=True, text=True, timeout=60)
+
+
+def hydra() -> str:
+    found = shutil.which("mpiexec.hydra", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec.hydra")
+    if found is None:
+        pytest.skip("mpiexec.hydra is not installed (pip install mpich)")
+    return found
+
+
+def test_hydra(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = run([hydra(), "-n", "3", sys.executable, str(program), "20"])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 3, local {r} of 3, True hydra" for r in range(3)]
+
+
+def test_hydra_on_several_hosts(tmp_path: Path) -> None:
+    """Two names of this machine make two hosts of it, as far as Hydra knows. Without close(): the exit does it."""
+    host_address()
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    hosts = ["-launcher", "fork", "-hosts", "localhost,127.0.0.1", "-ppn", "1"]
+    done = run([hydra(), *hosts, "-n", "2", sys.executable, str(program), "20", "leave"])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local 0 of 1, True hydra" for r in range(2)]
+
+
+def test_hydra_with_an_absent_rank(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ABSENT)
+    done = run([hydra(), "-n", "3", sys.executable, str(program), str(tmp_path)])
+    assert done.returncode != 0
+    lines = sorted(line for line in done.stdout.splitlines() if line[:2] in ("0:", "2:"))
+    assert [line[:2] for line in lines] == ["0:", "2:"]
+    assert all("rank 1 of 3" in line for line in lines)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = run([*torchrun, str(program), "20"])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local {r} of 2, True torchrun" for r in range(2)]
+
+
+def test_openmpi(tmp_path: Path) -> None:
+    mpirun = next((found for name in ("mpirun.openmpi", "mpirun") if (found := shutil.which(name))), None)
+    if mpirun is None or "(Open" not in run([mpirun, "--version"]).stdout:
+        pytest.skip("Open MPI's mpirun is not installed (apt-get install openmpi-bin)")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = run([mpirun, "--oversubscribe", "-n", "2", sys.executable, str(program), "20"], **root)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local {r} of 2, True openmpi" for r in range(2)]

@@ -1,0 +1,165 @@
+"""persistent-ops doctor: what it finds, what it says is missing, and that nothing missing makes it fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from persistent_ops import doctor
+from persistent_ops.runtime import launchers, toolchain
+from persistent_ops.runtime.errors import CompileError
+
+SECTIONS = {"Python", "GPUs", "NVSHMEM and CUDA packages", "Compilers", "Launchers", "Heap", "Kernels"}
+
+
+def console() -> Console:
+    return Console(width=100, record=True, file=open("/dev/null", "w"))
+
+
+def named(report: doctor.Report, name: str) -> doctor.Finding:
+    (found,) = [finding for finding in report.findings if finding.name == name]
+    return found
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_cuda_works", lambda: False)
+    monkeypatch.setattr(doctor, "_command", lambda *words: None)
+
+
+def test_a_machine_without_a_gpu_runs_the_host_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_gpu(monkeypatch)
+    monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(tmp_path / "cache"))
+    report = doctor.examine()
+    assert {finding.section for finding in report.findings} == SECTIONS
+    assert report.can_run("host")
+    assert not report.can_run("cuda")
+    assert [finding.name for finding in report.missing_for("cuda")] == ["GPU"]  # what only a GPU needs is not missing
+    assert report.auto == "host"
+    assert named(report, "compile cache").value.startswith(str(tmp_path / "cache"))
+    screen = console()
+    assert doctor.run_doctor(console=screen) == 0
+    text = screen.export_text()
+    assert "host: can run" in text
+    assert "cuda: cannot run, missing: GPU" in text
+    assert 'backend="auto" takes host' in text
+
+
+def test_json_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch)
+    screen = console()
+    assert doctor.run_doctor(as_json=True, console=screen) == 0
+    answer = json.loads(screen.export_text())
+    assert answer["backends"] == {
+        "cuda": {"can_run": False, "missing": ["GPU"]},
+        "host": {"can_run": True, "missing": []},
+    }
+    assert answer["auto"] == "host"
+    assert {finding["section"] for finding in answer["findings"]} == SECTIONS
+    python = next(finding for finding in answer["findings"] if finding["name"] == "python")
+    assert sys.executable in python["value"]
+
+
+def test_without_a_compiler_no_backend_runs_and_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch)
+
+    def none() -> toolchain.Cxx:
+        raise CompileError("no C++20 compiler was found on PATH")
+
+    monkeypatch.setattr(toolchain, "find_cxx", none)
+    screen = console()
+    assert doctor.run_doctor(console=screen) == 1
+    text = screen.export_text()
+    assert "no C++20 compiler was found on PATH" in text
+    assert "host: cannot run, missing: C++" in text
+    assert "C++: apt-get install g++" in text
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_cuda_works", lambda: False)
+    monkeypatch.setattr(doctor, "_smi_gpus", lambda: ["NVIDIA H200, 143771 MiB, 9.0, 580.159.04"])
+    monkeypatch.setattr(toolchain, "find_nvshmem", lambda: None)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    report = doctor.examine()
+    missing = {finding.name: finding.remedy for finding in report.missing_for("cuda")}
+    assert "torch on the GPU" in missing
+    assert {"NVSHMEM", "nvshmem4py-cu13", "cuda-core", "cuda-bindings"} < set(missing)
+    assert missing["nvshmem4py-cu13"] == f"{sys.executable} -m pip install 'nvshmem4py-cu13==0.4.1'"
+    assert "580.159.04" in named(report, "GPU 0").value
+
+
+@pytest.mark.parametrize(("headers", "status"), [("3.4.5", "ok"), ("3.8.0", "warning")])
+def test_nvshmem_headers_and_library_must_agree(
+    monkeypatch: pytest.MonkeyPatch, headers: str, status: str, tmp_path: Path
+) -> None:
+    found = toolchain.Nvshmem("3.4.5", headers, tmp_path, tmp_path / "device.a", tmp_path / "libnvshmem_host.so.3")
+    monkeypatch.setattr(toolchain, "find_nvshmem", lambda: found)
+    finding = named(doctor.examine(), "NVSHMEM")
+    assert finding.status == status
+    assert f"library 3.4.5, headers {headers}" in finding.value
+    assert bool(finding.remedy) == (status == "warning")
+
+
+def test_links_name_the_pairs_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvlink = (
+        "GPU 0: NVIDIA H200 (UUID: GPU-x)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+        "GPU 1: NVIDIA H200 (UUID: GPU-y)\n\t Link 0: <inactive>\n"
+    )
+    topology = "\x1b[4m\tGPU0\tGPU1\x1b[0m\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n\nLegend:\n\n  X = Self\n"
+    answers = {"nvlink": nvlink, "topo": topology}
+    monkeypatch.setattr(doctor, "_command", lambda *words: answers[words[1]])
+    found = {finding.name: finding for finding in doctor._links(3, lambda a, b: {a, b} != {0, 2})}
+    assert found["GPU 0 to the others"].status == "warning"
+    assert "cannot store to GPU 2" in found["GPU 0 to the others"].value
+    assert found["GPU 1 to the others"].status == "ok"
+    assert found["GPU 0 NVLink"].value == "2 x 26.562 GB/s"
+    assert found["GPU 1 NVLink"].value == "no active link"
+    assert found["topology"].value == "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X "
+
+
+def test_a_cache_that_cannot_be_written_stops_both_backends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(blocked / "cache"))
+    report = doctor.examine()
+    assert named(report, "compile cache").status == "missing"
+    assert "PERSISTENT_OPS_CACHE" in named(report, "compile cache").remedy
+    assert not report.can_run("host")
+    assert not report.can_run("cuda")
+
+
+def test_a_contradictory_launcher_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in launchers.LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    finding = named(doctor.examine(), "started by")
+    assert finding.status == "warning"
+    assert "WORLD_SIZE" in finding.value
+
+
+@pytest.mark.parametrize("number", range(len(doctor._PROBES)))
+def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def broken() -> list[doctor.Finding]:
+        raise RuntimeError("[bold]unforeseen[/wrong]")
+
+    probes = list(doctor._PROBES)
+    section = probes[number][0]
+    probes[number] = (section, broken)
+    monkeypatch.setattr(doctor, "_PROBES", probes)
+    screen = console()
+    assert doctor.run_doctor(console=screen) in (0, 1)
+    assert "RuntimeError: [bold]unforeseen[/wrong]" in screen.export_text()
+
+
+@pytest.mark.gpu
+def test_a_gpu_machine_lists_its_gpus() -> None:
+    import torch
+
+    report = doctor.examine()
+    assert report.auto == "cuda"
+    for index in range(torch.cuda.device_count()):
+        assert torch.cuda.get_device_name(index) in named(report, f"GPU {index}").value
+    assert report.can_run("cuda"), [finding.name for finding in report.missing_for("cuda")]

@@ -1,0 +1,259 @@
+"""Faults: a PE that is late, stopped, killed or launches something else; bad input; recovery; far epochs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from embedding_cases import Case, expected_bits, make_inputs, split_of
+
+import persistent_ops as po
+
+_CASE = Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19)
+
+
+def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:
+    rank, world = po.rank(), po.world_size()
+    weights, indices, offsets, factors = (
+        [t.to(po.device()) for t in x] if isinstance(x, list) else None if x is None else x.to(po.device())
+        for x in make_inputs(case, rank, world, iteration)
+    )
+    split = split_of(case, world)
+    dims = [sum(case.dims(pe)) for pe in range(world)]
+    output = po.embedding_all_to_all(
+        weights, indices, offsets, factors, batch_per_rank=split, dim_per_rank=dims, **options
+    )
+    return output
+
+
+def _is_right(output: torch.Tensor, iteration: int, case: Case = _CASE) -> bool:
+    rank, world = po.rank(), po.world_size()
+    inputs = [make_inputs(case, pe, world, iteration) for pe in range(world)]
+    return torch.equal(output.cpu(), expected_bits(case, inputs, rank, split_of(case, world)))
+
+
+def _checked(iteration: int, **options: Any) -> bool:
+    output = _call(iteration, **options)
+    po.check()
+    return _is_right(output, iteration)
+
+
+def _error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
+    start = time.monotonic()
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001  # the test asserts which
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+# ---- programs of the PEs ----------------------------------------------------------------------------------------------
+
+
+def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
+    po.init(backend, timeout=20.0, heap_size=64 << 20, **options)
+    right = []
+    for iteration in range(8):
+        if iteration % po.world_size() == po.rank():
+            time.sleep(0.3)
+        right.append(_checked(iteration))
+    po.finalize()
+    return right
+
+
+def _absent_then_recovered(backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    po.init(backend, timeout=4.0, heap_size=64 << 20, **options)
+    first = _checked(0)
+    seen: dict[str, Any] = {"first": first}
+    if po.rank() != 0:
+        output: list[torch.Tensor] = []
+
+        def call() -> None:
+            output.append(_call(1))
+            po.check()
+
+        seen["error"] = _error_of(call)
+        seen["again"] = _error_of(lambda: _call(2))
+    else:
+        time.sleep(7.0)
+    po.recover()
+    seen["after"] = [_checked(iteration) for iteration in range(3, 7)]
+    po.finalize()
+    return seen
+
+
+def _mismatch(backend: str, kind: str) -> tuple[str, str, float]:
+    po.init(backend, timeout=8.0, heap_size=64 << 20)
+    assert _checked(0)
+    me = po.rank()
+
+    def act() -> None:
+        if kind == "operator" and me == 1:
+            po.barrier()
+        elif kind == "shape" and me == 1:
+            _call(1, Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 21))
+        elif kind == "dtype" and me == 1:
+            _call(1, Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19, dtype=torch.bfloat16))
+        else:
+            _call(1)
+        po.check()
+
+    error = _error_of(act)
+    po.recover()
+    assert _checked(2)
+    po.finalize()
+    return error
+
+
+def _far_epoch(backend: str, epoch: int, options: dict[str, Any]) -> list[bool]:
+    po.init(backend, timeout=20.0, heap_size=64 << 20, **options)
+    po.runtime.world.current().workspace.set_epoch(epoch)
+    right = [_checked(iteration) for iteration in range(6)]
+    po.finalize()
+    return right
+
+
+def _bad_input(backend: str, kind: str, bounds: str) -> dict[str, Any]:
+    po.init(backend, timeout=10.0, heap_size=64 << 20)
+    rank, world = po.rank(), po.world_size()
+    weights, indices, offsets, _ = make_inputs(_CASE, rank, world, 0)
+    batch = 19
+    bag = next(b for b in range(batch, 2 * batch) if offsets[b + 1] - offsets[b] >= 2)  # of table 1
+    if rank == 1:
+        if kind == "index":
+            indices[offsets[bag] + 1] = 61
+        elif kind == "negative index":
+            indices[offsets[bag] + 1] = -1
+        elif kind == "falling offset":
+            offsets[bag + 1] = offsets[bag] - 1
+        elif kind == "offset beyond":
+            offsets[bag + 1] = offsets[-1] + 1000
+        elif kind == "first offset":
+            offsets[0] = 1
+        elif kind == "last offset":
+            offsets[-1] -= 1
+    device = po.device()
+    outcome: dict[str, Any] = {"bag": bag - batch}
+
+    def call() -> None:
+        outcome["output"] = po.embedding_all_to_all(
+            [w.to(device) for w in weights], indices.to(device), offsets.to(device), bounds=bounds
+        )
+        po.check()
+
+    outcome["error"] = _error_of(call)[:2]
+    outcome["usable"] = _checked(1)
+    if bounds == "ignore" and "index" in kind:
+        inputs = [list(make_inputs(_CASE, pe, world, 0)) for pe in range(world)]
+        bad = int(inputs[1][2][bag]) + 1
+        inputs[1][1] = torch.cat([inputs[1][1][:bad], inputs[1][1][bad + 1 :]])
+        inputs[1][2] = torch.where(torch.arange(len(inputs[1][2])) > bag, inputs[1][2] - 1, inputs[1][2])
+        want = expected_bits(_CASE, inputs, rank, split_of(_CASE, world))  # type: ignore[arg-type]
+        outcome["skipped"] = torch.equal(outcome["output"].cpu(), want)
+    outcome.pop("output", None)
+    po.finalize()
+    return outcome
+
+
+def _dies(backend: str, how: str, folder: str) -> str:
+    po.init(backend, timeout=8.0, heap_size=64 << 20)
+    assert _checked(0)
+    with open(f"{folder}/{po.rank()}.pid", "w") as file:
+        file.write(str(os.getpid()))
+    po.barrier()
+    if po.rank() == 1:
+        if how == "exits":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    error = _error_of(lambda: [(_call(i), po.check()) for i in range(1, 4)])
+    with open(f"{folder}/{po.rank()}.error", "w") as file:
+        file.write(f"{error[0]}|{error[2]:.1f}|{error[1]}")
+    time.sleep(60)  # the launcher ends the survivors once it has noticed
+    return "unreachable"
+
+
+# ---- tests ------------------------------------------------------------------------------------------------------------
+
+
+def _threads(backend: str) -> bool:
+    return backend == "host"
+
+
+TRANSPORTS = [pytest.param({}, id="direct"), pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host)]
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_late_pe(backend: str, options: dict[str, Any]) -> None:
+    results = po.launch(_late_pe, 3, backend, options, threads=_threads(backend), timeout=120)
+    assert results == [[True] * 8] * 3
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_timeout_names_the_peer_and_recovery_works(backend: str, options: dict[str, Any]) -> None:
+    results = po.launch(_absent_then_recovered, 3, backend, options, threads=_threads(backend), timeout=120)
+    for rank, seen in enumerate(results):
+        assert seen["first"] and seen["after"] == [True] * 4, rank
+    for seen in results[1:]:
+        name, text, seconds = seen["error"]
+        assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text
+        assert seconds < 6.5
+        assert seen["again"][0] == "PeerTimeoutError", "a failed world takes no launch before po.recover()"
+
+
+@pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
+def test_contract_mismatch_is_seen_by_every_pe(backend: str, kind: str) -> None:
+    results = po.launch(_mismatch, 3, backend, kind, threads=_threads(backend), timeout=120)
+    for rank, (name, text, seconds) in enumerate(results):
+        assert name in ("ContractMismatchError",), (rank, name, text)
+        assert "embedding_all_to_all(world_size=3, " in text
+        assert kind != "operator" or "barrier(world_size=3)" in text
+        assert seconds < 6.0, "a mismatch is not a time-out"
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+@pytest.mark.parametrize("epoch", [2**32 - 3, 2**47])
+def test_far_epochs(backend: str, epoch: int, options: dict[str, Any]) -> None:
+    assert po.launch(_far_epoch, 2, backend, epoch, options, threads=_threads(backend), timeout=120) == [[True] * 6] * 2
+
+
+@pytest.mark.parametrize("bounds", ["fatal", "ignore"])
+@pytest.mark.parametrize(
+    "kind", ["index", "negative index", "falling offset", "offset beyond", "first offset", "last offset"]
+)
+def test_bad_input(backend: str, kind: str, bounds: str) -> None:
+    results = po.launch(_bad_input, 2, backend, kind, bounds, threads=_threads(backend), timeout=120)
+    for rank, outcome in enumerate(results):
+        name, text = outcome["error"]
+        if rank == 1 and bounds == "fatal":
+            assert name == "IndexError", text
+            if "index" in kind:
+                assert f"table 1, bag {outcome['bag']} has index {61 if kind == 'index' else -1}" in text
+            else:
+                assert "offsets: table" in text
+        else:
+            assert name == "", (rank, text)
+        assert outcome["usable"], rank
+        assert outcome.get("skipped", True), rank
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "exits"])
+def test_dead_peer(backend: str, how: str, tmp_path: Any) -> None:
+    with pytest.raises(po.PersistentOpsError, match="rank 1|PE 1|PE 0, 1, 2"):
+        po.launch(_dies, 3, backend, how, str(tmp_path), timeout=35 if how == "stopped" else 60)
+    if how == "stopped":  # nobody but the survivors can tell: they did, by themselves
+        for rank in (0, 2):
+            name, seconds, text = (tmp_path / f"{rank}.error").read_text().split("|", 2)
+            assert name == "PeerTimeoutError" and "PE 1" in text
+            assert float(seconds) < 12.0
+    for rank in range(3):
+        pid = int((tmp_path / f"{rank}.pid").read_text())
+        for _ in range(50):
+            if not os.path.exists(f"/proc/{pid}"):
+                break
+            time.sleep(0.1)
+        assert not os.path.exists(f"/proc/{pid}"), f"PE {rank} is left over"
