@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shlex
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from embedding.options import Options, parse_grid
 from embedding.report import draw_figure, print_tables, print_tuning
 from embedding.run import run_pe
 from embedding.tune import tune_pe
-from harness.pes import run_on_pes, started_pes, without_multicast
+from harness.pes import is_first_process, run_on_pes, started_pes, without_multicast
 from harness.record import read_lines
 
 _HOST_PES = 2
@@ -49,16 +49,21 @@ def main(argv: list[str]) -> int:
     is_tuning = bool(options.tune)
     folder = Path(arguments.out)
     path = folder / f"embedding_all_to_all{'_tuning' if is_tuning else ''}.jsonl"
-    is_printer = int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0"))) == 0 if started_pes() else True
+    is_printer = is_first_process()
     if is_printer:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text("")
     options = dataclasses.replace(options, record_path=str(path.resolve()))
     passed = True
     for num_pes in worlds:
-        passed &= run_on_pes(tune_pe if is_tuning else run_pe, num_pes, options, timeout=arguments.limit)
-    if is_printer:
-        lines = read_lines(path)
+        try:
+            passed &= run_on_pes(tune_pe if is_tuning else run_pe, num_pes, options, timeout=arguments.limit)
+        except Exception:  # what has been measured is worth its table
+            traceback.print_exc()
+            passed = False
+            break
+    lines = read_lines(path) if is_printer else []
+    if lines:
         console = Console(width=120)
         if is_tuning:
             print_tuning(lines, console)
@@ -82,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a look: few rounds, and uniform indices")
     parser.add_argument("--tune", help="time the fused operator over a grid: threads=256:192,bulk_store=1:0,...")
     parser.add_argument("--tune-mode", choices=("product", "star"), default="product", help="star: one field at a time")
-    parser.add_argument(
-        "--limit", type=float, default=1500.0, help="seconds for each world, where PEs are started here"
-    )
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for each world, where PEs are started here")
     return parser
 
 

@@ -34,15 +34,15 @@ def demo(
         typer.Option(help="Criteo-format file (tab or comma, .gz too); without it a synthetic batch is drawn."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Batches to run, after one to warm up.")] = 20,
-    batch: Annotated[int | None, typer.Option(help="Samples of the global batch.  [default: 16384, host 512]")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of the global batch. Default: 16384, host 512.")] = None,
     dim: Annotated[int, typer.Option(help="Elements of an embedding row.")] = 128,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     pes: Annotated[
-        int | None, typer.Option(help="Number of PEs, without a launcher.  [default: one per GPU, host 4]")
+        int | None, typer.Option(help="Number of PEs, without a launcher. Default: one per GPU, host 4.")
     ] = None,
     backend: Annotated[str, typer.Option(help="auto, cuda or host.")] = "auto",
     max_rows: Annotated[
-        int | None, typer.Option(help="Cap on a table's rows.  [default: what the GPUs hold, host 50000]")
+        int | None, typer.Option(help="Cap on a table's rows. Default: what the GPUs hold, host 50000.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of tables and synthetic batches.")] = 0,
 ) -> None:
@@ -115,8 +115,8 @@ def _load(file: Path) -> ModuleType:
     # Benchmarks may share helper modules that lie beside them, and the PEs that they start import them by name.
     sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be loaded as a Python module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)

@@ -181,7 +181,7 @@ def _gpus() -> list[Finding]:
     seen = _smi_gpus()
     if not _cuda_works():
         if not seen:
-            return [Finding(section, "GPU", "missing", "none (no torch GPU, no nvidia-smi)", "", ("cuda",))]
+            return [Finding(section, "GPU", "missing", "none that torch or nvidia-smi can see", "", ("cuda",))]
         found = [Finding(section, f"GPU {number}", "info", line) for number, line in enumerate(seen)]
         text = "the driver sees GPUs, but torch cannot use them"
         return [
@@ -243,16 +243,22 @@ def _cuda_packages() -> list[Finding]:
     from .runtime import toolchain
 
     section = "NVSHMEM and CUDA packages"
-    # Without a GPU they are not missing: nothing could use them.
-    absent = "missing" if _cuda_works() or _smi_gpus() else "info"
+    has_gpu = _cuda_works() or bool(_smi_gpus())
+    # Without a GPU they are not missing: nothing could use them, so nothing is to be installed either.
+    absent = "missing" if has_gpu else "info"
+    not_installed = "not installed" if has_gpu else "not installed; of use with a GPU only"
+
+    def lacks(name: str, text: str, remedy: str) -> Finding:
+        return Finding(section, name, absent, text, remedy if has_gpu else "", ("cuda",))
+
     findings = []
     try:
         found = toolchain.find_nvshmem()
     except Exception as error:
-        findings.append(Finding(section, "NVSHMEM", absent, str(error), toolchain.nvshmem_remedy(), ("cuda",)))
+        findings.append(lacks("NVSHMEM", str(error), toolchain.nvshmem_remedy()))
     else:
         if found is None:
-            findings.append(Finding(section, "NVSHMEM", absent, "not installed", toolchain.nvshmem_remedy(), ("cuda",)))
+            findings.append(lacks("NVSHMEM", not_installed, toolchain.nvshmem_remedy()))
         else:
             agree = "they agree" if found.agrees else "THEY DISAGREE"
             text = f"library {found.version}, headers {found.header_version}: {agree}; {found.host_library.parent}"
@@ -264,8 +270,10 @@ def _cuda_packages() -> list[Finding]:
         ("cuda-bindings", "cuda-python>=13,<14"),
     ):
         version = _version(package)
-        status, text = ("ok", version) if version else (absent, "not installed")
-        findings.append(Finding(section, package, status, text, "" if version else _pip(requirement), ("cuda",)))
+        if version:
+            findings.append(Finding(section, package, "ok", version))
+        else:
+            findings.append(lacks(package, not_installed, _pip(requirement)))
     return findings
 
 
@@ -284,8 +292,9 @@ def _compilers() -> list[Finding]:
         nvcc = toolchain.find_nvcc()
         findings.append(Finding(section, "nvcc", "ok", f"{nvcc.version} ({nvcc.source}), {nvcc.path}"))
     except CompileError as error:
-        status = "missing" if _cuda_works() or _smi_gpus() else "info"
-        findings.append(Finding(section, "nvcc", status, str(error), toolchain.nvcc_remedy(), ("cuda",)))
+        has_gpu = _cuda_works() or bool(_smi_gpus())
+        remedy = toolchain.nvcc_remedy() if has_gpu else ""
+        findings.append(Finding(section, "nvcc", "missing" if has_gpu else "info", str(error), remedy, ("cuda",)))
     return findings
 
 
@@ -429,7 +438,8 @@ def _print(report: Report, console: Console) -> None:
         else:
             names = ", ".join(finding.name for finding in missing)
             console.print(f"[yellow]{backend}: cannot run[/], missing: {escape(names)}", highlight=False)
-    console.print(f'backend="auto" takes {report.auto}', highlight=False)
+    advice = "" if report.can_run(report.auto) else ", which cannot run here yet: see below"
+    console.print(f'backend="auto" takes {report.auto}{advice}', highlight=False)
     remedies = [finding for finding in report.findings if finding.remedy]
     if remedies:
         console.print("\n[bold]What would help[/]")

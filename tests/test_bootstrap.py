@@ -30,7 +30,7 @@ from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES, LaunchEnvironme
 
 # Above the package: a checkout on sys.path is enough, nothing needs to be installed.
 ROOT = Path(sys.modules[Bootstrap.__module__].__file__ or "").parents[2]
-SLACK = 2.5  # seconds past a time-out that a busy machine with two cores may take
+SLACK = 5.0  # seconds past a time-out that a busy machine with two cores may take
 JOB_NUMBERS = count(int(time.time() * 1000) % 10**9)
 
 WORKER = """
@@ -257,16 +257,14 @@ def test_missing_rank_zero(pool: list[Worker]) -> None:
     assert_all_failed(connect_all(pool[:2], [(1, 3), (2, 3)], 1.5), 1.5 + SLACK, "rank 0")
 
 
-@pytest.mark.parametrize("numbers", [[(0, 3), (1, 3), (1, 3)], [(0, 2), (0, 2), (1, 2)]])
-def test_two_ranks_with_one_number(pool: list[Worker], numbers: list[tuple[int, int]]) -> None:
-    twice = "two processes claim rank 1" if numbers[2] == (1, 3) else "two processes claim rank 0"
-    answers = connect_all(pool, numbers, 20)
-    if numbers[2] == (1, 2) and any("error" not in answer for answer in answers):
-        # The job of two was complete before the third process came: then only that one fails.
-        answers = [answer for answer in answers if "error" in answer]
-        assert len(answers) == 1
-    assert_all_failed(answers, SLACK, twice)
-    all_do(pool, "close")
+def test_two_ranks_with_one_number(pool: list[Worker]) -> None:
+    answers = connect_all(pool, [(0, 3), (1, 3), (1, 3)], 30)
+    assert_all_failed(answers, SLACK, "two processes claim rank 1")
+
+
+def test_two_ranks_zero(pool: list[Worker]) -> None:
+    answers = connect_all(pool, [(0, 3), (0, 3), (1, 3)], 30)
+    assert_all_failed(answers, SLACK, "two processes claim rank 0")
 
 
 def test_world_size_disagrees(pool: list[Worker]) -> None:

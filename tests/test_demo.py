@@ -1,9 +1,8 @@
-"""The main job: readers, synthetic batches, placement, the reference, and the whole of it on the host backend."""
+"""The main job: synthetic batches, placement, the reference, and the whole of it on the host backend."""
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import itertools
 import math
 import re
@@ -14,179 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from criteo_cases import criteo_line, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from persistent_ops.demo import criteo, lookups, placement, report, run, synthetic, unfused
+from persistent_ops.demo import lookups, placement, report, run, synthetic, unfused
 from persistent_ops.demo.options import DemoOptions
 from persistent_ops.demo.pe import PeReport, differences
 
 ROWS = tuple(min(rows, 1000) for rows in synthetic.DLRM_ROWS)
-
-
-def criteo_line(number: int, separator: str = "\t") -> str:
-    """Return a sample whose fields depend on its number; some are empty."""
-    dense = ["" if (number + column) % 5 == 0 else str(number * column - 3) for column in range(13)]
-    categorical = [
-        "" if (number * 7 + column) % 4 == 0 else f"{number * 1_000_003 + column:08x}" for column in range(26)
-    ]
-    return separator.join([str(number % 2), *dense, *categorical])
-
-
-def write(path: Path, lines: Sequence[str]) -> Path:
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
-
-
-def read(path: Path, batch_size: int = 4) -> list[criteo.CriteoBatch]:
-    return list(criteo.read_batches(path, batch_size=batch_size, num_rows=ROWS))
-
-
-def check_samples(batches: Sequence[criteo.CriteoBatch], num_samples: int) -> None:
-    """Compare what was read with an independent reading of `criteo_line`."""
-    assert sum(batch.batch_size for batch in batches) == num_samples
-    number = 0
-    for batch in batches:
-        starts = [np.concatenate([[0], np.cumsum(feature.lengths)]) for feature in batch.categorical]
-        for sample in range(batch.batch_size):
-            fields = criteo_line(number).split("\t")
-            assert batch.labels[sample] == float(fields[0])
-            for column in range(13):
-                value = batch.dense[sample, column]
-                assert math.isnan(value) if fields[1 + column] == "" else value == float(fields[1 + column])
-            for table, feature in enumerate(batch.categorical):
-                bag = feature.indices[starts[table][sample] : starts[table][sample + 1]].tolist()
-                text = fields[14 + table]
-                assert bag == ([int(text, 16) % ROWS[table]] if text else [])
-            number += 1
-
-
-# ---- Criteo-format files ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("separator", ["\t", ","])
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("header", [False, True])
-def test_reads_every_variant_of_the_format(tmp_path: Path, separator: str, compressed: bool, header: bool) -> None:
-    lines = [criteo_line(number, separator) for number in range(11)]
-    if header:
-        names = ["label", *[f"I{n}" for n in range(1, 14)], *[f"C{n}" for n in range(1, 27)]]
-        lines.insert(0, separator.join(names))
-    path = write(tmp_path / "day_0", lines)
-    if compressed:
-        path.write_bytes(gzip.compress(path.read_bytes()))  # the name says nothing: the content is recognised
-    batches = read(path)
-    assert [batch.batch_size for batch in batches] == [4, 4, 3]
-    check_samples(batches, 11)
-
-
-@pytest.mark.parametrize("ending", ["", "\n", "\r\n", "\n\n\n"])
-def test_line_endings_and_a_missing_last_one(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / "data"
-    between = "\r\n" if ending == "\r\n" else "\n"
-    path.write_bytes((between.join(criteo_line(number) for number in range(3)) + ending).encode())
-    check_samples(read(path), 3)
-
-
-def test_byte_order_mark_and_upper_case(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    fields = criteo_line(1).split("\t")
-    fields[14] = "ABCDEF01"
-    path.write_bytes(b"\xef\xbb\xbf" + "\t".join(fields).encode())
-    (batch,) = read(path)
-    assert batch.categorical[0].indices.tolist() == [0xABCDEF01 % ROWS[0]]
-
-
-def test_sixty_four_bit_values(tmp_path: Path) -> None:
-    fields = criteo_line(1).split("\t")
-    fields[14] = "f" * 16
-    (batch,) = read(write(tmp_path / "data", ["\t".join(fields)]))
-    assert batch.categorical[0].indices.tolist() == [(2**64 - 1) % ROWS[0]]
-
-
-def changed(column: int, value: str) -> str:
-    fields = criteo_line(1).split("\t")
-    fields[column] = value
-    return "\t".join(fields)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (criteo_line(1) + "\tff", "expected 40 columns separated by a tab (label, 13 dense, 26 categorical), found 41"),
-        ("\t".join(criteo_line(1).split("\t")[:39]), "found 39"),
-        ("garbage", "found 1"),
-        (changed(0, ""), "the label is empty; expected a number"),
-        (changed(0, "yes"), "label is 'yes'; expected a number"),
-        (changed(3, "12x"), "dense column 3 is '12x'; expected a number"),
-        (changed(3, " 12"), "dense column 3 is ' 12'; expected a number"),
-        (changed(3, "nan"), "dense column 3 is 'nan'; expected a number"),
-        (changed(14, "xyz"), "categorical column 1 is 'xyz'; expected 1 to 16 hexadecimal digits"),
-        (changed(39, "0x12"), "categorical column 26 is '0x12'; expected 1 to 16 hexadecimal digits"),
-        (changed(39, "-1"), "categorical column 26 is '-1'"),
-        (changed(39, "1_0"), "categorical column 26 is '1_0'"),
-        (changed(20, "0" * 17), "categorical column 7 is '00000000000000000'"),
-        (changed(20, "f" * 1000), "categorical column 7 is 'ffffffffffffffffffffffffffffffffffffffff...'"),
-        ("", "the line is empty, but more lines follow"),
-    ],
-)
-def test_a_malformed_line_is_an_error_that_names_it(tmp_path: Path, line: str, message: str) -> None:
-    path = write(tmp_path / "data.tsv", [criteo_line(0), criteo_line(1), line, criteo_line(2)])
-    with pytest.raises(ValueError, match=re.escape(f"{path}, line 3: ") + ".*" + re.escape(message)):
-        read(path)
-
-
-def test_bytes_that_are_no_text_are_reported_like_any_other_field(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(criteo_line(0).encode() + b"\n" + changed(14, "QQ").encode().replace(b"QQ", b"\xff\xfe") + b"\n")
-    with pytest.raises(ValueError, match="line 2: categorical column 1 is"):
-        read(path)
-
-
-def test_lines_before_the_malformed_one_are_delivered(tmp_path: Path) -> None:
-    path = write(tmp_path / "data", [*[criteo_line(number) for number in range(4)], "bad"])
-    batches = criteo.read_batches(path, batch_size=4, num_rows=ROWS)
-    check_samples([next(batches)], 4)
-    with pytest.raises(ValueError, match="line 5"):
-        next(batches)
-
-
-def test_a_second_header_is_no_header(tmp_path: Path) -> None:
-    header = "\t".join(["label", *[f"I{n}" for n in range(1, 14)], *[f"C{n}" for n in range(1, 27)]])
-    with pytest.raises(ValueError, match="line 3: label is 'label'"):
-        read(write(tmp_path / "data", [header, criteo_line(0), header]))
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\t".join([b"label"] + [b"x"] * 39) + b"\n"])
-def test_a_file_without_samples_is_an_error(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="holds no sample"):
-        read(path)
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_damaged_gzip_is_an_error_that_names_the_file(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "data.gz"
-    content = bytearray(gzip.compress("".join(criteo_line(number) + "\n" for number in range(2000)).encode()))
-    if damage == "cut":
-        content = content[: len(content) // 2]
-    else:
-        content[-6] ^= 0xFF  # in the checksum
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(str(path)) + ", after line .*gzip"):
-        read(path, 100)
-
-
-def test_reader_arguments_are_checked(tmp_path: Path) -> None:
-    path = write(tmp_path / "data", [criteo_line(0)])
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        next(criteo.read_batches(path, batch_size=0, num_rows=ROWS))
-    with pytest.raises(ValueError, match="num_rows must be 26 positive numbers"):
-        next(criteo.read_batches(path, batch_size=1, num_rows=ROWS[:25]))
-    with pytest.raises(FileNotFoundError):
-        next(criteo.read_batches(tmp_path / "absent", batch_size=1, num_rows=ROWS))
 
 
 # ---- Zipf draws ------------------------------------------------------------------------------------------------------

@@ -36,44 +36,45 @@ def print_tables(lines: Sequence[_Line], console: Console) -> None:
     """Print the run, the comparison of the schedules, and the times of the largest world."""
     pes = max(_unique(_of(lines, "run"), "pes"))
     run = _of(lines, "run", pes=pes)[-1]
-    ceilings = _of(lines, "ceilings", pes=pes)[-1]
     place = run.get("gpu", run.get("processor"))
     console.print(
         f"{pes} PEs, {place}, torch {run['torch']}"
         + (f", driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}" if run["backend"] == "cuda" else "")
         + f", commit {(run['commit'] or 'unknown')[:9]}"
     )
-    store = ceilings["store"]
-    console.print(
-        f"ceilings per PE: read {ceilings['read'] / 1e12:.3f} TB/s, "
-        + (f"store to all peers {store / 1e9:.0f} GB/s" if store else "no peer to store to")
-    )
+    for line in _of(lines, "ceilings", pes=pes):
+        store = f"store to all peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else "no peer to store to"
+        console.print(f"ceilings per PE: read {line['read'] / 1e12:.3f} TB/s, {store}")
     for line in _of(lines, "host_cost"):
         costs = ", ".join(f"{name}: {us:.1f}" for name, us in line["us_per_call"].items())
         console.print(f"host time of a plain call, {line['pes']} PEs (us): {costs}")
-    if _of(lines, "skew"):
-        console.print(_schedule_table(lines))
-    for distribution in _unique(_of(lines, "time"), "distribution"):
-        console.print(_time_table(lines, distribution, pes))
     failures = [failure for line in _of(lines, "check") for failure in line["failures"]]
     largest = max((line["largest_difference"] for line in _of(lines, "check")), default=0.0)
     console.print(
         f"WRONG: {len(failures)} checks failed; the first: {failures[0]}"
         if failures
-        else f"correct: fused agrees with unfused (largest relative difference {largest:.2g}), bits repeat, also in the "
-        "oblivious order, in graphs and without the exchange"
+        else f"correct: fused agrees with unfused (largest relative difference {largest:.2g}); its bits repeat, also "
+        "in the oblivious order, in graphs and without the exchange"
     )
     if run["backend"] == "host":
-        console.print(
-            "Host PEs share this machine's cores, and the shapes are small: these times say nothing about GPUs."
-        )
+        console.print("Host PEs share this machine's cores, and shapes are small: the times say nothing about GPUs.")
+    if _of(lines, "skew"):
+        console.print(_schedule_table(lines))
+    for distribution in _unique(_of(lines, "time"), "distribution"):
+        console.print(_time_table(lines, distribution, pes, run["backend"] == "cuda"))
 
 
-def _time_table(lines: Sequence[_Line], distribution: str, pes: int) -> Table:
-    table = Table(title=f"{distribution} indices, {pes} PEs", title_justify="left", pad_edge=False)
+def _time_table(lines: Sequence[_Line], distribution: str, pes: int, is_gpu: bool) -> Table:
+    table = Table(
+        title=f"{distribution} indices, {pes} PEs: time per call, sent per PE, and the limit of this run's ceilings"
+        + (" and of those measured on 8x H200" if is_gpu else ""),
+        title_justify="left",
+        pad_edge=False,
+    )
     table.add_column("config")
     table.add_column("method", no_wrap=True)
-    for header in ("us", "p95", "GB sent", "x limit", "x H200's", "x best\nunfused"):
+    h200 = ("x H200's",) if is_gpu else ()
+    for header in ("us", "p95", "MB sent", "x limit", *h200, "x best\nunfused"):
         table.add_column(header, justify="right")
     for config in _unique(_of(lines, "time", distribution=distribution, pes=pes), "config"):
         rows = _of(lines, "time", distribution=distribution, pes=pes, config=config)
@@ -85,9 +86,9 @@ def _time_table(lines: Sequence[_Line], distribution: str, pes: int) -> Table:
                 row["label"],
                 _us(row["us"]),
                 _us(row["us_p95"]),
-                f"{row['sent_bytes'] / 1e9:.3g}" if row["sent_bytes"] else "-",
+                f"{row['sent_bytes'] / 1e6:.3g}" if row["sent_bytes"] else "-",
                 f"{row['us'] / row['limit_us']:.2f}",
-                f"{row['us'] / row['h200_limit_us']:.2f}",
+                *([f"{row['us'] / row['h200_limit_us']:.2f}"] if is_gpu else []),
                 f"{unfused / row['us']:.2f}" if unfused and row["sent_bytes"] else "-",
                 end_section=i == len(rows) - 1,
             )
@@ -124,11 +125,12 @@ def print_tuning(lines: Sequence[_Line], console: Console, *, best: int = 12) ->
             table.add_column("us", justify="right")
             table.add_column("x H200's limit", justify="right")
             table.add_column("tuning")
+            tried = [name for name in rows[0]["tuning"] if len({str(row["tuning"][name]) for row in rows}) > 1]
             for place, row in enumerate(timed):
-                is_default = row is next((r for r in rows if r["us"] is not None), None)
+                is_default = row["tuning"] == rows[0]["tuning"]  # the first one of every record
                 if place < best or is_default or row["problem"]:
-                    text = " ".join(f"{name}={value}" for name, value in row["tuning"].items())
-                    note = " (default)" if row["tuning"] == rows[0]["tuning"] else ""
+                    text = " ".join(f"{name}={row['tuning'][name]}" for name in tried)
+                    note = " (default)" if is_default else ""
                     note += f" WRONG: {row['problem']}" if row["problem"] else ""
                     table.add_row(_us(row["us"]), f"{row['us'] / row['h200_limit_us']:.3f}", text + note)
             console.print(table)
@@ -144,59 +146,69 @@ def draw_figure(lines: Sequence[_Line], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pes = max(_unique(_of(lines, "run"), "pes"))
-    times = _of(lines, "time", pes=pes)
-    groups = list(dict.fromkeys((line["config"], line["distribution"]) for line in times))
-    labels = {line["method"]: line["label"] for line in times if line["method"] in ("fused", *UNFUSED)}
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(max(8.0, 1.3 * len(groups)), 9.0), layout="constrained")
-    for number, (method, label) in enumerate(labels.items()):
-        heights, limits = [], []
-        for config, distribution in groups:
-            rows = {
-                line["method"]: line
-                for line in times
-                if (line["config"], line["distribution"]) == (config, distribution)
-            }
-            base = next((rows[name]["us"] for name in ("unfused_own", "unfused_torch", "fused") if name in rows), None)
-            heights.append(rows[method]["us"] / base if base and method in rows else 0.0)
-            limits.append(next(iter(rows.values()))["limit_us"] / base if base else 0.0)
-        width = 0.8 / len(labels)
-        places = [group + (number - (len(labels) - 1) / 2) * width for group in range(len(groups))]
-        bars = top.bar(places, heights, width, label=label)
-        top.bar_label(bars, fmt="%.2f", fontsize=7)
-        if number == 0:
-            top.hlines(
-                limits, [g - 0.4 for g in range(len(groups))], [g + 0.4 for g in range(len(groups))], "black", "dotted"
-            )
-    top.set_xticks(range(len(groups)), [f"{c}\n{d}" for c, d in groups], fontsize=7)
-    top.set_ylabel("time / unfused, own kernel")
-    top.set_title(f"Fused and unfused on {pes} PEs (dotted: limit of the hardware)")
-    top.legend(fontsize=8)
-
-    skews = _of(lines, "skew")
-    keys = list(dict.fromkeys((line["config"], line["distribution"], line["pes"]) for line in skews))
-    for number, (method, label) in enumerate((("fused", "communication-aware"), ("oblivious", "oblivious"))):
-        heights, low, high = [], [], []
-        for config, distribution, num_pes in keys:
-            found = {
-                line["method"]: line
-                for line in _of(skews, "skew", config=config, distribution=distribution, pes=num_pes)
-            }
-            base = found.get("oblivious", next(iter(found.values())))["us"]
-            middle = found[method]["us"] / base if method in found else 0.0
-            by_pe = [us / base for us in found[method]["us_by_pe"]] if method in found else [0.0]
-            heights.append(middle)
-            low.append(max(0.0, middle - min(by_pe)))
-            high.append(max(0.0, max(by_pe) - middle))
-        places = [group + (number - 0.5) * 0.4 for group in range(len(keys))]
-        bottom.bar(places, heights, 0.4, yerr=[low, high], capsize=3, label=label)
-    bottom.set_xticks(
-        range(len(keys)), [f"{c}\n{d}, {n} PEs" for c, d, n in keys], fontsize=7, rotation=0 if len(keys) < 13 else 90
-    )
-    bottom.set_ylabel("time / oblivious")
-    bottom.set_title("Order of the tasks; whiskers: fastest and slowest PE of a launch that all begin together")
-    bottom.legend(fontsize=8)
+    width = 1.4 * max(6, len(_groups(_of(lines, "time"))), len(_groups(_of(lines, "skew"))))
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(width, 9.0), layout="constrained")
+    _draw_times(top, lines)
+    _draw_schedules(bottom, lines)
     if any(line["backend"] == "host" for line in _of(lines, "run")):
         figure.suptitle("host backend, small shapes: says nothing about GPUs", color="red")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _groups(lines: Sequence[_Line]) -> dict[tuple[str, str, int], dict[str, _Line]]:
+    """Return the lines by (config, distribution, PEs), then by method."""
+    groups: dict[tuple[str, str, int], dict[str, _Line]] = {}
+    for line in lines:
+        groups.setdefault((line["config"], line["distribution"], line["pes"]), {})[line["method"]] = line
+    return groups
+
+
+def _draw_times(axes: Any, lines: Sequence[_Line]) -> None:
+    pes = max(_unique(_of(lines, "run"), "pes"))
+    groups = _groups(_of(lines, "time", pes=pes))
+    drawn = [name for name in ("fused", *UNFUSED) if any(name in rows for rows in groups.values())]
+    for number, name in enumerate(drawn):
+        places, heights = [], []
+        for place, rows in enumerate(groups.values()):
+            if name in rows:
+                places.append(place + (number - (len(drawn) - 1) / 2) * 0.8 / len(drawn))
+                heights.append(rows[name]["us"] / _base(rows)["us"])
+        label = next(rows[name]["label"] for rows in groups.values() if name in rows)
+        axes.bar_label(axes.bar(places, heights, 0.8 / len(drawn), label=label), fmt="%.2f", fontsize=7)
+    for place, rows in enumerate(groups.values()):
+        base = _base(rows)
+        axes.hlines(base["limit_us"] / base["us"], place - 0.4, place + 0.4, "black", "dotted")
+    axes.set_xticks(range(len(groups)), [f"{config}\n{distribution}" for config, distribution, _ in groups], fontsize=7)
+    axes.set_ylabel("time / unfused with the same kernel")
+    axes.set_title(f"Fused and unfused on {pes} PEs (dotted: limit of the hardware)")
+    if drawn:
+        axes.legend(fontsize=8)
+
+
+def _base(rows: dict[str, _Line]) -> _Line:
+    """Return the line that the others are divided by."""
+    return next((rows[name] for name in ("unfused_own", "unfused_torch") if name in rows), next(iter(rows.values())))
+
+
+def _draw_schedules(axes: Any, lines: Sequence[_Line]) -> None:
+    groups = _groups(_of(lines, "skew"))
+    for number, (name, label) in enumerate((("fused", "communication-aware"), ("oblivious", "oblivious"))):
+        places, heights, below, above = [], [], [], []
+        for place, rows in enumerate(groups.values()):
+            if name in rows:
+                base = rows.get("oblivious", rows[name])["us"]
+                by_pe = [us / base for us in rows[name]["us_by_pe"]]
+                height = rows[name]["us"] / base
+                places.append(place + (number - 0.5) * 0.4)
+                heights.append(height)
+                below.append(max(0.0, height - min(by_pe)))
+                above.append(max(0.0, max(by_pe) - height))
+        if places:
+            axes.bar(places, heights, 0.4, yerr=[below, above], capsize=3, label=label)
+    names = [f"{config}\n{distribution}, {pes} PEs" for config, distribution, pes in groups]
+    axes.set_xticks(range(len(groups)), names, fontsize=7, rotation=0 if len(groups) < 13 else 90)
+    axes.set_ylabel("time / oblivious order")
+    axes.set_title("Order of the tasks; whiskers: the fastest and the slowest PE of a launch that all begin together")
+    if groups:
+        axes.legend(fontsize=8)

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,7 @@ def joined_world(options: Options) -> Iterator[World]:
         backend = "cuda" if torch.cuda.is_available() else "host"
     largest = max(shape.output_bytes for shape in options.shapes(backend))
     heap = max(largest, _STORE_CEILING_BYTES[backend]) + _HEAP_MARGIN
+    num_threads = torch.get_num_threads()
     po.init(backend=backend, timeout=options.timeout, heap_size=heap)
     try:
         world = runtime_world.current()
@@ -52,8 +54,8 @@ def joined_world(options: Options) -> Iterator[World]:
             torch.set_num_threads(1)  # the PEs share the cores
         elif world.bootstrap.local_world_size > torch.cuda.device_count():
             raise ValueError(
-                f"--pes: {world.bootstrap.local_world_size} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE per "
-                "GPU, and the times of PEs that share one say nothing"
+                f"--pes: {world.bootstrap.local_world_size} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE "
+                "per GPU, and the times of PEs that share one say nothing"
             )
         collective = "nccl" if backend == "cuda" else "gloo"
         with (
@@ -62,9 +64,16 @@ def joined_world(options: Options) -> Iterator[World]:
                 world.bootstrap, backend=collective, device=world.backend.device, timeout=_COLLECTIVE_TIMEOUT_S
             ),
         ):
-            yield world
+            try:
+                yield world
+            except BaseException as error:
+                # Graphs in the frames of the traceback would keep NCCL from closing.
+                traceback.clear_frames(error.__traceback__)
+                gc.collect()
+                raise
     finally:
         po.finalize()
+        torch.set_num_threads(num_threads)
 
 
 def prepare(world: World, config: Config, distribution: str, tables: Tables) -> Methods:
@@ -89,7 +98,7 @@ def run_pe(options: Options) -> bool:
             "run",
             pes=world.size,
             options=dataclasses.asdict(options),
-            **describe_run(command=options.command, backend=backend, device=world.backend.device),
+            **describe_run(world.rank, command=options.command, backend=backend, device=world.backend.device),
         )
         shapes = options.shapes(backend)
         tables = Tables(shapes, world.backend.device, world.rank)

@@ -62,7 +62,9 @@ def tune_pe(options: Options) -> bool:
             "run",
             pes=world.size,
             options=dataclasses.asdict(options),
-            **describe_run(command=options.command, backend=world.backend.name, device=world.backend.device),
+            **describe_run(
+                world.rank, command=options.command, backend=world.backend.name, device=world.backend.device
+            ),
         )
         shapes = options.shapes(world.backend.name)
         tables = Tables(shapes, world.backend.device, world.rank)
@@ -88,15 +90,18 @@ def _tune_config(
 ) -> bool:
     config = methods.config
     progress(world.rank, f"{config.name}, {distribution}: {len(candidates)} combinations")
-    # Each PE compiles its share first; a plan launches nothing, and what fails here fails again below, on all PEs.
-    for tuning in candidates[world.rank :: world.size]:
-        _plan(world, methods, tuning)
-    gather(world.bootstrap, None, timeout=_COMPILE_TIMEOUT_S)
+    # Each PE compiles its share first; a plan launches nothing. GPUs are alike: what fails on one is left out.
+    own: list[tuple[int, str]] = []
+    for number in range(world.rank, len(candidates), world.size):
+        plan = _plan(world, methods, candidates[number])
+        if isinstance(plan, str):
+            own.append((number, plan))
+    problems = dict(item for items in gather(world.bootstrap, own, timeout=_COMPILE_TIMEOUT_S) for item in items)
     expected = methods.fused(methods.sets[0]).clone()
     world.check()
     passed = True
-    for tuning in candidates:
-        plan = _plan(world, methods, tuning)
+    for number, tuning in enumerate(candidates):
+        plan = problems[number] if number in problems else _plan(world, methods, tuning)
         problem = agree(world.bootstrap, plan if isinstance(plan, str) else None)
         row: dict[str, Any] = {"pes": world.size, "config": config.name, "distribution": distribution}
         row["tuning"] = dataclasses.asdict(tuning)
@@ -140,12 +145,18 @@ def _plan(world: World, methods: Methods, tuning: Tuning) -> EmbeddingPlan | str
             "communication_aware",
         )
     except (ValueError, CompileError) as error:
-        return f"{type(error).__name__}: {error}"[:300]
+        return f"{type(error).__name__}: {_gist(str(error))}"
     finally:
         if before is None:
             del world.operator_state[_STATE]
         else:
             world.operator_state[_STATE] = before
+
+
+def _gist(message: str) -> str:
+    """Return a compiler's first error, or the beginning of another message."""
+    errors = [line for line in message.splitlines() if "error" in line and not line.startswith("command")]
+    return (errors[-1] if errors and "\n" in message else message)[-300:]
 
 
 def _time(

@@ -11,7 +11,7 @@ import persistent_ops as po
 from persistent_ops.runtime import launchers
 from persistent_ops.runtime.bootstrap import Bootstrap
 
-__all__ = ["agree", "gather", "run_on_pes", "started_pes", "without_multicast"]
+__all__ = ["agree", "gather", "is_first_process", "run_on_pes", "started_pes", "without_multicast"]
 
 
 def without_multicast() -> None:
@@ -28,6 +28,11 @@ def started_pes() -> int | None:
     """Return how many PEs a launcher started, or None where there is no launcher."""
     environment = launchers.detect(os.environ)
     return None if environment.launcher == "single" else environment.world_size
+
+
+def is_first_process() -> bool:
+    """Return whether this process is the one that prints: rank 0 of a launcher's, or the only one."""
+    return launchers.detect(os.environ).rank == 0
 
 
 def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float) -> Any:

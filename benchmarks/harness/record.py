@@ -45,8 +45,10 @@ def progress(rank: int, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def describe_run(*, command: str, backend: str, device: torch.device) -> dict[str, Any]:
-    """Return the machine, the versions, the date, the command and, in a checkout, the commit."""
+def describe_run(rank: int, *, command: str, backend: str, device: torch.device) -> dict[str, Any]:
+    """Return the machine, versions, date, command and, in a checkout, the commit; nothing on ranks above 0."""
+    if rank != 0:
+        return {}
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,

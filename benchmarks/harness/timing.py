@@ -43,12 +43,8 @@ def record(world: World, calls: list[Callable[[], object]]) -> Subject:
 
     if world.backend.name != "cuda":
         return Subject(run_all, len(calls))
-    side = torch.cuda.Stream(world.backend.device)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run_all()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+    run_all()
+    world.check()
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog thread asks for its events meanwhile, which the default mode forbids to all threads.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -71,7 +67,7 @@ def _burst_seconds(world: World, replay: Callable[[], object], replays: int) -> 
         replay()
     end.record()
     world.check()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def time_interleaved(

@@ -48,7 +48,7 @@ PO_NOINLINE inline void raise_abort(Launch launch, ErrorKind kind, Phase phase, 
     for (int other = 0; other < team.size; ++other) {
       if (other == team.rank) continue;
       signal(team, other, abort_word_offset(team, team.rank),
-             flag_value(launch.epoch, static_cast<uint64_t>(peer) + 1));
+             flag_value(launch.epoch, kind << kBlameKindShift | (static_cast<uint64_t>(peer) + 1)));
     }
   }
   flag_store_relaxed_sys(&team.local->abort, 1);
@@ -60,7 +60,7 @@ PO_NOINLINE inline bool peer_gave_up(Launch launch) {
   for (int reporter = 0; reporter < team.size; ++reporter) {
     const uint64_t word = flag_load_acquire_sys(local_word(team, abort_word_offset(team, reporter)));
     if (word != 0 && epoch_of(word) <= launch.epoch) {
-      const int blamed = static_cast<int>(low_bits_of(word)) - 1;
+      const int blamed = static_cast<int>(low_bits_of(word) & ((1u << kBlameKindShift) - 1)) - 1;
       raise_abort(launch, kReportedByPeer, kPhaseReady, blamed, static_cast<uint64_t>(reporter), word, 0);
       return true;
     }

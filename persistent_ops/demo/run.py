@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -41,7 +42,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
     environment = launchers.detect(os.environ)
     if options.data is not None:
         # Read what the PEs will read before any is started: a malformed line is then one error, not one per PE.
-        _check_data(options)
+        _check_data(options.data, options)
     if environment.launcher != "single":
         if options.pes is not None and options.pes != environment.world_size:
             raise ValueError(
@@ -66,9 +67,8 @@ def _num_pes(options: DemoOptions) -> int:
     return gpus or HOST_PES
 
 
-def _check_data(options: DemoOptions) -> None:
-    assert options.data is not None
+def _check_data(path: Path, options: DemoOptions) -> None:
     backend = "cuda" if options.backend != "host" and torch.cuda.is_available() else "host"
-    batches = read_batches(options.data, batch_size=options.batch_for(backend), num_rows=DLRM_ROWS)
+    batches = read_batches(path, batch_size=options.batch_for(backend), num_rows=DLRM_ROWS)
     for _, _ in zip(range(options.steps), batches, strict=False):
         pass

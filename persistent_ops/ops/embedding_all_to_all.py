@@ -140,10 +140,13 @@ def _agreed_dims(weights: Sequence[torch.Tensor]) -> list[int]:
     return tables.dim_per_rank
 
 
-@torch.compiler.assume_constant_result
 def _dims_at_compile_time(own: int) -> list[int]:
     """Return every PE's sum of D. Collective: the PEs compile the same graphs, each with its own tables."""
     return _exchange_dims(_world.current(), own)
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler at `import persistent_ops`.
+_dims_at_compile_time._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _exchange_dims(world: _world.World, own: int) -> list[int]:

@@ -45,6 +45,8 @@ def describe(words: Sequence[int]) -> str:
         if _operator_id(operator) == words[0]:
             named = (f"{field}={value}" for field, value in zip(fields, words[1:], strict=False))
             return f"{operator}({', '.join(named)})"
+    if not words[0]:
+        return "nothing yet"
     return f"an unknown operator (id {words[0]})"
 
 

@@ -36,7 +36,7 @@ class _GpuKernel:
     def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
         config = self._configs.get(grid)
         if config is None:
-            config = LaunchConfig(grid=grid, block=self._threads, cooperative_launch=True)
+            config = LaunchConfig(grid=grid, block=self._threads, is_cooperative=True)
             self._configs[grid] = config
         launch(self._backend.core_stream(), config, self._kernel, plan, *words, *(0,) * (5 - len(words)))
 

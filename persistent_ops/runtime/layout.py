@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 
 __all__ = [
+    "BLAME_KIND_SHIFT",
     "CONTRACT_WORDS",
     "EPOCH_SHIFT",
     "GRANT_BYTES",
@@ -26,6 +27,7 @@ __all__ = [
 MAX_PES = 64
 CONTRACT_WORDS = 14
 EPOCH_SHIFT = 16
+BLAME_KIND_SHIFT = 8
 GRANT_BYTES = 128
 
 

@@ -17,6 +17,7 @@ from .contract import Contract, describe
 from .errors import ContractMismatchError, PeerTimeoutError, PersistentOpsError
 from .heap import SymmetricHeap
 from .layout import (
+    BLAME_KIND_SHIFT,
     CONTRACT_WORDS,
     EPOCH_SHIFT,
     GRANT_BYTES,
@@ -152,15 +153,26 @@ class Workspace:
                 f"PE {me}: {describe(error.own_contract)}; PE {error.peer}: {describe(error.peer_contract)}. {remedy}"
             )
         if kind == "reported":
-            blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
-            return PeerTimeoutError(
-                f"PE {error.index} gave up on epoch {error.seen >> EPOCH_SHIFT} because of {blamed}, so PE {me} left its "
-                f"launch too (epoch {error.epoch}). {remedy}"
-            )
+            return self._describe_report(remedy)
         what = _PHASES[error.phase].format(index=error.index)
         return PeerTimeoutError(
             f"PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, saw "
             f"{error.seen >> EPOCH_SHIFT}. {remedy}"
+        )
+
+    def _describe_report(self, remedy: str) -> PersistentOpsError:
+        """Describe a failure that another PE met first and told this one."""
+        error, me = self._error, self._bootstrap.rank
+        blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
+        left = f"so PE {me} left its launch too (epoch {error.epoch})"
+        if _KINDS[error.seen >> BLAME_KIND_SHIFT & 0xFF] == "contract":
+            return ContractMismatchError(
+                f"PE {error.index} and {blamed} launched operators that do not match, {left}. PE {me}: "
+                f"{describe(error.own_contract)}; PE {error.peer}, as far as PE {me} was told: "
+                f"{describe(error.peer_contract)}. {remedy}"
+            )
+        return PeerTimeoutError(
+            f"PE {error.index} gave up on epoch {error.seen >> EPOCH_SHIFT} because of {blamed}, {left}. {remedy}"
         )
 
     def _describe_input_error(self) -> str:

@@ -98,8 +98,9 @@ class Options {
       {"--heavy-pe", "-1"},          // has huge bags
       {"--timeout-ms", "20000"},     // of one wait
       {"--stop-pe", "-1"},           // does not launch at ...
-      {"--mismatch-pe", "-1"},       // launches
+      {"--mismatch-pe", "-1"},       // launches under another contract at ...
       {"--trouble-at", "-1"},        // ... this launch (from 0); then all recover and go on
+      {"--queued", "0"},             // launches behind that one that do not look at errors, as in a GPU's queue
       {"--expect-reported", "-1"}};  // leaves because a peer gave up, not by its own time-out
 };
 
@@ -197,15 +198,17 @@ class Pe {
     for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
       const bool is_trouble = launch == options.number("--trouble-at");
       if (rank_ == options.number("--slow-pe")) nap(launch);
-      if (!is_trouble || rank_ != options.number("--stop-pe")) run_kernel(launch, is_trouble);
+      const bool is_stopped = is_trouble && rank_ == options.number("--stop-pe");
+      if (!is_stopped) run_kernel(launch, is_trouble);
       if (is_trouble) {
+        for (int64_t i = 1; i <= options.number("--queued") && !is_stopped; ++i) run_kernel(launch + i, false);
         check_trouble(launch);
         recover();
       } else {
         if (error_.state != 0) fail_with_record(launch);
         check_output(launch);
       }
-      fill_output(output_offset(launch));
+      for (const uint64_t output : outputs_) fill_output(output);
     }
   }
 
@@ -253,7 +256,7 @@ class Pe {
   void lay_out_heap() {
     const auto size = static_cast<uint64_t>(world_.size);
     const auto own_bytes = static_cast<uint64_t>(world_.column_start[rank_ + 1] - world_.column_start[rank_]);
-    plan_.team.grants_offset = take((size + 1) * sizeof(po::Grant));
+    plan_.team.grants_offset = take((size + 2) * sizeof(po::Grant));
     plan_.team.ready_offset = take(size * kReadyStride * sizeof(uint64_t));
     plan_.team.abort_offset = take(size * sizeof(uint64_t));
     // What follows is this PE's own business: it lies elsewhere on every PE, and senders learn where from the grant.
@@ -390,8 +393,10 @@ class Pe {
       const bool is_right_peer = rank_ == mismatched || blamed == mismatched;
       if (!is_right_peer || error_.kind != po::kContractMismatch) fail_with_record(launch);
     }
-    if (error_.epoch != local_.epoch)
+    const auto behind = static_cast<uint64_t>(options.number("--queued"));
+    if (local_.epoch < error_.epoch || local_.epoch > error_.epoch + behind) {
       fail(kUnexpectedAbort, "PE %d: the aborted launch did not close its epoch", rank_);
+    }
 
     const int silent = stopped >= 0 ? stopped : mismatched;
     const auto first = static_cast<size_t>(world_.column_start[silent] / 4);
@@ -406,9 +411,11 @@ class Pe {
     }
   }
 
-  // What the host does to start again: nothing runs, all agree on an epoch above all others, the words are clean.
+  // What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
   void recover() {
     world_.epochs[rank_] = local_.epoch;
+    world_.meeting.arrive_and_wait();
+    network_->quiet();
     world_.meeting.arrive_and_wait();
     const uint64_t epoch = *std::max_element(world_.epochs.begin(), world_.epochs.end()) + 1;
     std::memset(heap_ + plan_.team.abort_offset, 0, sizeof(uint64_t) * static_cast<size_t>(world_.size));
