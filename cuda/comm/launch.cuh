@@ -9,33 +9,28 @@
 
 namespace po {
 
-// Passed by value: its address must not force it out of registers.
-struct Launch {
-  const Team& team;
-  uint64_t epoch;
-
-  PO_FN uint64_t flag() const { return flag_value(epoch, team.contract_hash); }
-};
-
-PO_FN Launch begin_launch(const Team& team) {
-  // Stream order makes the previous launch's epoch visible; nobody advances it before all WGs of this one are done.
-  return Launch{team, flag_load_relaxed_sys(&team.local->epoch) + 1};
+// Gives this WG's copy of the team the epoch of this launch. Stream order makes the previous launch's epoch visible, and
+// nobody advances it before all WGs of this one are done.
+PO_FN void begin_launch(Team& team, const WorkGroup& wg) {
+  if (wg.rank() == 0) team.epoch = flag_load_relaxed_sys(&team.local->epoch) + 1;
+  wg.sync();
 }
 
-PO_FN bool is_aborted(Launch launch) { return flag_load_relaxed_sys(&launch.team.local->abort) != 0; }
+PO_FN uint64_t launch_flag(const Team& team) { return flag_value(team.epoch, team.contract_hash); }
+
+PO_FN bool is_aborted(const Team& team) { return flag_load_relaxed_sys(&team.local->abort) != 0; }
 
 // ---- errors ---------------------------------------------------------------------------------------------------------
 
-PO_NOINLINE inline void raise_abort(Launch launch, ErrorKind kind, Phase phase, int peer, uint64_t index, uint64_t seen,
+PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index, uint64_t seen,
                                     uint64_t waited_ns) {
-  const Team& team = launch.team;
   if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {
     ErrorRecord& record = *team.error;
     record.kind = kind;
     record.phase = phase;
     record.peer = static_cast<uint64_t>(peer);
     record.index = index;
-    record.epoch = launch.epoch;
+    record.epoch = team.epoch;
     record.seen = seen;
     record.waited_ns = waited_ns;
     const auto* grant = reinterpret_cast<const Grant*>(team.heap + grant_offset(team, peer));
@@ -48,20 +43,19 @@ PO_NOINLINE inline void raise_abort(Launch launch, ErrorKind kind, Phase phase, 
     for (int other = 0; other < team.size; ++other) {
       if (other == team.rank) continue;
       signal(team, other, abort_word_offset(team, team.rank),
-             flag_value(launch.epoch, kind << kBlameKindShift | (static_cast<uint64_t>(peer) + 1)));
+             flag_value(team.epoch, kind << kBlameKindShift | (static_cast<uint64_t>(peer) + 1)));
     }
   }
   flag_store_relaxed_sys(&team.local->abort, 1);
 }
 
 // A peer gave up on this epoch (or an earlier one): give up as well, and pass on whom it blames.
-PO_NOINLINE inline bool peer_gave_up(Launch launch) {
-  const Team& team = launch.team;
+PO_NOINLINE inline bool peer_gave_up(const Team& team) {
   for (int reporter = 0; reporter < team.size; ++reporter) {
     const uint64_t word = flag_load_acquire_sys(local_word(team, abort_word_offset(team, reporter)));
-    if (word != 0 && epoch_of(word) <= launch.epoch) {
+    if (word != 0 && epoch_of(word) <= team.epoch) {
       const int blamed = static_cast<int>(low_bits_of(word) & ((1u << kBlameKindShift) - 1)) - 1;
-      raise_abort(launch, kReportedByPeer, kPhaseReady, blamed, static_cast<uint64_t>(reporter), word, 0);
+      raise_abort(team, kReportedByPeer, kPhaseReady, blamed, static_cast<uint64_t>(reporter), word, 0);
       return true;
     }
   }
@@ -71,18 +65,18 @@ PO_NOINLINE inline bool peer_gave_up(Launch launch) {
 // ---- waiting --------------------------------------------------------------------------------------------------------
 
 // Returns true when `flag` has reached this epoch; what its writer released before is then visible to this thread.
-PO_FN bool await_epoch(Launch launch, const uint64_t* flag, Phase phase, int peer, uint64_t index) {
+PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
     const uint64_t seen = flag_load_acquire_sys(flag);
-    if (epoch_of(seen) >= launch.epoch) return true;
+    if (epoch_of(seen) >= team.epoch) return true;
     if (spins % kSpinsPerLook == 0) {
-      if (is_aborted(launch) || peer_gave_up(launch)) return false;
+      if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
       if (started == 0) started = now;
-      if (now - started > launch.team.timeout_ns) {
-        raise_abort(launch, kTimeout, phase, peer, index, seen, now - started);
+      if (now - started > team.timeout_ns) {
+        raise_abort(team, kTimeout, phase, peer, index, seen, now - started);
         return false;
       }
     }
@@ -93,8 +87,7 @@ PO_FN bool await_epoch(Launch launch, const uint64_t* flag, Phase phase, int pee
 // ---- credit ---------------------------------------------------------------------------------------------------------
 
 // Tells every peer that this PE's output may be written, and under which contract. Threads of one WG share the peers.
-PO_FN void grant_credit(Launch launch, const WorkGroup& wg, uint64_t output_offset) {
-  const Team& team = launch.team;
+PO_FN void grant_credit(const Team& team, const WorkGroup& wg, uint64_t output_offset) {
   auto fill = [&](Grant* grant) {
     grant->output_offset = output_offset;
     for (int i = 0; i < kContractWords; ++i) grant->contract[i] = team.contract[i];
@@ -102,7 +95,7 @@ PO_FN void grant_credit(Launch launch, const WorkGroup& wg, uint64_t output_offs
   for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
     if (peer == team.rank || !is_reachable(team, peer)) continue;
     fill(reinterpret_cast<Grant*>(peer_address(team, peer, grant_offset(team, team.rank))));
-    signal(team, peer, grant_offset(team, team.rank), launch.flag());
+    signal(team, peer, grant_offset(team, team.rank), launch_flag(team));
   }
   if (wg.rank() == 0) {
     auto* staged = reinterpret_cast<Grant*>(team.heap + grant_offset(team, team.size));
@@ -112,20 +105,19 @@ PO_FN void grant_credit(Launch launch, const WorkGroup& wg, uint64_t output_offs
       const uint64_t offset = grant_offset(team, team.rank);
       put_nbi(team, peer, offset + sizeof(uint64_t), &staged->output_offset, sizeof(Grant) - sizeof(uint64_t));
       put_fence(team);
-      signal(team, peer, offset, launch.flag());
+      signal(team, peer, offset, launch_flag(team));
     }
   }
 }
 
 // Returns true when `receiver` has granted credit for this epoch under the same contract.
-PO_FN bool await_credit(Launch launch, int receiver) {
-  const Team& team = launch.team;
+PO_FN bool await_credit(const Team& team, int receiver) {
   const uint64_t* flag = local_word(team, grant_offset(team, receiver));
-  if (!await_epoch(launch, flag, kPhaseCredit, receiver, 0)) return false;
+  if (!await_epoch(team, flag, kPhaseCredit, receiver, 0)) return false;
   const uint64_t seen = flag_load_relaxed_sys(flag);
   // A receiver that is already one launch further has compared this launch's contracts itself.
-  if (epoch_of(seen) == launch.epoch && low_bits_of(seen) != team.contract_hash) {
-    raise_abort(launch, kContractMismatch, kPhaseCredit, receiver, 0, seen, 0);
+  if (epoch_of(seen) == team.epoch && low_bits_of(seen) != team.contract_hash) {
+    raise_abort(team, kContractMismatch, kPhaseCredit, receiver, 0, seen, 0);
     return false;
   }
   return true;
@@ -137,18 +129,17 @@ PO_FN uint64_t granted_output(const Team& team, int receiver) {
 }
 
 // Every PE meets every other's contract, also where neither sends to the other. Threads of one WG share the peers.
-PO_FN void await_all_credits(Launch launch, const WorkGroup& wg) {
-  for (int peer = wg.rank(); peer < launch.team.size; peer += wg.size()) {
-    if (peer != launch.team.rank) await_credit(launch, peer);
+PO_FN void await_all_credits(const Team& team, const WorkGroup& wg) {
+  for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
+    if (peer != team.rank) await_credit(team, peer);
   }
 }
 
 // ---- leaving --------------------------------------------------------------------------------------------------------
 
 // Counts this WG out. The last one poisons the output if the launch was aborted, and closes the epoch.
-PO_FN void leave_launch(Launch launch, const WorkGroup& wg, uint64_t* last_flag, uint64_t output_offset,
+PO_FN void leave_launch(const Team& team, const WorkGroup& wg, uint64_t* last_flag, uint64_t output_offset,
                         uint64_t output_bytes) {
-  const Team& team = launch.team;
   wg.sync();  // all of this WG's waits and stores are behind its departure
   if (wg.rank() == 0) {
     const auto count = static_cast<uint64_t>(wg.count());
@@ -156,7 +147,7 @@ PO_FN void leave_launch(Launch launch, const WorkGroup& wg, uint64_t* last_flag,
   }
   wg.sync();
   if (*last_flag == 0) return;
-  if (is_aborted(launch)) {
+  if (is_aborted(team)) {
     auto* output = team.heap + output_offset;
     for (uint64_t i = static_cast<uint64_t>(wg.rank()); i < output_bytes / 2; i += static_cast<uint64_t>(wg.size())) {
       reinterpret_cast<uint16_t*>(output)[i] = 0xffff;  // NaN in fp32, fp16 and bf16
@@ -165,7 +156,7 @@ PO_FN void leave_launch(Launch launch, const WorkGroup& wg, uint64_t* last_flag,
   if (wg.rank() == 0) {
     team.local->ticket = 0;
     team.local->departed = 0;
-    flag_store_relaxed_sys(&team.local->epoch, launch.epoch);
+    flag_store_relaxed_sys(&team.local->epoch, team.epoch);
   }
 }
 

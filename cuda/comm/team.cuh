@@ -77,6 +77,7 @@ struct Team {
   uint64_t contract_hash;
   int64_t contract[kContractWords];
   DelayedNetwork* network;
+  uint64_t epoch;  // of this launch; begin_launch fills it into each WG's own copy
 };
 
 PO_FN bool is_reachable(const Team& team, int peer) { return team.peer_heaps[peer] != 0; }

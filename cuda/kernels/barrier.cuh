@@ -25,11 +25,12 @@ struct Kernel {
   static constexpr int kThreads = 64;
   static constexpr int kBlocksPerSm = 1;
 
-  static PO_FN void run(const WorkGroup& wg, const Plan& plan, const Call&, Shared& shared) {
-    const Launch launch = begin_launch(plan.team);
-    grant_credit(launch, wg, 0);
-    await_all_credits(launch, wg);
-    leave_launch(launch, wg, &shared.is_last, 0, 0);
+  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call&) {
+    Team& team = shared.plan.team;
+    begin_launch(team, wg);
+    grant_credit(team, wg, 0);
+    await_all_credits(team, wg);
+    leave_launch(team, wg, &shared.is_last, 0, 0);
   }
 };
 

@@ -111,7 +111,8 @@ struct Kernel {
   static constexpr int kThreads = PO_THREADS;
   static constexpr int kBlocksPerSm = 2;
 
-  static PO_FN void run(const WorkGroup& wg, const Plan& plan, const Call& call, [[maybe_unused]] Shared& shared) {
+  static PO_FN void run(const WorkGroup& wg, [[maybe_unused]] Shared& shared, const Call& call) {
+    const Plan& plan = shared.plan;
     if constexpr (Ceiling::PO_CEILING == Ceiling::kRead) {
       read_all(wg, call);
     } else if constexpr (Ceiling::PO_CEILING == Ceiling::kStore) {

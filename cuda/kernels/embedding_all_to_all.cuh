@@ -87,8 +87,13 @@ struct Call {
 struct Shared {
   Plan plan;
   uint64_t is_last;
+
 #if PO_ON_DEVICE
-  alignas(128) uint8_t store_buffers[Config::kMaxWarps][2][Config::kStoreBytes];
+  alignas(128) uint8_t buffers[Config::kMaxWarps][2][Config::kStoreBytes];
+
+  PO_FN uint8_t* store_buffers(int warp) { return buffers[warp][0]; }
+#else
+  uint8_t* store_buffers(int) { return nullptr; }  // rows are stored directly
 #endif
 };
 
@@ -109,18 +114,19 @@ PO_NOINLINE inline void report_input_error(const Plan& plan, InputErrorKind kind
 
 // Looks up what a stream found: errors are rare, so the hot loop only remembers the place.
 PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, int64_t table, int64_t first_bag,
-                                        const BagInputs& in) {
-  const auto* offsets = static_cast<const PO_OFFSET*>(in.offsets);
+                                        int32_t num_bags, const void* offsets_of_first, const void* indices,
+                                        int64_t num_indices) {
+  const auto* offsets = static_cast<const PO_OFFSET*>(offsets_of_first);
   if (findings.bad_bag >= 0) {
     report_input_error(plan, kBadOffset, table, first_bag + findings.bad_bag,
-                       static_cast<int64_t>(offsets[findings.bad_bag + 1]), in.num_indices);
+                       static_cast<int64_t>(offsets[findings.bad_bag + 1]), num_indices);
   }
   if (findings.bad_index >= 0) {
-    const int64_t position = min_of(max_of<int64_t>(offsets[0], 0), in.num_indices) + findings.bad_index;
+    const int64_t position = min_of(max_of<int64_t>(offsets[0], 0), num_indices) + findings.bad_index;
     int32_t bag = 0;
-    while (bag + 1 < in.num_bags && static_cast<int64_t>(offsets[bag + 1]) <= position) ++bag;
+    while (bag + 1 < num_bags && static_cast<int64_t>(offsets[bag + 1]) <= position) ++bag;
     report_input_error(plan, kBadIndex, table, first_bag + bag,
-                       static_cast<int64_t>(static_cast<const PO_INDEX*>(in.indices)[position]), in.num_rows);
+                       static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[position]), plan.tables[table].num_rows);
   }
 }
 
@@ -142,8 +148,8 @@ PO_FN void check_outer_offsets(const Plan& plan, const Call& call) {
 class RowStore {
  public:
   // `buffers`: the warp's two halves of shared memory, for bulk copies.
-  PO_FN RowStore(Launch launch, const Plan& plan, uint8_t* buffers, uint64_t own_output)
-      : launch_(launch), plan_(plan), buffers_(buffers), own_output_(own_output) {}
+  PO_FN RowStore(const Plan& plan, uint8_t* buffers, uint64_t own_output)
+      : plan_(plan), buffers_(buffers), own_output_(own_output) {}
 
   // The next rows are bags [first_bag, ...) of `destination`; `piece_bytes` of each, from column `column_bytes` on.
   PO_FN void aim(int destination, int64_t first_bag, int64_t column_bytes, int32_t piece_bytes) {
@@ -166,7 +172,7 @@ class RowStore {
     uint64_t output = own_output_;
     if (destination_ != team.rank) {
       if ((credited_ >> destination_ & 1) == 0) {
-        const bool granted = group.rank() == 0 ? await_credit(launch_, destination_) : false;
+        const bool granted = group.rank() == 0 ? await_credit(plan_.team, destination_) : false;
         // The shuffle also orders the leader's acquire of the credit before the stores of the other lanes.
         if (!group.shuffle(granted, 0)) return false;
         group.sync();
@@ -211,7 +217,6 @@ class RowStore {
   }
 
  private:
-  Launch launch_;
   const Plan& plan_;
   [[maybe_unused]] uint8_t* buffers_;
   uint64_t own_output_;
@@ -229,8 +234,8 @@ class RowStore {
 
 class Worker {
  public:
-  PO_FN Worker(Launch launch, const WorkGroup& wg, const Plan& plan, const Call& call, uint8_t* buffers)
-      : launch_(launch), plan_(plan), call_(call), store_(launch, plan, buffers, call.output_offset) {
+  PO_FN Worker(const WorkGroup& wg, const Plan& plan, const Call& call, uint8_t* buffers)
+      : plan_(plan), call_(call), store_(plan, buffers, call.output_offset) {
     // The first ticket is the worker's own number; the counter hands out those behind.
     position_ = wg.warp_index() * wg.count() + wg.index();
     num_workers_ = wg.num_warps() * wg.count();
@@ -319,7 +324,8 @@ class Worker {
       store_.aim(task.destination, begin + skipped, table.column_bytes + chunk, piece_bytes);
       const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
       if (findings.bad_index >= 0 || findings.bad_bag >= 0) {
-        report_findings(plan_, findings, task.table, begin + skipped, inputs);
+        report_findings(plan_, findings, task.table, begin + skipped, inputs.num_bags, offsets, call_.indices,
+                        call_.num_indices);
       }
     }
   }
@@ -341,7 +347,7 @@ class Worker {
     }
     if (atomic_or_fetch_acq_rel_gpu(done, 1ull << word) != all_bits(num_words)) return;
     for (int64_t i = 0; i <= num_words; ++i) done[i] = 0;
-    if (await_credit(launch_, task.destination)) put_slice(task);
+    if (await_credit(plan_.team, task.destination)) put_slice(task);
   }
 
   // The slice's rows, a fence, its sliceRdy word.
@@ -358,13 +364,12 @@ class Worker {
     }
     put_fence(team);
     signal(team, task.destination, ready_word_offset(team, team.rank, static_cast<uint64_t>(task.slice)),
-           launch_.flag());
+           launch_flag(team));
     has_put_ = true;
   }
 
   static PO_FN uint64_t all_bits(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
-  Launch launch_;
   const Plan& plan_;
   const Call& call_;
   RowStore store_;
@@ -377,31 +382,30 @@ class Worker {
 // ---- arrival --------------------------------------------------------------------------------------------------------
 
 // This WG has nothing more for reachable peers: one sliceRdy word at each of them says so.
-PO_FN void signal_ready(Launch launch, const WorkGroup& wg) {
-  const Team& team = launch.team;
+PO_FN void signal_ready(const Team& team, const WorkGroup& wg) {
   for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
-    if (peer == team.rank || !is_reachable(team, peer) || is_aborted(launch)) continue;
-    signal(team, peer, ready_word_offset(team, team.rank, static_cast<uint64_t>(wg.index())), launch.flag());
+    if (peer == team.rank || !is_reachable(team, peer) || is_aborted(team)) continue;
+    signal(team, peer, ready_word_offset(team, team.rank, static_cast<uint64_t>(wg.index())), launch_flag(team));
   }
 }
 
 // Waits for this WG's share of what arrives: the WG of the same number of each reachable sender, every count()-th slice
 // of the others.
-PO_FN void await_ready(Launch launch, const WorkGroup& wg, const Plan& plan) {
-  const Team& team = launch.team;
+PO_FN void await_ready(const WorkGroup& wg, const Plan& plan) {
+  const Team& team = plan.team;
   if (plan.order.num_samples(team.rank) == 0) return;
   for (int sender = wg.rank(); sender < team.size; sender += wg.size()) {
     if (sender == team.rank || plan.column_start[sender] == plan.column_start[sender + 1]) continue;
     if (is_reachable(team, sender)) {
       const auto index = static_cast<uint64_t>(wg.index());
-      if (!await_epoch(launch, local_word(team, ready_word_offset(team, sender, index)), kPhaseReady, sender, index)) {
+      if (!await_epoch(team, local_word(team, ready_word_offset(team, sender, index)), kPhaseReady, sender, index)) {
         return;
       }
       continue;
     }
     for (int64_t slice = wg.index(); slice < plan.order.num_slices(team.rank); slice += wg.count()) {
       const auto index = static_cast<uint64_t>(slice);
-      if (!await_epoch(launch, local_word(team, ready_word_offset(team, sender, index)), kPhaseSlice, sender, index)) {
+      if (!await_epoch(team, local_word(team, ready_word_offset(team, sender, index)), kPhaseSlice, sender, index)) {
         return;
       }
     }
@@ -417,29 +421,25 @@ struct Kernel {
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kBlocksPerSm = Config::kBlocksPerSm;
 
-  static PO_FN void run(const WorkGroup& wg, const Plan& plan, const Call& call, Shared& shared) {
-    const Launch launch = begin_launch(plan.team);
-    if (wg.index() == 0) grant_credit(launch, wg, call.output_offset);
+  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
+    const Plan& plan = shared.plan;
+    begin_launch(shared.plan.team, wg);
+    if (wg.index() == 0) grant_credit(plan.team, wg, call.output_offset);
 
-#if PO_ON_DEVICE
-    uint8_t* buffers = shared.store_buffers[wg.warp_index()][0];
-#else
-    uint8_t* buffers = nullptr;
-#endif
-    Worker worker(launch, wg, plan, call, buffers);
+    Worker worker(wg, plan, call, shared.store_buffers(wg.warp_index()));
     worker.run_until(plan.order.num_leading());
     worker.complete_stores();
     wg.sync();  // the rows of all warps are before the words that announce them
-    signal_ready(launch, wg);
+    signal_ready(plan.team, wg);
     worker.run_until(plan.order.num_positions());
     worker.complete_stores();
     worker.complete_puts();
 
     if (wg.index() == 0 && wg.rank() == 0) check_outer_offsets(plan, call);
-    if (wg.index() == 0) await_all_credits(launch, wg);
-    await_ready(launch, wg, plan);
+    if (wg.index() == 0) await_all_credits(plan.team, wg);
+    await_ready(wg, plan);
     const auto rows = static_cast<uint64_t>(plan.order.num_samples(plan.team.rank));
-    leave_launch(launch, wg, &shared.is_last, call.output_offset,
+    leave_launch(plan.team, wg, &shared.is_last, call.output_offset,
                  rows * static_cast<uint64_t>(plan.output_row_bytes));
   }
 };

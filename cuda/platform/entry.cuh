@@ -1,7 +1,8 @@
 // PO_ENTRY(name, Kernel): the launchable symbol of a kernel, on both backends.
 //
 // Every launch takes one plan pointer and kCallWords 64-bit words, which become the kernel's `Call`. A kernel gives
-// `Plan`, `Call`, `Shared`, `kThreads`, `kBlocksPerSm` and `run(wg, plan, call, shared)`.
+// `Plan`, `Call`, `Shared` (a WG's own memory, which begins with its copy of the plan), `kThreads`, `kBlocksPerSm` and
+// `run(wg, shared, call)`.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -50,7 +51,7 @@ PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
     }                                                                                                               \
     wg.sync();                                                                                                      \
     const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                                    \
-    Kernel::run(wg, shared.plan, po::make_call<Kernel::Call>(words), shared);                                       \
+    Kernel::run(wg, shared, po::make_call<Kernel::Call>(words));                                       \
   }
 
 #else
@@ -73,7 +74,7 @@ void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCal
   auto body = [&](int wg_index, int rank) {
     WgState& state = *states[static_cast<size_t>(wg_index)];
     const WorkGroup wg{rank, wg_size, wg_index, num_wgs, &state.barrier};
-    Kernel::run(wg, state.shared.plan, make_call<typename Kernel::Call>(words), state.shared);
+    Kernel::run(wg, state.shared, make_call<typename Kernel::Call>(words));
   };
   std::vector<std::thread> threads;
   for (int i = 1; i < num_wgs * wg_size; ++i) threads.emplace_back(body, i / wg_size, i % wg_size);

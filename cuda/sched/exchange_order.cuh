@@ -1,9 +1,10 @@
 // In which order a PE's tasks of an all-to-all run: one pure function from a position to a task.
 //
 // The output for each destination is cut into slices of `slice_samples` samples; a task is one (slice, table).
-// Communication-aware: round q of the order holds task q of every remote destination, starting with the next PE, so that
-// all links of all PEs carry data all the time and no peer is flooded; this PE's own tasks join `local_delay` rounds
-// later. `local_delay` = 0 mixes them evenly, a delay of all rounds runs them last.
+// Communication-aware, for S PEs: round q holds task q of every remote destination, starting with the next PE, so that
+// all links of all PEs carry data all the time and no peer is flooded. This PE's own tasks join `local_delay` rounds
+// later, so that the last `local_delay` of them run behind everything that travels. A delay of all rounds is the paper's
+// order (what travels first); a short one keeps memory and links busy together.
 // Oblivious: destination 0 first, on every PE, as the logical grid numbers its WGs.
 #pragma once
 
@@ -24,7 +25,7 @@ struct ExchangeOrder {
   int64_t slice_samples;
   const int64_t* batch_start;  // [size + 1] first sample of each destination
   int64_t num_rounds;          // remote rounds: the most tasks that any remote destination has
-  int64_t local_delay;
+  int64_t local_delay;         // at most num_rounds
   int32_t oblivious;
   int32_t slice_major;  // finish slices early (staged puts) instead of tables (reuse of rows in the cache)
 
@@ -33,7 +34,10 @@ struct ExchangeOrder {
   PO_FN int64_t num_tasks(int destination) const { return num_slices(destination) * num_tables; }
 
   // Positions before this one hold all the tasks whose output leaves the PE.
-  PO_FN int32_t num_leading() const { return oblivious ? num_positions() : static_cast<int32_t>(num_rounds * size); }
+  PO_FN int32_t num_leading() const {
+    if (oblivious) return num_positions();
+    return static_cast<int32_t>(num_rounds * (size - 1) + max_of<int64_t>(num_rounds - local_delay, 0));
+  }
 
   // Positions are 32-bit numbers; the plan refuses more.
   PO_FN int32_t num_positions() const {
@@ -42,7 +46,7 @@ struct ExchangeOrder {
       for (int destination = 0; destination < size; ++destination) total += num_tasks(destination);
       return static_cast<int32_t>(total);
     }
-    return static_cast<int32_t>(max_of(num_rounds, local_delay + num_tasks(rank)) * size);
+    return num_leading() + static_cast<int32_t>(max_of<int64_t>(num_tasks(rank) - (num_rounds - local_delay), 0));
   }
 
   // Returns false where the position holds no task (the destinations' shares differ).
@@ -53,11 +57,24 @@ struct ExchangeOrder {
       index = position;
       while (index >= num_tasks(task->destination)) index -= num_tasks(task->destination++);
     } else {
-      const int slot = position % size;
-      index = position / size;
-      task->destination = rank + 1 + slot < size ? rank + 1 + slot : rank + 1 + slot - size;
-      if (task->destination == rank) index -= local_delay;
-      if (index < 0 || index >= num_tasks(task->destination)) return false;
+      // Rounds without own tasks, rounds with them, then what is left of the own tasks.
+      const int num_peers = size - 1;
+      const auto early = static_cast<int32_t>(local_delay) * num_peers;
+      int slot;
+      if (position < early) {
+        slot = position % num_peers;
+        index = position / num_peers;
+      } else if (position < num_leading()) {
+        slot = (position - early) % size;
+        index = (position - early) / size + local_delay;
+      } else {
+        slot = num_peers;
+        index = position - num_leading() + num_rounds;
+      }
+      const int next = rank + 1 + slot;
+      task->destination = next < size ? next : next - size;
+      if (slot == num_peers) index -= local_delay;
+      if (index >= num_tasks(task->destination)) return false;
     }
     const auto fast = static_cast<uint32_t>(slice_major ? num_tables : num_slices(task->destination));
     const int64_t slow_index = static_cast<uint32_t>(index) / fast;

@@ -1,8 +1,10 @@
-// Pools consecutive bags of one table: the rows of all the bags form one stream, kRows of them always in flight, and a
-// row of output leaves whenever the stream crosses the end of a bag. Sums are in fp32 and in index order.
+// Pools consecutive bags of one table: the rows of all the bags form one stream, and a row of output leaves whenever the
+// stream crosses the end of a bag. Sums are in fp32 and in index order.
 //
-// A group of lanes takes one bag at a time; each lane holds kVectors vectors of kBytes of every row. Rows that are wider
-// than the group are pooled in several passes over their columns.
+// A group of lanes takes one bag at a time; each lane holds kVectors vectors of kBytes of every row. Rows come in two
+// batches that take turns: while one is added up, the other is in flight. A batch's loads are straight-line code, because
+// a load that stands behind a branch of its own makes the next wait cover it too. Rows that are wider than the group are
+// pooled in several passes over their columns.
 #pragma once
 
 #include "platform/scalar.cuh"
@@ -24,10 +26,11 @@ struct BagShape {
   // One host thread does the work of all lanes.
   static constexpr int kVectors = PO_ON_DEVICE ? kVectors_ : 8;
   static constexpr int kBytes = kBytes_;
-  static constexpr int kRows = kRows_;
+  // Rows per batch; the window of row numbers advances by whole batches.
+  static constexpr int kBatch = PO_ON_DEVICE ? min_of(kRows_ / 2, kLanes_) : 1;
   static constexpr int kStrideBytes = Group::kSize * kBytes;    // from a lane's vector to its next one
   static constexpr int kChunkBytes = kStrideBytes * kVectors;  // of a row, per pass
-  static_assert(kRows <= 32, "the rows in flight are marked in one 32-bit mask");
+  static_assert(!PO_ON_DEVICE || kLanes_ % kBatch == 0, "a batch must not straddle two windows");
 };
 
 struct BagInputs {
@@ -38,7 +41,7 @@ struct BagInputs {
   int64_t num_indices;
   const void* offsets;  // of the first bag; one more than there are bags
   const float* weights;
-  int32_t num_bags;
+  int32_t num_bags;  // at most the lanes of a group, on the GPU
 };
 
 // What is wrong with the input of a stream, for a report when the registers are free; what is wrong was skipped.
@@ -52,11 +55,12 @@ struct BagFindings {
 template <class Shape, class Sink>
 PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink) {
   using Group = typename Shape::Group;
-  constexpr int kRows = Shape::kRows;
+  constexpr bool kIsWeighted = Shape::kPooling == Pooling::kWeightedSum;
+  constexpr int kBatch = Shape::kBatch;
   constexpr int kVectors = Shape::kVectors;
   constexpr int kCount = Shape::Elements::kCount;
-  constexpr int64_t kMaxLength = 0x7fffffff;  // places in a stream are 32-bit numbers
-  constexpr uint32_t kBadRow = 0xffffffffu;   // tables have fewer rows than this
+  constexpr int32_t kMaxLength = 0x7fffffff - 2 * kBatch;  // places in a stream are 32-bit numbers
+  constexpr uint32_t kNoRow = 0xfffffffeu;                 // tables have fewer rows than this
   const Group group;
   BagFindings findings;
 
@@ -67,52 +71,74 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   if (in.num_bags > 0) {
     begin = min_of(max_of<int64_t>(offsets[0], 0), in.num_indices);
     const int64_t end = min_of<int64_t>(offsets[in.num_bags], in.num_indices);
-    length = static_cast<int32_t>(min_of(max_of<int64_t>(end - begin, 0), kMaxLength));
+    length = static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(end - begin, 0), kMaxLength));
   }
   const auto* first_index = static_cast<const typename Shape::Index*>(in.indices) + begin;
-  const float* first_weight = Shape::kPooling == Pooling::kWeightedSum ? in.weights + begin : nullptr;
+  const float* first_weight = kIsWeighted ? in.weights + begin : nullptr;
   // Places are relative to `begin`; -1 stands for an offset that no valid input has.
-  auto ends = make_window<Group>(in.num_bags, [=](int32_t bag) {
+  const auto ends = make_lane_array<Group>(in.num_bags, [=](int32_t bag) {
     const int64_t place = static_cast<int64_t>(offsets[bag + 1]) - begin;
     return place < 0 || place > length ? -1 : static_cast<int32_t>(place);
   });
-  auto row_numbers = make_window<Group>(length, [=, num_rows = in.num_rows](int32_t place) {
+  auto row_numbers = make_window<Group>(length, kNoRow, [=, &findings, num_rows = in.num_rows](int32_t place) {
     const auto index = static_cast<int64_t>(first_index[place]);
-    return static_cast<uint64_t>(index) < static_cast<uint64_t>(num_rows) ? static_cast<uint32_t>(index) : kBadRow;
+    if (static_cast<uint64_t>(index) < static_cast<uint64_t>(num_rows)) return static_cast<uint32_t>(index);
+    findings.bad_index = place;
+    return kNoRow;
   });
-  auto weights = make_window<Group>(Shape::kPooling == Pooling::kWeightedSum ? length : 0,
-                                    [=](int32_t place) { return first_weight[place]; });
+  auto weights =
+      make_window<Group>(kIsWeighted ? length : 0, 0.0f, [=](int32_t place) { return first_weight[place]; });
 
-  int32_t bag = 0;
-  int32_t bag_end = 0;
-  auto enter_bag = [&] {
-    const int32_t end = ends.at(bag);
-    if (end < bag_end) findings.bad_bag = bag;
-    // The last bag ends the stream whatever its offset says, so no row is left without a bag.
-    bag_end = bag + 1 == in.num_bags ? length : max_of(bag_end, end);
-  };
-
-  Vector<Shape::kBytes> ring[kRows][kVectors] = {};
-  float scales[kRows] = {};
-  uint32_t held = 0;  // bit k: ring[k] holds a row (and not a bad index)
+  // A lane beyond the end of the row reads its beginning: what it sums up is never stored.
   const int32_t lane_offset = group.rank() * Shape::kBytes;
-  const uint8_t* lane_rows = in.rows + chunk_begin + lane_offset;
-  const int32_t lane_bytes = in.row_bytes - chunk_begin - lane_offset;
+  const int32_t chunk_bytes = min_of(in.row_bytes - chunk_begin, Shape::kChunkBytes);
+  const uint8_t* lane_rows = in.rows + chunk_begin + (lane_offset < chunk_bytes ? lane_offset : 0);
+  int32_t vector_offset[kVectors];
+  PO_UNROLL
+  for (int v = 0; v < kVectors; ++v) {
+    vector_offset[v] = v * Shape::kStrideBytes + lane_offset < chunk_bytes ? v * Shape::kStrideBytes : 0;
+  }
 
-  auto fetch = [&](int slot, int32_t place) {
-    held &= ~(1u << slot);
-    if (place >= length) return;
-    const uint32_t row_number = row_numbers.at(place);
-    if constexpr (Shape::kPooling == Pooling::kWeightedSum) scales[slot] = weights.at(place);
-    if (row_number == kBadRow) {
-      findings.bad_index = place;
+  struct Batch {
+    Vector<Shape::kBytes> rows[kBatch][kVectors];
+    float scales[kBatch];
+    uint32_t present;  // bit k: rows[k] counts in a mean
+  };
+  Batch batches[2];
+
+  auto fetch = [&](Batch& batch, int32_t place) {
+    row_numbers.advance_to(place);
+    if constexpr (kIsWeighted) weights.advance_to(place);
+    uint32_t numbers[kBatch];
+    uint32_t largest = 0;
+    PO_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      numbers[k] = row_numbers.at(place + k);
+      largest = max_of(largest, numbers[k]);
+      if constexpr (kIsWeighted) batch.scales[k] = weights.at(place + k);
+    }
+    batch.present = ~0u;
+    if (largest < kNoRow) {
+      PO_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        const uint8_t* row = lane_rows + static_cast<uint64_t>(numbers[k]) * static_cast<uint32_t>(in.row_bytes);
+        PO_UNROLL
+        for (int v = 0; v < kVectors; ++v) batch.rows[k][v] = load_vector<Shape::kBytes>(row + vector_offset[v]);
+      }
       return;
     }
-    held |= 1u << slot;
-    const uint8_t* row = lane_rows + static_cast<uint64_t>(row_number) * static_cast<uint32_t>(in.row_bytes);
+    // The end of the stream, or a bad index: what is not there adds +0.0 to a sum that is never -0.0.
     PO_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      if (v * Shape::kStrideBytes < lane_bytes) ring[slot][v] = load_vector<Shape::kBytes>(row + v * Shape::kStrideBytes);
+    for (int k = 0; k < kBatch; ++k) {
+      const uint8_t* row = lane_rows + static_cast<uint64_t>(numbers[k]) * static_cast<uint32_t>(in.row_bytes);
+      PO_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        batch.rows[k][v] = {};
+        if (numbers[k] < kNoRow) batch.rows[k][v] = load_vector<Shape::kBytes>(row + vector_offset[v]);
+      }
+      if (numbers[k] < kNoRow) continue;
+      batch.present &= ~(1u << k);
+      if constexpr (kIsWeighted) batch.scales[k] = 0.0f;
     }
   };
 
@@ -126,6 +152,18 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
       for (int i = 0; i < kCount; ++i) sums[v][i] = 0.0f;
     }
   };
+  int32_t bag = 0;
+  int32_t bag_end = 0;
+  auto enter_bag = [&] {
+    if (bag >= in.num_bags) {
+      bag_end = 0x7fffffff;  // nothing is left to finish
+      return;
+    }
+    const int32_t end = ends.at(bag);
+    if (end < bag_end) findings.bad_bag = bag;
+    // The last bag ends the stream whatever its offset says, so no row is left without a bag.
+    bag_end = bag + 1 == in.num_bags ? length : max_of(bag_end, end);
+  };
   auto finish_bag = [&] {
     if (Shape::kPooling == Pooling::kMean && num_summed > 1) {
       const float scale = 1.0f / static_cast<float>(num_summed);
@@ -138,33 +176,33 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
     sink.template emit<Shape>(sums);
     clear();
     ++bag;
-    if (bag < in.num_bags) enter_bag();
+    enter_bag();
+  };
+  auto consume = [&](const Batch& batch, int32_t place) {
+    PO_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      while (place + k >= bag_end) finish_bag();
+      if constexpr (Shape::kPooling == Pooling::kMean) num_summed += static_cast<int32_t>(batch.present >> k & 1u);
+      PO_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (kIsWeighted) {
+          Shape::Elements::add_scaled_to(sums[v], batch.rows[k][v], batch.scales[k]);
+        } else {
+          Shape::Elements::add_to(sums[v], batch.rows[k][v]);
+        }
+      }
+    }
   };
 
   clear();
-  PO_UNROLL
-  for (int k = 0; k < kRows; ++k) fetch(k, k);
+  fetch(batches[0], 0);
   if (!sink.open(group)) return findings;
-  if (in.num_bags > 0) enter_bag();
-  for (int32_t place = 0; place < length; place += kRows) {
-    PO_UNROLL
-    for (int k = 0; k < kRows; ++k) {
-      if (place + k < length) {
-        while (place + k >= bag_end) finish_bag();
-        if (held >> k & 1u) {
-          ++num_summed;
-          PO_UNROLL
-          for (int v = 0; v < kVectors; ++v) {
-            if constexpr (Shape::kPooling == Pooling::kWeightedSum) {
-              Shape::Elements::add_scaled_to(sums[v], ring[k][v], scales[k]);
-            } else {
-              Shape::Elements::add_to(sums[v], ring[k][v]);
-            }
-          }
-        }
-        fetch(k, place + k + kRows);
-      }
-    }
+  enter_bag();
+  for (int32_t place = 0; place < length; place += 2 * kBatch) {
+    fetch(batches[1], place + kBatch);
+    consume(batches[0], place);
+    fetch(batches[0], place + 2 * kBatch);
+    consume(batches[1], place + kBatch);
   }
   while (bag < in.num_bags) finish_bag();
   return findings;

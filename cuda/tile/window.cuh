@@ -1,6 +1,7 @@
 // A window over a sequence that is read once, in order, by a group of lanes: one coalesced load per kSize elements, the
 // next one always in flight, each element handed to all lanes by a shuffle. `load(i)` gives element i and may convert
-// it; it runs once per element, not once per lane. On the host it is called for each element itself.
+// it; it runs once per element, not once per lane. Beyond the end all elements are `fill`. On the host it is called for
+// each element itself.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -11,32 +12,37 @@ namespace po {
 template <class Element, class Group, class Load>
 class LaneWindow {
  public:
-  PO_FN LaneWindow(int32_t length, Load load) : load_(load), length_(length) {
+  PO_FN LaneWindow(int32_t length, Element fill, Load load) : load_(load), fill_(fill), length_(length) {
 #if PO_ON_DEVICE
     current_ = load_lane(0);
     next_ = load_lane(Group::kSize);
 #endif
   }
 
-  // Element i < length; i never falls, and all lanes of the group ask for the same one.
+  // Moves on so that at(i) is within the window; i never falls, and does not pass more than one window at a time.
+  PO_FN void advance_to([[maybe_unused]] int32_t i) {
+#if PO_ON_DEVICE
+    if (i - base_ < Group::kSize) return;
+    base_ += Group::kSize;
+    current_ = next_;
+    next_ = load_lane(base_ + Group::kSize);
+#endif
+  }
+
+  // Element i of the window that advance_to moved to; all lanes of the group ask for the same one.
   PO_FN Element at(int32_t i) {
 #if PO_ON_DEVICE
-    if (i - base_ >= Group::kSize) {
-      base_ += Group::kSize;
-      current_ = next_;
-      next_ = load_lane(base_ + Group::kSize);
-    }
     return Group{}.shuffle(current_, i - base_);
 #else
-    return load_(i);
+    return i < length_ ? load_(i) : fill_;
 #endif
   }
 
  private:
 #if PO_ON_DEVICE
-  PO_FN Element load_lane(int32_t first) const {
+  PO_FN Element load_lane(int32_t first) {
     const int32_t i = first + Group{}.rank();
-    return i < length_ ? load_(i) : Element{};
+    return i < length_ ? load_(i) : fill_;
   }
 
   Element current_;
@@ -44,12 +50,46 @@ class LaneWindow {
   int32_t base_ = 0;
 #endif
   Load load_;
-  [[maybe_unused]] int32_t length_;
+  Element fill_;
+  int32_t length_;
+};
+
+template <class Group, class Element, class Load>
+PO_FN auto make_window(int32_t length, Element fill, Load load) {
+  return LaneWindow<Element, Group, Load>(length, fill, load);
+}
+
+// A sequence of at most kSize elements, read at once: lane i holds element i.
+template <class Element, class Group, class Load>
+class LaneArray {
+ public:
+  PO_FN LaneArray(int32_t length, Load load) : load_(load) {
+#if PO_ON_DEVICE
+    held_ = Group{}.rank() < length ? load_(Group{}.rank()) : Element{};
+#else
+    (void)length;
+#endif
+  }
+
+  // Element i < length; all lanes of the group ask for the same one.
+  PO_FN Element at(int32_t i) const {
+#if PO_ON_DEVICE
+    return Group{}.shuffle(held_, i);
+#else
+    return load_(i);
+#endif
+  }
+
+ private:
+#if PO_ON_DEVICE
+  Element held_;
+#endif
+  Load load_;
 };
 
 template <class Group, class Load>
-PO_FN auto make_window(int32_t length, Load load) {
-  return LaneWindow<decltype(load(0)), Group, Load>(length, load);
+PO_FN auto make_lane_array(int32_t length, Load load) {
+  return LaneArray<decltype(load(0)), Group, Load>(length, load);
 }
 
 }  // namespace po

@@ -103,7 +103,11 @@ def embedding_all_to_all(
         schedule,
     )
     if out is None:
-        return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(w.requires_grad for w in weights)):
+            return _operator(*arguments)  # type: ignore[no-any-return]
+        # Nothing to differentiate: passing by the autograd layer halves the host's share of an eager call.
+        with torch._C._AutoDispatchBelowAutograd():
+            return _operator(*arguments)  # type: ignore[no-any-return]
     torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
     return out
 
@@ -268,6 +272,7 @@ _library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
 torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
 torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
 torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+_operator = torch.ops.persistent_ops.embedding_all_to_all.default
 
 
 # ---- reference --------------------------------------------------------------------------------------------------------

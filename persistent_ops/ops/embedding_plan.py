@@ -23,6 +23,7 @@ _SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: 
 _INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _VECTOR_BYTES = 16
 _MAX_POSITIONS = 2**31 - 1
+_MAX_SLICE_SAMPLES = 32  # the ends of a task's bags lie in the lanes of a warp
 register(
     "embedding_all_to_all",
     (
@@ -52,12 +53,12 @@ class Tuning:
             them evenly, 1 runs them last.
     """
 
-    threads: int = 256
+    threads: int = 192
     blocks_per_sm: int | None = None
     rows_in_flight: int = 8
     slice_samples: int | None = None
     bulk_store: bool = True
-    local_delay: float = 1.0
+    local_delay: float = 0.05
 
 
 class _Order(ctypes.Structure):
@@ -134,7 +135,10 @@ class EmbeddingPlan:
         column_start = [dim * element for dim in (0, *itertools.accumulate(dim_per_rank))]
 
         slice_samples = tuning.slice_samples or _slice_samples(max(batch_per_rank, default=1))
-        slice_samples = max(slice_samples, -(-max(batch_per_rank) // world.workspace.max_ready_words), 1)
+        if not 1 <= slice_samples <= _MAX_SLICE_SAMPLES:
+            raise ValueError(f"slice_samples: expected 1 to {_MAX_SLICE_SAMPLES}, got {slice_samples}")
+        if -(-max(batch_per_rank) // slice_samples) > world.workspace.max_ready_words:
+            raise ValueError(f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples")
         tasks = [-(-rows // slice_samples) * len(weights) for rows in batch_per_rank]
         num_rounds = max((n for pe, n in enumerate(tasks) if pe != world.rank), default=0)
         local_delay = round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds)
@@ -305,7 +309,7 @@ def _check_split(
 
 def _slice_samples(samples_per_pe: int) -> int:
     """Return how many samples a slice has: fewer where the batch is small, so that every warp gets a share."""
-    return max(1, min(8, samples_per_pe // 16))
+    return max(1, min(8, samples_per_pe // 16), -(-samples_per_pe // 8192))
 
 
 def _row_shape(table: _Table, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:

@@ -193,9 +193,10 @@ class OutputPool:
                 "are no longer needed, or pass a larger heap_size to po.init()"
             )
         base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
-        storage = base.untyped_storage()
-        uses = torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]  # without this wrapper
-        slot = _Slot(offset, nbytes, base, storage._cdata, uses, is_captured)
+        storage_id = base.untyped_storage()._cdata
+        # Counted after the storage's Python wrapper above is gone: whether that held a use is torch's business.
+        idle_uses = torch._C._storage_Use_Count(storage_id)  # type: ignore[attr-defined]
+        slot = _Slot(offset, nbytes, base, storage_id, idle_uses, is_captured)
         self._slots.setdefault(nbytes, []).append(slot)
         return slot
 

@@ -101,6 +101,7 @@ class Team(ctypes.Structure):
         ("contract_hash", ctypes.c_uint64),
         ("contract", ctypes.c_int64 * CONTRACT_WORDS),
         ("network", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
     )
 
 

@@ -31,7 +31,7 @@ from .layout import (
 
 __all__ = ["Workspace"]
 
-_READY_WORDS = 4096  # per sender: the most WGs, or slices for one peer, that a launch may have
+_READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have
 _KINDS = {1: "timeout", 2: "contract", 3: "reported"}
 _PHASES = {
     1: "credit to write its output (has it launched the operator?)",

@@ -93,7 +93,7 @@ class Options {
       {"--local-delay", "0"},        // rounds; -1 for all
       {"--transport", "direct"},     // direct | staged | mixed: PEs of equal parity reach each other
       {"--delay-us", "0"},           // longest delay of an operation of the network
-      {"--slow-pe", "-1"},           // sleeps before each of its launches ...
+      {"--slow-pes", ""},            // the first sleeps before each of its launches, the second twice as long, ...
       {"--slow-us", "0"},            // ... between half of this and this
       {"--heavy-pe", "-1"},          // has huge bags
       {"--timeout-ms", "20000"},     // of one wait
@@ -197,7 +197,7 @@ class Pe {
     const Options& options = world_.options;
     for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
       const bool is_trouble = launch == options.number("--trouble-at");
-      if (rank_ == options.number("--slow-pe")) nap(launch);
+      nap(launch);
       const bool is_stopped = is_trouble && rank_ == options.number("--stop-pe");
       if (!is_stopped) run_kernel(launch, is_trouble);
       if (is_trouble) {
@@ -320,7 +320,11 @@ class Pe {
 
   void nap(int64_t launch) const {
     const auto longest = static_cast<uint64_t>(world_.options.number("--slow-us"));
-    if (longest > 1) usleep(static_cast<useconds_t>(longest / 2 + mix({4, launch}) % (longest / 2)));
+    const std::vector<int64_t> slow = world_.options.list("--slow-pes");
+    for (size_t i = 0; i < slow.size(); ++i) {
+      if (slow[i] == rank_)
+        usleep(static_cast<useconds_t>((i + 1) * (longest / 2 + mix({4, launch}) % (longest / 2 + 1))));
+    }
   }
 
   void run_kernel(int64_t launch, bool is_trouble) {
@@ -390,8 +394,11 @@ class Pe {
       const bool is_known = error_.kind == po::kTimeout || error_.kind == po::kReportedByPeer;
       if (blamed != stopped || !is_known || !is_as_told) fail_with_record(launch);
     } else {
-      const bool is_right_peer = rank_ == mismatched || blamed == mismatched;
-      if (!is_right_peer || error_.kind != po::kContractMismatch) fail_with_record(launch);
+      // Whoever noticed first tells the others, with the reason, and whom it blames.
+      const bool was_told = error_.kind == po::kReportedByPeer;
+      const auto reason = was_told ? po::low_bits_of(error_.seen) >> po::kBlameKindShift : error_.kind;
+      const bool is_named = blamed == mismatched || (was_told && static_cast<int>(error_.index) == mismatched);
+      if ((rank_ != mismatched && !is_named) || reason != po::kContractMismatch) fail_with_record(launch);
     }
     const auto behind = static_cast<uint64_t>(options.number("--queued"));
     if (local_.epoch < error_.epoch || local_.epoch > error_.epoch + behind) {

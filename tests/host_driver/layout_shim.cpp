@@ -1,0 +1,108 @@
+// Prints where the fields of the structs lie that Python fills or reads: "struct NAME SIZE", then "NAME OFFSET SIZE".
+#include <cstddef>
+#include <cstdio>
+
+#include "kernels/embedding_all_to_all.cuh"
+
+#define STRUCT(type) (std::printf("struct %s %zu\n", #type, sizeof(type)))
+#define FIELD(type, name) (std::printf("%s %zu %zu\n", #name, offsetof(type, name), sizeof(type::name)))
+#define CONSTANT(name) (std::printf("constant %s %lld\n", #name, static_cast<long long>(name)))
+
+using namespace po;
+using embedding_all_to_all::Call;
+using embedding_all_to_all::Plan;
+using embedding_all_to_all::Table;
+
+int main() {
+  CONSTANT(kMaxPes);
+  CONSTANT(kContractWords);
+  CONSTANT(kEpochShift);
+  CONSTANT(kCallWords);
+
+  STRUCT(Grant);
+  FIELD(Grant, flag);
+  FIELD(Grant, output_offset);
+  FIELD(Grant, contract);
+
+  STRUCT(LocalState);
+  FIELD(LocalState, epoch);
+  FIELD(LocalState, ticket);
+  FIELD(LocalState, departed);
+  FIELD(LocalState, abort);
+  FIELD(LocalState, error_claimed);
+  FIELD(LocalState, input_error_claimed);
+
+  STRUCT(ErrorRecord);
+  FIELD(ErrorRecord, state);
+  FIELD(ErrorRecord, kind);
+  FIELD(ErrorRecord, phase);
+  FIELD(ErrorRecord, peer);
+  FIELD(ErrorRecord, index);
+  FIELD(ErrorRecord, epoch);
+  FIELD(ErrorRecord, seen);
+  FIELD(ErrorRecord, waited_ns);
+  FIELD(ErrorRecord, own_contract);
+  FIELD(ErrorRecord, peer_contract);
+
+  STRUCT(InputErrorRecord);
+  FIELD(InputErrorRecord, state);
+  FIELD(InputErrorRecord, kind);
+  FIELD(InputErrorRecord, table);
+  FIELD(InputErrorRecord, bag);
+  FIELD(InputErrorRecord, value);
+  FIELD(InputErrorRecord, limit);
+
+  STRUCT(Team);
+  FIELD(Team, rank);
+  FIELD(Team, size);
+  FIELD(Team, heap);
+  FIELD(Team, peer_heaps);
+  FIELD(Team, grants_offset);
+  FIELD(Team, ready_offset);
+  FIELD(Team, abort_offset);
+  FIELD(Team, ready_stride);
+  FIELD(Team, local);
+  FIELD(Team, wg_done);
+  FIELD(Team, error);
+  FIELD(Team, input_error);
+  FIELD(Team, timeout_ns);
+  FIELD(Team, contract_hash);
+  FIELD(Team, contract);
+  FIELD(Team, network);
+
+  STRUCT(ExchangeOrder);
+  FIELD(ExchangeOrder, rank);
+  FIELD(ExchangeOrder, size);
+  FIELD(ExchangeOrder, num_tables);
+  FIELD(ExchangeOrder, slice_samples);
+  FIELD(ExchangeOrder, batch_start);
+  FIELD(ExchangeOrder, num_rounds);
+  FIELD(ExchangeOrder, local_delay);
+  FIELD(ExchangeOrder, oblivious);
+  FIELD(ExchangeOrder, slice_major);
+
+  STRUCT(Table);
+  FIELD(Table, rows);
+  FIELD(Table, num_rows);
+  FIELD(Table, row_bytes);
+  FIELD(Table, column_bytes);
+  FIELD(Table, shape);
+
+  STRUCT(Plan);
+  FIELD(Plan, team);
+  FIELD(Plan, order);
+  FIELD(Plan, tables);
+  FIELD(Plan, column_start);
+  FIELD(Plan, batch);
+  FIELD(Plan, output_row_bytes);
+  FIELD(Plan, staging_offset);
+  FIELD(Plan, reports_bad_input);
+
+  STRUCT(Call);
+  FIELD(Call, indices);
+  FIELD(Call, offsets);
+  FIELD(Call, weights);
+  FIELD(Call, num_indices);
+  FIELD(Call, output_offset);
+  return 0;
+}

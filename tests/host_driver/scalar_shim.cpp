@@ -1,0 +1,24 @@
+// C entries to the element types' conversions on the host, for tests.
+#include "platform/scalar.cuh"
+
+namespace {
+
+template <class Scalar>
+void widen(const uint16_t* from, uint32_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = po::float_bits(Scalar::to_float(from[i]));
+}
+
+template <class Scalar>
+void narrow(const uint32_t* from, uint16_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = Scalar::from_float(po::bits_float(from[i]));
+}
+
+}  // namespace
+
+extern "C" {
+
+void widen_float16(const uint16_t* from, uint32_t* to, int64_t count) { widen<po::Float16>(from, to, count); }
+void widen_bfloat16(const uint16_t* from, uint32_t* to, int64_t count) { widen<po::BFloat16>(from, to, count); }
+void narrow_float16(const uint32_t* from, uint16_t* to, int64_t count) { narrow<po::Float16>(from, to, count); }
+void narrow_bfloat16(const uint32_t* from, uint16_t* to, int64_t count) { narrow<po::BFloat16>(from, to, count); }
+}

@@ -1,0 +1,106 @@
+"""fp16 and bf16 on the host backend convert as torch does: exactly, and rounded to nearest, ties to even."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from host_driver.build import load_shim
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return load_shim("scalar_shim.cpp", tmp_path_factory.mktemp("scalars"))
+
+
+def convert(function: object, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    result = torch.empty(source.shape, dtype=dtype)
+    function(  # type: ignore[operator]
+        ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(source.numel())
+    )
+    return result
+
+
+def check_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Same bits, signed zeros included; any NaN for a NaN."""
+    bits = torch.int16 if found.element_size() == 2 else torch.int32
+    is_nan = expected.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    differs = (found.view(bits) != expected.view(bits)) & ~is_nan
+    where = differs.nonzero().flatten()[:5]
+    assert where.numel() == 0, f"at {where.tolist()}: {found[where].tolist()}, expected {expected[where].tolist()}"
+
+
+def all_halves(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(65536).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_half_widens_exactly(shim: ctypes.CDLL, name: str) -> None:
+    halves = all_halves(DTYPES[name])
+    check_equal(convert(getattr(shim, f"widen_{name}"), halves, torch.float32), halves.float())
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_half_survives_the_way_there_and_back(shim: ctypes.CDLL, name: str) -> None:
+    halves = all_halves(DTYPES[name])
+    wide = convert(getattr(shim, f"widen_{name}"), halves, torch.float32)
+    check_equal(convert(getattr(shim, f"narrow_{name}"), wide, DTYPES[name]), halves)
+
+
+def float_samples(dtype: torch.dtype) -> torch.Tensor:
+    """Floats on, half way between, and next to half way between neighbouring halves; and of every exponent."""
+    halves = all_halves(dtype).float()
+    bits = halves.view(torch.int32).long()
+    lost = 13 if dtype == torch.float16 else 16  # bits of a float's mantissa that a normal half does not keep
+    near = [bits + (1 << lost - 1) + step for step in (-1, 0, 1)] + [bits - 1, bits, bits + 1]
+    # Subnormal halves are further apart: their middles are sums of neighbours.
+    ordered = halves[halves.isfinite()].sort().values.double()
+    middles = ((ordered[1:] + ordered[:-1]) / 2).float().view(torch.int32).long()
+    near += [middles - 1, middles, middles + 1]
+    generator = torch.Generator().manual_seed(0)
+    near.append(torch.randint(-(2**31), 2**31, (1 << 20,), generator=generator))
+    return torch.cat(near).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_floats_round_as_torch_rounds(shim: ctypes.CDLL, name: str) -> None:
+    samples = float_samples(DTYPES[name])
+    assert samples.isnan().any()
+    assert samples.isinf().any()
+    check_equal(convert(getattr(shim, f"narrow_{name}"), samples, DTYPES[name]), samples.to(DTYPES[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("float16", 65504.0, 65504.0),  # the largest
+        ("float16", 65519.996, 65504.0),  # the last float that rounds to it
+        ("float16", 65520.0, float("inf")),
+        ("float16", -65520.0, float("-inf")),
+        ("float16", 2.0**-24, 2.0**-24),  # the smallest subnormal
+        ("float16", 2.0**-25, 0.0),  # a tie, to even
+        ("float16", 2.0**-25 * 1.0001, 2.0**-24),
+        ("float16", 1 + 2.0**-11, 1.0),  # ties
+        ("float16", 1 + 3 * 2.0**-11, 1 + 2 * 2.0**-10),
+        ("bfloat16", 1 + 2.0**-8, 1.0),
+        ("bfloat16", 1 + 3 * 2.0**-8, 1 + 2 * 2.0**-7),
+        ("bfloat16", 3.39e38, 3.3895313892515355e38),  # the largest
+        ("bfloat16", 3.4028234663852886e38, float("inf")),  # the largest float
+        ("bfloat16", 2.0**-133, 2.0**-133),  # the smallest subnormal
+        ("bfloat16", 2.0**-134, 0.0),
+    ],
+)
+def test_known_roundings(shim: ctypes.CDLL, name: str, value: float, expected: float) -> None:
+    found = convert(getattr(shim, f"narrow_{name}"), torch.tensor([value], dtype=torch.float32), DTYPES[name])
+    assert found.double().item() == expected
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1])
+def test_nan_stays_nan(shim: ctypes.CDLL, name: str, bits: int) -> None:
+    nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert convert(getattr(shim, f"narrow_{name}"), nan, DTYPES[name]).isnan().all()
