@@ -162,7 +162,8 @@ def test_full_delay_puts_local_tasks_last(list_order: List, case: Case) -> None:
 def test_delay_counts_rounds(list_order: List, case: Case) -> None:
     tasks = list_order(case, False).tasks
     first_local = next(i for i, task in enumerate(tasks) if task is not None and task[0] == case.rank)
-    assert first_local == case.local_delay * case.size + case.size - 1
+    remote_before = (case.local_delay + 1) * (case.size - 1)  # in the rounds without own tasks and the first with one
+    assert first_local == min(remote_before, case.num_rounds * (case.size - 1))
 
 
 def test_oblivious_starts_every_pe_at_destination_0(list_order: List) -> None:
@@ -174,11 +175,16 @@ def test_oblivious_starts_every_pe_at_destination_0(list_order: List) -> None:
 def test_known_order(list_order: List) -> None:
     case = Case(1, (2, 3, 1), num_tables=2, slice_samples=2, local_delay=1, slice_major=False)
     listing = list_order(case, False)
-    assert listing.num_leading == 6
+    assert listing.num_leading == 5
     assert listing.tasks == [
-        *((2, 0, 0), (0, 0, 0), None),
-        *((2, 0, 1), (0, 0, 1), (1, 0, 0)),
-        *(None, None, (1, 1, 0)),
-        *(None, None, (1, 0, 1)),
-        *(None, None, (1, 1, 1)),
+        *((2, 0, 0), (0, 0, 0)),  # a round without an own task
+        *((2, 0, 1), (0, 0, 1), (1, 0, 0)),  # a round with one
+        *((1, 1, 0), (1, 0, 1), (1, 1, 1)),  # the rest
     ]
+
+
+def test_positions_of_smaller_destinations_stay_empty(list_order: List) -> None:
+    case = Case(0, (1, 2, 1), num_tables=1, slice_samples=1, local_delay=0, slice_major=False)
+    listing = list_order(case, False)
+    assert listing.num_leading == 6
+    assert listing.tasks == [(1, 0, 0), (2, 0, 0), (0, 0, 0), (1, 1, 0), None, None]

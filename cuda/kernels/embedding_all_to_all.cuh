@@ -112,21 +112,40 @@ PO_NOINLINE inline void report_input_error(const Plan& plan, InputErrorKind kind
   flag_store_release_sys(&record.state, 1);  // pairs with the host's acquiring read in check()
 }
 
-// Looks up what a stream found: errors are rare, so the hot loop only remembers the place.
-PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, int64_t table, int64_t first_bag,
-                                        int32_t num_bags, const void* offsets_of_first, const void* indices,
+// The bags of one task, or of the part of it that one of the warp's `num_parts` groups of lanes takes.
+struct BagRange {
+  int64_t first;
+  int32_t count;
+};
+
+PO_FN BagRange bags_of(const ExchangeOrder& order, const Task& task, int part, int num_parts) {
+  const int64_t begin = order.batch_start[task.destination] + task.slice * order.slice_samples;
+  const int64_t end = min_of(begin + order.slice_samples, order.batch_start[task.destination + 1]);
+  const auto total = static_cast<int32_t>(end - begin);
+  const int32_t share = ceil_div(total, num_parts);
+  const int32_t skipped = min_of(part * share, total);
+  return {begin + skipped, min_of(share, total - skipped)};
+}
+
+// Looks up what a stream found: errors are rare, so the hot loop remembers nothing but the places.
+PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, int32_t position, int part,
+                                        int num_parts, const void* all_offsets, const void* indices,
                                         int64_t num_indices) {
-  const auto* offsets = static_cast<const PO_OFFSET*>(offsets_of_first);
+  Task task;
+  plan.order.task_at(position, &task);
+  const BagRange bags = bags_of(plan.order, task, part, num_parts);
+  const auto* offsets = static_cast<const PO_OFFSET*>(all_offsets) + task.table * plan.batch + bags.first;
   if (findings.bad_bag >= 0) {
-    report_input_error(plan, kBadOffset, table, first_bag + findings.bad_bag,
+    report_input_error(plan, kBadOffset, task.table, bags.first + findings.bad_bag,
                        static_cast<int64_t>(offsets[findings.bad_bag + 1]), num_indices);
   }
   if (findings.bad_index >= 0) {
-    const int64_t position = min_of(max_of<int64_t>(offsets[0], 0), num_indices) + findings.bad_index;
+    const int64_t place = min_of(max_of<int64_t>(offsets[0], 0), num_indices) + findings.bad_index;
     int32_t bag = 0;
-    while (bag + 1 < num_bags && static_cast<int64_t>(offsets[bag + 1]) <= position) ++bag;
-    report_input_error(plan, kBadIndex, table, first_bag + bag,
-                       static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[position]), plan.tables[table].num_rows);
+    while (bag + 1 < bags.count && static_cast<int64_t>(offsets[bag + 1]) <= place) ++bag;
+    report_input_error(plan, kBadIndex, task.table, bags.first + bag,
+                       static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[place]),
+                       plan.tables[task.table].num_rows);
   }
 }
 
@@ -165,8 +184,8 @@ class RowStore {
     const Team& team = plan_.team;
     if (!is_reachable(team, destination_)) {
       const int64_t own_column = plan_.column_start[team.rank];
-      stride_ = plan_.column_start[team.rank + 1] - own_column;
-      target_ = team.heap + plan_.staging_offset + first_bag_ * stride_ + column_bytes_ - own_column;
+      stride_ = static_cast<int32_t>(plan_.column_start[team.rank + 1] - own_column);
+      target_ = team.heap + plan_.staging_offset + first_bag_ * static_cast<int64_t>(stride_) + column_bytes_ - own_column;
       return true;
     }
     uint64_t output = own_output_;
@@ -180,7 +199,7 @@ class RowStore {
       }
       output = granted_output(team, destination_);
     }
-    stride_ = plan_.output_row_bytes;
+    stride_ = static_cast<int32_t>(plan_.output_row_bytes);
     target_ = peer_address(team, destination_, output) +
               (first_bag_ - plan_.order.batch_start[destination_]) * stride_ + column_bytes_;
     return true;
@@ -226,7 +245,7 @@ class RowStore {
   int64_t first_bag_ = 0;
   int64_t column_bytes_ = 0;
   uint8_t* target_ = nullptr;
-  int64_t stride_ = 0;
+  int32_t stride_ = 0;  // a row of output has less than 2 GiB
   [[maybe_unused]] int half_ = 0;
 };
 
@@ -235,10 +254,9 @@ class RowStore {
 class Worker {
  public:
   PO_FN Worker(const WorkGroup& wg, const Plan& plan, const Call& call, uint8_t* buffers)
-      : plan_(plan), call_(call), store_(plan, buffers, call.output_offset) {
+      : wg_(wg), plan_(plan), call_(call), store_(plan, buffers, call.output_offset) {
     // The first ticket is the worker's own number; the counter hands out those behind.
     position_ = wg.warp_index() * wg.count() + wg.index();
-    num_workers_ = wg.num_warps() * wg.count();
   }
 
   // Runs the tasks at positions below `limit`, in order of tickets.
@@ -248,12 +266,12 @@ class Worker {
       if (warp_.rank() == 0) {
         ticket = static_cast<int32_t>(atomic_fetch_add_relaxed_gpu(&plan_.team.local->ticket, 1));
       }
-      Task task;
-      if (plan_.order.task_at(position_, &task)) {
+      if (Task task; plan_.order.task_at(position_, &task)) {
+        const bool is_staged = !is_reachable(plan_.team, task.destination);
         pool(task);
-        if (!is_reachable(plan_.team, task.destination)) finish_staged(task);
+        if (is_staged) finish_staged();
       }
-      position_ = num_workers_ + warp_.shuffle(ticket, 0);
+      position_ = wg_.num_warps() * wg_.count() + warp_.shuffle(ticket, 0);
     }
   }
 
@@ -270,72 +288,62 @@ class Worker {
   }
 
  private:
-  PO_FN int64_t first_bag(const Task& task) const {
-    return plan_.order.batch_start[task.destination] + task.slice * plan_.order.slice_samples;
-  }
-
-  PO_FN int64_t last_bag(const Task& task) const {
-    return min_of(first_bag(task) + plan_.order.slice_samples, plan_.order.batch_start[task.destination + 1]);
-  }
-
   PO_FN void pool(const Task& task) {
-    const int64_t shape = plan_.tables[task.table].shape;
+    const Table& table = plan_.tables[task.table];
+    const auto shape = static_cast<int32_t>(table.shape);
     if constexpr ((PO_SHAPES & 1 << kElementwise) != 0) {
-      if (shape == kElementwise) pool_as<Config::Shape<32, 2, Config::kElementBytes>>(task);
+      if (shape == kElementwise) pool_as<Config::Shape<32, 2, Config::kElementBytes>>(task, table);
     }
     if constexpr ((PO_SHAPES & 1 << kLanes32x2) != 0) {
-      if (shape == kLanes32x2) pool_as<Config::Shape<32, 2, 16>>(task);
+      if (shape == kLanes32x2) pool_as<Config::Shape<32, 2, 16>>(task, table);
     }
     if constexpr ((PO_SHAPES & 1 << kLanes32) != 0) {
-      if (shape == kLanes32) pool_as<Config::Shape<32, 1, 16>>(task);
+      if (shape == kLanes32) pool_as<Config::Shape<32, 1, 16>>(task, table);
     }
     if constexpr ((PO_SHAPES & 1 << kLanes16) != 0) {
-      if (shape == kLanes16) pool_as<Config::Shape<16, 1, 16>>(task);
+      if (shape == kLanes16) pool_as<Config::Shape<16, 1, 16>>(task, table);
     }
     if constexpr ((PO_SHAPES & 1 << kLanes8) != 0) {
-      if (shape == kLanes8) pool_as<Config::Shape<8, 1, 16>>(task);
+      if (shape == kLanes8) pool_as<Config::Shape<8, 1, 16>>(task, table);
     }
     if constexpr ((PO_SHAPES & 1 << kLanes4) != 0) {
-      if (shape == kLanes4) pool_as<Config::Shape<4, 1, 16>>(task);
+      if (shape == kLanes4) pool_as<Config::Shape<4, 1, 16>>(task, table);
     }
     warp_.sync();
   }
 
   // The groups of the warp share the task's bags in contiguous parts.
   template <class Shape>
-  PO_FN void pool_as(const Task& task) {
+  PO_FN void pool_as(const Task& task, const Table& table) {
     using Group = typename Shape::Group;
-    const Table& table = plan_.tables[task.table];
-    const int64_t begin = first_bag(task);
-    const auto num_bags = static_cast<int32_t>(last_bag(task) - begin);
-    const int32_t share = ceil_div(num_bags, Group::kPerWarp);
-    const int32_t skipped = min_of(Group{}.index() * share, num_bags);
-    const auto* offsets = static_cast<const PO_OFFSET*>(call_.offsets) + task.table * plan_.batch + begin + skipped;
+    const BagRange bags = bags_of(plan_.order, task, Group{}.index(), Group::kPerWarp);
     const BagInputs inputs{table.rows,
                            table.num_rows,
                            static_cast<int32_t>(table.row_bytes),
                            call_.indices,
                            call_.num_indices,
-                           offsets,
+                           static_cast<const PO_OFFSET*>(call_.offsets) + task.table * plan_.batch + bags.first,
                            call_.weights,
-                           min_of(share, num_bags - skipped)};
+                           bags.count};
     for (int32_t chunk = 0; chunk < inputs.row_bytes; chunk += Shape::kChunkBytes) {
-      const int32_t piece_bytes = min_of(inputs.row_bytes - chunk, Shape::kChunkBytes);
-      store_.aim(task.destination, begin + skipped, table.column_bytes + chunk, piece_bytes);
+      store_.aim(task.destination, bags.first, table.column_bytes + chunk,
+                 min_of(inputs.row_bytes - chunk, Shape::kChunkBytes));
       const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
       if (findings.bad_index >= 0 || findings.bad_bag >= 0) {
-        report_findings(plan_, findings, task.table, begin + skipped, inputs.num_bags, offsets, call_.indices,
+        report_findings(plan_, findings, position_, Group{}.index(), Group::kPerWarp, call_.offsets, call_.indices,
                         call_.num_indices);
       }
     }
   }
 
   // Sets the task's WG_Done bit. Whoever completes the slice sends it.
-  PO_FN void finish_staged(const Task& task) {
+  PO_FN void finish_staged() {
     const ExchangeOrder& order = plan_.order;
     complete_stores();
     warp_.sync();
     if (warp_.rank() != 0) return;
+    Task task;
+    order.task_at(position_, &task);
     int64_t slice = task.slice;
     for (int destination = 0; destination < task.destination; ++destination) slice += order.num_slices(destination);
     const int64_t num_words = ceil_div<int64_t>(order.num_tables, 64);
@@ -356,8 +364,9 @@ class Worker {
     const int64_t column = plan_.column_start[team.rank];
     const int64_t bytes = plan_.column_start[team.rank + 1] - column;
     const uint64_t output = granted_output(team, task.destination) + static_cast<uint64_t>(column);
+    const BagRange bags = bags_of(plan_.order, task, 0, 1);
     fence_acq_rel_sys();  // the staged rows of all the slice's warps, acquired through WG_Done, are out for the network
-    for (int64_t bag = first_bag(task); bag < last_bag(task); ++bag) {
+    for (int64_t bag = bags.first; bag < bags.first + bags.count; ++bag) {
       const int64_t row = bag - plan_.order.batch_start[task.destination];
       put_nbi(team, task.destination, output + static_cast<uint64_t>(row * plan_.output_row_bytes),
               team.heap + plan_.staging_offset + bag * bytes, static_cast<uint64_t>(bytes));
@@ -370,12 +379,12 @@ class Worker {
 
   static PO_FN uint64_t all_bits(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
+  const WorkGroup& wg_;
   const Plan& plan_;
   const Call& call_;
   RowStore store_;
   Warp warp_;
   int32_t position_;
-  int32_t num_workers_;
   bool has_put_ = false;
 };
 

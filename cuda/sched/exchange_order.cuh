@@ -13,9 +13,9 @@
 namespace po {
 
 struct Task {
-  int destination;
-  int64_t slice;
-  int64_t table;
+  int destination = 0;
+  int64_t slice = 0;
+  int64_t table = 0;
 };
 
 struct ExchangeOrder {

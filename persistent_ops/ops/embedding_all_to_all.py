@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
-from .embedding_plan import MODES, SCHEDULES, EmbeddingPlan
+from .embedding_plan import MODES, SCHEDULES, TUNING, EmbeddingPlan, average_pooling
 from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
@@ -81,38 +82,46 @@ def embedding_all_to_all(
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
+    if not torch.compiler.is_compiling() and _is_plain(weights, indices):
+        # The host's share of an eager call counts: by-passing the dispatcher saves most of it. Same code as behind it.
+        world = _world.current()
+        tables = _table_sets(world).find(weights)
+        if dim_per_rank is None:
+            dim_per_rank = tables.dim_per_rank or _agree_on_dims(world, tables, weights)
+        if batch_per_rank is None:
+            batch_per_rank = _even_split(len(weights), offsets.shape[0], world.size)
+        if dtype is None:
+            dtype = weights[0].dtype if len(weights) else torch.float32
+        choices = (tuple(dim_per_rank), tuple(batch_per_rank), dtype, mode, bounds, schedule)
+        return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)
     if dim_per_rank is None:
+        own = sum(weight.shape[1] for weight in weights)
         if torch.compiler.is_compiling():
-            dim_per_rank = _dims_at_compile_time(sum(weight.shape[1] for weight in weights))
+            dim_per_rank = _dims_at_compile_time(own)
         else:
-            dim_per_rank = _agreed_dims(weights)
+            world = _world.current()
+            dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
     if batch_per_rank is None:
         batch_per_rank = _even_split(len(weights), offsets.shape[0], len(dim_per_rank))
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
-    arguments = (
-        weights,
-        indices,
-        offsets,
-        per_sample_weights,
-        dim_per_rank,
-        batch_per_rank,
-        dtype,
-        mode,
-        bounds,
-        schedule,
-    )
+    arguments = (weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
     if out is None:
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(w.requires_grad for w in weights)):
-            return _operator(*arguments)  # type: ignore[no-any-return]
-        # Nothing to differentiate: passing by the autograd layer halves the host's share of an eager call.
-        with torch._C._AutoDispatchBelowAutograd():
-            return _operator(*arguments)  # type: ignore[no-any-return]
+        return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
     torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
     return out
 
 
-def _even_split(num_tables: int, num_offsets: int, world_size: int) -> list[int]:
+def _is_plain(weights: Sequence[torch.Tensor], indices: torch.Tensor) -> bool:
+    """Return whether nobody but the kernel wants to see this call: no autograd, mode, transform or tensor subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if type(indices) is not torch.Tensor:
+        return False
+    return not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
+
+
+def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int, ...]:
     if num_tables == 0:
         raise ValueError("batch_per_rank: a PE without tables cannot tell the batch from offsets; pass batch_per_rank")
     batch, rest = divmod(num_offsets - 1, num_tables)
@@ -121,30 +130,29 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> list[int]
             f"offsets: expected T * B + 1 elements for T = {num_tables} tables, got {num_offsets}, and {num_offsets - 1} is "
             f"not a multiple of {num_tables}"
         )
-    return [batch // world_size + int(rank < batch % world_size) for rank in range(world_size)]
+    return tuple(batch // world_size + int(rank < batch % world_size) for rank in range(world_size))
 
 
 def _table_sets(world: _world.World) -> TableSets:
     return world.operator_state.setdefault(_NAME + ".tables", TableSets())  # type: ignore[no-any-return]
 
 
-def _agreed_dims(weights: Sequence[torch.Tensor]) -> list[int]:
+def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return every PE's sum of D. Collective the first time that the PEs meet their tables."""
-    world = _world.current()
+    own = sum(weight.shape[1] for weight in weights)
     if world.size == 1:
-        return [sum(weight.shape[1] for weight in weights)]
+        return (own,)
     if not len(weights):
         raise ValueError(
             "dim_per_rank: a PE without tables cannot tell when the others' tables change; where T is 0 on some PE, pass "
             "dim_per_rank on all"
         )
-    tables = _table_sets(world).find(weights)
     if tables.dim_per_rank is None:
-        tables.dim_per_rank = _exchange_dims(world, sum(weight.shape[1] for weight in weights))
+        tables.dim_per_rank = _exchange_dims(world, own)
     return tables.dim_per_rank
 
 
-def _dims_at_compile_time(own: int) -> list[int]:
+def _dims_at_compile_time(own: int) -> tuple[int, ...]:
     """Return every PE's sum of D. Collective: the PEs compile the same graphs, each with its own tables."""
     return _exchange_dims(_world.current(), own)
 
@@ -153,9 +161,9 @@ def _dims_at_compile_time(own: int) -> list[int]:
 _dims_at_compile_time._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _exchange_dims(world: _world.World, own: int) -> list[int]:
+def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
     try:
-        return [int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode())]
+        return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))
     except BootstrapError as error:
         raise BootstrapError(
             f"the PEs could not agree on the widths of their tables: {error}. Where tables are new on some PEs only, pass "
@@ -163,79 +171,63 @@ def _exchange_dims(world: _world.World, own: int) -> list[int]:
         ) from error
 
 
+# ---- launch -----------------------------------------------------------------------------------------------------------
+
+_MAX_PLANS = 64  # per set of tables; a plan holds a few KB, and shapes that change without end must not collect
+
+
+def _execute(
+    world: _world.World,
+    tables: TableSet,
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    choices: tuple[Any, ...],
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Find or make the plan, launch it, return the result. `choices`: dims, batches, dtype, mode, bounds, schedule."""
+    num_offsets = offsets.shape[0]
+    pooling = average_pooling(indices.shape[0], num_offsets - 1)
+    tuning = world.operator_state.get(TUNING)
+    signature = (*choices, tuning, indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
+    plan = tables.plans.get(signature)
+    if plan is None:
+        plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *choices)
+        if len(tables.plans) >= _MAX_PLANS:
+            tables.plans.pop(next(iter(tables.plans)))
+        tables.plans[signature] = plan
+    plan.check_lookups(indices, offsets, per_sample_weights)
+    if out is not None:
+        plan.check_output(out)
+        plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
+        return out
+    slot = world.outputs.take(plan.output_bytes, is_captured=world.workspace.is_capturing())
+    plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
+    return slot.tensor(plan.dtype, plan.output_shape)
+
+
 # ---- torch operator ---------------------------------------------------------------------------------------------------
 
 
-def _plan(
+def _run(
     weights: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None,
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
-    dtype: torch.dtype,
-    mode: str,
-    bounds: str,
-    schedule: str,
-) -> tuple[_world.World, EmbeddingPlan]:
+    *rest: object,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     world = _world.current()
-    tables: TableSet = _table_sets(world).find(weights)
-    plans = world.operator_state.setdefault(_NAME, {})
-    signature = (
-        tables,
-        indices.dtype,
-        offsets.dtype,
-        offsets.shape,
-        per_sample_weights is not None,
-        tuple(dim_per_rank),
-        tuple(batch_per_rank),
-        dtype,
-        mode,
-        bounds,
-        schedule,
-    )
-    plan = plans.get(signature)
-    if plan is None:
-        plan = EmbeddingPlan(
-            world,
-            weights,
-            indices,
-            offsets,
-            per_sample_weights,
-            dim_per_rank,
-            batch_per_rank,
-            dtype,
-            mode,
-            bounds,
-            schedule,
-        )
-        plans[signature] = plan
-        while len(plans) > _MAX_PLANS:
-            plans.pop(next(iter(plans)))
-    plan.check_lookups(indices, offsets, per_sample_weights)
-    return world, plan
+    choices = (tuple(dim_per_rank), tuple(batch_per_rank), *rest)
+    tables = _table_sets(world).find(weights)
+    return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)
 
 
-_MAX_PLANS = 256  # a plan holds a few KB; shapes that change without end must not collect
-
-
-def _run(*arguments: object) -> torch.Tensor:
-    world, plan = _plan(*arguments)  # type: ignore[arg-type]
-    capturing = world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing()
-    slot = world.outputs.take(plan.output_bytes, is_captured=capturing)
-    plan.launch(world, arguments[1], arguments[2], arguments[3], slot.offset)  # type: ignore[arg-type]
-    return slot.base.view(plan.dtype).view(plan.output_shape)
-
-
-def _run_out(*arguments: object, out: torch.Tensor) -> None:
-    world, plan = _plan(*arguments)  # type: ignore[arg-type]
-    if out.dtype != plan.dtype or tuple(out.shape) != plan.output_shape or not out.is_contiguous():
-        raise ValueError(
-            f"out: expected a contiguous {plan.dtype} tensor of shape {list(plan.output_shape)}, got {out.dtype} "
-            f"{list(out.shape)}"
-        )
-    offset = world.heap.offset_of(out, "out")
-    plan.launch(world, arguments[1], arguments[2], arguments[3], offset)  # type: ignore[arg-type]
+def _run_out(*arguments: Any, out: torch.Tensor) -> None:
+    _run(*arguments, out=out)
 
 
 def _fake(
@@ -272,7 +264,6 @@ _library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
 torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
 torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
 torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
-_operator = torch.ops.persistent_ops.embedding_all_to_all.default
 
 
 # ---- reference --------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from ..runtime.layout import Team
 from ..runtime.contract import Contract, register
 from ..runtime.world import World, upload
 
-__all__ = ["MODES", "SCHEDULES", "EmbeddingPlan", "Tuning"]
+__all__ = ["MODES", "SCHEDULES", "TUNING", "EmbeddingPlan", "Tuning", "average_pooling"]
 
+TUNING = "embedding_all_to_all.tuning"  # key in a world's operator_state of a Tuning other than the default one
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
 _BOUNDS = ("fatal", "ignore")
@@ -23,6 +24,9 @@ _SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: 
 _INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _VECTOR_BYTES = 16
 _MAX_POSITIONS = 2**31 - 1
+_TASK_BYTES = 96 << 10
+_TASKS_PER_WARP = 3
+_WIDEST_SHAPE = 1
 _MAX_SLICE_SAMPLES = 32  # the ends of a task's bags lie in the lanes of a warp
 register(
     "embedding_all_to_all",
@@ -44,21 +48,22 @@ class Tuning:
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
-        threads: of a WG on the GPU.
+        threads: of a WG on the GPU; None for the most that the kernel's registers allow without spills.
         blocks_per_sm: WGs per SM; None for the backend's default. All PEs must agree.
         rows_in_flight: rows of a table that a group of lanes loads ahead.
-        slice_samples: samples per slice and task; None to choose by the batch. All PEs must agree.
+        slice_samples: samples per slice and task; None to choose by the work per sample. Where peers are not reachable,
+            all PEs must agree, and None chooses by the batch.
         bulk_store: send rows by bulk copies from shared memory (Hopper and later) instead of stores.
         local_delay: rounds by which this PE's own tasks start later than the others', as a share of all rounds: 0 mixes
             them evenly, 1 runs them last.
     """
 
-    threads: int = 192
+    threads: int | None = None
     blocks_per_sm: int | None = None
     rows_in_flight: int = 8
     slice_samples: int | None = None
     bulk_store: bool = True
-    local_delay: float = 0.05
+    local_delay: float = 0.0
 
 
 class _Order(ctypes.Structure):
@@ -116,6 +121,7 @@ class EmbeddingPlan:
         schedule: str,
     ) -> None:
         self._device = world.backend.device
+        self._device_index = -1 if self._device.type == "cpu" else self._device.index
         _check_choices(mode, bounds, schedule, per_sample_weights)
         _check_tables(weights, dtype, self._device)
         self.dtype = dtype
@@ -125,16 +131,20 @@ class EmbeddingPlan:
                 "embedding_all_to_all: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
                 "capture cannot do: call it once before the capture, with the same tables"
             )
-        tuning: Tuning = world.operator_state.get("embedding_all_to_all.tuning", Tuning())
+        tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
         batch = sum(batch_per_rank)
         element = self.dtype.itemsize
         self.output_shape = (batch_per_rank[world.rank], sum(dim_per_rank))
         self.output_bytes = self.output_shape[0] * self.output_shape[1] * element
         row_bytes = self.output_shape[1] * element
+        if row_bytes >= 2**31:
+            raise ValueError(f"dim_per_rank: a row of output has {row_bytes} bytes, at most 2 GiB - 1 are possible")
         batch_start = [0, *itertools.accumulate(batch_per_rank)]
         column_start = [dim * element for dim in (0, *itertools.accumulate(dim_per_rank))]
 
-        slice_samples = tuning.slice_samples or _slice_samples(max(batch_per_rank, default=1))
+        slice_samples = tuning.slice_samples or _slice_samples(
+            world, weights, batch_per_rank, average_pooling(indices.shape[0], offsets.numel() - 1)
+        )
         if not 1 <= slice_samples <= _MAX_SLICE_SAMPLES:
             raise ValueError(f"slice_samples: expected 1 to {_MAX_SLICE_SAMPLES}, got {slice_samples}")
         if -(-max(batch_per_rank) // slice_samples) > world.workspace.max_ready_words:
@@ -146,24 +156,27 @@ class EmbeddingPlan:
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
 
         tables, shapes = _tables(weights, column_start[world.rank], row_bytes, world.backend.name)
-        kernel = world.backend.load(
-            _request(self.dtype, indices, offsets, per_sample_weights, mode, shapes, tuning, world)
-        )
+        threads = tuning.threads or _threads(shapes, per_sample_weights is not None)
+        request = _request(self.dtype, indices, offsets, per_sample_weights, mode, shapes, threads, tuning, world)
+        kernel = world.backend.load(request)
         blocks_per_sm = tuning.blocks_per_sm or world.backend.default_blocks_per_sm
         self._grid = world.backend.num_sms * blocks_per_sm
         if blocks_per_sm > kernel.max_blocks_per_sm():
             raise ValueError(
-                f"blocks_per_sm: {blocks_per_sm} WGs of {tuning.threads} threads do not fit an SM together, only "
+                f"blocks_per_sm: {blocks_per_sm} WGs of {threads} threads do not fit an SM together, only "
                 f"{kernel.max_blocks_per_sm()}; a persistent grid must be resident as a whole"
             )
         if self._grid > world.workspace.max_ready_words:
             raise ValueError(f"blocks_per_sm: at most {world.workspace.max_ready_words} WGs in all, got {self._grid}")
 
         self._staging = None
+        staging_offset = 0
         wg_done = None
         if not world.all_reachable:
             own_bytes = batch * (column_start[world.rank + 1] - column_start[world.rank])
-            self._staging = world.outputs.take(max(own_bytes, 1), is_captured=True)
+            staging = world.outputs.take(max(own_bytes, 1), is_captured=False)
+            self._staging = staging.base.view(-1)  # another tensor on it: not idle while this plan lives
+            staging_offset = staging.offset
             slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
             if len(weights) > 64 * 64:
                 raise ValueError(
@@ -183,7 +196,7 @@ class EmbeddingPlan:
                 row_bytes,
                 list(_SCALARS).index(self.dtype),
                 self._grid,
-                slice_samples,
+                0 if world.all_reachable else slice_samples,
                 _mix(batch_per_rank),
                 _mix(dim_per_rank),
             ),
@@ -205,20 +218,19 @@ class EmbeddingPlan:
             column_start=self._column_start.data_ptr(),
             batch=batch,
             output_row_bytes=row_bytes,
-            staging_offset=0 if self._staging is None else self._staging.offset,
+            staging_offset=staging_offset,
             reports_bad_input=int(bounds == "fatal"),
         )
         self._plan = upload(world.backend, bytes(plan))
         self._address = self._plan.data_ptr()
         self._kernel = kernel
-        self._has_weights = per_sample_weights is not None
 
     def check_lookups(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
         for name, tensor in (("indices", indices), ("offsets", offsets)):
-            if tensor.device != self._device or not tensor.is_contiguous() or tensor.dim() != 1:
+            if tensor.get_device() != self._device_index or not tensor.is_contiguous() or tensor.dim() != 1:
                 raise ValueError(
                     f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on {tensor.device}"
                 )
@@ -233,6 +245,14 @@ class EmbeddingPlan:
             raise ValueError(
                 f"per_sample_weights: expected a contiguous tensor of the shape of indices, {list(indices.shape)}, got "
                 f"{list(per_sample_weights.shape)}"
+            )
+
+    def check_output(self, out: torch.Tensor) -> None:
+        """Raise unless `out` can hold the result."""
+        if out.dtype != self.dtype or tuple(out.shape) != self.output_shape or not out.is_contiguous():
+            raise ValueError(
+                f"out: expected a contiguous {self.dtype} tensor of shape {list(self.output_shape)}, got {out.dtype} "
+                f"{list(out.shape)}"
             )
 
     def launch(
@@ -307,9 +327,37 @@ def _check_split(
 # ---- choices ----------------------------------------------------------------------------------------------------------
 
 
-def _slice_samples(samples_per_pe: int) -> int:
-    """Return how many samples a slice has: fewer where the batch is small, so that every warp gets a share."""
-    return max(1, min(8, samples_per_pe // 16), -(-samples_per_pe // 8192))
+def average_pooling(num_indices: int, num_bags: int) -> int:
+    """Return the lookups per bag, rounded up to a power of two: plans are made per such class."""
+    return 1 << max(-(-num_indices // max(num_bags, 1)) - 1, 0).bit_length()
+
+
+def _slice_samples(
+    world: World, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], pooling: int
+) -> int:
+    """Return how many samples a slice, and so a task, has.
+
+    A task of some tens of KB keeps a warp's loads in flight; a larger one only spreads the warps over more tables at a
+    time, and a table's rows then find less of the cache. Small batches get smaller tasks, some for every warp.
+    """
+    samples = max(batch_per_rank)
+    fewest = max(1, -(-samples // world.workspace.max_ready_words))
+    if not world.all_reachable or not weights:
+        return max(fewest, min(8, samples // 16))
+    bag_bytes = pooling * max(weight.shape[1] * weight.element_size() for weight in weights)
+    by_bytes = _TASK_BYTES // max(bag_bytes, 1)
+    workers = world.backend.num_sms * world.backend.default_blocks_per_sm * 8
+    by_share = len(weights) * sum(batch_per_rank) // (_TASKS_PER_WARP * workers)
+    largest = max(1, min(8, by_bytes, by_share))
+    return max(fewest, 1 << (largest.bit_length() - 1))
+
+
+def _threads(shapes: int, is_weighted: bool) -> int:
+    """Return the threads of a WG at which two of them per SM leave every thread enough registers (tests check it)."""
+    is_mixed = shapes & (shapes - 1) != 0
+    if is_weighted or is_mixed:
+        return 128
+    return 192 if shapes == 1 << _WIDEST_SHAPE else 256
 
 
 def _row_shape(table: _Table, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
@@ -355,6 +403,7 @@ def _request(
     per_sample_weights: torch.Tensor | None,
     mode: str,
     shapes: int,
+    threads: int,
     tuning: Tuning,
     world: World,
 ) -> KernelRequest:
@@ -369,11 +418,11 @@ def _request(
         "PO_POOLING": pooling,
         "PO_SHAPES": str(shapes),
         "PO_ROWS": str(tuning.rows_in_flight),
-        "PO_THREADS": str(tuning.threads),
+        "PO_THREADS": str(threads),
         "PO_BLOCKS_PER_SM": str(tuning.blocks_per_sm or world.backend.default_blocks_per_sm),
         "PO_BULK_STORE": str(int(tuning.bulk_store)),
     }
-    return KernelRequest("embedding_all_to_all", tuple(defines.items()), ctypes.sizeof(_Plan), tuning.threads)
+    return KernelRequest("embedding_all_to_all", tuple(defines.items()), ctypes.sizeof(_Plan), threads)
 
 
 def _packed(values: Sequence[int]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,10 +19,16 @@ _MAX_SETS = 256  # lists that change without end must not collect
 
 
 class TableSet:
-    """A list of tables; `dim_per_rank` is set once the PEs have agreed on it."""
+    """A list of tables.
+
+    Attributes:
+        dim_per_rank: what the PEs have agreed on for it; None before.
+        plans: an operator's plans for it, by the rest of their signature.
+    """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self.dim_per_rank: list[int] | None = None
+        self.dim_per_rank: tuple[int, ...] | None = None
+        self.plans: dict[tuple[object, ...], Any] = {}
         self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
 
     def is_alive(self) -> bool:

@@ -157,6 +157,14 @@ class _Slot:
     storage_id: int
     idle_uses: int
     is_captured: bool = False
+    typed: torch.Tensor | None = None
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone."""
+        if self.typed is None or self.typed.dtype != dtype:
+            self.typed = self.base.view(dtype)
+            self.idle_uses = torch._C._storage_Use_Count(self.storage_id)  # type: ignore[attr-defined]
+        return self.typed.view(shape)
 
     def is_idle(self) -> bool:
         return not self.is_captured and torch._C._storage_Use_Count(self.storage_id) == self.idle_uses  # type: ignore[attr-defined]

@@ -115,6 +115,10 @@ class Workspace:
         if self._backend.name == "host":
             self.raise_pending()
 
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured into a CUDA graph."""
+        return self._backend.name == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _order_after_last_stream(self) -> None:
         """Order this launch behind the last one where that was on another stream.
 

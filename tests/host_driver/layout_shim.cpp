@@ -69,6 +69,7 @@ int main() {
   FIELD(Team, contract_hash);
   FIELD(Team, contract);
   FIELD(Team, network);
+  FIELD(Team, epoch);
 
   STRUCT(ExchangeOrder);
   FIELD(ExchangeOrder, rank);
