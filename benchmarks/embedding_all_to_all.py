@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--zipf", choices=("also", "only", "no"), help="Zipf 1.05 indices (default also; quick no)")
     parser.add_argument("--rows", type=int, help="rows of each table (default 100000; host 1000)")
     parser.add_argument("--quick", action="store_true", help="a look: few rounds, and uniform indices")
-    parser.add_argument("--tune", help="time the fused operator over a grid: threads=256:192,bulk_store=1:0,...")
+    parser.add_argument("--tune", help="time the fused operator over a grid: threads=256:192,local_delay=0:0.5,...")
     parser.add_argument("--tune-mode", choices=("product", "star"), default="product", help="star: one field at a time")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for each world, where PEs are started here")
     return parser

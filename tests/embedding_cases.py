@@ -79,7 +79,6 @@ CASES = [
     Case("many tables", dims=lambda rank: (4,) * (70 + rank), batch=lambda w: 6, max_pooling=2),
     Case("single-sample slices", tuning={"slice_samples": 1}),
     Case("large slices, locals mixed in", tuning={"slice_samples": 16, "local_delay": 0.0}),
-    Case("plain stores", tuning={"bulk_store": False}, dims=lambda rank: (256, 32)),
 ]
 
 

@@ -39,7 +39,7 @@ class Options:
 
 
 def parse_grid(text: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Read "threads=256:192,bulk_store=1:0" into fields of Tuning and their values.
+    """Read "threads=256:192,local_delay=0:0.5" into fields of Tuning and their values.
 
     Raises:
         ValueError: no such field, or a value of another type.
@@ -52,7 +52,7 @@ def parse_grid(text: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
         name, _, values = part.partition("=")
         if name not in kinds or not values:
             raise ValueError(f"--tune: expected FIELD=VALUE:VALUE with a field of {', '.join(kinds)}; got {part!r}")
-        convert = (lambda value: bool(int(value))) if kinds[name] is bool else kinds[name]
+        convert = kinds[name]
         try:
             grid.append((name, tuple(None if v == "none" else convert(v) for v in values.split(":"))))
         except ValueError as error:

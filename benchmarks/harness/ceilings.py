@@ -84,9 +84,6 @@ def measure_ceilings(
         store = _kernel(world, "kStore", 256)
         sent = segment * (world.size - 1)
         ways["store: 16-byte stores"] = (lambda: store(place, store_bytes, 0), sent)
-        if world.backend.name == "cuda" and torch.cuda.get_device_capability(world.backend.device)[0] >= 9:
-            bulk = _kernel(world, "kBulkStore", 256)
-            ways["store: bulk copies"] = (lambda: bulk(place, store_bytes, 0), sent)
 
     rates: dict[str, float] = {}
     for name, (call, nbytes) in ways.items():

@@ -33,20 +33,25 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
     record.epoch = team.epoch;
     record.seen = seen;
     record.waited_ns = waited_ns;
-    const auto* grant = reinterpret_cast<const Grant*>(team.heap + grant_offset(team, peer));
+    // A PE that is blamed itself names the one that blames it, whose credit may still be on its way.
+    const int other_side = peer == team.rank ? static_cast<int>(index) : peer;
+    const auto* grant = reinterpret_cast<const Grant*>(team.heap + grant_offset(team, other_side));
+    const bool is_here = epoch_of(flag_load_acquire_sys(&grant->flag)) >= team.epoch;
     for (int i = 0; i < kContractWords; ++i) {
       record.own_contract[i] = team.contract[i];
-      record.peer_contract[i] = grant->contract[i];
+      record.peer_contract[i] = is_here ? grant->contract[i] : 0;
     }
     flag_store_release_sys(&record.state, 1);  // pairs with the host's acquiring read in check()
-    // The peers need not wait out their own time: they leave at their next look at these words.
+    // The peers need not wait out their own time: they leave at their next look at these words. A report that is passed
+    // on keeps its reason.
+    const uint64_t reason = kind == kReportedByPeer ? low_bits_of(seen) >> kBlameKindShift : kind;
     for (int other = 0; other < team.size; ++other) {
       if (other == team.rank) continue;
       signal(team, other, abort_word_offset(team, team.rank),
-             flag_value(team.epoch, kind << kBlameKindShift | (static_cast<uint64_t>(peer) + 1)));
+             flag_value(team.epoch, reason << kBlameKindShift | (static_cast<uint64_t>(peer) + 1)));
     }
   }
-  flag_store_relaxed_sys(&team.local->abort, 1);
+  if (!is_aborted(team)) flag_store_relaxed_sys(&team.local->abort, team.epoch);
 }
 
 // A peer gave up on this epoch (or an earlier one): give up as well, and pass on whom it blames.
@@ -88,6 +93,10 @@ PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int 
 
 // Tells every peer that this PE's output may be written, and under which contract. Threads of one WG share the peers.
 PO_FN void grant_credit(const Team& team, const WorkGroup& wg, uint64_t output_offset) {
+  // A launch behind one that was aborted takes part in nothing: its credit would hide the aborted one's contract from
+  // peers that have not compared yet, and let those still in that epoch write into the output of this one.
+  const uint64_t aborted = flag_load_relaxed_sys(&team.local->abort);
+  if (aborted != 0 && aborted < team.epoch) return;
   auto fill = [&](Grant* grant) {
     grant->output_offset = output_offset;
     for (int i = 0; i < kContractWords; ++i) grant->contract[i] = team.contract[i];
@@ -98,7 +107,10 @@ PO_FN void grant_credit(const Team& team, const WorkGroup& wg, uint64_t output_o
     signal(team, peer, grant_offset(team, team.rank), launch_flag(team));
   }
   if (wg.rank() == 0) {
-    auto* staged = reinterpret_cast<Grant*>(team.heap + grant_offset(team, team.size));
+    // Two copies in turn: that a peer granted this epoch's credit, awaited before the next one, says that it has taken
+    // the last epoch's, so the put of that one has been performed.
+    const int copy = team.size + static_cast<int>(team.epoch % 2);
+    auto* staged = reinterpret_cast<Grant*>(team.heap + grant_offset(team, copy));
     fill(staged);
     for (int peer = 0; peer < team.size; ++peer) {
       if (is_reachable(team, peer)) continue;

@@ -25,7 +25,7 @@ struct LocalState {
   alignas(128) uint64_t epoch;     // of the last launch that completed; advanced by the last WG to leave
   alignas(128) uint64_t ticket;    // next position of the task order
   alignas(128) uint64_t departed;  // WGs that are done with this launch
-  alignas(128) uint64_t abort;     // non-zero: leave without waiting for anybody
+  alignas(128) uint64_t abort;     // the epoch that was given up, or 0; not 0: leave without waiting for anybody
   uint64_t error_claimed;          // the first WG to meet an error sets it and writes the record
   uint64_t input_error_claimed;
 };
@@ -65,7 +65,7 @@ struct Team {
   int32_t size;
   uint8_t* heap;               // base of this PE's symmetric heap
   const uint64_t* peer_heaps;  // [size] base of each PE's heap as mapped here; 0: not load/store reachable
-  uint64_t grants_offset;      // Grant[size + 1], indexed by receiver; the last one is a staging copy of this PE's own
+  uint64_t grants_offset;      // Grant[size + 2], indexed by receiver; the last two are staging copies of this PE's own
   uint64_t ready_offset;       // uint64_t[size][ready_stride], indexed by sender
   uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up: epoch, why, and the PE it blames
   uint64_t ready_stride;

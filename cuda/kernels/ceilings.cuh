@@ -1,7 +1,7 @@
 // What the hardware gives at best, as plain loops: the two ceilings that benchmarks measure beside an operator.
 //
 // Read: every byte of a buffer once, by 16-byte loads. Store: each PE fills its segment of every peer's buffer, all
-// peers in turn, by 16-byte stores or by bulk copies from shared memory. No flags: the stream's end means that a PE's
+// peers in turn, by 16-byte stores. No flags: the stream's end means that a PE's
 // own stores are done, and who looks at what peers stored calls a barrier first.
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace po::ceilings {
 
-enum class Ceiling { kRead, kStore, kBulkStore };
+enum class Ceiling { kRead, kStore };
 
 struct Plan {
   Team team;
@@ -30,13 +30,10 @@ struct Call {
   uint32_t* sink;  // kRead: never written, but the compiler cannot know
 };
 
-inline constexpr int64_t kTileBytes = 4096;  // of a segment, from one WG or warp to one peer at a time
+inline constexpr int64_t kTileBytes = 4096;  // of a segment, from one WG to one peer at a time
 
 struct Shared {
   Plan plan;
-#if PO_ON_DEVICE
-  alignas(128) uint8_t tile[Ceiling::PO_CEILING == Ceiling::kBulkStore ? kTileBytes : 16];
-#endif
 };
 
 PO_FN void read_all(const WorkGroup& wg, const Call& call) {
@@ -86,24 +83,6 @@ PO_FN void store_all(const WorkGroup& wg, const Team& team, const Call& call) {
   }
 }
 
-#if PO_HAS_BULK_COPY
-PO_FN void bulk_store_all(const WorkGroup& wg, const Team& team, const Call& call, uint8_t* tile) {
-  const Vector<16> value = stamp(team);
-  for (int64_t byte = wg.rank() * 16; byte < kTileBytes; byte += wg.size() * 16) {
-    *reinterpret_cast<Vector<16>*>(tile + byte) = value;
-  }
-  fence_shared_for_bulk_copy();
-  wg.sync();
-  if (Warp{}.rank() != 0) return;
-  const int64_t num_workers = wg.num_warps() * int64_t{wg.count()};
-  for (int64_t i = wg.warp_index() * int64_t{wg.count()} + wg.index(); i < num_tiles(team, call); i += num_workers) {
-    bulk_store(tile_target(team, call, i), tile, static_cast<uint32_t>(kTileBytes));
-    bulk_store_await_sources<4>();  // bounds what is in flight; the source never changes
-  }
-  bulk_store_complete();
-}
-#endif
-
 struct Kernel {
   using Plan = ceilings::Plan;
   using Call = ceilings::Call;
@@ -112,15 +91,10 @@ struct Kernel {
   static constexpr int kBlocksPerSm = 2;
 
   static PO_FN void run(const WorkGroup& wg, [[maybe_unused]] Shared& shared, const Call& call) {
-    const Plan& plan = shared.plan;
     if constexpr (Ceiling::PO_CEILING == Ceiling::kRead) {
       read_all(wg, call);
-    } else if constexpr (Ceiling::PO_CEILING == Ceiling::kStore) {
-      store_all(wg, plan.team, call);
     } else {
-#if PO_HAS_BULK_COPY
-      bulk_store_all(wg, plan.team, call, shared.tile);
-#endif
+      store_all(wg, shared.plan.team, call);
     }
   }
 };

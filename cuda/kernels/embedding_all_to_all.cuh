@@ -7,7 +7,8 @@
 // pooled row straight into its destination's output; for a destination that is not load/store reachable they fill the
 // staged slice, and the warp that sets the last WG_Done bit puts it and signals. (3) After its last task for others a WG
 // releases one sliceRdy word at every reachable peer, then works on local tasks. (4) Each WG waits for its own subset of
-// the words that arrive. Written for Hopper (bulk copies to peers), runs on sm_80 and later and on the host.
+// the words that arrive. Measured on
+// H200; runs on sm_80 and later and on the host.
 #pragma once
 
 #include "comm/launch.cuh"
@@ -31,9 +32,6 @@
 #ifndef PO_ROWS
 #define PO_ROWS 8
 #endif
-#ifndef PO_BULK_STORE
-#define PO_BULK_STORE 1
-#endif
 
 namespace po::embedding_all_to_all {
 
@@ -43,9 +41,7 @@ struct Config {
   using Scalar = PO_SCALAR;
   static constexpr int kThreads = PO_THREADS;
   static constexpr int kBlocksPerSm = PO_BLOCKS_PER_SM;
-  static constexpr int kMaxWarps = PO_ON_DEVICE ? kThreads / kWarpSize : 1;
   static constexpr int kElementBytes = static_cast<int>(sizeof(Scalar::Storage));
-  static constexpr int kStoreBytes = 32 * 2 * 16;  // the widest piece of a row that a warp pools at once
   static_assert(kThreads % 32 == 0, "a WG consists of whole warps");
 
   template <int kLanes, int kVectors, int kBytes>
@@ -87,14 +83,6 @@ struct Call {
 struct Shared {
   Plan plan;
   uint64_t is_last;
-
-#if PO_ON_DEVICE
-  alignas(128) uint8_t buffers[Config::kMaxWarps][2][Config::kStoreBytes];
-
-  PO_FN uint8_t* store_buffers(int warp) { return buffers[warp][0]; }
-#else
-  uint8_t* store_buffers(int) { return nullptr; }  // rows are stored directly
-#endif
 };
 
 // ---- bad input ------------------------------------------------------------------------------------------------------
@@ -166,9 +154,7 @@ PO_FN void check_outer_offsets(const Plan& plan, const Call& call) {
 // One per group of lanes. Rows leave in the order of their bags.
 class RowStore {
  public:
-  // `buffers`: the warp's two halves of shared memory, for bulk copies.
-  PO_FN RowStore(const Plan& plan, uint8_t* buffers, uint64_t own_output)
-      : plan_(plan), buffers_(buffers), own_output_(own_output) {}
+  PO_FN RowStore(const Plan& plan, uint64_t own_output) : plan_(plan), own_output_(own_output) {}
 
   // The next rows are bags [first_bag, ...) of `destination`; `piece_bytes` of each, from column `column_bytes` on.
   PO_FN void aim(int destination, int64_t first_bag, int64_t column_bytes, int32_t piece_bytes) {
@@ -207,37 +193,17 @@ class RowStore {
 
   template <class Shape>
   PO_FN void emit(const float (&sums)[Shape::kVectors][Shape::Elements::kCount]) {
-    const typename Shape::Group group;
-#if PO_HAS_BULK_COPY && PO_BULK_STORE
-    if constexpr (Shape::kBytes == 16) {
-      uint8_t* buffer = buffers_ + group.index() * Shape::kChunkBytes + half_;
-      if (group.rank() == 0) bulk_store_await_sources<1>();  // the copy that used this half has read it
-      group.sync();
-      PO_UNROLL
-      for (int v = 0; v < Shape::kVectors; ++v) {
-        auto* slot = buffer + v * Shape::kStrideBytes + group.rank() * Shape::kBytes;
-        *reinterpret_cast<Vector<Shape::kBytes>*>(slot) = Shape::Elements::round(sums[v]);
-      }
-      fence_shared_for_bulk_copy();
-      group.sync();
-      if (group.rank() == 0) bulk_store(target_, buffer, static_cast<uint32_t>(piece_bytes_));
-      half_ ^= Config::kStoreBytes;
-      target_ += stride_;
-    } else
-#endif
-    {
-      PO_UNROLL
-      for (int v = 0; v < Shape::kVectors; ++v) {
-        const int offset = v * Shape::kStrideBytes + group.rank() * Shape::kBytes;
-        if (offset < piece_bytes_) store_vector<Shape::kBytes>(target_ + offset, Shape::Elements::round(sums[v]));
-      }
-      target_ += stride_;
+    const int first = typename Shape::Group{}.rank() * Shape::kBytes;
+    PO_UNROLL
+    for (int v = 0; v < Shape::kVectors; ++v) {
+      const int offset = v * Shape::kStrideBytes + first;
+      if (offset < piece_bytes_) store_vector<Shape::kBytes>(target_ + offset, Shape::Elements::round(sums[v]));
     }
+    target_ += stride_;
   }
 
  private:
   const Plan& plan_;
-  [[maybe_unused]] uint8_t* buffers_;
   uint64_t own_output_;
   uint64_t credited_ = 0;  // bit p: PE p granted this epoch's credit
   int destination_ = 0;
@@ -246,15 +212,14 @@ class RowStore {
   int64_t column_bytes_ = 0;
   uint8_t* target_ = nullptr;
   int32_t stride_ = 0;  // a row of output has less than 2 GiB
-  [[maybe_unused]] int half_ = 0;
 };
 
 // ---- one warp's work ------------------------------------------------------------------------------------------------
 
 class Worker {
  public:
-  PO_FN Worker(const WorkGroup& wg, const Plan& plan, const Call& call, uint8_t* buffers)
-      : wg_(wg), plan_(plan), call_(call), store_(plan, buffers, call.output_offset) {
+  PO_FN Worker(const WorkGroup& wg, const Plan& plan, const Call& call)
+      : wg_(wg), plan_(plan), call_(call), store_(plan, call.output_offset) {
     // The first ticket is the worker's own number; the counter hands out those behind.
     position_ = wg.warp_index() * wg.count() + wg.index();
   }
@@ -273,13 +238,6 @@ class Worker {
       }
       position_ = wg_.num_warps() * wg_.count() + warp_.shuffle(ticket, 0);
     }
-  }
-
-  // After this and a wg.sync(), a release by any thread of the WG covers all rows stored so far.
-  PO_FN void complete_stores() const {
-#if PO_HAS_BULK_COPY && PO_BULK_STORE
-    bulk_store_complete();
-#endif
   }
 
   // The staged slices may be overwritten after this.
@@ -339,8 +297,7 @@ class Worker {
   // Sets the task's WG_Done bit. Whoever completes the slice sends it.
   PO_FN void finish_staged() {
     const ExchangeOrder& order = plan_.order;
-    complete_stores();
-    warp_.sync();
+    warp_.sync();  // the rows of all lanes are before the bit
     if (warp_.rank() != 0) return;
     Task task;
     order.task_at(position_, &task);
@@ -435,13 +392,11 @@ struct Kernel {
     begin_launch(shared.plan.team, wg);
     if (wg.index() == 0) grant_credit(plan.team, wg, call.output_offset);
 
-    Worker worker(wg, plan, call, shared.store_buffers(wg.warp_index()));
+    Worker worker(wg, plan, call);
     worker.run_until(plan.order.num_leading());
-    worker.complete_stores();
     wg.sync();  // the rows of all warps are before the words that announce them
     signal_ready(plan.team, wg);
     worker.run_until(plan.order.num_positions());
-    worker.complete_stores();
     worker.complete_puts();
 
     if (wg.index() == 0 && wg.rank() == 0) check_outer_offsets(plan, call);

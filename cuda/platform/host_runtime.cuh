@@ -10,3 +10,5 @@ PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int num_pes, uint6
 }
 
 PO_EXPORT void po_network_destroy(void* network) { delete static_cast<po::DelayedNetwork*>(network); }
+
+PO_EXPORT void po_network_quiet(void* network) { static_cast<po::DelayedNetwork*>(network)->quiet(); }

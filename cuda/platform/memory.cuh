@@ -145,43 +145,6 @@ PO_FN void fence_acq_rel_sys() {
   // On the host every publication is itself a release operation, and ThreadSanitizer does not understand fences.
 }
 
-// ---- bulk copies from shared memory (the copy engine of an SM) ------------------------------------------------------
-
-#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
-#define PO_HAS_BULK_COPY 1
-#else
-#define PO_HAS_BULK_COPY 0
-#endif
-
-#if PO_HAS_BULK_COPY
-
-// Makes this thread's ordinary stores to shared memory visible to bulk copies that are issued after the next sync.
-PO_FN void fence_shared_for_bulk_copy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Copies `bytes` (a multiple of 16) from shared memory to this PE's or a peer's memory, asynchronously, as one group.
-PO_FN void bulk_store(void* target, const void* shared, uint32_t bytes) {
-  const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\t"
-      "cp.async.bulk.commit_group;" ::"l"(target),
-      "r"(source), "r"(bytes)
-      : "memory");
-}
-
-// Waits until at most kPending of this thread's bulk stores still read their shared memory.
-template <int kPending>
-PO_FN void bulk_store_await_sources() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// Waits until this thread's bulk stores have been performed, and hands them to the generic proxy, so that a release by
-// this thread (or one that synchronises with it) covers them.
-PO_FN void bulk_store_complete() {
-  asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async.global;" ::: "memory");
-}
-
-#endif
-
 // ---- time -----------------------------------------------------------------------------------------------------------
 
 PO_FN uint64_t clock_ns() {

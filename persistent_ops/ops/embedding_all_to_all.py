@@ -86,30 +86,40 @@ def embedding_all_to_all(
         # The host's share of an eager call counts: by-passing the dispatcher saves most of it. Same code as behind it.
         world = _world.current()
         tables = _table_sets(world).find(weights)
-        if dim_per_rank is None:
-            dim_per_rank = tables.dim_per_rank or _agree_on_dims(world, tables, weights)
-        if batch_per_rank is None:
-            batch_per_rank = _even_split(len(weights), offsets.shape[0], world.size)
-        if dtype is None:
-            dtype = weights[0].dtype if len(weights) else torch.float32
-        choices = (tuple(dim_per_rank), tuple(batch_per_rank), dtype, mode, bounds, schedule)
+        if dim_per_rank is not None:
+            dim_per_rank = tuple(dim_per_rank)
+        if batch_per_rank is not None:
+            batch_per_rank = tuple(batch_per_rank)
+        choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
         return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)
-    if dim_per_rank is None:
-        own = sum(weight.shape[1] for weight in weights)
-        if torch.compiler.is_compiling():
-            dim_per_rank = _dims_at_compile_time(own)
-        else:
-            world = _world.current()
-            dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
-    if batch_per_rank is None:
-        batch_per_rank = _even_split(len(weights), offsets.shape[0], len(dim_per_rank))
-    if dtype is None:
-        dtype = weights[0].dtype if len(weights) else torch.float32
+    if dim_per_rank is None and torch.compiler.is_compiling():
+        dim_per_rank = _dims_at_compile_time(sum(weight.shape[1] for weight in weights))
+    dim_per_rank, batch_per_rank, dtype = _completed(
+        _world.current(), weights, offsets, dim_per_rank, batch_per_rank, dtype
+    )
     arguments = (weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
     if out is None:
         return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
     torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
     return out
+
+
+def _completed(
+    world: _world.World,
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    dtype: torch.dtype | None,
+) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
+    """Fill in what the caller left to the operator. Collective where `dim_per_rank` is None and the tables are new."""
+    if dim_per_rank is None:
+        dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
+    if batch_per_rank is None:
+        batch_per_rank = _even_split(len(weights), offsets.shape[0], world.size)
+    if dtype is None:
+        dtype = weights[0].dtype if len(weights) else torch.float32
+    return dim_per_rank, batch_per_rank, dtype
 
 
 def _is_plain(weights: Sequence[torch.Tensor], indices: torch.Tensor) -> bool:
@@ -134,7 +144,10 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int
 
 
 def _table_sets(world: _world.World) -> TableSets:
-    return world.operator_state.setdefault(_NAME + ".tables", TableSets())  # type: ignore[no-any-return]
+    sets = world.operator_state.get(_NAME)
+    if sets is None:
+        sets = world.operator_state[_NAME] = TableSets()
+    return sets  # type: ignore[no-any-return]
 
 
 def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -186,14 +199,18 @@ def _execute(
     choices: tuple[Any, ...],
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Find or make the plan, launch it, return the result. `choices`: dims, batches, dtype, mode, bounds, schedule."""
+    """Find or make the plan, launch it, return the result.
+
+    `choices`: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
+    """
     num_offsets = offsets.shape[0]
     pooling = average_pooling(indices.shape[0], num_offsets - 1)
     tuning = world.operator_state.get(TUNING)
     signature = (*choices, tuning, indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
     plan = tables.plans.get(signature)
     if plan is None:
-        plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *choices)
+        completed = _completed(world, weights, offsets, *choices[:3])
+        plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *completed, *choices[3:])
         if len(tables.plans) >= _MAX_PLANS:
             tables.plans.pop(next(iter(tables.plans)))
         tables.plans[signature] = plan

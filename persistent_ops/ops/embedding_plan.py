@@ -53,7 +53,6 @@ class Tuning:
         rows_in_flight: rows of a table that a group of lanes loads ahead.
         slice_samples: samples per slice and task; None to choose by the work per sample. Where peers are not reachable,
             all PEs must agree, and None chooses by the batch.
-        bulk_store: send rows by bulk copies from shared memory (Hopper and later) instead of stores.
         local_delay: rounds by which this PE's own tasks start later than the others', as a share of all rounds: 0 mixes
             them evenly, 1 runs them last.
     """
@@ -62,7 +61,6 @@ class Tuning:
     blocks_per_sm: int | None = None
     rows_in_flight: int = 8
     slice_samples: int | None = None
-    bulk_store: bool = True
     local_delay: float = 0.0
 
 
@@ -420,7 +418,6 @@ def _request(
         "PO_ROWS": str(tuning.rows_in_flight),
         "PO_THREADS": str(threads),
         "PO_BLOCKS_PER_SM": str(tuning.blocks_per_sm or world.backend.default_blocks_per_sm),
-        "PO_BULK_STORE": str(int(tuning.bulk_store)),
     }
     return KernelRequest("embedding_all_to_all", tuple(defines.items()), ctypes.sizeof(_Plan), threads)
 

@@ -36,32 +36,20 @@ class TableSet:
         return not any(storage.expired() for storage in self._storages)
 
 
-class _Sighting:
-    """The very tensor objects that a set was last seen as."""
-
-    def __init__(self, tables: TableSet, weights: Sequence[torch.Tensor]) -> None:
-        self.tables = tables
-        self._seen = [(weakref.ref(weight), weight.data_ptr()) for weight in weights]
-
-    def shows(self, weights: Sequence[torch.Tensor]) -> bool:
-        return all(
-            ref() is w and w.data_ptr() == address for (ref, address), w in zip(self._seen, weights, strict=True)
-        )
-
-
 class TableSets:
     """The sets of one world."""
 
     def __init__(self) -> None:
-        self._sightings: dict[tuple[int, ...], _Sighting] = {}
+        # By the identities of the tensor objects: an entry goes when one of them does, so an identity cannot be reused.
+        self._sightings: dict[tuple[int, ...], tuple[list[int], TableSet, list[weakref.ref[torch.Tensor]]]] = {}
         self._sets: dict[tuple[object, ...], TableSet] = {}
 
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
         """Return the set that these tables are, a new one where they have not been seen."""
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
-        if sighting is not None and sighting.shows(weights):
-            return sighting.tables
+        if sighting is not None and sighting[0] == [weight.data_ptr() for weight in weights]:
+            return sighting[1]
         key = tuple(
             (w.untyped_storage()._cdata, w.data_ptr(), w.shape, w.dtype, w.is_contiguous(), w.device) for w in weights
         )
@@ -74,5 +62,10 @@ class TableSets:
                 self._sets.pop(next(iter(self._sets)))
         if len(self._sightings) > _MAX_SETS:
             self._sightings.clear()
-        self._sightings[identity] = _Sighting(tables, weights)
+        sightings = self._sightings
+
+        def forget(_: object) -> None:
+            sightings.pop(identity, None)
+
+        sightings[identity] = ([w.data_ptr() for w in weights], tables, [weakref.ref(w, forget) for w in weights])
         return tables

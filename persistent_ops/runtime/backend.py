@@ -70,5 +70,8 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait until this PE's launches have completed."""
 
+    def quiet(self) -> None:
+        """Wait until this PE's puts and signals have been performed; no kernel may be running."""
+
     def close(self) -> None:
         """Release everything; no launch may be in flight."""

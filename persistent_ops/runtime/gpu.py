@@ -173,6 +173,11 @@ class GpuBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def quiet(self) -> None:
+        if not all(self.peer_heaps):
+            self._bindings.quiet_on_stream(self.stream())
+            self.synchronize()
+
     def close(self) -> None:
         for code in self._libraries:
             self._bindings.culibrary_finalize(int(code.handle))

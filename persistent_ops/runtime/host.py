@@ -89,6 +89,7 @@ class HostBackend:
             self._runtime = ctypes.CDLL(str(compile_host(KernelSource("platform/host_runtime.cuh"))))
             self._runtime.po_network_create.restype = ctypes.c_void_p
             self._runtime.po_network_destroy.argtypes = [ctypes.c_void_p]
+            self._runtime.po_network_quiet.argtypes = [ctypes.c_void_p]
             table = (ctypes.c_uint64 * len(addresses))(*addresses)
             self.network = self._runtime.po_network_create(
                 table, len(addresses), ctypes.c_uint64(network_delay_us), ctypes.c_uint64(bootstrap.rank + 1)
@@ -123,6 +124,10 @@ class HostBackend:
 
     def synchronize(self) -> None:
         """Nothing to do: launches on the host are synchronous."""
+
+    def quiet(self) -> None:
+        if self.network:
+            self._runtime.po_network_quiet(self.network)
 
     def close(self) -> None:
         if self._runtime is not None and self.network:

@@ -49,7 +49,7 @@ class Workspace:
         self.lock = threading.Lock()
         self.timeout = timeout
         size = bootstrap.world_size
-        self._grants = heap.empty(((size + 1) * GRANT_BYTES // 8,), torch.int64)
+        self._grants = heap.empty(((size + 2) * GRANT_BYTES // 8,), torch.int64)
         self._ready = heap.empty((size * _READY_WORDS,), torch.int64)
         self._abort = heap.empty((size,), torch.int64)
         for flags in (self._grants, self._ready, self._abort):
@@ -196,6 +196,9 @@ class Workspace:
         self._backend.synchronize()
         epoch = int(self._local[0])
         epochs = [int(raw) for raw in self._bootstrap.exchange("recover", str(epoch).encode())]
+        # No PE runs a kernel any more. What their signals still have under way must land before the words are cleared.
+        self._backend.quiet()
+        self._bootstrap.exchange("recover-quiet", b"")
         self._abort.zero_()
         self._local.zero_()
         for words in self._wg_done:
