@@ -135,20 +135,20 @@ def test_an_error_still_prints_what_was_measured(
 
 
 def test_tuning_sorts_and_reports_what_does_not_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = "slice_samples=1:2,rows_in_flight=8:40"
+    grid = "rows_in_flight=8:16,slice_samples=2:40"
     assert run(*QUICK, "--pes", "2", "--out", str(tmp_path), "--tune", grid) == 0
     rows = [line for line in lines_of(tmp_path, "embedding_all_to_all_tuning") if line["kind"] == "tune"]
-    assert [(row["tuning"]["slice_samples"], row["tuning"]["rows_in_flight"]) for row in rows] == [
-        (None, 8),  # the default
-        (1, 8),
-        (1, 40),
-        (2, 8),
-        (2, 40),
+    assert [(row["tuning"]["rows_in_flight"], row["tuning"]["slice_samples"]) for row in rows] == [
+        (8, None),  # the default
+        (8, 2),
+        (8, 40),
+        (16, 2),
+        (16, 40),
     ]
     for row in rows:
-        if row["tuning"]["rows_in_flight"] == 40:
+        if row["tuning"]["slice_samples"] == 40:
             assert row["us"] is None
-            assert "32-bit mask" in row["problem"]
+            assert "slice_samples: expected 1 to 32" in row["problem"]
         else:
             assert row["us"] > 0
             assert row["problem"] is None

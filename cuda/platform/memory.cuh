@@ -25,14 +25,14 @@ struct alignas(2) Vector<2> {
 
 // ---- data ---------------------------------------------------------------------------------------------------------
 
-// Reads data that nobody writes during the launch and that this thread reads once: it does not displace L1.
+// Reads data that nobody writes during the launch.
 template <int kBytes>
 PO_FN Vector<kBytes> load_vector(const void* source) {
   Vector<kBytes> value;
 #if PO_ON_DEVICE
   if constexpr (kBytes == 16) {
     uint32_t* w = value.words;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
                  : "l"(source));
   } else {
