@@ -16,7 +16,7 @@ import torch
 from harness.ceilings import H200, Ceilings, measure_ceilings
 from harness.pes import agree, gather, without_multicast
 from harness.record import Recorder, describe_run, progress
-from harness.timing import DeviceBarrier, Subject, record, time_aligned, time_interleaved
+from harness.timing import Subject, record, time_aligned, time_interleaved
 
 import persistent_ops as po
 from persistent_ops.demo.unfused import process_group
@@ -109,11 +109,10 @@ def run_pe(options: Options) -> bool:
         )
         recorder.write("ceilings", pes=world.size, **ways)
         progress(world.rank, "  " + ", ".join(f"{way} {rate / 1e9:.0f} GB/s" for way, rate in ways["ways"].items()))
-        barrier = DeviceBarrier(world)
         passed = True
         for distribution in options.distributions:
             for config in shapes:
-                passed &= _measure(world, options, config, distribution, tables, ceilings, barrier, recorder)
+                passed &= _measure(world, options, config, distribution, tables, ceilings, recorder)
         if backend == "cuda":
             recorder.write("host_cost", pes=world.size, us_per_call=_host_cost(world))
         return passed
@@ -126,7 +125,6 @@ def _measure(
     distribution: str,
     tables: Tables,
     ceilings: Ceilings,
-    barrier: DeviceBarrier,
     recorder: Recorder,
 ) -> bool:
     """Check and time one config; collective."""
@@ -179,7 +177,7 @@ def _measure(
         )
     for name in ("fused", "oblivious"):
         if name in subjects and options.skew_trials:
-            _skew(world, methods, name, barrier, options, recorder, common)
+            _skew(world, methods, name, options, recorder, common)
     del subjects
     gc.collect()  # graphs hold memory, and NCCL's must be gone before its communicator
     world.barrier()
@@ -199,14 +197,13 @@ def _skew(
     world: World,
     methods: Methods,
     name: str,
-    barrier: DeviceBarrier,
     options: Options,
     recorder: Recorder,
     common: dict[str, Any],
 ) -> None:
     """Record how far the PEs' times of single launches are apart when all begin together."""
     subject = _subject(world, methods, name, 1)
-    own = time_aligned(world, barrier, subject.replay, trials=options.skew_trials)
+    own = time_aligned(world, subject.replay, trials=options.skew_trials)
     everyone = gather(world.bootstrap, own)
     trials = list(zip(*everyone, strict=True))
     recorder.write(

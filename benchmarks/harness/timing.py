@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,14 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from persistent_ops.runtime.backend import KernelRequest
-from persistent_ops.runtime.contract import Contract
-from persistent_ops.runtime.layout import Team
-from persistent_ops.runtime.world import World, upload
+from persistent_ops.runtime.world import World
 
 from .pes import gather
 
-__all__ = ["DeviceBarrier", "Subject", "record", "time_aligned", "time_interleaved"]
+__all__ = ["Subject", "record", "time_aligned", "time_interleaved"]
 
 _MAX_REPLAYS = 500
 _HEAD_START_CYCLES = 400_000  # about 0.2 ms on H200: the host queues what is timed behind it
@@ -98,33 +94,20 @@ def time_interleaved(
     return times
 
 
-class DeviceBarrier:
-    """A barrier on the stream alone: the host does not wait for it."""
-
-    def __init__(self, world: World) -> None:
-        self._workspace = world.workspace
-        team = world.workspace.team(Contract("barrier", (world.size,)))
-        self._kernel = world.backend.load(KernelRequest("barrier", (), ctypes.sizeof(Team), 64))
-        self._plan = upload(world.backend, bytes(team))
-
-    def launch(self) -> None:
-        self._workspace.launch(self._kernel, 1, self._plan.data_ptr(), ())
-
-
-def time_aligned(world: World, barrier: DeviceBarrier, replay: Callable[[], object], *, trials: int) -> list[float]:
+def time_aligned(world: World, replay: Callable[[], object], *, trials: int) -> list[float]:
     """Return this PE's seconds for single replays that all PEs begin together: their differences are the PEs' skew."""
     times = []
     for _ in range(trials):
         world.barrier()
         if world.backend.name != "cuda":
-            barrier.launch()
+            world.enqueue_barrier()
             begin = time.perf_counter()
             replay()
             times.append(time.perf_counter() - begin)
             continue
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(_HEAD_START_CYCLES)
-        barrier.launch()
+        world.enqueue_barrier()
         start.record()
         replay()
         end.record()

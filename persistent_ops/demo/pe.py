@@ -160,6 +160,10 @@ def _stopwatch(device: torch.device) -> Callable[[Callable[[], torch.Tensor]], t
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
         dist.barrier()
+        from ..runtime import world
+
+        # The PEs' hosts leave the barrier at different times; on the device all of them begin together.
+        world.current().enqueue_barrier()
         begin.record()
         result = function()
         end.record()

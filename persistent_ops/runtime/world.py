@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -16,7 +17,7 @@ from .bootstrap import Bootstrap, connect, from_group
 from .contract import Contract, register
 from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
-from .layout import MAX_PES, Team
+from .layout import MAX_PES
 from .workspace import Workspace
 
 __all__ = ["World", "current", "finalize", "init", "is_initialized"]
@@ -53,16 +54,18 @@ class World:
         """Per operator: its plans and agreements. Operators keep nothing elsewhere."""
         self._barrier: tuple[Any, Any] | None = None
 
-    def barrier(self) -> None:
-        """Wait on the device, on the current stream, until every PE has launched its barrier; then on the host."""
+    def enqueue_barrier(self) -> None:
+        """Let the current stream wait, on the device, until every PE has launched this barrier; returns at once on GPUs."""
         if self._barrier is None:
-            contract = Contract("barrier", (self.size,))
-            team = self.workspace.team(contract)
-            kernel = self.backend.load(KernelRequest("barrier", (), ctypes_size(team), 64))
-            plan = upload(self.backend, bytes(team))
-            self._barrier = (kernel, plan)
+            team = self.workspace.team(Contract("barrier", (self.size,)))
+            kernel = self.backend.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
+            self._barrier = (kernel, upload(self.backend, bytes(team)))
         kernel, plan = self._barrier
         self.workspace.launch(kernel, 1, plan.data_ptr(), ())
+
+    def barrier(self) -> None:
+        """Wait, on the host too, until every PE has come here and this PE's launches before it have completed."""
+        self.enqueue_barrier()
         self.check()
 
     def check(self) -> None:
@@ -83,11 +86,6 @@ class World:
         self.operator_state.clear()
         self.backend.close()
         self.bootstrap.close()
-
-
-def ctypes_size(structure: Team) -> int:
-    """Return the size of a plan in bytes."""
-    return len(bytes(structure))
 
 
 def upload(backend: Backend, data: bytes) -> torch.Tensor:
