@@ -41,7 +41,7 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
       record.own_contract[i] = team.contract[i];
       record.peer_contract[i] = is_here ? grant->contract[i] : 0;
     }
-    flag_store_release_sys(&record.state, 1);  // pairs with the host's acquiring read in check()
+    flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
     // The peers need not wait out their own time: they leave at their next look at these words. A report that is passed
     // on keeps its reason.
     const uint64_t reason = kind == kReportedByPeer ? low_bits_of(seen) >> kBlameKindShift : kind;
@@ -69,13 +69,17 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 
 // ---- waiting --------------------------------------------------------------------------------------------------------
 
-// Returns true when `flag` has reached this epoch; what its writer released before is then visible to this thread.
+// Returns true when `flag`, which `peer` writes, has reached this epoch; what `peer` released before is then visible to
+// this thread.
 PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
     const uint64_t seen = flag_load_acquire_sys(flag);
-    if (epoch_of(seen) >= team.epoch) return true;
+    if (epoch_of(seen) >= team.epoch) {
+      if (!is_reachable(team, peer)) put_acquire(flag, flag_value(team.epoch, 0));
+      return true;
+    }
     if (spins % kSpinsPerLook == 0) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();

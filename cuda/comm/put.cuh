@@ -49,6 +49,14 @@ PO_FN void put_quiet([[maybe_unused]] const Team& team) {
 #endif
 }
 
+// After a poll on a flag that a peer which is not reachable signals has seen `value` or more: makes the puts before that
+// signal visible to this thread. On networks that deliver behind the GPU's back a load alone does not.
+PO_FN void put_acquire([[maybe_unused]] const uint64_t* flag, [[maybe_unused]] uint64_t value) {
+#if PO_ON_DEVICE && PO_WITH_NVSHMEM
+  nvshmem_uint64_test(const_cast<uint64_t*>(flag), NVSHMEM_CMP_GE, value);
+#endif
+}
+
 // Sets the flag at `offset` in a peer's heap. To a reachable peer this is a release: it covers all that this thread
 // has written or, through a sync or an acquire, observed. To others it follows the puts before the last put_fence.
 PO_FN void signal(const Team& team, int peer, uint64_t offset, uint64_t value) {

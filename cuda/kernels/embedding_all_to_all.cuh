@@ -6,9 +6,9 @@
 // tasks (a slice of samples of one table) from a ticket counter, in the order of sched/exchange_order.cuh, and store each
 // pooled row straight into its destination's output; for a destination that is not load/store reachable they fill the
 // staged slice, and the warp that sets the last WG_Done bit puts it and signals. (3) After its last task for others a WG
-// releases one sliceRdy word at every reachable peer, then works on local tasks. (4) Each WG waits for its own subset of
-// the words that arrive. Measured on
-// H200; runs on sm_80 and later and on the host.
+// releases one sliceRdy word at every reachable peer, then works on what local tasks are left. (4) Each WG waits for its
+// own subset of the words that arrive. Measured on H200 (benchmarks/README.md); compiles for sm_80 and later, and for the
+// host.
 #pragma once
 
 #include "comm/launch.cuh"
@@ -97,7 +97,7 @@ PO_NOINLINE inline void report_input_error(const Plan& plan, InputErrorKind kind
   record.bag = bag;
   record.value = value;
   record.limit = limit;
-  flag_store_release_sys(&record.state, 1);  // pairs with the host's acquiring read in check()
+  flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
 }
 
 // The bags of one task, or of the part of it that one of the warp's `num_parts` groups of lanes takes.
@@ -176,11 +176,11 @@ class RowStore {
     }
     uint64_t output = own_output_;
     if (destination_ != team.rank) {
-      if ((credited_ >> destination_ & 1) == 0) {
+      // One lane decides for the group: after an abort the lanes of a warp may remember different credits.
+      if (!group.shuffle(credited_ >> destination_ & 1, 0)) {
         const bool granted = group.rank() == 0 ? await_credit(plan_.team, destination_) : false;
-        // The shuffle also orders the leader's acquire of the credit before the stores of the other lanes.
         if (!group.shuffle(granted, 0)) return false;
-        group.sync();
+        group.sync();  // the leader's acquire of the credit is before the stores of the other lanes
         credited_ |= 1ull << destination_;
       }
       output = granted_output(team, destination_);

@@ -59,6 +59,13 @@ PO_FN void store_vector(void* target, const Vector<kBytes>& value) {
 #endif
 }
 
+// Host: brings a row into the cache ahead of its use. The GPU keeps loads in flight instead.
+PO_FN void prefetch([[maybe_unused]] const uint8_t* row, [[maybe_unused]] int bytes) {
+#if !PO_ON_DEVICE
+  for (int line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
+#endif
+}
+
 // ---- flags and atomics --------------------------------------------------------------------------------------------
 
 PO_FN uint64_t flag_load_acquire_sys(const uint64_t* flag) {

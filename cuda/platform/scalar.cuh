@@ -92,25 +92,45 @@ struct VectorOf {
   using Storage = typename Scalar::Storage;
   static constexpr int kCount = kBytes / static_cast<int>(sizeof(Storage));
 
-  static PO_FN void add_to(float (&sum)[kCount], const Vector<kBytes>& vector) {
-    Storage x[kCount];
-    __builtin_memcpy(x, &vector, kBytes);
+  // sums += vectors, element by element, in fp32.
+  template <int kVectors>
+  static PO_FN void add_to(float (&sums)[kVectors][kCount], const Vector<kBytes> (&vectors)[kVectors],
+                           [[maybe_unused]] int num_vectors) {
+#if PO_ON_DEVICE
     PO_UNROLL
-    for (int i = 0; i < kCount; ++i) sum[i] += Scalar::to_float(x[i]);
+    for (int v = 0; v < kVectors; ++v) {
+      Storage x[kCount];
+      __builtin_memcpy(x, &vectors[v], kBytes);
+      PO_UNROLL
+      for (int i = 0; i < kCount; ++i) sums[v][i] += Scalar::to_float(x[i]);
+    }
+#else
+    // One flat loop, which the compiler vectorises.
+    Storage x[kVectors * kCount];
+    __builtin_memcpy(x, vectors, static_cast<size_t>(num_vectors) * kBytes);
+    float* sum = &sums[0][0];
+    for (int i = 0; i < num_vectors * kCount; ++i) sum[i] += Scalar::to_float(x[i]);
+#endif
   }
 
-  // Product and sum round once each on both backends (the host build has -ffp-contract=off).
-  static PO_FN void add_scaled_to(float (&sum)[kCount], const Vector<kBytes>& vector, float scale) {
-    Storage x[kCount];
-    __builtin_memcpy(x, &vector, kBytes);
-    PO_UNROLL
-    for (int i = 0; i < kCount; ++i) {
+  // sums += scale * vectors. Product and sum round once each on both backends (the host build has -ffp-contract=off).
+  template <int kVectors>
+  static PO_FN void add_scaled_to(float (&sums)[kVectors][kCount], const Vector<kBytes> (&vectors)[kVectors],
+                                  float scale, [[maybe_unused]] int num_vectors) {
 #if PO_ON_DEVICE
-      sum[i] = __fadd_rn(sum[i], __fmul_rn(Scalar::to_float(x[i]), scale));
-#else
-      sum[i] += Scalar::to_float(x[i]) * scale;
-#endif
+    PO_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      Storage x[kCount];
+      __builtin_memcpy(x, &vectors[v], kBytes);
+      PO_UNROLL
+      for (int i = 0; i < kCount; ++i) sums[v][i] = __fadd_rn(sums[v][i], __fmul_rn(Scalar::to_float(x[i]), scale));
     }
+#else
+    Storage x[kVectors * kCount];
+    __builtin_memcpy(x, vectors, static_cast<size_t>(num_vectors) * kBytes);
+    float* sum = &sums[0][0];
+    for (int i = 0; i < num_vectors * kCount; ++i) sum[i] += Scalar::to_float(x[i]) * scale;
+#endif
   }
 
   static PO_FN Vector<kBytes> round(const float (&sum)[kCount]) {

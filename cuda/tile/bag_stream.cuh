@@ -23,8 +23,8 @@ struct BagShape {
   using Group = Lanes<kLanes_>;
   using Elements = VectorOf<Scalar, kBytes_>;
   static constexpr Pooling kPooling = kPooling_;
-  // One host thread does the work of all lanes.
-  static constexpr int kVectors = PO_ON_DEVICE ? kVectors_ : 8;
+  // One host thread does the work of all lanes, on up to this much of a row at a time.
+  static constexpr int kVectors = PO_ON_DEVICE ? kVectors_ : 512 / kBytes_;
   static constexpr int kBytes = kBytes_;
   // Rows per batch; the window of row numbers advances by whole batches.
   static constexpr int kBatch = PO_ON_DEVICE ? min_of(kRows_ / 2, kLanes_) : 1;
@@ -98,6 +98,8 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   for (int v = 0; v < kVectors; ++v) {
     vector_offset[v] = v * Shape::kStrideBytes + lane_offset < chunk_bytes ? v * Shape::kStrideBytes : 0;
   }
+  // On the GPU all vectors are summed up, so that loops over them unroll; the host need not waste its time.
+  const int num_vectors = PO_ON_DEVICE ? kVectors : ceil_div(chunk_bytes, Shape::kStrideBytes);
 
   struct Batch {
     Vector<Shape::kBytes> rows[kBatch][kVectors];
@@ -117,13 +119,20 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
       largest = max_of(largest, numbers[k]);
       if constexpr (kIsWeighted) batch.scales[k] = weights.at(place + k);
     }
+    if constexpr (!PO_ON_DEVICE) {
+      constexpr int kLookahead = 16;  // rows; between them lie about as many cache misses as a core keeps in flight
+      const uint32_t ahead = row_numbers.at(place + kLookahead);
+      if (ahead < kNoRow) {
+        prefetch(lane_rows + static_cast<uint64_t>(ahead) * static_cast<uint32_t>(in.row_bytes), chunk_bytes);
+      }
+    }
     batch.present = ~0u;
     if (largest < kNoRow) {
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
         const uint8_t* row = lane_rows + static_cast<uint64_t>(numbers[k]) * static_cast<uint32_t>(in.row_bytes);
         PO_UNROLL
-        for (int v = 0; v < kVectors; ++v) batch.rows[k][v] = load_vector<Shape::kBytes>(row + vector_offset[v]);
+        for (int v = 0; v < num_vectors; ++v) batch.rows[k][v] = load_vector<Shape::kBytes>(row + vector_offset[v]);
       }
       return;
     }
@@ -132,7 +141,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
     for (int k = 0; k < kBatch; ++k) {
       const uint8_t* row = lane_rows + static_cast<uint64_t>(numbers[k]) * static_cast<uint32_t>(in.row_bytes);
       PO_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < num_vectors; ++v) {
         batch.rows[k][v] = {};
         if (numbers[k] < kNoRow) batch.rows[k][v] = load_vector<Shape::kBytes>(row + vector_offset[v]);
       }
@@ -147,7 +156,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   auto clear = [&] {
     num_summed = 0;
     PO_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < num_vectors; ++v) {
       PO_UNROLL
       for (int i = 0; i < kCount; ++i) sums[v][i] = 0.0f;
     }
@@ -168,7 +177,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
     if (Shape::kPooling == Pooling::kMean && num_summed > 1) {
       const float scale = 1.0f / static_cast<float>(num_summed);
       PO_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < num_vectors; ++v) {
         PO_UNROLL
         for (int i = 0; i < kCount; ++i) sums[v][i] *= scale;
       }
@@ -183,13 +192,10 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
     for (int k = 0; k < kBatch; ++k) {
       while (place + k >= bag_end) finish_bag();
       if constexpr (Shape::kPooling == Pooling::kMean) num_summed += static_cast<int32_t>(batch.present >> k & 1u);
-      PO_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        if constexpr (kIsWeighted) {
-          Shape::Elements::add_scaled_to(sums[v], batch.rows[k][v], batch.scales[k]);
-        } else {
-          Shape::Elements::add_to(sums[v], batch.rows[k][v]);
-        }
+      if constexpr (kIsWeighted) {
+        Shape::Elements::add_scaled_to(sums, batch.rows[k], batch.scales[k], num_vectors);
+      } else {
+        Shape::Elements::add_to(sums, batch.rows[k], num_vectors);
       }
     }
   };

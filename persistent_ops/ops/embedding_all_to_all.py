@@ -215,11 +215,14 @@ def _execute(
             tables.plans.pop(next(iter(tables.plans)))
         tables.plans[signature] = plan
     plan.check_lookups(indices, offsets, per_sample_weights)
+    is_captured = world.workspace.is_capturing()
+    if is_captured and plan not in world.captured:
+        world.captured.append(plan)  # the graph's replays read it
     if out is not None:
         plan.check_output(out)
         plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
         return out
-    slot = world.outputs.take(plan.output_bytes, is_captured=world.workspace.is_capturing())
+    slot = world.outputs.take(plan.output_bytes, is_captured=is_captured)
     plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
     return slot.tensor(plan.dtype, plan.output_shape)
 

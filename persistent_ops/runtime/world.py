@@ -52,6 +52,8 @@ class World:
         self.all_reachable = all(all(row) for row in matrix)
         self.operator_state: dict[str, Any] = {}
         """Per operator: its plans and agreements. Operators keep nothing elsewhere."""
+        self.captured: list[Any] = []
+        """What CUDA graphs of this world read at every replay; kept until the world is closed."""
         self._barrier: tuple[Any, Any] | None = None
 
     def enqueue_barrier(self) -> None:
@@ -84,6 +86,7 @@ class World:
         except BootstrapError:
             _log.info("PE %d: closing without its peers", self.rank)
         self.operator_state.clear()
+        self.captured.clear()
         self.backend.close()
         self.bootstrap.close()
 

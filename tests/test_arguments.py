@@ -1,0 +1,582 @@
+"""Every way to call the package wrongly: which exception, which argument it names, what was expected and what came.
+
+Calls of operators run in a world of one PE unless the check is about several; no check may launch or hang.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import persistent_ops as po
+from persistent_ops.runtime import spawn
+from persistent_ops.runtime.bootstrap import from_threads
+
+MB = 1 << 20
+ROWS, TABLES, BATCH, DIM = 10, 2, 3, 8
+
+
+@pytest.fixture(scope="module")
+def one_pe(backend: str) -> Iterator[None]:
+    po.init(backend, timeout=20.0, heap_size=16 * MB)
+    yield
+    po.finalize()
+
+
+def good() -> dict[str, Any]:
+    """Arguments of a call that works, on the world's device."""
+    return {
+        "weights": [torch.full((ROWS, DIM), float(t + 1), device=po.device()) for t in range(TABLES)],
+        "indices": torch.arange(TABLES * BATCH * 2, device=po.device()) % ROWS,
+        "offsets": torch.arange(0, TABLES * BATCH * 2 + 1, 2, device=po.device()),
+        "per_sample_weights": None,
+    }
+
+
+def call(**changes: Any) -> torch.Tensor:
+    return po.embedding_all_to_all(**{**good(), **changes})
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[], dict[str, Any]]:
+    return lambda: {name: change(good()[name])}
+
+
+def factors(**options: Any) -> torch.Tensor:
+    return torch.ones(TABLES * BATCH * 2, **{"device": po.device(), **options})
+
+
+def nothing(dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(0, dtype=dtype, device=po.device())
+
+
+def no_bags() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=po.device())
+
+
+# name -> (arguments that differ from the good ones, exception, what its message must say)
+WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    # weights
+    "float64 tables": (
+        changed("weights", lambda ws: [w.double() for w in ws]),
+        TypeError,
+        r"dtype: expected float32, float16 or bfloat16, got torch\.float64",
+    ),
+    "integer tables": (
+        changed("weights", lambda ws: [w.long() for w in ws]),
+        TypeError,
+        r"dtype: expected float32, float16 or bfloat16, got torch\.int64",
+    ),
+    "tables of two dtypes": (
+        changed("weights", lambda ws: [ws[0], ws[1].half()]),
+        TypeError,
+        r"weights\[1\]: all tables need the dtype torch\.float32, got torch\.float16",
+    ),
+    "dtype= of none of the tables": (
+        lambda: {"dtype": torch.bfloat16},
+        TypeError,
+        r"weights\[0\]: all tables need the dtype torch\.bfloat16, got torch\.float32",
+    ),
+    "dtype= that is no dtype": (
+        lambda: {"dtype": "float32"},
+        TypeError,
+        "dtype: expected float32, float16 or bfloat16, got 'float32'|got float32",
+    ),
+    "dtype= that no table may have": (
+        lambda: {"dtype": torch.float64},
+        TypeError,
+        r"dtype: expected float32, float16 or bfloat16, got torch\.float64",
+    ),
+    "tables on another device": (
+        changed("weights", lambda ws: [w.to("meta") for w in ws]),
+        ValueError,
+        r"weights\[0\]: expected a tensor on (cpu|cuda:0), got one on meta",
+    ),
+    "one-dimensional table": (
+        changed("weights", lambda ws: [ws[0], ws[1][0]]),
+        ValueError,
+        r"weights\[1\]: expected a contiguous \[R, D\] tensor, got shape \[8\]",
+    ),
+    "three-dimensional table": (
+        changed("weights", lambda ws: [ws[0][None], ws[1]]),
+        ValueError,
+        r"weights\[0\]: expected a contiguous \[R, D\] tensor, got shape \[1, 10, 8\]",
+    ),
+    "transposed table": (
+        changed("weights", lambda ws: [ws[0], ws[1].t().contiguous().t()]),
+        ValueError,
+        r"weights\[1\]: expected a contiguous \[R, D\] tensor, got shape \[10, 8\]",
+    ),
+    "one tensor in place of a list": (
+        changed("weights", lambda ws: torch.stack(ws)),
+        TypeError,
+        "weights: expected a sequence of tensors, got a Tensor|weights: expected a sequence of tensors, got Tensor",
+    ),
+    "a number among the tables": (
+        changed("weights", lambda ws: [ws[0], 3]),
+        TypeError,
+        r"weights\[1\]: expected a tensor, got int",
+    ),
+    # indices and offsets
+    "indices of floats": (
+        changed("indices", torch.Tensor.float),
+        TypeError,
+        r"indices: expected int32 or int64, got torch\.float32",
+    ),
+    "indices of int16": (
+        changed("indices", torch.Tensor.short),
+        TypeError,
+        r"indices: expected int32 or int64, got torch\.int16",
+    ),
+    "offsets of floats": (
+        changed("offsets", torch.Tensor.float),
+        TypeError,
+        r"offsets: expected int32 or int64, got torch\.float32",
+    ),
+    "list of indices": (changed("indices", torch.Tensor.tolist), TypeError, "indices: expected a tensor, got list"),
+    "list of offsets": (changed("offsets", torch.Tensor.tolist), TypeError, "offsets: expected a tensor, got list"),
+    "indices without dimensions": (
+        changed("indices", lambda i: i[0]),
+        ValueError,
+        "indices: expected a contiguous 1-D tensor on .*, got 0-D",
+    ),
+    "offsets without dimensions": (
+        changed("offsets", lambda o: o[0]),
+        ValueError,
+        "offsets: expected a contiguous 1-D tensor on .*, got 0-D",
+    ),
+    "two-dimensional indices": (
+        changed("indices", lambda i: i.view(2, -1)),
+        ValueError,
+        "indices: expected a contiguous 1-D tensor on .*, got 2-D",
+    ),
+    "two-dimensional offsets": (
+        changed("offsets", lambda o: o.view(-1, 1)),
+        ValueError,
+        "offsets: expected a contiguous 1-D tensor on .*, got 2-D",
+    ),
+    "indices with gaps": (
+        changed("indices", lambda i: i.repeat_interleave(2)[::2]),
+        ValueError,
+        "indices: expected a contiguous 1-D tensor",
+    ),
+    "offsets with gaps": (
+        changed("offsets", lambda o: o.repeat_interleave(2)[::2]),
+        ValueError,
+        "offsets: expected a contiguous 1-D tensor",
+    ),
+    "indices on another device": (
+        changed("indices", lambda i: i.to("meta")),
+        ValueError,
+        "indices: expected a contiguous 1-D tensor on (cpu|cuda:0), got 1-D on meta",
+    ),
+    "offsets on another device": (
+        changed("offsets", lambda o: o.to("meta")),
+        ValueError,
+        "offsets: expected a contiguous 1-D tensor on (cpu|cuda:0), got 1-D on meta",
+    ),
+    "offsets that the tables do not divide": (
+        changed("offsets", lambda o: o[:-1]),
+        ValueError,
+        r"offsets: expected T \* B \+ 1 elements for T = 2 tables, got 6",
+    ),
+    "no offsets": (
+        changed("offsets", lambda o: o[:0]),
+        ValueError,
+        r"offsets: expected T \* B \+ 1 elements for T = 2 tables, got 0",
+    ),
+    "offsets of another batch": (
+        lambda: {"batch_per_rank": [BATCH + 1]},
+        ValueError,
+        r"offsets: expected T \* B \+ 1 = 2 \* 4 \+ 1 = 9 elements, got 7",
+    ),
+    # per_sample_weights
+    "factors of float16": (
+        lambda: {"per_sample_weights": factors(dtype=torch.float16)},
+        TypeError,
+        r"per_sample_weights: expected float32 on .*, got torch\.float16",
+    ),
+    "factors on another device": (
+        lambda: {"per_sample_weights": factors(device="meta")},
+        (TypeError, ValueError),  # type: ignore[dict-item]
+        "per_sample_weights: expected float32 on .*, got torch.float32 on meta",
+    ),
+    "too few factors": (
+        lambda: {"per_sample_weights": factors()[1:]},
+        ValueError,
+        r"per_sample_weights: expected a contiguous tensor of the shape of indices, \[12\], got \[11\]",
+    ),
+    "factors with gaps": (
+        lambda: {"per_sample_weights": factors().repeat_interleave(2)[::2]},
+        ValueError,
+        "per_sample_weights: expected a contiguous tensor",
+    ),
+    "list of factors": (
+        lambda: {"per_sample_weights": [1.0] * 12},
+        TypeError,
+        "per_sample_weights: expected a tensor, got list",
+    ),
+    "factors of a mean": (
+        lambda: {"per_sample_weights": factors(), "mode": "mean"},
+        ValueError,
+        "per_sample_weights: only mode='sum' takes them, got mode='mean'",
+    ),
+    # choices
+    "mode": (lambda: {"mode": "max"}, ValueError, "mode: expected one of 'sum', 'mean', got 'max'"),
+    "bounds": (lambda: {"bounds": "clamp"}, ValueError, "bounds: expected one of 'fatal', 'ignore', got 'clamp'"),
+    "schedule": (
+        lambda: {"schedule": "random"},
+        ValueError,
+        "schedule: expected one of 'communication_aware', 'oblivious', got 'random'",
+    ),
+    "mode that is no text": (lambda: {"mode": None}, ValueError, "mode: expected one of 'sum', 'mean', got None"),
+    # batch_per_rank and dim_per_rank
+    "batches of too many PEs": (
+        lambda: {"batch_per_rank": [1, 2]},
+        ValueError,
+        r"batch_per_rank: expected 1 numbers of at least 0, one per PE, got \[1, 2\]",
+    ),
+    "batches of no PE": (
+        lambda: {"batch_per_rank": []},
+        ValueError,
+        r"batch_per_rank: expected 1 numbers of at least 0, one per PE, got \[\]",
+    ),
+    "negative batch": (
+        lambda: {"batch_per_rank": [-3]},
+        ValueError,
+        r"batch_per_rank: expected 1 numbers of at least 0, one per PE, got \[-3\]",
+    ),
+    "batch that is no whole number": (lambda: {"batch_per_rank": [3.0]}, TypeError, r"batch_per_rank: .*3\.0"),
+    "widths of too many PEs": (
+        lambda: {"dim_per_rank": [16, 1]},
+        ValueError,
+        r"dim_per_rank: expected 1 numbers of at least 0, one per PE, got \[16, 1\]",
+    ),
+    "negative width": (
+        lambda: {"dim_per_rank": [-16]},
+        ValueError,
+        r"dim_per_rank: expected 1 numbers of at least 0, one per PE, got \[-16\]",
+    ),
+    "width that is no whole number": (lambda: {"dim_per_rank": [16.0]}, TypeError, r"dim_per_rank: .*16\.0"),
+    "widths of other tables": (
+        lambda: {"dim_per_rank": [15]},
+        ValueError,
+        "dim_per_rank: entry 0 is 15, but this PE's tables have 16 columns in all",
+    ),
+    # no tables
+    "no tables and no batch": (
+        lambda: {"weights": [], "indices": nothing(), "offsets": no_bags()},
+        ValueError,
+        "batch_per_rank: a PE without tables cannot tell the batch from offsets; pass batch_per_rank",
+    ),
+    "no tables, but offsets of some": (
+        lambda: {"weights": [], "indices": nothing(), "batch_per_rank": [3]},
+        ValueError,
+        r"offsets: expected T \* B \+ 1 = 0 \* 3 \+ 1 = 1 elements, got 7",
+    ),
+    # out
+    "out of another shape": (
+        lambda: {"out": torch.empty(BATCH + 1, 16, device=po.device())},
+        ValueError,
+        r"out: expected a contiguous torch\.float32 tensor of shape \[3, 16\], got torch\.float32 \[4, 16\]",
+    ),
+    "out of another dtype": (
+        lambda: {"out": torch.empty(BATCH, 16, dtype=torch.float16, device=po.device())},
+        ValueError,
+        r"out: expected a contiguous torch\.float32 tensor of shape \[3, 16\], got torch\.float16 \[3, 16\]",
+    ),
+    "out with gaps": (
+        lambda: {"out": torch.empty(16, BATCH, device=po.device()).t()},
+        ValueError,
+        "out: expected a contiguous",
+    ),
+    "ordinary out": (
+        lambda: {"out": torch.empty(BATCH, 16, device=po.device())},
+        po.NotSymmetricError,
+        "out: expected a tensor in the symmetric heap, got an ordinary one on (cpu|cuda:0); make it with po.empty",
+    ),
+    "out on another device": (
+        lambda: {"out": torch.empty(BATCH, 16, device="meta")},
+        po.NotSymmetricError,
+        "out: expected a tensor in the symmetric heap, got an ordinary one on meta",
+    ),
+    "out that is no tensor": (lambda: {"out": [0.0]}, TypeError, "out: expected a tensor, got list"),
+}
+
+
+@pytest.mark.usefixtures("one_pe")
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_argument(name: str) -> None:
+    make, error, text = WRONG[name]
+    arguments = make()
+    for attempt in range(2):  # a second call must not find a plan, or tables, that the first left behind
+        with pytest.raises(error) as caught:
+            call(**arguments)
+        assert re.search(text, str(caught.value)), f"attempt {attempt}: {caught.value}"
+    assert bool((call()[:, :DIM] == 2).all()), "a refused call must leave the world as it was"
+
+
+@pytest.mark.usefixtures("one_pe")
+@pytest.mark.parametrize("name", ["indices on another device", "two-dimensional offsets", "too few factors"])
+def test_wrong_lookups_are_refused_where_the_plan_is_known(name: str) -> None:
+    make, error, text = WRONG[name]
+    arguments = {**good(), **make()}
+    right = {**arguments, **good(), "weights": arguments["weights"]}
+    if arguments["per_sample_weights"] is not None:
+        right["per_sample_weights"] = factors()
+    po.embedding_all_to_all(**right)
+    with pytest.raises(error, match=text):
+        po.embedding_all_to_all(**arguments)
+
+
+@pytest.mark.usefixtures("one_pe")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_no_tables(dtype: torch.dtype) -> None:
+    arguments = {"weights": [], "indices": nothing(), "offsets": no_bags()}
+    result = po.embedding_all_to_all(**arguments, batch_per_rank=[5], dim_per_rank=[0], dtype=dtype)
+    assert result.shape == (5, 0) and result.dtype == dtype
+    result = po.embedding_all_to_all(**arguments, batch_per_rank=[5])  # one PE can tell that there is no column
+    assert result.shape == (5, 0) and result.dtype == torch.float32
+
+
+def _widths_unknown(backend: str) -> str:
+    po.init(backend, timeout=10.0, heap_size=16 * MB)
+    weights = good()["weights"] if po.rank() else []
+    offsets = good()["offsets"] if po.rank() else no_bags()
+    message = ""
+    if po.rank() == 0:
+        try:
+            po.embedding_all_to_all(weights, nothing(), offsets, batch_per_rank=[2, 1])
+        except ValueError as error:
+            message = str(error)
+    # With the widths given it works, and the PE without tables receives the other's rows.
+    indices = good()["indices"] if po.rank() else nothing()
+    result = po.embedding_all_to_all(weights, indices, offsets, batch_per_rank=[2, 1], dim_per_rank=[0, 16])
+    assert result.shape == (2 - po.rank(), 16) and bool((result[:, :DIM] == 2).all())
+    po.finalize()
+    return message
+
+
+def test_a_pe_without_tables_must_be_told_the_widths(backend: str) -> None:
+    results = po.launch(_widths_unknown, 2, backend, threads=backend == "host", timeout=60)
+    assert results[0].startswith("dim_per_rank: a PE without tables cannot tell") and "pass dim_per_rank" in results[0]
+
+
+@pytest.mark.usefixtures("one_pe")
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((-1,), {}, ValueError, r"size: expected numbers of at least 0, got .*-1"),
+        ((2, -3), {}, ValueError, r"size: expected numbers of at least 0, got .*-3"),
+        ((2.5,), {}, TypeError, r"size: expected whole numbers, got .*2\.5"),
+        (("3",), {}, TypeError, r"size: expected whole numbers, got .*'3'"),
+        ((2,), {"dtype": "float32"}, TypeError, r"dtype: expected a torch\.dtype, got .*float32"),
+        ((1 << 40,), {}, po.SymmetricHeapError, r"no room for 4398046511104 bytes \(heap_size 16777216 bytes"),
+    ],
+)
+def test_wrong_size_or_dtype_of_empty(
+    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    before = po.runtime.world.current().heap.free_list.free_bytes
+    with pytest.raises(error, match=text):
+        po.empty(*arguments, **options)
+    assert po.runtime.world.current().heap.free_list.free_bytes == before
+
+
+@pytest.mark.usefixtures("one_pe")
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_view_of_no_such_pe(rank: int) -> None:
+    mine = po.empty(4)
+    with pytest.raises(ValueError, match=f"rank: expected 0 to 0, got {rank}"):
+        po.peer_view(mine, rank)
+    po.free(mine)
+
+
+# ---- joining and leaving ---------------------------------------------------------------------------------------------
+
+
+BEFORE_INIT: dict[str, Callable[[], Any]] = {
+    "rank": po.rank,
+    "world_size": po.world_size,
+    "backend": po.backend,
+    "device": po.device,
+    "barrier": po.barrier,
+    "check": po.check,
+    "recover": po.recover,
+    "empty": lambda: po.empty(3),
+    "to_symmetric": lambda: po.to_symmetric(torch.zeros(3)),
+    "peer_view": lambda: po.peer_view(torch.zeros(3), 0),
+    "free": lambda: po.free(torch.zeros(3)),
+    "embedding_all_to_all": lambda: po.embedding_all_to_all(
+        [torch.ones(3, 4)], torch.zeros(1, dtype=torch.int64), torch.arange(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_INIT)
+def test_use_before_init(name: str) -> None:
+    def program() -> None:
+        with pytest.raises(RuntimeError, match=r"not initialised in this process: call persistent_ops\.init\(\) first"):
+            BEFORE_INIT[name]()
+
+    _as_a_process_without_a_world(program)
+
+
+def _as_a_process_without_a_world(program: Callable[[], None]) -> None:
+    """Run `program` as if nothing had been initialised, whatever fixtures have done."""
+    world = po.runtime.world._process_world
+    po.runtime.world._process_world = None
+    try:
+        program()
+    finally:
+        po.runtime.world._process_world = world
+
+
+def test_finalize_without_a_world_is_harmless() -> None:
+    def program() -> None:
+        assert not po.is_initialized()
+        po.finalize()
+        po.finalize()
+        assert not po.is_initialized()
+
+    _as_a_process_without_a_world(program)
+
+
+@pytest.mark.usefixtures("one_pe")
+def test_a_second_init(backend: str) -> None:
+    assert po.is_initialized()
+    with pytest.raises(RuntimeError, match=r"already initialised here: call persistent_ops\.finalize\(\) first"):
+        po.init(backend)
+    assert po.world_size() == 1 and call().shape == (BATCH, TABLES * DIM)
+
+
+WRONG_INIT = {
+    "backend": ({"backend": "gpu"}, ValueError, "backend: expected 'auto', 'cuda' or 'host', got 'gpu'"),
+    "transport": ({"transport": "ib"}, ValueError, "transport: expected 'auto' or 'staged', got 'ib'"),
+    "no time-out": ({"timeout": 0}, ValueError, "timeout: expected .*got 0"),
+    "negative time-out": ({"timeout": -1.5}, ValueError, r"timeout: expected .*got -1\.5"),
+    "NaN time-out": ({"timeout": float("nan")}, ValueError, "timeout: expected .*got nan"),
+    "endless time-out": ({"timeout": float("inf")}, ValueError, "timeout: expected .*got inf"),
+    "text as time-out": ({"timeout": "30"}, TypeError, "timeout: expected .*'30'"),
+    "empty heap": ({"heap_size": 0}, ValueError, "heap_size: expected bytes above 0, got 0"),
+    "negative heap": ({"heap_size": -4096}, ValueError, "heap_size: expected bytes above 0, got -4096"),
+    "heap of a fraction": ({"heap_size": 1e9}, TypeError, r"heap_size: expected .*1000000000\.0"),
+    "heap too small for the flags": (
+        {"heap_size": 4096},
+        po.SymmetricHeapError,
+        r"heap of PE 0 has no room for 131072 bytes \(heap_size 4096.*pass a larger heap_size to po\.init",
+    ),
+    "unknown host option": ({"host_options": {"delay": 1}}, TypeError, "host_options: .*delay"),
+    "WG of no threads": ({"host_options": {"wg_size": 0}}, ValueError, "wg_size: expected .*got 0"),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", WRONG_INIT)
+def test_wrong_argument_of_init(name: str) -> None:
+    options, error, text = WRONG_INIT[name]
+
+    def program() -> None:
+        with pytest.raises(error, match=text):
+            po.init(**{"backend": "host", **options})  # type: ignore[arg-type]
+        assert not po.is_initialized()
+
+    po.launch(program, 1, threads=True, timeout=30)
+
+
+@pytest.mark.host
+def test_cuda_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def program() -> None:
+        with pytest.raises(po.BackendUnavailableError) as caught:
+            po.init("cuda")
+        text = str(caught.value)
+        assert "backend='cuda' needs a GPU" in text and f"torch {torch.__version__}" in text
+        assert "backend='host'" in text and "install a CUDA build of torch" in text and "persistent-ops doctor" in text
+        po.init("auto", heap_size=4 * MB)
+        assert po.backend() == "host" and po.device() == torch.device("cpu")
+        po.finalize()
+
+    _as_a_process_without_a_world(program)
+
+
+@pytest.mark.host
+def test_cuda_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+
+    def program() -> None:
+        with pytest.raises(po.BackendUnavailableError, match=r"nvshmem4py and cuda\.core .*persistent-ops\[cuda13\]"):
+            po.init("cuda")
+
+    _as_a_process_without_a_world(program)
+
+
+@pytest.mark.host
+def test_the_backends_choice_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def program() -> None:
+        with caplog.at_level("INFO", "persistent_ops"):
+            po.init("auto", heap_size=4 * MB)
+        assert "1 PEs on backend 'host'" in caplog.text
+        po.finalize()
+
+    _as_a_process_without_a_world(program)
+
+
+@pytest.mark.host
+def test_more_pes_than_a_world_holds() -> None:
+    bootstrap = from_threads(65, 10.0)[0]
+    spawn._this_thread.bootstrap = bootstrap
+    try:
+        with pytest.raises(po.BootstrapError, match="a world has at most 64 PEs, this job has 65"):
+            _as_a_process_without_a_world(lambda: po.init("host"))
+    finally:
+        del spawn._this_thread.bootstrap
+
+
+def _errors_of_init(options: list[dict[str, Any]]) -> list[str]:
+    """Return what each PE's init() raises when PE r passes options[r]."""
+
+    def program() -> str:
+        rank = spawn._this_thread.bootstrap.rank
+        try:
+            po.init(**{"backend": "host", "timeout": 10.0, "heap_size": 8 * MB, **options[rank]})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        po.finalize()
+        return "no error"
+
+    return po.launch(program, len(options), threads=True, timeout=60)
+
+
+@pytest.mark.host
+def test_heap_sizes_that_differ() -> None:
+    for error in _errors_of_init([{}, {"heap_size": 16 * MB}, {}]):
+        assert error.startswith("BootstrapError: heap_size differs between PEs")
+        assert f"{[8 * MB, 16 * MB, 8 * MB]} bytes" in error
+
+
+@pytest.mark.host
+def test_transports_that_differ() -> None:
+    errors = _errors_of_init([{}, {"transport": "staged"}])
+    assert all(error.startswith("BootstrapError: ") for error in errors), errors
+    assert any("disagree on whether they reach each other's memory directly" in error for error in errors)
+
+
+@pytest.mark.host
+def test_backends_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in _errors_of_init([{}, {"backend": "cuda"}]):
+        assert error.startswith("BackendUnavailableError: the PEs chose different backends (PE 0: host, PE 1: cuda)")
+
+
+@pytest.mark.host
+def test_a_pe_that_refuses_its_arguments_ends_the_others_wait() -> None:
+    first, second = _errors_of_init([{"heap_size": -1}, {}])
+    assert first.startswith("ValueError: heap_size: expected bytes above 0, got -1")
+    assert second.startswith("BootstrapError: ") and "heap_size" in second
