@@ -5,8 +5,11 @@ Calls of operators run in a world of one PE unless the check is about several; n
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,13 +21,6 @@ from persistent_ops.runtime.bootstrap import from_threads
 
 MB = 1 << 20
 ROWS, TABLES, BATCH, DIM = 10, 2, 3, 8
-
-
-@pytest.fixture(scope="module")
-def one_pe(backend: str) -> Iterator[None]:
-    po.init(backend, timeout=20.0, heap_size=16 * MB)
-    yield
-    po.finalize()
 
 
 def good() -> dict[str, Any]:
@@ -201,7 +197,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "factors on another device": (
         lambda: {"per_sample_weights": factors(device="meta")},
-        (TypeError, ValueError),  # type: ignore[dict-item]
+        TypeError,
         "per_sample_weights: expected float32 on .*, got torch.float32 on meta",
     ),
     "too few factors": (
@@ -307,39 +303,80 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
 }
 
 
-@pytest.mark.usefixtures("one_pe")
+# In these the set of tables and the plan are known from a call that was right; only the lookups change.
+KNOWN = ["indices on another device", "two-dimensional offsets", "too few factors", "ordinary out", "mode"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call raised: the names of the exception's classes, and its text."""
+
+    classes: tuple[str, ...] = ()
+    text: str = "no error"
+
+
+def outcome_of(action: Callable[[], Any]) -> Outcome:
+    try:
+        action()
+    except Exception as error:
+        return Outcome(tuple(cls.__name__ for cls in type(error).__mro__), str(error))
+    return Outcome()
+
+
+def _wrong_calls(backend: str) -> dict[str, list[Outcome]]:
+    po.init(backend, timeout=20.0, heap_size=16 * MB)
+    outcomes = {}
+    for name, (make, _, _) in WRONG.items():
+        arguments = {**good(), **make()}
+        outcomes[name] = [outcome_of(lambda a=arguments: po.embedding_all_to_all(**a))]
+        # The second call must not find a set of tables, or a plan, that the first one left behind.
+        outcomes[name].append(outcome_of(lambda a=arguments: po.embedding_all_to_all(**a)))
+        if name in KNOWN:
+            right = {**good(), "weights": arguments["weights"]}
+            if arguments["per_sample_weights"] is not None:
+                right["per_sample_weights"] = factors()
+            po.embedding_all_to_all(**right)
+            outcomes[name].append(outcome_of(lambda a=arguments: po.embedding_all_to_all(**a)))
+    result = call()
+    po.check()
+    assert bool((result[:, :DIM] == 2).all()) and bool((result[:, DIM:] == 4).all()), "the world has suffered"
+    po.finalize()
+    return outcomes
+
+
+def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
+    return po.launch(program, 1, backend, *args, threads=backend == "host", timeout=200)[0]
+
+
+@functools.cache
+def _outcomes(backend: str) -> dict[str, list[Outcome]]:
+    return one_pe(_wrong_calls, backend)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_argument(name: str) -> None:
-    make, error, text = WRONG[name]
-    arguments = make()
-    for attempt in range(2):  # a second call must not find a plan, or tables, that the first left behind
-        with pytest.raises(error) as caught:
-            call(**arguments)
-        assert re.search(text, str(caught.value)), f"attempt {attempt}: {caught.value}"
-    assert bool((call()[:, :DIM] == 2).all()), "a refused call must leave the world as it was"
+def test_wrong_argument(backend: str, name: str) -> None:
+    _, error, text = WRONG[name]
+    outcomes = _outcomes(backend)[name]
+    assert len(outcomes) == 2 + (name in KNOWN)
+    for attempt, outcome in enumerate(outcomes):
+        assert error.__name__ in outcome.classes, f"attempt {attempt}: {outcome}"
+        assert re.search(text, outcome.text), f"attempt {attempt}: {outcome}"
 
 
-@pytest.mark.usefixtures("one_pe")
-@pytest.mark.parametrize("name", ["indices on another device", "two-dimensional offsets", "too few factors"])
-def test_wrong_lookups_are_refused_where_the_plan_is_known(name: str) -> None:
-    make, error, text = WRONG[name]
-    arguments = {**good(), **make()}
-    right = {**arguments, **good(), "weights": arguments["weights"]}
-    if arguments["per_sample_weights"] is not None:
-        right["per_sample_weights"] = factors()
-    po.embedding_all_to_all(**right)
-    with pytest.raises(error, match=text):
-        po.embedding_all_to_all(**arguments)
+def _no_tables(backend: str) -> list[tuple[Any, ...]]:
+    po.init(backend, timeout=20.0, heap_size=16 * MB)
+    arguments = {"weights": [], "indices": nothing(), "offsets": no_bags(), "batch_per_rank": [5]}
+    results = [po.embedding_all_to_all(**arguments)]  # a PE without peers can tell that there is no column
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        results.append(po.embedding_all_to_all(**arguments, dim_per_rank=[0], dtype=dtype))
+    found = [(tuple(result.shape), result.dtype) for result in results]
+    po.finalize()
+    return found
 
 
-@pytest.mark.usefixtures("one_pe")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_no_tables(dtype: torch.dtype) -> None:
-    arguments = {"weights": [], "indices": nothing(), "offsets": no_bags()}
-    result = po.embedding_all_to_all(**arguments, batch_per_rank=[5], dim_per_rank=[0], dtype=dtype)
-    assert result.shape == (5, 0) and result.dtype == dtype
-    result = po.embedding_all_to_all(**arguments, batch_per_rank=[5])  # one PE can tell that there is no column
-    assert result.shape == (5, 0) and result.dtype == torch.float32
+def test_no_tables(backend: str) -> None:
+    dtypes = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
+    assert one_pe(_no_tables, backend) == [((5, 0), dtype) for dtype in dtypes]
 
 
 def _widths_unknown(backend: str) -> str:
@@ -365,34 +402,52 @@ def test_a_pe_without_tables_must_be_told_the_widths(backend: str) -> None:
     assert results[0].startswith("dim_per_rank: a PE without tables cannot tell") and "pass dim_per_rank" in results[0]
 
 
-@pytest.mark.usefixtures("one_pe")
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "text"),
-    [
-        ((-1,), {}, ValueError, r"size: expected numbers of at least 0, got .*-1"),
-        ((2, -3), {}, ValueError, r"size: expected numbers of at least 0, got .*-3"),
-        ((2.5,), {}, TypeError, r"size: expected whole numbers, got .*2\.5"),
-        (("3",), {}, TypeError, r"size: expected whole numbers, got .*'3'"),
-        ((2,), {"dtype": "float32"}, TypeError, r"dtype: expected a torch\.dtype, got .*float32"),
-        ((1 << 40,), {}, po.SymmetricHeapError, r"no room for 4398046511104 bytes \(heap_size 16777216 bytes"),
-    ],
-)
-def test_wrong_size_or_dtype_of_empty(
-    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    before = po.runtime.world.current().heap.free_list.free_bytes
-    with pytest.raises(error, match=text):
-        po.empty(*arguments, **options)
-    assert po.runtime.world.current().heap.free_list.free_bytes == before
+WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "negative": ((-1,), {}, ValueError, r"size: expected numbers of at least 0, got .*-1"),
+    "negative and positive": ((2, -3), {}, ValueError, r"size: expected numbers of at least 0, got .*-3"),
+    "fraction": ((2.5,), {}, TypeError, r"size: expected whole numbers, got .*2\.5"),
+    "text": (("3",), {}, TypeError, r"size: expected whole numbers, got .*'3'"),
+    "no dtype": ((2,), {"dtype": "float32"}, TypeError, r"dtype: expected a torch\.dtype, got .*float32"),
+    "too large": (
+        (1 << 40,),
+        {},
+        po.SymmetricHeapError,
+        r"heap of PE 0 has no room for 4398046511104 bytes \(heap_size 16777216 bytes.*pass a larger heap_size",
+    ),
+}
 
 
-@pytest.mark.usefixtures("one_pe")
-@pytest.mark.parametrize("rank", [-1, 1])
-def test_view_of_no_such_pe(rank: int) -> None:
+def _wrong_sizes(backend: str) -> dict[str, Outcome]:
+    po.init(backend, timeout=20.0, heap_size=16 * MB)
+    free_list = po.runtime.world.current().heap.free_list
+    before = free_list.free_bytes
+    outcomes = {
+        name: outcome_of(lambda a=arguments, o=options: po.empty(*a, **o))
+        for name, (arguments, options, _, _) in WRONG_EMPTY.items()
+    }
+    assert free_list.free_bytes == before
     mine = po.empty(4)
-    with pytest.raises(ValueError, match=f"rank: expected 0 to 0, got {rank}"):
-        po.peer_view(mine, rank)
-    po.free(mine)
+    for rank in (-1, 1):
+        outcomes[f"view of PE {rank}"] = outcome_of(lambda r=rank: po.peer_view(mine, r))
+    outcomes["second init"] = outcome_of(lambda: po.init(backend))
+    assert po.is_initialized() and po.world_size() == 1
+    po.finalize()
+    assert not po.is_initialized()
+    outcomes["after finalize"] = outcome_of(po.rank)
+    po.finalize()
+    return outcomes
+
+
+def test_wrong_arguments_of_the_functions_around_the_operators(backend: str) -> None:
+    outcomes = one_pe(_wrong_sizes, backend)
+    for name, (_, _, error, text) in WRONG_EMPTY.items():
+        assert error.__name__ in outcomes[name].classes and re.search(text, outcomes[name].text), outcomes[name]
+    for rank in (-1, 1):
+        assert outcomes[f"view of PE {rank}"].classes[0] == "ValueError"
+        assert outcomes[f"view of PE {rank}"].text == f"rank: expected 0 to 0, got {rank}"
+    assert outcomes["second init"].classes[0] == "RuntimeError"
+    assert "already initialised here: call persistent_ops.finalize() first" in outcomes["second init"].text
+    assert "not initialised in this process: call persistent_ops.init() first" in outcomes["after finalize"].text
 
 
 # ---- joining and leaving ---------------------------------------------------------------------------------------------
@@ -418,39 +473,15 @@ BEFORE_INIT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", BEFORE_INIT)
 def test_use_before_init(name: str) -> None:
-    def program() -> None:
-        with pytest.raises(RuntimeError, match=r"not initialised in this process: call persistent_ops\.init\(\) first"):
-            BEFORE_INIT[name]()
-
-    _as_a_process_without_a_world(program)
-
-
-def _as_a_process_without_a_world(program: Callable[[], None]) -> None:
-    """Run `program` as if nothing had been initialised, whatever fixtures have done."""
-    world = po.runtime.world._process_world
-    po.runtime.world._process_world = None
-    try:
-        program()
-    finally:
-        po.runtime.world._process_world = world
+    assert not po.is_initialized()
+    with pytest.raises(RuntimeError, match=r"not initialised in this process: call persistent_ops\.init\(\) first"):
+        BEFORE_INIT[name]()
 
 
 def test_finalize_without_a_world_is_harmless() -> None:
-    def program() -> None:
-        assert not po.is_initialized()
-        po.finalize()
-        po.finalize()
-        assert not po.is_initialized()
-
-    _as_a_process_without_a_world(program)
-
-
-@pytest.mark.usefixtures("one_pe")
-def test_a_second_init(backend: str) -> None:
-    assert po.is_initialized()
-    with pytest.raises(RuntimeError, match=r"already initialised here: call persistent_ops\.finalize\(\) first"):
-        po.init(backend)
-    assert po.world_size() == 1 and call().shape == (BATCH, TABLES * DIM)
+    po.finalize()
+    po.finalize()
+    assert not po.is_initialized()
 
 
 WRONG_INIT = {
@@ -491,42 +522,33 @@ def test_wrong_argument_of_init(name: str) -> None:
 def test_cuda_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def program() -> None:
-        with pytest.raises(po.BackendUnavailableError) as caught:
-            po.init("cuda")
-        text = str(caught.value)
-        assert "backend='cuda' needs a GPU" in text and f"torch {torch.__version__}" in text
-        assert "backend='host'" in text and "install a CUDA build of torch" in text and "persistent-ops doctor" in text
-        po.init("auto", heap_size=4 * MB)
-        assert po.backend() == "host" and po.device() == torch.device("cpu")
-        po.finalize()
-
-    _as_a_process_without_a_world(program)
+    with pytest.raises(po.BackendUnavailableError) as caught:
+        po.init("cuda")
+    text = str(caught.value)
+    assert "backend='cuda' needs a GPU" in text and f"torch {torch.__version__}" in text
+    assert "backend='host'" in text and "install a CUDA build of torch" in text and "persistent-ops doctor" in text
+    po.init("auto", heap_size=4 * MB)
+    assert po.backend() == "host" and po.device() == torch.device("cpu")
+    po.finalize()
 
 
 @pytest.mark.host
 def test_cuda_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
 
-    def program() -> None:
-        with pytest.raises(po.BackendUnavailableError, match=r"nvshmem4py and cuda\.core .*persistent-ops\[cuda13\]"):
-            po.init("cuda")
-
-    _as_a_process_without_a_world(program)
+    with pytest.raises(po.BackendUnavailableError, match=r"nvshmem4py and cuda\.core .*persistent-ops\[cuda13\]"):
+        po.init("cuda")
 
 
 @pytest.mark.host
 def test_the_backends_choice_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def program() -> None:
-        with caplog.at_level("INFO", "persistent_ops"):
-            po.init("auto", heap_size=4 * MB)
-        assert "1 PEs on backend 'host'" in caplog.text
-        po.finalize()
-
-    _as_a_process_without_a_world(program)
+    with caplog.at_level("INFO", "persistent_ops"):
+        po.init("auto", heap_size=4 * MB)
+    assert "1 PEs on backend 'host'" in caplog.text
+    po.finalize()
 
 
 @pytest.mark.host
@@ -535,7 +557,7 @@ def test_more_pes_than_a_world_holds() -> None:
     spawn._this_thread.bootstrap = bootstrap
     try:
         with pytest.raises(po.BootstrapError, match="a world has at most 64 PEs, this job has 65"):
-            _as_a_process_without_a_world(lambda: po.init("host"))
+            po.init("host")
     finally:
         del spawn._this_thread.bootstrap
 

@@ -4,10 +4,8 @@ All PEs of a world run as threads of one program (tests/host_driver), so whateve
 release and its own acquire have ordered it is a data race that the sanitizer sees, also where the values happen to be
 right.
 
-Not covered, because it has no effect on the host: the fences that order bulk copies and puts (`complete_stores`,
-`fence_acq_rel_sys`), and whatever a lane of a warp leaves to another one. `signal_ready` need not look at the abort
-word for any result to differ: every PE waits for every other's credit, so a launch that one PE gives up is given up by
-all.
+Not covered, because it has no effect on the host: what orders a GPU's memory with its network (`fence_acq_rel_sys`
+before a put, `put_acquire` after a wait), and whatever a lane of a warp leaves to another one.
 """
 
 from __future__ import annotations
@@ -125,6 +123,12 @@ REPORTED = (
     "--tables=2,1,2 --batch=4,3,5 --stop-pe=0 --trouble-at=1 --epochs=3 --timeout-ms=1500 --threads=2 --slow-pes=2 "
     "--slow-us=1200000 --expect-reported=2"
 )
+# PE 1 begins when PE 0 has given up on it. PE 0's credit is there, so only a sliceRdy word that never comes makes PE 1
+# look at the abort words.
+LATE = (
+    "--tables=2,1 --batch=4,3 --late-pe=1 --trouble-at=1 --epochs=3 --timeout-ms=1500 --wgs=2 --threads=2 "
+    "--expect-reported=1"
+)
 MISMATCH = "--tables=2,1,2 --batch=4,3,5 --mismatch-pe=1 --trouble-at=1 --epochs=4"
 # PE 0 is still at work when PE 1, which gets nothing from it, has given up and gone on.
 QUEUED = "--tables=2,0 --batch=4,0 --mismatch-pe=1 --trouble-at=1 --epochs=4 --heavy-pe=0 --queued=2 --timeout-ms=3000"
@@ -138,6 +142,12 @@ TROUBLES = {
     "stopped_pe_staged": f"{STOPPED} --transport=staged --delay-us=2000",
     "stopped_pe_of_three": "--tables=2,1,2 --batch=4,3,5 --stop-pe=1 --trouble-at=2 --timeout-ms=1500 --wgs=2",
     "peers_leave_at_once": REPORTED,
+    "launched_after_the_peer_gave_up": LATE,
+    "launched_after_the_peer_gave_up_staged": f"{LATE} --transport=staged --delay-us=2000",
+    "launched_after_both_peers_gave_up": (
+        "--tables=2,1,2 --batch=4,3,5 --late-pe=1 --trouble-at=2 --epochs=4 --timeout-ms=1500 --wgs=2 "
+        "--expect-reported=1"
+    ),
     "mismatch": MISMATCH,
     "mismatch_of_two": "--tables=2,1 --batch=4,3 --mismatch-pe=1 --trouble-at=1 --epochs=4 --wgs=2 --threads=2",
     "mismatch_staged": f"{MISMATCH} --transport=staged --delay-us=3000",
@@ -190,7 +200,7 @@ MUTATIONS = {
         (Edit(LAUNCH, "seen = flag_load_acquire_sys(flag);", "seen = flag_load_relaxed_sys(flag);"),), DIRECT
     ),
     "stores_without_credit": Mutation(
-        (Edit(KERNEL, "if ((credited_ >> destination_ & 1) == 0) {", "if (false) {"),),
+        (Edit(KERNEL, "if (!group.shuffle(credited_ >> destination_ & 1, 0)) {", "if (false) {"),),
         f"{DIRECT} --slow-pes=0 --slow-us=20000",
     ),
     "puts_without_credit": Mutation(
@@ -220,6 +230,16 @@ MUTATIONS = {
             ),
         ),
         DIRECT,
+    ),
+    "ready_from_an_aborted_launch": Mutation(
+        (
+            Edit(
+                KERNEL,
+                "!is_reachable(team, peer) || is_aborted(team)) continue;",
+                "!is_reachable(team, peer)) continue;",
+            ),
+        ),
+        LATE,
     ),
     "waits_for_one_sender_less": Mutation(
         (

@@ -98,6 +98,7 @@ class Options {
       {"--heavy-pe", "-1"},          // has huge bags
       {"--timeout-ms", "20000"},     // of one wait
       {"--stop-pe", "-1"},           // does not launch at ...
+      {"--late-pe", "-1"},           // does not launch before all others have given up at ...
       {"--mismatch-pe", "-1"},       // launches under another contract at ...
       {"--trouble-at", "-1"},        // ... this launch (from 0); then all recover and go on
       {"--queued", "0"},             // launches behind that one that do not look at errors, as in a GPU's queue
@@ -199,10 +200,14 @@ class Pe {
       const bool is_trouble = launch == options.number("--trouble-at");
       nap(launch);
       const bool is_stopped = is_trouble && rank_ == options.number("--stop-pe");
+      const bool has_late_pe = is_trouble && options.number("--late-pe") >= 0;
+      const bool is_late = has_late_pe && rank_ == options.number("--late-pe");
+      if (is_late) world_.meeting.arrive_and_wait();
       if (!is_stopped) run_kernel(launch, is_trouble);
       if (is_trouble) {
         for (int64_t i = 1; i <= options.number("--queued") && !is_stopped; ++i) run_kernel(launch + i, false);
         check_trouble(launch);
+        if (has_late_pe && !is_late) world_.meeting.arrive_and_wait();
         recover();
       } else {
         if (error_.state != 0) fail_with_record(launch);
@@ -380,19 +385,25 @@ class Pe {
          rank_, launch, error_.kind, error_.phase, error_.peer, error_.index, error_.epoch, error_.seen);
   }
 
-  // A launch in which one PE stayed away or came with another contract: everybody left, knows why, and has no data
-  // from that PE.
+  // A launch in which one PE stayed away, came too late or came with another contract: everybody left, knows why, and
+  // has no data from that PE. A late PE has no data at all: the others had left before it began.
   void check_trouble(int64_t launch) {
     const Options& options = world_.options;
     const auto stopped = static_cast<int>(options.number("--stop-pe"));
+    const auto late = static_cast<int>(options.number("--late-pe"));
     const auto mismatched = static_cast<int>(options.number("--mismatch-pe"));
+    const int absent = stopped >= 0 ? stopped : late;
     if (rank_ == stopped) return;
+    if (error_.state == 0 && rank_ == late) check_output(launch);  // if rows are wrong, this tells which
     if (error_.state == 0) fail(kUnexpectedAbort, "PE %d, launch %ld: did not notice the trouble", rank_, launch);
     const auto blamed = static_cast<int>(error_.peer);
-    if (stopped >= 0) {
+    if (absent >= 0) {
+      // PEs that were there find out by their own time-out or from one another; a late PE hears from them that they blame
+      // it.
       const bool is_as_told = rank_ != options.number("--expect-reported") || error_.kind == po::kReportedByPeer;
-      const bool is_known = error_.kind == po::kTimeout || error_.kind == po::kReportedByPeer;
-      if (blamed != stopped || !is_known || !is_as_told) fail_with_record(launch);
+      const bool is_from_witness = error_.kind == po::kReportedByPeer && static_cast<int>(error_.index) != absent;
+      const bool is_known = error_.kind == po::kTimeout || is_from_witness;
+      if (blamed != absent || !is_known || !is_as_told) fail_with_record(launch);
     } else {
       // Whoever noticed first tells the others, with the reason, and whom it blames.
       const bool was_told = error_.kind == po::kReportedByPeer;
@@ -405,13 +416,13 @@ class Pe {
       fail(kUnexpectedAbort, "PE %d: the aborted launch did not close its epoch", rank_);
     }
 
-    const int silent = stopped >= 0 ? stopped : mismatched;
+    const int silent = absent >= 0 ? absent : mismatched;
     const auto first = static_cast<size_t>(world_.column_start[silent] / 4);
     const auto last = static_cast<size_t>(world_.column_start[silent + 1] / 4);
     const auto width = static_cast<size_t>(world_.row_bytes() / 4);
     const uint32_t* words = output_words(output_offset(launch));
     for (size_t i = 0; i < output_bytes() / 4; ++i) {
-      const bool is_from_silent = i % width >= first && i % width < last;
+      const bool is_from_silent = rank_ == late || (i % width >= first && i % width < last);
       if (is_from_silent && words[i] != kAborted) {
         fail(kWrongOutput, "PE %d: word %zu of an aborted launch's output is 0x%08x, not poisoned", rank_, i, words[i]);
       }

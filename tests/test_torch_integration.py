@@ -1,0 +1,302 @@
+"""embedding_all_to_all as a torch operator: opcheck, fake tensors, autograd, make_fx, torch.compile, and what import does."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import persistent_ops as po
+
+MB = 1 << 20
+ROWS, DIM, TABLES, BATCH = 40, 8, 2, 6
+Lookups = tuple[torch.Tensor, torch.Tensor]
+
+
+def tables(dtype: torch.dtype = torch.float32, **options: Any) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(po.rank())
+    weights = [torch.randn(ROWS, DIM, generator=rng).to(po.device(), dtype) for _ in range(TABLES)]
+    return [weight.requires_grad_(**options) for weight in weights] if options else weights
+
+
+def lookups(num_indices: int, batch: int = BATCH, seed: int = 0) -> Lookups:
+    """Return indices and offsets of bags of random lengths."""
+    rng = torch.Generator().manual_seed(1000 * seed + po.rank())
+    inner = torch.randint(0, num_indices + 1, (TABLES * batch - 1,), generator=rng).sort().values
+    offsets = torch.cat([torch.tensor([0]), inner, torch.tensor([num_indices])])
+    return torch.randint(0, ROWS, (num_indices,), generator=rng).to(po.device()), offsets.to(po.device())
+
+
+def operator_arguments(
+    weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None = None, mode: str = "sum"
+) -> tuple[Any, ...]:
+    batch = (found[1].numel() - 1) // TABLES
+    return (weights, *found, factors, [TABLES * DIM], [batch], weights[0].dtype, mode, "fatal", "communication_aware")
+
+
+def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None, mode: str) -> torch.Tensor:
+    """Return what a world of one must give, in fp64, by torch's own operator."""
+    indices, offsets = (x.cpu() for x in found)
+    columns = []
+    for t, begins in enumerate(offsets[:-1].view(TABLES, -1)):
+        bounds = torch.cat([begins, offsets[(t + 1) * len(begins)].view(1)])
+        low, high = int(bounds[0]), int(bounds[-1])
+        columns.append(
+            torch.nn.functional.embedding_bag(
+                indices[low:high],
+                weights[t].detach().cpu().double(),
+                bounds - low,
+                mode=mode,
+                per_sample_weights=None if factors is None else factors[low:high].cpu().double(),
+                include_last_offset=True,
+            )
+        )
+    return torch.cat(columns, dim=1)
+
+
+def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
+    """Run a program in a world of one PE; on the host as a thread, which costs nothing."""
+    return po.launch(_in_a_world, 1, program, backend, *args, threads=backend == "host", timeout=250)[0]
+
+
+def _in_a_world(program: Callable[..., Any], backend: str, *args: Any) -> Any:
+    po.init(backend, timeout=30.0, heap_size=32 * MB)
+    try:
+        return program(*args)
+    finally:
+        po.finalize()
+
+
+# ---- the operator behind torch.ops ------------------------------------------------------------------------------------
+
+
+def _opcheck(kind: str) -> dict[str, str]:
+    mode = "mean" if kind == "mean" else "sum"
+    found = lookups(23)
+    factors = torch.rand(23, device=po.device()) if kind == "weighted" else None
+    results: dict[str, str] = {}
+    # Tables that require a gradient are left to the tests below: test_aot_dispatch_dynamic runs the backward pass of
+    # what requires one, and this operator has none yet.
+    arguments = operator_arguments(tables(), found, factors, mode)
+    operator = torch.ops.persistent_ops.embedding_all_to_all
+    for name, result in torch.library.opcheck(operator.default, arguments, raise_exception=False).items():
+        results[name] = str(result)
+    out = po.empty(BATCH, TABLES * DIM)
+    # test_schema is left out: it clones `out` to see whether it is written to, and the clone is not in the symmetric
+    # heap, where the operator must write. That `out` is written to, and nothing else, is checked below.
+    utilities = ("test_autograd_registration", "test_faketensor")
+    operator = torch.ops.persistent_ops.embedding_all_to_all_out
+    checked = torch.library.opcheck(
+        operator.default, arguments, {"out": out}, test_utils=utilities, raise_exception=False
+    )
+    for name, result in checked.items():
+        results[f"out: {name}"] = str(result)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "weighted"])
+def test_opcheck(backend: str, kind: str) -> None:
+    results = one_pe(_opcheck, backend, kind)
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    assert set(utilities) <= set(results) and len(results) == len(utilities) + 2
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def _operator_and_function() -> list[str]:
+    problems = []
+    operators = torch.ops.persistent_ops
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for iteration, (mode, weighted) in enumerate((("sum", False), ("mean", False), ("sum", True))):
+            weights, found = tables(dtype), lookups(30 + iteration, seed=iteration)
+            factors = torch.rand(30 + iteration, device=po.device()) if weighted else None
+            copies = [x.clone() for x in (*weights, *found)]
+            arguments = operator_arguments(weights, found, factors, mode)
+            function = po.embedding_all_to_all(weights, *found, factors, mode=mode)
+            operator = operators.embedding_all_to_all(*arguments)
+            out = po.empty(BATCH, TABLES * DIM, dtype=dtype)
+            out.fill_(float("nan"))
+            nothing = operators.embedding_all_to_all_out(*arguments, out=out)
+            po.check()
+            where = f"{dtype}, {mode}, weighted {weighted}"
+            if nothing is not None or not (torch.equal(function, operator) and torch.equal(function, out)):
+                problems.append(f"{where}: function, operator and out= differ")
+            error = (function.cpu().double() - expected(weights, found, factors, mode)).abs().max()
+            if float(error) > {torch.float32: 1e-4}.get(dtype, 0.2):
+                problems.append(f"{where}: differs from torch by {float(error)}")
+            if any(not torch.equal(x, copy) for x, copy in zip((*weights, *found), copies, strict=True)):
+                problems.append(f"{where}: an input was changed")
+            po.free(out)
+    return problems
+
+
+def test_the_operator_and_the_function_are_the_same(backend: str) -> None:
+    assert one_pe(_operator_and_function, backend) == []
+
+
+def test_the_schema_declares_what_is_written() -> None:
+    plain = torch.ops.persistent_ops.embedding_all_to_all.default._schema
+    with_out = torch.ops.persistent_ops.embedding_all_to_all_out.default._schema
+    assert not plain.is_mutable and len(plain.returns) == 1
+    written = [argument.name for argument in with_out.arguments if argument.alias_info and argument.alias_info.is_write]
+    assert written == ["out"] and not with_out.returns
+
+
+# ---- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _autograd() -> dict[str, Any]:
+    found = lookups(23)
+    plain = po.embedding_all_to_all(tables(), *found)
+    weights = tables(requires_grad=True)
+    seen: dict[str, Any] = {}
+    result = po.embedding_all_to_all(weights, *found)
+    seen["forward"] = result.requires_grad and torch.equal(result, plain)
+    seen["saved by the backward of others"] = bool((result * result).sum().isfinite())
+    with pytest.raises(NotImplementedError) as caught:
+        result.sum().backward()
+    seen["tables"] = str(caught.value)
+    factors = torch.rand(23, device=po.device(), requires_grad=True)
+    weighted = po.embedding_all_to_all(tables(), *found, factors)
+    seen["factors require a gradient"] = weighted.requires_grad
+    with pytest.raises(NotImplementedError) as caught:
+        weighted.sum().backward()
+    seen["factors"] = str(caught.value)
+    out = po.empty(BATCH, TABLES * DIM)
+    with pytest.raises(NotImplementedError) as caught:
+        po.embedding_all_to_all(weights, *found, out=out)
+    seen["out"] = str(caught.value)
+    with torch.no_grad():
+        unrecorded = po.embedding_all_to_all(weights, *found, out=out)
+    seen["no_grad"] = not unrecorded.requires_grad and torch.equal(unrecorded, plain)
+    with torch.inference_mode():
+        seen["inference_mode"] = torch.equal(po.embedding_all_to_all(weights, *found), plain)
+    return seen
+
+
+def test_autograd_runs_forward_and_refuses_backward(backend: str) -> None:
+    seen = one_pe(_autograd, backend)
+    for name in ("tables", "factors"):
+        text = seen.pop(name)
+        assert "embedding_all_to_all is forward only" in text and "torch.no_grad()" in text and "embedding_bag" in text
+    assert seen.pop("out").startswith("out: ")
+    assert all(value is True for value in seen.values()), seen
+
+
+# ---- fake tensors and tracing -----------------------------------------------------------------------------------------
+
+
+def _fake_tensors() -> list[str]:
+    problems = []
+    with FakeTensorMode() as mode:
+        for dtype in (torch.float32, torch.bfloat16):
+            weights = [mode.from_tensor(weight) for weight in tables(dtype)]
+            found = [mode.from_tensor(x) for x in lookups(23)]
+            for options in ({}, {"dim_per_rank": [TABLES * DIM]}, {"mode": "mean"}, {"schedule": "oblivious"}):
+                result = po.embedding_all_to_all(weights, *found, **options)  # type: ignore[arg-type]
+                shape = (BATCH, TABLES * DIM)
+                kind = (type(result), tuple(result.shape), result.dtype, result.device)
+                if kind != (FakeTensor, shape, dtype, po.device()):
+                    problems.append(f"{dtype}, {options}: {kind}")
+        for options, text in (({"mode": "max"}, "mode: expected"), ({"schedule": "x"}, "schedule")):
+            with pytest.raises(ValueError, match=text):
+                po.embedding_all_to_all(weights, *found, **options)  # type: ignore[arg-type]
+    if po.runtime.world.current().operator_state.get("embedding_all_to_all.plans"):
+        problems.append("a plan was made for fake tensors")
+    return problems
+
+
+def test_fake_tensors(backend: str) -> None:
+    assert one_pe(_fake_tensors, backend) == []
+
+
+def _traces() -> dict[str, list[str]]:
+    weights, found = tables(), lookups(23)
+    want = 2 * po.embedding_all_to_all(weights, *found)
+    names = {}
+    for mode in ("real", "fake", "symbolic"):
+        traced = make_fx(lambda ws, i, o: 2 * po.embedding_all_to_all(ws, i, o), tracing_mode=mode)(weights, *found)
+        assert torch.equal(traced(weights, *found), want), mode
+        names[mode] = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    return names
+
+
+def test_make_fx_sees_the_operator(backend: str) -> None:
+    for names in one_pe(_traces, backend).values():
+        assert "persistent_ops.embedding_all_to_all.default" in names
+
+
+# ---- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+class Interaction(torch.nn.Module):
+    """The exchange as a model uses it: tables, exchange, pairwise products of the features."""
+
+    def __init__(self, mode: str = "sum") -> None:
+        super().__init__()
+        self.tables = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in tables()])
+        self.mode = mode
+
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        rows = po.embedding_all_to_all(list(self.tables), indices, offsets, mode=self.mode)
+        features = rows.view(rows.shape[0], -1, DIM)
+        return torch.bmm(features, features.transpose(1, 2))
+
+
+# (batch, number of lookups on each PE): lookups that change on one PE only make it compile again alone; batches that
+# two PEs share evenly and unevenly.
+_CALLS = [(6, (23, 23)), (6, (30, 23)), (8, (40, 50)), (7, (33, 50)), (6, (23, 2)), (7, (1, 0))]
+
+
+def _compiled(backend: str) -> list[str]:
+    po.init(backend, timeout=20.0, heap_size=32 * MB)
+    problems = []
+    for mode in ("sum", "mean"):
+        model = Interaction(mode)
+        compiled = torch.compile(model, fullgraph=True)
+        for number, (batch, sizes) in enumerate(_CALLS if mode == "sum" else _CALLS[:2]):
+            found = lookups(sizes[po.rank()], batch, seed=number)
+            rows = compiled(*found)
+            if not torch.equal(rows, model(*found)):
+                problems.append(f"{mode}, call {number}: differs from eager")
+    po.check()
+    po.finalize()
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_model_has_the_same_bits(backend: str, world: int) -> None:
+    assert po.launch(_compiled, world, backend, timeout=250) == [[]] * world
+
+
+# ---- import -----------------------------------------------------------------------------------------------------------
+
+_IMPORT = """
+import os, sys
+before = dict(os.environ)
+import torch
+loaded = set(sys.modules)
+import persistent_ops
+new = set(sys.modules) - loaded
+print(dict(os.environ) == before)
+print(torch.cuda.is_initialized())
+print(sorted(name for name in sys.modules if name.split(".")[0] in ("nvshmem", "cuda", "triton")))
+print(sorted(name for name in new if name.startswith(("torch._inductor", "torch._dynamo.convert_frame"))))
+print(persistent_ops.is_initialized())
+"""
+
+
+def test_import_touches_nothing(tmp_path: Path) -> None:
+    root = Path(po.__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT], cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True", "False", "[]", "[]", "False"]
