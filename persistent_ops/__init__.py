@@ -12,29 +12,69 @@ from __future__ import annotations
 from . import ops as ops
 from .api import (
     backend as backend,
+)
+from .api import (
     barrier as barrier,
+)
+from .api import (
     check as check,
+)
+from .api import (
     device as device,
+)
+from .api import (
     empty as empty,
+)
+from .api import (
     finalize as finalize,
+)
+from .api import (
     free as free,
+)
+from .api import (
     init as init,
+)
+from .api import (
     is_initialized as is_initialized,
+)
+from .api import (
     peer_view as peer_view,
+)
+from .api import (
     rank as rank,
+)
+from .api import (
     recover as recover,
+)
+from .api import (
     to_symmetric as to_symmetric,
+)
+from .api import (
     world_size as world_size,
 )
 from .ops import embedding_all_to_all as embedding_all_to_all
 from .runtime.errors import (
     BackendUnavailableError as BackendUnavailableError,
+)
+from .runtime.errors import (
     BootstrapError as BootstrapError,
+)
+from .runtime.errors import (
     CompileError as CompileError,
+)
+from .runtime.errors import (
     ContractMismatchError as ContractMismatchError,
+)
+from .runtime.errors import (
     NotSymmetricError as NotSymmetricError,
+)
+from .runtime.errors import (
     PeerTimeoutError as PeerTimeoutError,
+)
+from .runtime.errors import (
     PersistentOpsError as PersistentOpsError,
+)
+from .runtime.errors import (
     SymmetricHeapError as SymmetricHeapError,
 )
 from .runtime.spawn import launch as launch

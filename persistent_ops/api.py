@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from .runtime import world as _world
-from .runtime.world import finalize as finalize, is_initialized as is_initialized
+from .runtime.world import finalize as finalize
+from .runtime.world import is_initialized as is_initialized
 
 __all__ = [
     "backend",
@@ -38,13 +39,13 @@ def init(
 ) -> None:
     """Join the world of this job.
 
-    Collective and blocking. The environment says who the peers are: torchrun, Hydra (nvshmrun, mpiexec.hydra), Open MPI,
-    Slurm's srun or `po.launch`; without any of them the world has one PE. An initialised torch.distributed is used
+    Collective and blocking. The environment says who the peers are: torchrun, Hydra (nvshmrun, mpiexec.hydra), Open
+    MPI, Slurm's srun or `po.launch`; without any of them the world has one PE. An initialised torch.distributed is used
     instead where there is one.
 
     Args:
-        backend: "cuda" (one PE per GPU, NVSHMEM), "host" (CPU, shared memory), or "auto": "cuda" where torch sees a GPU.
-            What was taken is logged by rank 0 (logger "persistent_ops") and told by `po.backend()`.
+        backend: "cuda" (one PE per GPU, NVSHMEM), "host" (CPU, shared memory), or "auto": "cuda" where torch sees a
+            GPU. What was taken is logged by rank 0 (logger "persistent_ops") and told by `po.backend()`.
         group: torch.distributed process group whose ranks become the PEs; None for the default one or the environment.
         timeout: seconds after which a wait for a peer, here and in every kernel, becomes an error.
         heap_size: bytes of symmetric heap on each PE; None for 4 GiB on "cuda", 1 GiB on "host" (where pages that are

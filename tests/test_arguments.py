@@ -450,7 +450,7 @@ def test_wrong_arguments_of_the_functions_around_the_operators(backend: str) -> 
     assert "not initialised in this process: call persistent_ops.init() first" in outcomes["after finalize"].text
 
 
-# ---- joining and leaving ---------------------------------------------------------------------------------------------
+# ---- joining and leaving -------------------------------------------------------------------------------------------
 
 
 BEFORE_INIT: dict[str, Callable[[], Any]] = {

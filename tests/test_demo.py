@@ -25,7 +25,7 @@ from persistent_ops.demo.pe import PeReport, differences
 ROWS = tuple(min(rows, 1000) for rows in synthetic.DLRM_ROWS)
 
 
-# ---- Zipf draws ------------------------------------------------------------------------------------------------------
+# ---- Zipf draws ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.05, 2.0])
@@ -106,7 +106,7 @@ def test_a_batch_has_the_shape_of_the_benchmark() -> None:
         assert 0 <= feature.indices.min() <= feature.indices.max() < ROWS[table]
 
 
-# ---- placement -------------------------------------------------------------------------------------------------------
+# ---- placement -----------------------------------------------------------------------------------------------------
 
 
 def best_makespan(costs: Sequence[int], num_pes: int) -> int:
@@ -166,7 +166,7 @@ def test_row_cap_needs_room_for_one_row_each() -> None:
         placement.fit_rows([3, 3], [[0, 1]], 8, 15)
 
 
-# ---- lookups and the reference ---------------------------------------------------------------------------------------
+# ---- lookups and the reference -------------------------------------------------------------------------------------
 
 
 def test_features_are_joined_feature_major_and_cut_again() -> None:
@@ -209,7 +209,7 @@ def test_empty_bags_must_be_exact_zeros() -> None:
         differences(torch.zeros(2, 4), torch.zeros(4, 2), table_dim=2)
 
 
-# ---- options and report ----------------------------------------------------------------------------------------------
+# ---- options and report --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_passing_needs_every_pe() -> None:
     assert not report.passed([pe_report(0, relative_difference=math.nan)], dtype="bf16")
 
 
-# ---- the whole job ---------------------------------------------------------------------------------------------------
+# ---- the whole job -------------------------------------------------------------------------------------------------
 
 
 def quiet() -> Console:

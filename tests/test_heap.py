@@ -60,7 +60,7 @@ def _error_of(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-# ---- symmetric tensors -----------------------------------------------------------------------------------------------
+# ---- symmetric tensors ---------------------------------------------------------------------------------------------
 
 
 def _writes_to_every_peer(backend: str) -> list[str]:
@@ -186,7 +186,7 @@ def test_requests_that_differ_between_pes(backend: str) -> None:
         assert freed.startswith("SymmetricHeapError: po.free() needs the same tensor on every PE")
 
 
-# ---- tensors that are not this PE's symmetric memory -----------------------------------------------------------------
+# ---- tensors that are not this PE's symmetric memory ---------------------------------------------------------------
 
 
 def _wrong_outputs(backend: str) -> dict[str, str]:
@@ -259,7 +259,7 @@ def test_a_peer_behind_a_network_has_no_view() -> None:
         assert error.startswith(f"NotSymmetricError: PE {1 - rank} is not load/store reachable from this PE")
 
 
-# ---- the pool of results ---------------------------------------------------------------------------------------------
+# ---- the pool of results -------------------------------------------------------------------------------------------
 
 
 def _thousand_calls(backend: str) -> list[str]:
@@ -379,7 +379,7 @@ def test_results_that_are_held_can_fill_the_heap_and_idle_ones_make_room(backend
         assert "drop results" in error and "heap_size" in error
 
 
-# ---- the allocator ---------------------------------------------------------------------------------------------------
+# ---- the allocator -------------------------------------------------------------------------------------------------
 
 _SIZE = 64
 _STEPS = st.lists(st.tuples(st.integers(1, 24), st.booleans(), st.integers(0, 99)), max_size=60)
@@ -411,7 +411,7 @@ def test_free_list_against_a_model(steps: list[tuple[int, bool, int]]) -> None:
     assert free_list.take(_SIZE, from_top=False) == 0, "neighbouring blocks were not merged"
 
 
-# ---- the host backend's shared memory --------------------------------------------------------------------------------
+# ---- the host backend's shared memory ------------------------------------------------------------------------------
 
 
 @pytest.mark.host

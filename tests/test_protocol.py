@@ -47,12 +47,12 @@ def _error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
     start = time.monotonic()
     try:
         action()
-    except Exception as error:  # noqa: BLE001  # the test asserts which
+    except Exception as error:  # the test asserts which
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
 
 
-# ---- programs of the PEs ----------------------------------------------------------------------------------------------
+# ---- programs of the PEs -------------------------------------------------------------------------------------------
 
 
 def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
@@ -177,7 +177,7 @@ def _dies(backend: str, how: str, folder: str) -> str:
     return "unreachable"
 
 
-# ---- tests ------------------------------------------------------------------------------------------------------------
+# ---- tests ---------------------------------------------------------------------------------------------------------
 
 
 def _threads(backend: str) -> bool:

@@ -69,7 +69,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-# ---- as it is -------------------------------------------------------------------------------------------------------
+# ---- as it is ------------------------------------------------------------------------------------------------------
 
 WORLDS = {
     1: "--tables=3 --batch=7",
@@ -163,7 +163,7 @@ def test_trouble_ends_on_every_pe_and_is_recovered_from(driver: Path, run: Run, 
     check_silent(run(driver, TROUBLES[case]))
 
 
-# ---- mutations ------------------------------------------------------------------------------------------------------
+# ---- mutations -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ PO_FN bool is_aborted(const Team& team) { return flag_load_relaxed_sys(&team.loc
 
 // ---- errors ---------------------------------------------------------------------------------------------------------
 
-PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index, uint64_t seen,
-                                    uint64_t waited_ns) {
+PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index,
+                                    uint64_t seen, uint64_t waited_ns) {
   if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {
     ErrorRecord& record = *team.error;
     record.kind = kind;

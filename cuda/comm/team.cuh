@@ -8,9 +8,9 @@
 
 namespace po {
 
-inline constexpr int kMaxPes = 64;          // a warp remembers the peers that granted it credit in one 64-bit mask
-inline constexpr int kContractWords = 14;   // fills a Grant up to its 128 bytes
-inline constexpr int kEpochShift = 16;      // a flag is the epoch above a 16-bit hash of the launch contract
+inline constexpr int kMaxPes = 64;         // a warp remembers the peers that granted it credit in one 64-bit mask
+inline constexpr int kContractWords = 14;  // fills a Grant up to its 128 bytes
+inline constexpr int kEpochShift = 16;     // a flag is the epoch above a 16-bit hash of the launch contract
 
 // A receiver's permission to write this epoch's output: where it is in the receiver's heap, and the receiver's launch
 // contract. Lives in the sender's heap, one per receiver, written by that receiver alone; `flag` is set last.

@@ -171,7 +171,8 @@ class RowStore {
     if (!is_reachable(team, destination_)) {
       const int64_t own_column = plan_.column_start[team.rank];
       stride_ = static_cast<int32_t>(plan_.column_start[team.rank + 1] - own_column);
-      target_ = team.heap + plan_.staging_offset + first_bag_ * static_cast<int64_t>(stride_) + column_bytes_ - own_column;
+      target_ =
+          team.heap + plan_.staging_offset + first_bag_ * static_cast<int64_t>(stride_) + column_bytes_ - own_column;
       return true;
     }
     uint64_t output = own_output_;

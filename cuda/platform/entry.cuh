@@ -38,20 +38,20 @@ PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
 #if PO_ON_DEVICE
 
 // The plan is read all through the launch: each WG keeps a copy in shared memory.
-#define PO_ENTRY(name, Kernel)                                                                                      \
-  PO_CHECK_PLAN(Kernel)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)                              \
-      name(const Kernel::Plan* plan, uint64_t w0, uint64_t w1, uint64_t w2, uint64_t w3, uint64_t w4) {             \
-    __shared__ Kernel::Shared shared;                                                                               \
-    const po::WorkGroup wg;                                                                                         \
-    constexpr int kPlanWords = sizeof(Kernel::Plan) / sizeof(uint64_t);                                             \
-    static_assert(sizeof(Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");              \
-    for (int i = wg.rank(); i < kPlanWords; i += wg.size()) {                                                       \
-      reinterpret_cast<uint64_t*>(&shared.plan)[i] = reinterpret_cast<const uint64_t*>(plan)[i];                    \
-    }                                                                                                               \
-    wg.sync();                                                                                                      \
-    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                                    \
-    Kernel::run(wg, shared, po::make_call<Kernel::Call>(words));                                       \
+#define PO_ENTRY(name, Kernel)                                                                          \
+  PO_CHECK_PLAN(Kernel)                                                                                 \
+  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)                  \
+      name(const Kernel::Plan* plan, uint64_t w0, uint64_t w1, uint64_t w2, uint64_t w3, uint64_t w4) { \
+    __shared__ Kernel::Shared shared;                                                                   \
+    const po::WorkGroup wg;                                                                             \
+    constexpr int kPlanWords = sizeof(Kernel::Plan) / sizeof(uint64_t);                                 \
+    static_assert(sizeof(Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");  \
+    for (int i = wg.rank(); i < kPlanWords; i += wg.size()) {                                           \
+      reinterpret_cast<uint64_t*>(&shared.plan)[i] = reinterpret_cast<const uint64_t*>(plan)[i];        \
+    }                                                                                                   \
+    wg.sync();                                                                                          \
+    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                        \
+    Kernel::run(wg, shared, po::make_call<Kernel::Call>(words));                                        \
   }
 
 #else
@@ -85,13 +85,12 @@ void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCal
 
 }  // namespace po
 
-#define PO_ENTRY(name, Kernel)                                                                                       \
-  PO_CHECK_PLAN(Kernel)                                                                                              \
-  extern "C" __attribute__((visibility("default"))) void name(const void* plan, uint64_t w0, uint64_t w1,            \
-                                                              uint64_t w2, uint64_t w3, uint64_t w4, int num_wgs,    \
-                                                              int wg_size) {                                         \
-    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                                     \
-    po::run_on_host<Kernel>(static_cast<const Kernel::Plan*>(plan), words, num_wgs, wg_size);                        \
+#define PO_ENTRY(name, Kernel)                                                                                         \
+  PO_CHECK_PLAN(Kernel)                                                                                                \
+  extern "C" __attribute__((visibility("default"))) void name(const void* plan, uint64_t w0, uint64_t w1, uint64_t w2, \
+                                                              uint64_t w3, uint64_t w4, int num_wgs, int wg_size) {    \
+    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                                       \
+    po::run_on_host<Kernel>(static_cast<const Kernel::Plan*>(plan), words, num_wgs, wg_size);                          \
   }
 
 #endif

@@ -32,9 +32,7 @@ PO_FN Vector<kBytes> load_vector(const void* source) {
 #if PO_ON_DEVICE
   if constexpr (kBytes == 16) {
     uint32_t* w = value.words;
-    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "l"(source));
+    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(source));
   } else {
     value = *static_cast<const Vector<kBytes>*>(source);
   }

@@ -75,7 +75,7 @@ struct Float16 {
     const uint32_t bits = float_bits(x);
     const auto sign = static_cast<Storage>((bits >> 16) & 0x8000u);
     const uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return 0x7fff;  // NaN as the GPU's conversion gives it
+    if (magnitude > 0x7f800000u) return 0x7fff;                                 // NaN as the GPU's conversion gives it
     if (magnitude >= 0x477ff000u) return static_cast<Storage>(sign | 0x7c00u);  // rounds to 65520 or more: infinity
     if (magnitude < 0x38800000u) {
       // Subnormal half: adding 0.5 makes the float adder round at the half's last place.

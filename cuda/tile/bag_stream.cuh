@@ -28,7 +28,7 @@ struct BagShape {
   static constexpr int kBytes = kBytes_;
   // Rows per batch; the window of row numbers advances by whole batches.
   static constexpr int kBatch = PO_ON_DEVICE ? min_of(kRows_ / 2, kLanes_) : 1;
-  static constexpr int kStrideBytes = Group::kSize * kBytes;    // from a lane's vector to its next one
+  static constexpr int kStrideBytes = Group::kSize * kBytes;   // from a lane's vector to its next one
   static constexpr int kChunkBytes = kStrideBytes * kVectors;  // of a row, per pass
   static_assert(!PO_ON_DEVICE || kLanes_ % kBatch == 0, "a batch must not straddle two windows");
 };
@@ -86,8 +86,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
     findings.bad_index = place;
     return kNoRow;
   });
-  auto weights =
-      make_window<Group>(kIsWeighted ? length : 0, 0.0f, [=](int32_t place) { return first_weight[place]; });
+  auto weights = make_window<Group>(kIsWeighted ? length : 0, 0.0f, [=](int32_t place) { return first_weight[place]; });
 
   // A lane beyond the end of the row reads its beginning: what it sums up is never stored.
   const int32_t lane_offset = group.rank() * Shape::kBytes;

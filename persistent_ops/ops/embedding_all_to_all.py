@@ -40,8 +40,8 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Pool the bags of this PE's tables and send every PE the rows of its part of the batch, in one kernel.
 
-    Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[indices of bag (t, start_r + b)])``,
-    where start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the
+    Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[indices of bag
+    (t, start_r + b)])``, where start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the
     order of the indices, and rounded once: the same bits on every run, world size and schedule.
 
     Args:
@@ -55,8 +55,8 @@ def embedding_all_to_all(
         out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead.
         batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
             first B % world_size. A PE whose T is 0 must give it, since it cannot tell the batch from `offsets`.
-        dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on the
-            host, the first time that they meet these tables; every PE must then pass None, new tables must be new on
+        dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on
+            the host, the first time that they meet these tables; every PE must then pass None, new tables must be new on
             all PEs, and none may have T = 0.
         dtype: of the tables and the result; None takes it from the tables, or float32 where T is 0.
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
@@ -97,7 +97,18 @@ def embedding_all_to_all(
     dim_per_rank, batch_per_rank, dtype = _completed(
         _world.current(), weights, offsets, dim_per_rank, batch_per_rank, dtype
     )
-    arguments = (weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    arguments = (
+        weights,
+        indices,
+        offsets,
+        per_sample_weights,
+        dim_per_rank,
+        batch_per_rank,
+        dtype,
+        mode,
+        bounds,
+        schedule,
+    )
     if out is None:
         return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
     torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
@@ -137,8 +148,8 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int
     batch, rest = divmod(num_offsets - 1, num_tables)
     if rest or num_offsets < 1:
         raise ValueError(
-            f"offsets: expected T * B + 1 elements for T = {num_tables} tables, got {num_offsets}, and {num_offsets - 1} is "
-            f"not a multiple of {num_tables}"
+            f"offsets: expected T * B + 1 elements for T = {num_tables} tables, got {num_offsets}, and "
+            f"{num_offsets - 1} is not a multiple of {num_tables}"
         )
     return tuple(batch // world_size + int(rank < batch % world_size) for rank in range(world_size))
 
@@ -157,8 +168,8 @@ def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torc
         return (own,)
     if not len(weights):
         raise ValueError(
-            "dim_per_rank: a PE without tables cannot tell when the others' tables change; where T is 0 on some PE, pass "
-            "dim_per_rank on all"
+            "dim_per_rank: a PE without tables cannot tell when the others' tables change; where T is 0 on some PE, "
+            "pass dim_per_rank on all"
         )
     if tables.dim_per_rank is None:
         tables.dim_per_rank = _exchange_dims(world, own)
@@ -179,12 +190,12 @@ def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
         return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))
     except BootstrapError as error:
         raise BootstrapError(
-            f"the PEs could not agree on the widths of their tables: {error}. Where tables are new on some PEs only, pass "
-            "dim_per_rank on all."
+            f"the PEs could not agree on the widths of their tables: {error}. Where tables are new on some PEs only, "
+            "pass dim_per_rank on all."
         ) from error
 
 
-# ---- launch -----------------------------------------------------------------------------------------------------------
+# ---- launch --------------------------------------------------------------------------------------------------------
 
 _MAX_PLANS = 64  # per set of tables; a plan holds a few KB, and shapes that change without end must not collect
 
@@ -227,7 +238,7 @@ def _execute(
     return slot.tensor(plan.dtype, plan.output_shape)
 
 
-# ---- torch operator ---------------------------------------------------------------------------------------------------
+# ---- torch operator ------------------------------------------------------------------------------------------------
 
 
 def _run(
@@ -286,7 +297,7 @@ torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_libr
 torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
 
 
-# ---- reference --------------------------------------------------------------------------------------------------------
+# ---- reference -----------------------------------------------------------------------------------------------------
 
 
 def reference(

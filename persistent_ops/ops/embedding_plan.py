@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ..runtime.backend import KernelRequest
-from ..runtime.layout import Team
 from ..runtime.contract import Contract, register
+from ..runtime.layout import Team
 from ..runtime.world import World, upload
 
 __all__ = ["MODES", "SCHEDULES", "TUNING", "EmbeddingPlan", "Tuning", "average_pooling"]
@@ -126,8 +126,8 @@ class EmbeddingPlan:
         _check_split(world, weights, offsets, dim_per_rank, batch_per_rank)
         if world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "embedding_all_to_all: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
-                "capture cannot do: call it once before the capture, with the same tables"
+                "embedding_all_to_all: the first call with these shapes compiles and loads its kernel, which a "
+                "CUDA-graph capture cannot do: call it once before the capture, with the same tables"
             )
         tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
         batch = sum(batch_per_rank)
@@ -146,7 +146,9 @@ class EmbeddingPlan:
         if not 1 <= slice_samples <= _MAX_SLICE_SAMPLES:
             raise ValueError(f"slice_samples: expected 1 to {_MAX_SLICE_SAMPLES}, got {slice_samples}")
         if -(-max(batch_per_rank) // slice_samples) > world.workspace.max_ready_words:
-            raise ValueError(f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples")
+            raise ValueError(
+                f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples"
+            )
         tasks = [-(-rows // slice_samples) * len(weights) for rows in batch_per_rank]
         num_rounds = max((n for pe, n in enumerate(tasks) if pe != world.rank), default=0)
         local_delay = round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds)
@@ -230,7 +232,8 @@ class EmbeddingPlan:
         for name, tensor in (("indices", indices), ("offsets", offsets)):
             if tensor.get_device() != self._device_index or not tensor.is_contiguous() or tensor.dim() != 1:
                 raise ValueError(
-                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on {tensor.device}"
+                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on "
+                    f"{tensor.device}"
                 )
         if per_sample_weights is None:
             return
@@ -272,7 +275,7 @@ class EmbeddingPlan:
         world.workspace.launch(self._kernel, self._grid, self._address, words)
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------------------------
 
 
 def _check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: torch.Tensor | None) -> None:
@@ -312,7 +315,8 @@ def _check_split(
     own = sum(weight.shape[1] for weight in weights)
     if dim_per_rank[world.rank] != own:
         raise ValueError(
-            f"dim_per_rank: entry {world.rank} is {dim_per_rank[world.rank]}, but this PE's tables have {own} columns in all"
+            f"dim_per_rank: entry {world.rank} is {dim_per_rank[world.rank]}, but this PE's tables have {own} columns "
+            "in all"
         )
     expected = len(weights) * sum(batch_per_rank) + 1
     if offsets.numel() != expected:
@@ -322,7 +326,7 @@ def _check_split(
         )
 
 
-# ---- choices ----------------------------------------------------------------------------------------------------------
+# ---- choices -------------------------------------------------------------------------------------------------------
 
 
 def average_pooling(num_indices: int, num_bags: int) -> int:
@@ -330,9 +334,7 @@ def average_pooling(num_indices: int, num_bags: int) -> int:
     return 1 << max(-(-num_indices // max(num_bags, 1)) - 1, 0).bit_length()
 
 
-def _slice_samples(
-    world: World, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], pooling: int
-) -> int:
+def _slice_samples(world: World, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], pooling: int) -> int:
     """Return how many samples a slice, and so a task, has.
 
     A task of some tens of KB keeps a warp's loads in flight; a larger one only spreads the warps over more tables at a

@@ -185,7 +185,7 @@ class GpuBackend:
         try:
             self._nvshmem.free(self._buffer)
             self._nvshmem.finalize()
-        except Exception as error:  # noqa: BLE001  # nothing may keep a process from leaving
+        except Exception as error:  # nothing may keep a process from leaving
             _log.warning("persistent_ops: NVSHMEM reported an error while closing: %s", error)
 
 
@@ -196,7 +196,7 @@ def _within(seconds: float, start: Callable[[], _T], what: str) -> _T:
     def run() -> None:
         try:
             outcome.append((True, start()))
-        except BaseException as error:  # noqa: BLE001  # handed to the caller
+        except BaseException as error:  # handed to the caller
             outcome.append((False, error))
 
     thread = threading.Thread(target=run, daemon=True, name="persistent_ops-start")

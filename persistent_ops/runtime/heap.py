@@ -1,8 +1,8 @@
 """The symmetric heap: one block of memory per PE, addressed by offsets that mean the same on every PE.
 
-Two kinds of allocations share it. Symmetric ones (`po.empty`) are made by all PEs together and lie at one offset. Outputs
-of operators come from a pool that each PE manages alone: a receiver tells its senders with every launch's credit where
-its output is, so offsets need not agree, and a buffer is used again only when nobody holds a tensor over it.
+Two kinds of allocations share it. Symmetric ones (`po.empty`) are made by all PEs together and lie at one offset.
+Outputs of operators come from a pool that each PE manages alone: a receiver tells its senders with every launch's
+credit where its output is, so offsets need not agree, and a buffer is used again only when nobody holds a tensor over it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class SymmetricHeap:
             if full:
                 raise SymmetricHeapError(
                     f"the symmetric heap of PE {', '.join(map(str, full))} has no room for {nbytes} bytes "
-                    f"(heap_size {self.free_list.size} bytes, {self.free_list.free_bytes} free on this PE): free tensors "
-                    "that are no longer needed, or pass a larger heap_size to po.init()"
+                    f"(heap_size {self.free_list.size} bytes, {self.free_list.free_bytes} free on this PE): free "
+                    "tensors that are no longer needed, or pass a larger heap_size to po.init()"
                 )
             shapes = "; ".join(f"PE {pe}: {' '.join(text.split(' ')[1:])}" for pe, text in enumerate(everyone))
             raise SymmetricHeapError(

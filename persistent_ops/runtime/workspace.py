@@ -66,7 +66,7 @@ class Workspace:
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
 
-    # ---- plans ----------------------------------------------------------------------------------------------------------
+    # ---- plans -----------------------------------------------------------------------------------------------------
 
     @property
     def max_ready_words(self) -> int:
@@ -102,7 +102,7 @@ class Workspace:
             network=self._backend.network,
         )
 
-    # ---- launching ------------------------------------------------------------------------------------------------------
+    # ---- launching -------------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Kernel, grid: int, plan: int, words: Sequence[int]) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind."""
@@ -133,7 +133,7 @@ class Workspace:
         event.record(torch.cuda.ExternalStream(last[0], device=self._backend.device))
         torch.cuda.current_stream().wait_event(event)
 
-    # ---- errors ---------------------------------------------------------------------------------------------------------
+    # ---- errors ----------------------------------------------------------------------------------------------------
 
     def raise_pending(self) -> None:
         """Raise what launches so far have reported; cheap, and without waiting for launches in flight."""
@@ -160,8 +160,8 @@ class Workspace:
             return self._describe_report(remedy)
         what = _PHASES[error.phase].format(index=error.index)
         return PeerTimeoutError(
-            f"PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, saw "
-            f"{error.seen >> EPOCH_SHIFT}. {remedy}"
+            f"PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, "
+            f"saw {error.seen >> EPOCH_SHIFT}. {remedy}"
         )
 
     def _describe_report(self, remedy: str) -> PersistentOpsError:
@@ -183,13 +183,14 @@ class Workspace:
         record = self._input_error
         where = f"table {record.table}, bag {record.bag}"
         if record.kind == 1:
-            return f"indices: {where} has index {record.value}, but the table has {record.limit} rows (valid: 0 to {record.limit - 1})"
+            valid = f"valid: 0 to {record.limit - 1}"
+            return f"indices: {where} has index {record.value}, but the table has {record.limit} rows ({valid})"
         return (
-            f"offsets: {where} has offset {record.value}, but offsets must start at 0, not fall, and end at the number of "
-            f"indices, {record.limit}"
+            f"offsets: {where} has offset {record.value}, but offsets must start at 0, not fall, and end at the "
+            f"number of indices, {record.limit}"
         )
 
-    # ---- recovery -------------------------------------------------------------------------------------------------------
+    # ---- recovery --------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Start clean epochs after a failure; collective."""

@@ -57,7 +57,7 @@ class World:
         self._barrier: tuple[Any, Any] | None = None
 
     def enqueue_barrier(self) -> None:
-        """Let the current stream wait, on the device, until every PE has launched this barrier; returns at once on GPUs."""
+        """Let the current stream wait until every PE has launched this barrier; on GPUs the host goes on."""
         if self._barrier is None:
             team = self.workspace.team(Contract("barrier", (self.size,)))
             kernel = self.backend.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
@@ -157,7 +157,7 @@ def init(
 
 
 def finalize() -> None:
-    """Leave the world; collective. Tensors from this PE's heap must not be used afterwards. Harmless without a world."""
+    """Leave the world; collective. Tensors from the heap must not be used afterwards. Harmless without a world."""
     global _process_world
     world = getattr(_thread_worlds, "world", None)
     if world is not None:

@@ -398,8 +398,8 @@ class Pe {
     if (error_.state == 0) fail(kUnexpectedAbort, "PE %d, launch %ld: did not notice the trouble", rank_, launch);
     const auto blamed = static_cast<int>(error_.peer);
     if (absent >= 0) {
-      // PEs that were there find out by their own time-out or from one another; a late PE hears from them that they blame
-      // it.
+      // PEs that were there find out by their own time-out or from one another; a late PE hears from them that it is
+      // blamed itself.
       const bool is_as_told = rank_ != options.number("--expect-reported") || error_.kind == po::kReportedByPeer;
       const bool is_from_witness = error_.kind == po::kReportedByPeer && static_cast<int>(error_.index) != absent;
       const bool is_known = error_.kind == po::kTimeout || is_from_witness;
