@@ -93,10 +93,17 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
         dtype: of the elements.
 
     Raises:
+        TypeError, ValueError: a size that is no whole number, or below 0.
         SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
     """
-    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    return _world.current().heap.empty(tuple(int(n) for n in shape), dtype)  # type: ignore[union-attr, arg-type]
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    if not all(isinstance(n, int) for n in shape):
+        raise TypeError(f"size: expected whole numbers, got {list(shape)}")
+    if any(n < 0 for n in shape):  # type: ignore[operator]
+        raise ValueError(f"size: expected numbers of at least 0, got {list(shape)}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    return _world.current().heap.empty(shape, dtype)  # type: ignore[arg-type]
 
 
 def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:

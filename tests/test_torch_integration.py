@@ -1,4 +1,4 @@
-"""embedding_all_to_all as a torch operator: opcheck, fake tensors, autograd, make_fx, torch.compile; what import does."""
+"""embedding_all_to_all in torch: opcheck, fake tensors, autograd, tracing, torch.compile; what the import does."""
 
 from __future__ import annotations
 
@@ -288,7 +288,8 @@ import persistent_ops
 new = set(sys.modules) - loaded
 print(dict(os.environ) == before)
 print(torch.cuda.is_initialized())
-print(sorted(name for name in new if name.startswith(("nvshmem", "cuda", "triton", "torch._dynamo", "torch._inductor"))))
+heavy = ("nvshmem", "cuda", "triton", "torch._dynamo", "torch._inductor")
+print(sorted(name for name in new if name.startswith(heavy)))
 print(persistent_ops.is_initialized())
 """
 

@@ -9,7 +9,7 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
-from .embedding_plan import MODES, SCHEDULES, TUNING, EmbeddingPlan, average_pooling
+from .embedding_plan import MODES, SCHEDULES, TUNING, EmbeddingPlan, average_pooling, check_types
 from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
@@ -18,6 +18,10 @@ _NAME = "embedding_all_to_all"
 _ARGUMENTS = (
     "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
     "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
+)
+_FORWARD_ONLY = (
+    "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
+    "all_to_all_single where gradients are needed"
 )
 _library = torch.library.Library("persistent_ops", "FRAGMENT")
 _library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
@@ -40,9 +44,9 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Pool the bags of this PE's tables and send every PE the rows of its part of the batch, in one kernel.
 
-    Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[indices of bag
-    (t, start_r + b)])``, where start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the
-    order of the indices, and rounded once: the same bits on every run, world size and schedule.
+    Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[bag (t, start_r + b)])``, where
+    start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the order
+    of the indices, and rounded once: the same bits on every run, world size and schedule.
 
     Args:
         weights: this PE's T tables, each `[R_t, D_t]`, contiguous, all of one dtype (float32, float16 or bfloat16), the
@@ -56,8 +60,8 @@ def embedding_all_to_all(
         batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
             first B % world_size. A PE whose T is 0 must give it, since it cannot tell the batch from `offsets`.
         dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on
-            the host, the first time that they meet these tables; every PE must then pass None, new tables must be new on
-            all PEs, and none may have T = 0.
+            the host, the first time that they meet these tables; every PE must then pass None, new tables must be new
+            on all PEs, and none may have T = 0.
         dtype: of the tables and the result; None takes it from the tables, or float32 where T is 0.
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
@@ -76,13 +80,13 @@ def embedding_all_to_all(
         IndexError: see `bounds`. On "cuda" it comes with the next operator or `po.check()`, since the launch is
             asynchronous.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else; the same.
-        NotImplementedError: in a backward pass; the operator is forward only for now.
+        NotImplementedError: in a backward pass, or `out` where gradients are recorded; the operator is forward only.
 
     Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
-    if not torch.compiler.is_compiling() and _is_plain(weights, indices):
+    if not torch.compiler.is_compiling() and _is_plain(weights, indices, offsets, per_sample_weights):
         # The host's share of an eager call counts: by-passing the dispatcher saves most of it. Same code as behind it.
         world = _world.current()
         tables = _table_sets(world).find(weights)
@@ -92,8 +96,10 @@ def embedding_all_to_all(
             batch_per_rank = tuple(batch_per_rank)
         choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
         return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)
-    if dim_per_rank is None and torch.compiler.is_compiling():
-        dim_per_rank = _dims_at_compile_time(sum(weight.shape[1] for weight in weights))
+    if not torch.compiler.is_compiling():
+        check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out)
+    if dim_per_rank is None and (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+        dim_per_rank = _dims_at_trace_time(sum(weight.shape[1] for weight in weights))
     dim_per_rank, batch_per_rank, dtype = _completed(
         _world.current(), weights, offsets, dim_per_rank, batch_per_rank, dtype
     )
@@ -111,6 +117,8 @@ def embedding_all_to_all(
     )
     if out is None:
         return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
+    if _needs_gradient(weights, per_sample_weights):
+        raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
     torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
     return out
 
@@ -127,31 +135,44 @@ def _completed(
     if dim_per_rank is None:
         dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
     if batch_per_rank is None:
-        batch_per_rank = _even_split(len(weights), offsets.shape[0], world.size)
+        batch_per_rank = _even_split(len(weights), offsets.numel(), world.size)
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
     return dim_per_rank, batch_per_rank, dtype
 
 
-def _is_plain(weights: Sequence[torch.Tensor], indices: torch.Tensor) -> bool:
+def _is_plain(
+    weights: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, factors: torch.Tensor | None
+) -> bool:
     """Return whether nobody but the kernel wants to see this call: no autograd, mode, transform or tensor subclass."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    if type(indices) is not torch.Tensor:
+    if type(indices) is not torch.Tensor or type(offsets) is not torch.Tensor:
         return False
-    return not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
+    if factors is not None and type(factors) is not torch.Tensor:
+        return False
+    try:
+        return not _needs_gradient(weights, factors)
+    except (AttributeError, TypeError):
+        return False  # not tensors: the checks behind the slow path say so
+
+
+def _needs_gradient(weights: Sequence[torch.Tensor], factors: torch.Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(weight.requires_grad for weight in weights) or (factors is not None and factors.requires_grad)
 
 
 def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int, ...]:
     if num_tables == 0:
         raise ValueError("batch_per_rank: a PE without tables cannot tell the batch from offsets; pass batch_per_rank")
-    batch, rest = divmod(num_offsets - 1, num_tables)
-    if rest or num_offsets < 1:
+    batch = (num_offsets - 1) // num_tables
+    if num_offsets != batch * num_tables + 1 or num_offsets < 1:
         raise ValueError(
             f"offsets: expected T * B + 1 elements for T = {num_tables} tables, got {num_offsets}, and "
             f"{num_offsets - 1} is not a multiple of {num_tables}"
         )
-    return tuple(batch // world_size + int(rank < batch % world_size) for rank in range(world_size))
+    return tuple((batch + world_size - 1 - rank) // world_size for rank in range(world_size))
 
 
 def _table_sets(world: _world.World) -> TableSets:
@@ -176,13 +197,14 @@ def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torc
     return tables.dim_per_rank
 
 
-def _dims_at_compile_time(own: int) -> tuple[int, ...]:
-    """Return every PE's sum of D. Collective: the PEs compile the same graphs, each with its own tables."""
-    return _exchange_dims(_world.current(), own)
+def _dims_at_trace_time(own: int) -> tuple[int, ...]:
+    """Return every PE's sum of D. Collective: the PEs trace the same graphs, each with its own tables."""
+    world = _world.current()
+    return (own,) if world.size == 1 else _exchange_dims(world, own)
 
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler at `import persistent_ops`.
-_dims_at_compile_time._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_dims_at_trace_time._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
@@ -214,12 +236,13 @@ def _execute(
 
     `choices`: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
     """
-    num_offsets = offsets.shape[0]
-    pooling = average_pooling(indices.shape[0], num_offsets - 1)
+    num_offsets = offsets.numel()
+    pooling = average_pooling(indices.numel(), num_offsets - 1)
     tuning = world.operator_state.get(TUNING)
     signature = (*choices, tuning, indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
     plan = tables.plans.get(signature)
     if plan is None:
+        check_types(weights, indices, offsets, per_sample_weights, *choices[:2], out)
         completed = _completed(world, weights, offsets, *choices[:3])
         plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *completed, *choices[3:])
         if len(tables.plans) >= _MAX_PLANS:
@@ -284,10 +307,7 @@ def _fake_out(*arguments: object, out: torch.Tensor) -> None:
 
 
 def _backward(context: object, gradient: torch.Tensor) -> None:
-    raise NotImplementedError(
-        "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
-        "all_to_all_single where gradients are needed"
-    )
+    raise NotImplementedError(_FORWARD_ONLY)
 
 
 _library.impl(_NAME, _run, "CompositeExplicitAutograd")

@@ -14,7 +14,7 @@ from ..runtime.contract import Contract, register
 from ..runtime.layout import Team
 from ..runtime.world import World, upload
 
-__all__ = ["MODES", "SCHEDULES", "TUNING", "EmbeddingPlan", "Tuning", "average_pooling"]
+__all__ = ["MODES", "SCHEDULES", "TUNING", "EmbeddingPlan", "Tuning", "average_pooling", "check_types"]
 
 TUNING = "embedding_all_to_all.tuning"  # key in a world's operator_state of a Tuning other than the default one
 MODES = ("sum", "mean")
@@ -119,7 +119,6 @@ class EmbeddingPlan:
         schedule: str,
     ) -> None:
         self._device = world.backend.device
-        self._device_index = -1 if self._device.type == "cpu" else self._device.index
         _check_choices(mode, bounds, schedule, per_sample_weights)
         _check_tables(weights, dtype, self._device)
         self.dtype = dtype
@@ -230,7 +229,7 @@ class EmbeddingPlan:
     ) -> None:
         """Raise for what may change from call to call under one signature."""
         for name, tensor in (("indices", indices), ("offsets", offsets)):
-            if tensor.get_device() != self._device_index or not tensor.is_contiguous() or tensor.dim() != 1:
+            if tensor.device != self._device or not tensor.is_contiguous() or tensor.dim() != 1:
                 raise ValueError(
                     f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on "
                     f"{tensor.device}"
@@ -276,6 +275,36 @@ class EmbeddingPlan:
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def check_types(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
+    if not isinstance(weights, (list, tuple)):
+        raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
+    for t, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
+        if weight.dim() != 2:
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 1:
+            raise ValueError(f"{name}: expected a contiguous 1-D tensor on {tensor.device}, got {tensor.dim()}-D")
+    for name, tensor in (("per_sample_weights", per_sample_weights), ("out", out)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
+        if values is not None and not all(isinstance(value, int) for value in values):
+            raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
 
 
 def _check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: torch.Tensor | None) -> None:

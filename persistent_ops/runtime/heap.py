@@ -2,13 +2,15 @@
 
 Two kinds of allocations share it. Symmetric ones (`po.empty`) are made by all PEs together and lie at one offset.
 Outputs of operators come from a pool that each PE manages alone: a receiver tells its senders with every launch's
-credit where its output is, so offsets need not agree, and a buffer is used again only when nobody holds a tensor over it.
+credit where its output is, so offsets need not agree, and a buffer is used again only when nobody holds a tensor over
+it.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,43 +73,63 @@ class SymmetricHeap:
         self._backend = backend
         self._bootstrap = bootstrap
         self.free_list = _FreeList(backend.heap_bytes)
+        self.reclaim: Callable[[], None] = lambda: None
+        """Gives room back that is only kept for later; the output pool's, once there is one."""
         self._live: dict[int, int] = {}
         self._freed: dict[int, int] = {}
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a symmetric tensor; collective."""
         nbytes = math.prod(size) * dtype.itemsize
-        offset = self.free_list.take(_rounded(nbytes), from_top=False)
+        offset = self._take(nbytes)
         mine = f"{-1 if offset is None else offset} {size} {dtype}"
-        everyone = [raw.decode() for raw in self._bootstrap.exchange("empty", mine.encode())]
-        if offset is None or len(set(everyone)) > 1:
-            if offset is not None:
+        everyone = [raw.decode().split(" ", 1) for raw in self._bootstrap.exchange("empty", mine.encode())]
+        if offset is None or len(set(map(tuple, everyone))) > 1:
+            if offset is not None and nbytes:
                 self.free_list.give(offset, _rounded(nbytes))
-            full = [pe for pe, text in enumerate(everyone) if text.startswith("-1 ")]
+            full = [str(pe) for pe, (place, _) in enumerate(everyone) if place == "-1"]
             if full:
                 raise SymmetricHeapError(
-                    f"the symmetric heap of PE {', '.join(map(str, full))} has no room for {nbytes} bytes "
+                    f"the symmetric heap of PE {', '.join(full)} has no room for {nbytes} bytes "
                     f"(heap_size {self.free_list.size} bytes, {self.free_list.free_bytes} free on this PE): free "
                     "tensors that are no longer needed, or pass a larger heap_size to po.init()"
                 )
-            shapes = "; ".join(f"PE {pe}: {' '.join(text.split(' ')[1:])}" for pe, text in enumerate(everyone))
+            if len({shape for _, shape in everyone}) == 1:
+                raise SymmetricHeapError(
+                    f"the PEs' heaps are too full for {nbytes} bytes at one offset: drop results that are no longer "
+                    "needed, or pass a larger heap_size to po.init()"
+                )
+            shapes = "; ".join(f"PE {pe}: {shape}" for pe, (_, shape) in enumerate(everyone))
             raise SymmetricHeapError(
                 f"po.empty() needs the same call on every PE, in the same order, but the PEs asked for {shapes}"
             )
+        if not nbytes:
+            return torch.empty(size, dtype=dtype, device=self._backend.device)  # takes no room
         self._live[offset] = nbytes
         self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
         return self._backend.tensor_at(self._backend.heap_base + offset, nbytes).view(dtype).view(size)
 
+    def _take(self, nbytes: int) -> int | None:
+        if not nbytes:
+            return 0
+        offset = self.free_list.take(_rounded(nbytes), from_top=False)
+        if offset is None:
+            self.reclaim()
+            offset = self.free_list.take(_rounded(nbytes), from_top=False)
+        return offset
+
     def free(self, tensor: torch.Tensor) -> None:
         """Give a tensor from `empty` back; collective."""
         offset = self.offset_of(tensor, "tensor")
-        if offset not in self._live:
+        if tensor.numel() and offset not in self._live:
             raise NotSymmetricError(
                 "tensor: expected a whole tensor as po.empty() returned it, got a view into the middle of one"
             )
         offsets = self._bootstrap.exchange("free", str(offset).encode())
         if len(set(offsets)) > 1:
             raise SymmetricHeapError("po.free() needs the same tensor on every PE, but the PEs passed different ones")
+        if not tensor.numel():
+            return
         nbytes = self._live.pop(offset)
         self._freed[offset] = nbytes
         self.free_list.give(offset, _rounded(nbytes))
@@ -117,6 +139,8 @@ class SymmetricHeap:
         offset = self.offset_of(tensor, "tensor")
         if not 0 <= peer < len(self._backend.peer_heaps):
             raise ValueError(f"rank: expected 0 to {len(self._backend.peer_heaps) - 1}, got {peer}")
+        if not tensor.numel():
+            return torch.empty_like(tensor)
         base = self._backend.peer_heaps[peer]
         if base == 0:
             raise NotSymmetricError(f"PE {peer} is not load/store reachable from this PE, so it has no view here")
@@ -127,6 +151,8 @@ class SymmetricHeap:
 
     def offset_of(self, tensor: torch.Tensor, name: str) -> int:
         """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""
+        if not tensor.numel() and tensor.device == self._backend.device:
+            return 0  # nothing to read or write
         address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes
         if base <= address < base + size:
             offset = address - base
@@ -177,6 +203,7 @@ class OutputPool:
         self._backend = backend
         self._free_list = heap.free_list
         self._slots: dict[int, list[_Slot]] = {}
+        heap.reclaim = self._evict_idle
 
     def take(self, nbytes: int, *, is_captured: bool) -> _Slot:
         """Return an idle buffer of exactly `nbytes` bytes, or make one.

@@ -75,6 +75,8 @@ class HostBackend:
                 "the host backend shares memory between PEs, so all of them must run on one machine; "
                 "use backend='cuda' across machines"
             )
+        if not 1 <= wg_size <= 64:
+            raise ValueError(f"wg_size: expected 1 to 64 threads, got {wg_size}")
         self.device = torch.device("cpu")
         self.heap_bytes = heap_bytes
         self._wg_size = wg_size

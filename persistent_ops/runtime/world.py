@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import os
 import threading
 from typing import Any
@@ -127,8 +128,15 @@ def init(
         raise ValueError(f"backend: expected 'auto', 'cuda' or 'host', got {backend!r}")
     if transport not in ("auto", "staged"):
         raise ValueError(f"transport: expected 'auto' or 'staged', got {transport!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout: expected seconds above 0, got {timeout}")
+    if not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout: expected seconds, got {timeout!r}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout: expected seconds above 0 and below infinity, got {timeout}")
+    if heap_size is not None and not isinstance(heap_size, int):
+        raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
+    unknown = set(host_options or {}) - {"network_delay_us", "wg_size"}
+    if unknown:
+        raise TypeError(f"host_options: expected network_delay_us and wg_size, got {', '.join(sorted(unknown))}")
     if is_initialized():
         raise RuntimeError("persistent_ops is already initialised here: call persistent_ops.finalize() first")
     thread_bootstrap = spawn.thread_bootstrap()

@@ -1,0 +1,164 @@
+"""What the GPU kernels need of an SM: which combinations there are, and the table of what they use.
+
+    python tests/kernel_resources.py --write    compile all of them (some minutes) and write the table
+
+The table is benchmarks/kernel_resources.json; tests/test_kernel_resources.py compares it with what compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
+from persistent_ops.runtime.jit import KernelResources, KernelSource, compile_cuda
+from persistent_ops.runtime.layout import Team
+from persistent_ops.runtime.toolchain import find_nvcc
+
+TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "kernel_resources.json"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+POOLINGS = ("sum", "weighted sum", "mean")
+SHAPES = tuple(1 << shape for shape in range(6))  # tables of one row shape each
+ALL_SHAPES = (1 << 6) - 1
+BLOCKS_PER_SM = 2  # GpuBackend.default_blocks_per_sm; its module cannot be imported without a GPU's packages
+REGISTERS_PER_SM = 1 << 16
+_WORLD: Any = SimpleNamespace(backend=SimpleNamespace(default_blocks_per_sm=BLOCKS_PER_SM))
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """One compilation of the kernel of embedding_all_to_all, with the defaults that its plan takes."""
+
+    dtype: str
+    pooling: str
+    shapes: int
+    arch: str = "sm_90"
+    index: torch.dtype = torch.int64
+    offset: torch.dtype = torch.int64
+
+    @property
+    def name(self) -> str:
+        integers = f"{self.index}/{self.offset}".replace("torch.", "")
+        return f"embedding_all_to_all {self.arch} {self.dtype} {self.pooling}, shapes {self.shapes:#04x}, {integers}"
+
+    @property
+    def threads(self) -> int:
+        return _threads(self.shapes, self.pooling == "weighted sum")
+
+    def compile(self) -> KernelResources:
+        """Compile it as the plan would have it compiled."""
+        indices, offsets = torch.empty(0, dtype=self.index), torch.empty(0, dtype=self.offset)
+        weights = torch.empty(0) if self.pooling == "weighted sum" else None
+        mode = "mean" if self.pooling == "mean" else "sum"
+        dtype = DTYPES[self.dtype]
+        request = _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, Tuning(), _WORLD)
+        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
+        binary = compile_cuda(KernelSource(f"kernels/{request.name}.cuh", defines), arch=self.arch)
+        return binary.kernels[request.name]
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """The kernel of po.barrier()."""
+
+    arch: str
+
+    @property
+    def name(self) -> str:
+        return f"barrier {self.arch}"
+
+    threads = 64
+
+    def compile(self) -> KernelResources:
+        plan_bytes = ("PO_PLAN_BYTES", str(len(bytes(Team()))))
+        return compile_cuda(KernelSource("kernels/barrier.cuh", (plan_bytes,)), arch=self.arch).kernels["barrier"]
+
+
+Combination = Embedding | Barrier
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+
+def _rest() -> Iterator[Combination]:
+    """What both sets have: every dtype and pooling once with all row shapes, int32, the other architectures."""
+    for i, dtype in enumerate(DTYPES):
+        yield Embedding(dtype, POOLINGS[i], ALL_SHAPES)
+    yield Embedding("float32", "sum", SHAPES[2], index=torch.int32, offset=torch.int32)
+    yield Embedding("bfloat16", "weighted sum", SHAPES[1], index=torch.int32)
+    for arch in ("sm_80", "sm_100"):
+        # The shape with the most registers, and the one of tables that no vector fits, which has most instructions.
+        yield Embedding("float32", "weighted sum", SHAPES[1], arch)
+        yield Embedding("bfloat16", "mean", SHAPES[0], arch)
+        yield Embedding("float16", "sum", SHAPES[5], arch)
+    for arch in ARCHITECTURES:
+        yield Barrier(arch)
+
+
+def covering() -> list[Combination]:
+    """Return a set in which every pair of dtype, pooling and single row shape occurs, on sm_90, and the rest."""
+    dtypes = tuple(DTYPES)
+    # A Latin square in every three shapes: for each shape and dtype one pooling, and each pooling once.
+    square = [
+        Embedding(dtype, POOLINGS[(i + s) % 3], shape)
+        for s, shape in enumerate(SHAPES)
+        for i, dtype in enumerate(dtypes)
+    ]
+    return [*square, *_rest()]
+
+
+def everything() -> list[Combination]:
+    """Return the whole product for sm_90, and the rest."""
+    product = [Embedding(*parts) for parts in itertools.product(DTYPES, POOLINGS, (*SHAPES, ALL_SHAPES))]
+    return list(dict.fromkeys([*product, *_rest()]))
+
+
+def compile_all(
+    combinations: Iterable[Combination], workers: int = 2
+) -> dict[str, tuple[Combination, KernelResources]]:
+    """Compile combinations, a few at a time, and return what each uses."""
+    combinations = list(combinations)
+    with ThreadPoolExecutor(workers) as pool:
+        used = pool.map(lambda combination: combination.compile(), combinations)
+        return {combination.name: (combination, found) for combination, found in zip(combinations, used, strict=True)}
+
+
+def row(combination: Combination, used: KernelResources) -> dict[str, int]:
+    """Return one kernel's line of the table."""
+    return {
+        "threads": combination.threads,
+        "registers": used.registers,
+        "spill_bytes": used.spill_store_bytes + used.spill_load_bytes,
+        "stack_bytes": used.stack_bytes,
+        "shared_bytes": used.shared_bytes,
+    }
+
+
+def nvcc_release() -> str:
+    return ".".join(map(str, find_nvcc().release))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}; without it, only print the table")
+    arguments = parser.parse_args()
+    rows = {name: row(*compiled) for name, compiled in sorted(compile_all(everything()).items())}
+    for name, found in rows.items():
+        print(
+            f"{name:84s} {found['threads']:4d} threads {found['registers']:4d} registers, {found['spill_bytes']} spilt"
+        )
+    if arguments.write:
+        table = {"nvcc": nvcc_release(), "command": "python tests/kernel_resources.py --write", "kernels": rows}
+        TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

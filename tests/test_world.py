@@ -1,0 +1,137 @@
+"""Joining and leaving: worlds one after the other, with and without launchers, over torch.distributed groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from embedding_cases import run_cases
+
+import persistent_ops as po
+from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
+
+NAMES = ["plain", "mixed and odd widths, one PE without tables"]
+RIGHT = dict.fromkeys(NAMES)
+TESTS = Path(__file__).resolve().parent
+
+# Two worlds, one after the other, in a program as users have it: no function of po.launch around it.
+PROGRAM = """
+import sys
+import persistent_ops as po
+from embedding_cases import run_cases
+backend, *names = sys.argv[1:]
+found = [run_cases(backend, names, {}) for _ in range(2)]
+po.init(backend, timeout=20.0, heap_size=16 << 20)
+print(f"PE {po.rank()} of {po.world_size()}: {found == [dict.fromkeys(names)] * 2}", flush=True)
+"""  # and without finalize(): leaving the process does it
+
+
+def _run(backend: str, tmp_path: Path, *launcher: str) -> list[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environ["PYTHONPATH"] = f"{TESTS}:{Path(po.__file__).resolve().parents[1]}"
+    command = [*(launcher or (sys.executable,)), str(program), backend, *NAMES]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_one_pe_needs_no_launcher(backend: str, tmp_path: Path) -> None:
+    assert _run(backend, tmp_path) == ["PE 0 of 1: True"]
+
+
+def test_under_hydra(backend: str, tmp_path: Path) -> None:
+    beside = str(Path(sys.executable).parent)
+    hydra = shutil.which("mpiexec.hydra", path=beside) or shutil.which("mpiexec.hydra")
+    if hydra is None:
+        pytest.skip("mpiexec.hydra is not installed (pip install mpich)")
+    assert _run(backend, tmp_path, hydra, "-n", "2", sys.executable) == ["PE 0 of 2: True", "PE 1 of 2: True"]
+
+
+def test_under_torchrun(backend: str, tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert _run(backend, tmp_path, *torchrun) == ["PE 0 of 2: True", "PE 1 of 2: True"]
+
+
+def _groups(backend: str, folder: str) -> dict[str, Any]:
+    me = int(os.environ["PERSISTENT_OPS_RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=me, world_size=3)
+    seen: dict[str, Any] = {"default": run_cases(backend, NAMES[:1], {})}
+    members = dist.new_group([0, 2])
+    if me == 1:
+        with pytest.raises(po.BootstrapError) as caught:
+            po.init(backend, members)
+        seen["outside"] = str(caught.value)
+    else:
+        seen["members"] = run_cases(backend, NAMES, {"group": members})
+        po.init(backend, members, timeout=20.0, heap_size=16 << 20)
+        seen["rank"] = (po.rank(), po.world_size())
+        mine = po.to_symmetric(torch.full((4,), float(me)))
+        po.barrier()
+        seen["peer"] = po.peer_view(mine, 1 - po.rank()).tolist()
+        po.barrier()
+        po.finalize()
+    dist.barrier()  # torch.distributed is as usable as before
+    dist.destroy_process_group()
+    return seen
+
+
+def test_groups_of_torch_distributed(backend: str, tmp_path: Path) -> None:
+    first, second, third = po.launch(_groups, 3, backend, str(tmp_path), timeout=200)
+    assert first["default"] == second["default"] == third["default"] == {NAMES[0]: None}
+    assert "not in the group" in second["outside"]
+    assert first["members"] == third["members"] == RIGHT
+    assert (first["rank"], third["rank"]) == ((0, 2), (1, 2))
+    assert (first["peer"], third["peer"]) == ([2.0] * 4, [0.0] * 4)
+
+
+@pytest.mark.host
+def test_a_group_without_torch_distributed() -> None:
+    with pytest.raises(po.BootstrapError, match=r"torch\.distributed is not initialised"):
+        po.init("host", group=object())
+
+
+def _idle(backend: str) -> list[bool]:
+    po.init(backend, timeout=20.0, heap_size=16 << 20)
+    po.check()
+    for _ in range(5):
+        po.barrier()
+        po.check()
+    usable = [run is None for run in (po.check(), po.barrier())]
+    po.finalize()
+    return usable
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_check_and_barrier_without_launches(backend: str, world: int) -> None:
+    results = po.launch(_idle, world, backend, threads=backend == "host", timeout=60)
+    assert results == [[True, True]] * world
+
+
+def _mapped_heaps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:persistent_ops")
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("options", [{}, {"transport": "staged"}], ids=["direct", "staged"])
+def test_worlds_that_are_gone_leave_nothing_behind(options: dict[str, Any]) -> None:
+    def world_after_world() -> None:
+        assert po.launch(run_cases, 2, "host", NAMES[:1], options, threads=True, timeout=60) == [{NAMES[0]: None}] * 2
+
+    world_after_world()  # what is kept for good: loaded kernels
+    gc.collect()
+    before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), _mapped_heaps())
+    for _ in range(5):
+        world_after_world()
+    gc.collect()
+    after = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), _mapped_heaps())
+    assert after == before, "open files, threads, mapped heaps"
