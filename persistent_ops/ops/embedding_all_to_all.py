@@ -98,8 +98,10 @@ def embedding_all_to_all(
         return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)
     if not torch.compiler.is_compiling():
         check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out)
-    if dim_per_rank is None and (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
-        dim_per_rank = _dims_at_trace_time(sum(weight.shape[1] for weight in weights))
+    if dim_per_rank is None and torch.compiler.is_compiling():
+        dim_per_rank = _dims_at_compile_time(*weights)
+    elif dim_per_rank is None and torch._C._len_torch_dispatch_stack():
+        dim_per_rank = _exchange_dims(_world.current(), sum(weight.shape[1] for weight in weights))  # fake tables
     dim_per_rank, batch_per_rank, dtype = _completed(
         _world.current(), weights, offsets, dim_per_rank, batch_per_rank, dtype
     )
@@ -185,9 +187,7 @@ def _table_sets(world: _world.World) -> TableSets:
 def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return every PE's sum of D. Collective the first time that the PEs meet their tables."""
     own = sum(weight.shape[1] for weight in weights)
-    if world.size == 1:
-        return (own,)
-    if not len(weights):
+    if not len(weights) and world.size > 1:
         raise ValueError(
             "dim_per_rank: a PE without tables cannot tell when the others' tables change; where T is 0 on some PE, "
             "pass dim_per_rank on all"
@@ -197,17 +197,19 @@ def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torc
     return tables.dim_per_rank
 
 
-def _dims_at_trace_time(own: int) -> tuple[int, ...]:
-    """Return every PE's sum of D. Collective: the PEs trace the same graphs, each with its own tables."""
+def _dims_at_compile_time(*weights: torch.Tensor) -> tuple[int, ...]:
+    """Return every PE's sum of D; the compiler passes the tables themselves, so an agreement is found again."""
     world = _world.current()
-    return (own,) if world.size == 1 else _exchange_dims(world, own)
+    return _agree_on_dims(world, _table_sets(world).find(weights), weights)
 
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler at `import persistent_ops`.
-_dims_at_trace_time._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_dims_at_compile_time._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
+    if world.size == 1:
+        return (own,)
     try:
         return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))
     except BootstrapError as error:
@@ -242,7 +244,7 @@ def _execute(
     signature = (*choices, tuning, indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
     plan = tables.plans.get(signature)
     if plan is None:
-        check_types(weights, indices, offsets, per_sample_weights, *choices[:2], out)
+        check_types(weights, indices, offsets, per_sample_weights, choices[0], choices[1], out)
         completed = _completed(world, weights, offsets, *choices[:3])
         plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *completed, *choices[3:])
         if len(tables.plans) >= _MAX_PLANS:
@@ -256,7 +258,7 @@ def _execute(
         plan.check_output(out)
         plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
         return out
-    slot = world.outputs.take(plan.output_bytes, is_captured=is_captured)
+    slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
     plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
     return slot.tensor(plan.dtype, plan.output_shape)
 

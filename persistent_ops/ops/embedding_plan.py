@@ -173,7 +173,7 @@ class EmbeddingPlan:
         wg_done = None
         if not world.all_reachable:
             own_bytes = batch * (column_start[world.rank + 1] - column_start[world.rank])
-            staging = world.outputs.take(max(own_bytes, 1), is_captured=False)
+            staging = world.outputs.take(max(own_bytes, 1), world.backend.stream(), is_captured=False)
             self._staging = staging.base.view(-1)  # another tensor on it: not idle while this plan lives
             staging_offset = staging.offset
             slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
@@ -299,9 +299,9 @@ def check_types(
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 1:
             raise ValueError(f"{name}: expected a contiguous 1-D tensor on {tensor.device}, got {tensor.dim()}-D")
-    for name, tensor in (("per_sample_weights", per_sample_weights), ("out", out)):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    for name, given in (("per_sample_weights", per_sample_weights), ("out", out)):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
     for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
         if values is not None and not all(isinstance(value, int) for value in values):
             raise TypeError(f"{name}: expected whole numbers, got {list(values)}")

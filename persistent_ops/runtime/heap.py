@@ -114,6 +114,7 @@ class SymmetricHeap:
             return 0
         offset = self.free_list.take(_rounded(nbytes), from_top=False)
         if offset is None:
+            self._backend.synchronize()  # peers may write at once to what kernels in flight still read
             self.reclaim()
             offset = self.free_list.take(_rounded(nbytes), from_top=False)
         return offset
@@ -182,6 +183,7 @@ class _Slot:
     base: torch.Tensor
     storage_id: int
     idle_uses: int
+    stream: int
     is_captured: bool = False
     typed: torch.Tensor | None = None
 
@@ -205,19 +207,22 @@ class OutputPool:
         self._slots: dict[int, list[_Slot]] = {}
         heap.reclaim = self._evict_idle
 
-    def take(self, nbytes: int, *, is_captured: bool) -> _Slot:
+    def take(self, nbytes: int, stream: int, *, is_captured: bool) -> _Slot:
         """Return an idle buffer of exactly `nbytes` bytes, or make one.
 
         Args:
             nbytes: size.
+            stream: that will write it. A buffer stays with the stream that it was made for, as in torch's allocator:
+                what was queued there before may still read it.
             is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
         """
         for slot in self._slots.get(nbytes, ()):
-            if slot.is_idle():
+            if slot.stream == stream and slot.is_idle():
                 slot.is_captured = is_captured
                 return slot
         offset = self._free_list.take(_rounded(nbytes), from_top=True)
-        if offset is None:
+        if offset is None and not is_captured:
+            self._backend.synchronize()  # kernels in flight may still read what is given up
             self._evict_idle()
             offset = self._free_list.take(_rounded(nbytes), from_top=True)
         if offset is None:
@@ -231,7 +236,7 @@ class OutputPool:
         storage_id = base.untyped_storage()._cdata
         # Counted after the storage's Python wrapper above is gone: whether that held a use is torch's business.
         idle_uses = torch._C._storage_Use_Count(storage_id)  # type: ignore[attr-defined]
-        slot = _Slot(offset, nbytes, base, storage_id, idle_uses, is_captured)
+        slot = _Slot(offset, nbytes, base, storage_id, idle_uses, stream, is_captured)
         self._slots.setdefault(nbytes, []).append(slot)
         return slot
 

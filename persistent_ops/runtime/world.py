@@ -198,6 +198,9 @@ def _make_backend(
     if heap_size is not None and heap_size <= 0:
         raise ValueError(f"heap_size: expected bytes above 0, got {heap_size}")
     heap_bytes = -(-(heap_size or _DEFAULT_HEAP_BYTES[chosen]) // 4096) * 4096
+    sizes = [int(raw) for raw in bootstrap.exchange("heap-size", str(heap_bytes).encode())]
+    if len(set(sizes)) > 1:
+        raise BootstrapError(f"heap_size differs between PEs: {sizes} bytes")
     if chosen == "host":
         from .host import HostBackend
 
