@@ -133,7 +133,8 @@ def test_the_stand_in_maps_a_buffer_to_itself(tmp_path: Path) -> None:
 @pytest.mark.timeout(580)
 def test_puts_over_the_remote_transport(tmp_path: Path) -> None:
     environ = {**os.environ, **REMOTE, "LD_LIBRARY_PATH": _library_path(tmp_path)}
-    environ["PYTHONPATH"] = f"{TESTS}:{Path(po.__file__).resolve().parents[1]}"
+    roots = (str(TESTS), str(Path(po.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", ""))
+    environ["PYTHONPATH"] = os.pathsep.join(root for root in roots if root)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=560, check=False
     )
