@@ -340,7 +340,8 @@ MUTATIONS = {
         (Edit(LAUNCH, " && low_bits_of(seen) != team.contract_hash) {", " && false) {"),), MISMATCH
     ),
     "report_passed_on_without_its_reason": Mutation(
-        (Edit(LAUNCH, "reason << kBlameKindShift", "kind << kBlameKindShift"),), PASSED_ON
+        (Edit(LAUNCH, "? low_bits_of(seen)", "? kind << kBlameKindShift | (low_bits_of(seen) & 0x3fffu)"),),
+        PASSED_ON,
     ),
     "credit_behind_an_aborted_launch": Mutation(
         (Edit(LAUNCH, "  if (aborted != 0 && aborted < team.epoch) return;\n", "  (void)aborted;\n"),), QUEUED

@@ -42,13 +42,14 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
       record.peer_contract[i] = is_here ? grant->contract[i] : 0;
     }
     flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
-    // The peers need not wait out their own time: they leave at their next look at these words. A report that is passed
-    // on keeps its reason.
-    const uint64_t reason = kind == kReportedByPeer ? low_bits_of(seen) >> kBlameKindShift : kind;
+    // The peers need not wait out their own time: they leave at their next look at these words.
+    const uint64_t report =
+        kind == kReportedByPeer
+            ? low_bits_of(seen)
+            : kind << kBlameKindShift | static_cast<uint64_t>(team.rank) << kAccuserShift | static_cast<uint64_t>(peer);
     for (int other = 0; other < team.size; ++other) {
       if (other == team.rank) continue;
-      signal(team, other, abort_word_offset(team, team.rank),
-             flag_value(team.epoch, reason << kBlameKindShift | (static_cast<uint64_t>(peer) + 1)));
+      signal(team, other, abort_word_offset(team, team.rank), flag_value(team.epoch, report));
     }
   }
   if (!is_aborted(team)) flag_store_relaxed_sys(&team.local->abort, team.epoch);
@@ -59,8 +60,10 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
   for (int reporter = 0; reporter < team.size; ++reporter) {
     const uint64_t word = flag_load_acquire_sys(local_word(team, abort_word_offset(team, reporter)));
     if (word != 0 && epoch_of(word) <= team.epoch) {
-      const int blamed = static_cast<int>(low_bits_of(word) & ((1u << kBlameKindShift) - 1)) - 1;
-      raise_abort(team, kReportedByPeer, kPhaseReady, blamed, static_cast<uint64_t>(reporter), word, 0);
+      const uint64_t report = low_bits_of(word);
+      const auto blamed = static_cast<int>(report & ((1u << kAccuserShift) - 1));
+      const uint64_t accuser = report >> kAccuserShift & ((1u << (kBlameKindShift - kAccuserShift)) - 1);
+      raise_abort(team, kReportedByPeer, kPhaseReady, blamed, accuser, word, 0);
       return true;
     }
   }

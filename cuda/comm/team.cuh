@@ -31,7 +31,11 @@ struct LocalState {
 };
 
 enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, kReportedByPeer = 3 };
-inline constexpr int kBlameKindShift = 8;  // an abort word is the epoch, the ErrorKind, and the blamed PE + 1
+// An abort word is the epoch above the ErrorKind, the PE that met the trouble first, and the PE that it blames. Who passes
+// a report on leaves it as it is.
+inline constexpr int kBlameKindShift = 14;
+inline constexpr int kAccuserShift = 7;
+static_assert(kMaxPes < 1 << kAccuserShift, "two PE numbers and a kind share the bits below the epoch");
 enum Phase : uint64_t { kPhaseCredit = 1, kPhaseReady = 2, kPhaseSlice = 3 };
 enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2 };
 
@@ -67,7 +71,7 @@ struct Team {
   const uint64_t* peer_heaps;  // [size] base of each PE's heap as mapped here; 0: not load/store reachable
   uint64_t grants_offset;      // Grant[size + 2], indexed by receiver; the last two are staging copies of this PE's own
   uint64_t ready_offset;       // uint64_t[size][ready_stride], indexed by sender
-  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up: epoch, why, and the PE it blames
+  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up: epoch, why, who says so of whom
   uint64_t ready_stride;
   LocalState* local;
   uint64_t* wg_done;  // bitmasks of the slices for peers that are not reachable

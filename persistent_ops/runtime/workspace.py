@@ -169,7 +169,7 @@ class Workspace:
         error, me = self._error, self._bootstrap.rank
         blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
         left = f"so PE {me} left its launch too (epoch {error.epoch})"
-        if _KINDS[error.seen >> BLAME_KIND_SHIFT & 0xFF] == "contract":
+        if _KINDS[error.seen >> BLAME_KIND_SHIFT & 3] == "contract":
             return ContractMismatchError(
                 f"PE {error.index} and {blamed} launched operators that do not match, {left}. PE {me}: "
                 f"{describe(error.own_contract)}; PE {error.peer}, as far as PE {me} was told: "
