@@ -80,6 +80,9 @@ class GpuBackend:
         import nvshmem.core as nvshmem
 
         count = torch.cuda.device_count()
+        if bootstrap.local_world_size > count:
+            # NVSHMEM's start does not end where some GPUs carry more PEs than others.
+            count = max(n for n in range(1, count + 1) if bootstrap.local_world_size % n == 0)
         index = bootstrap.local_rank % count
         if bootstrap.local_world_size > count:
             _log.warning(
