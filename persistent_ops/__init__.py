@@ -53,6 +53,7 @@ from .api import (
     world_size as world_size,
 )
 from .ops import embedding_all_to_all as embedding_all_to_all
+from .ops import gemv_all_reduce as gemv_all_reduce
 from .runtime.errors import (
     BackendUnavailableError as BackendUnavailableError,
 )

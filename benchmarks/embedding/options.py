@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import harness.tuning
 
 from persistent_ops.ops.embedding_plan import Tuning
 
@@ -39,22 +41,5 @@ class Options:
 
 
 def parse_grid(text: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Read "threads=256:192,local_delay=0:0.5" into fields of Tuning and their values.
-
-    Raises:
-        ValueError: no such field, or a value of another type.
-    """
-    kinds: dict[str, Any] = {}
-    for field in fields(Tuning):
-        kinds[field.name] = type(field.default) if field.default is not None else int
-    grid = []
-    for part in text.split(","):
-        name, _, values = part.partition("=")
-        if name not in kinds or not values:
-            raise ValueError(f"--tune: expected FIELD=VALUE:VALUE with a field of {', '.join(kinds)}; got {part!r}")
-        convert = kinds[name]
-        try:
-            grid.append((name, tuple(None if v == "none" else convert(v) for v in values.split(":"))))
-        except ValueError as error:
-            raise ValueError(f"--tune: {part!r}: {error}") from error
-    return tuple(grid)
+    """Read --tune; see `harness.tuning.parse_grid`."""
+    return harness.tuning.parse_grid(text, Tuning)

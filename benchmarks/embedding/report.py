@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.record import select, unique, us_text
+from harness.tuning import print_tuning_table
 from rich.console import Console
 from rich.table import Table
 
@@ -16,40 +18,24 @@ __all__ = ["draw_figure", "print_tables", "print_tuning"]
 _Line = dict[str, Any]
 
 
-def _of(lines: Sequence[_Line], kind: str, **wanted: Any) -> list[_Line]:
-    return [
-        line
-        for line in lines
-        if line["kind"] == kind and all(line.get(name) == value for name, value in wanted.items())
-    ]
-
-
-def _unique(lines: Sequence[_Line], field: str) -> list[Any]:
-    return list(dict.fromkeys(line[field] for line in lines))
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
 def print_tables(lines: Sequence[_Line], console: Console) -> None:
     """Print the run, the comparison of the schedules, and the times of the largest world."""
-    pes = max(_unique(_of(lines, "run"), "pes"))
-    run = _of(lines, "run", pes=pes)[-1]
+    pes = max(unique(select(lines, "run"), "pes"))
+    run = select(lines, "run", pes=pes)[-1]
     place = run.get("gpu", run.get("processor"))
     console.print(
         f"{pes} PEs, {place}, torch {run['torch']}"
         + (f", driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}" if run["backend"] == "cuda" else "")
         + f", commit {(run['commit'] or 'unknown')[:9]}"
     )
-    for line in _of(lines, "ceilings", pes=pes):
+    for line in select(lines, "ceilings", pes=pes):
         store = f"store to all peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else "no peer to store to"
         console.print(f"ceilings per PE: read {line['read'] / 1e12:.3f} TB/s, {store}")
-    for line in _of(lines, "host_cost"):
+    for line in select(lines, "host_cost"):
         costs = ", ".join(f"{name}: {us:.1f}" for name, us in line["us_per_call"].items())
         console.print(f"host time of a plain call, {line['pes']} PEs (us): {costs}")
-    failures = [failure for line in _of(lines, "check") for failure in line["failures"]]
-    largest = max((line["largest_difference"] for line in _of(lines, "check")), default=0.0)
+    failures = [failure for line in select(lines, "check") for failure in line["failures"]]
+    largest = max((line["largest_difference"] for line in select(lines, "check")), default=0.0)
     console.print(
         f"WRONG: {len(failures)} checks failed; the first: {failures[0]}"
         if failures
@@ -58,9 +44,9 @@ def print_tables(lines: Sequence[_Line], console: Console) -> None:
     )
     if run["backend"] == "host":
         console.print("Host PEs share this machine's cores, and shapes are small: the times say nothing about GPUs.")
-    if _of(lines, "skew"):
+    if select(lines, "skew"):
         console.print(_schedule_table(lines))
-    for distribution in _unique(_of(lines, "time"), "distribution"):
+    for distribution in unique(select(lines, "time"), "distribution"):
         console.print(_time_table(lines, distribution, pes, run["backend"] == "cuda"))
 
 
@@ -76,16 +62,16 @@ def _time_table(lines: Sequence[_Line], distribution: str, pes: int, is_gpu: boo
     h200 = ("x H200's",) if is_gpu else ()
     for header in ("us", "p95", "MB sent", "x limit", *h200, "x best\nunfused"):
         table.add_column(header, justify="right")
-    for config in _unique(_of(lines, "time", distribution=distribution, pes=pes), "config"):
-        rows = _of(lines, "time", distribution=distribution, pes=pes, config=config)
+    for config in unique(select(lines, "time", distribution=distribution, pes=pes), "config"):
+        rows = select(lines, "time", distribution=distribution, pes=pes, config=config)
         unfused = min((row["us"] for row in rows if row["method"] in UNFUSED), default=None)
         for i, row in enumerate(rows):
-            label = f"{config}\n{_us(row['limit_us'])} us {row['limit_by']}"
+            label = f"{config}\n{us_text(row['limit_us'])} us {row['limit_by']}"
             table.add_row(
                 label.split("\n")[i] if i < 2 else "",
                 row["label"],
-                _us(row["us"]),
-                _us(row["us_p95"]),
+                us_text(row["us"]),
+                us_text(row["us_p95"]),
                 f"{row['sent_bytes'] / 1e6:.3g}" if row["sent_bytes"] else "-",
                 f"{row['us'] / row['limit_us']:.2f}",
                 *([f"{row['us'] / row['h200_limit_us']:.2f}"] if is_gpu else []),
@@ -105,38 +91,29 @@ def _schedule_table(lines: Sequence[_Line]) -> Table:
         table.add_column(header)
     for header in ("ca us", "ca skew", "ob us", "ob skew", "ob / ca"):
         table.add_column(header, justify="right")
-    for aware in _of(lines, "skew", method="fused"):
+    for aware in select(lines, "skew", method="fused"):
         key = {name: aware[name] for name in ("pes", "distribution", "config")}
-        other = _of(lines, "skew", method="oblivious", **key)
-        cells = [_us(other[0]["us"]), f"{other[0]['skew']:.1%}", f"{other[0]['us'] / aware['us']:.2f}"] if other else []
+        other = select(lines, "skew", method="oblivious", **key)
+        cells = (
+            [us_text(other[0]["us"]), f"{other[0]['skew']:.1%}", f"{other[0]['us'] / aware['us']:.2f}"] if other else []
+        )
         table.add_row(
-            str(aware["pes"]), aware["distribution"], aware["config"], _us(aware["us"]), f"{aware['skew']:.1%}", *cells
+            str(aware["pes"]),
+            aware["distribution"],
+            aware["config"],
+            us_text(aware["us"]),
+            f"{aware['skew']:.1%}",
+            *cells,
         )
     return table
 
 
-def print_tuning(lines: Sequence[_Line], console: Console, *, best: int = 12) -> None:
+def print_tuning(lines: Sequence[_Line], console: Console) -> None:
     """Print the best combinations of each config, and how many did not run and why."""
-    for distribution in _unique(_of(lines, "tune"), "distribution"):
-        for config in _unique(_of(lines, "tune", distribution=distribution), "config"):
-            rows = _of(lines, "tune", distribution=distribution, config=config)
-            timed = sorted((row for row in rows if row["us"] is not None), key=lambda row: row["us"])
-            table = Table(title=f"{config}, {distribution}, {rows[0]['pes']} PEs", title_justify="left", pad_edge=False)
-            table.add_column("us", justify="right")
-            table.add_column("x H200's limit", justify="right")
-            table.add_column("tuning")
-            tried = [name for name in rows[0]["tuning"] if len({str(row["tuning"][name]) for row in rows}) > 1]
-            for place, row in enumerate(timed):
-                is_default = row["tuning"] == rows[0]["tuning"]  # the first one of every record
-                if place < best or is_default or row["problem"]:
-                    text = " ".join(f"{name}={row['tuning'][name]}" for name in tried)
-                    note = " (default)" if is_default else ""
-                    note += f" WRONG: {row['problem']}" if row["problem"] else ""
-                    table.add_row(_us(row["us"]), f"{row['us'] / row['h200_limit_us']:.3f}", text + note)
-            console.print(table)
-            refused = [row for row in rows if row["us"] is None]
-            for problem in list(dict.fromkeys(row["problem"] for row in refused))[:3]:
-                console.print(f"  did not run: {problem}", soft_wrap=True)
+    for distribution in unique(select(lines, "tune"), "distribution"):
+        for config in unique(select(lines, "tune", distribution=distribution), "config"):
+            rows = select(lines, "tune", distribution=distribution, config=config)
+            print_tuning_table(rows, f"{config}, {distribution}, {rows[0]['pes']} PEs", console)
 
 
 def draw_figure(lines: Sequence[_Line], path: Path) -> None:
@@ -146,11 +123,11 @@ def draw_figure(lines: Sequence[_Line], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    width = 1.4 * max(6, len(_groups(_of(lines, "time"))), len(_groups(_of(lines, "skew"))))
+    width = 1.4 * max(6, len(_groups(select(lines, "time"))), len(_groups(select(lines, "skew"))))
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(width, 9.0), layout="constrained")
     _draw_times(top, lines)
     _draw_schedules(bottom, lines)
-    if any(line["backend"] == "host" for line in _of(lines, "run")):
+    if any(line["backend"] == "host" for line in select(lines, "run")):
         figure.suptitle("host backend, small shapes: says nothing about GPUs", color="red")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -165,8 +142,8 @@ def _groups(lines: Sequence[_Line]) -> dict[tuple[str, str, int], dict[str, _Lin
 
 
 def _draw_times(axes: Any, lines: Sequence[_Line]) -> None:
-    pes = max(_unique(_of(lines, "run"), "pes"))
-    groups = _groups(_of(lines, "time", pes=pes))
+    pes = max(unique(select(lines, "run"), "pes"))
+    groups = _groups(select(lines, "time", pes=pes))
     drawn = [name for name in ("fused", *UNFUSED) if any(name in rows for rows in groups.values())]
     for number, name in enumerate(drawn):
         places, heights = [], []
@@ -192,7 +169,7 @@ def _base(rows: dict[str, _Line]) -> _Line:
 
 
 def _draw_schedules(axes: Any, lines: Sequence[_Line]) -> None:
-    groups = _groups(_of(lines, "skew"))
+    groups = _groups(select(lines, "skew"))
     for number, (name, label) in enumerate((("fused", "communication-aware"), ("oblivious", "oblivious"))):
         places, heights, below, above = [], [], [], []
         for place, rows in enumerate(groups.values()):

@@ -6,21 +6,19 @@ import dataclasses
 import gc
 import statistics
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import harness.world
 import torch
 from harness.ceilings import H200, Ceilings, measure_ceilings
-from harness.pes import agree, gather, without_multicast
+from harness.pes import agree, gather
 from harness.record import Recorder, describe_run, progress
-from harness.timing import Subject, record, time_aligned, time_interleaved
+from harness.timing import Subject, quantile, record, time_aligned, time_interleaved
+from harness.world import chosen_backend
 
 import persistent_ops as po
-from persistent_ops.demo.unfused import process_group
-from persistent_ops.runtime import world as runtime_world
 from persistent_ops.runtime.world import World
 
 from .check import check_graph, check_methods
@@ -33,47 +31,15 @@ __all__ = ["joined_world", "prepare", "run_pe"]
 
 _STORE_CEILING_BYTES = {"cuda": 512 << 20, "host": 1 << 20}
 _HEAP_MARGIN = 128 << 20  # flags, small results, alignment
-_COLLECTIVE_TIMEOUT_S = 120.0
 _HOST_COST_CALLS = 200
 
 
-@contextmanager
-def joined_world(options: Options) -> Iterator[World]:
+def joined_world(options: Options) -> AbstractContextManager[World]:
     """Join the world with room for the largest config's result, and make torch's process group beside it."""
-    without_multicast()
-    backend = options.backend
-    if backend == "auto":
-        backend = "cuda" if torch.cuda.is_available() else "host"
+    backend = chosen_backend(options.backend)
     largest = max(shape.output_bytes for shape in options.shapes(backend))
     heap = max(largest, _STORE_CEILING_BYTES[backend]) + _HEAP_MARGIN
-    num_threads = torch.get_num_threads()
-    po.init(backend=backend, timeout=options.timeout, heap_size=heap)
-    try:
-        world = runtime_world.current()
-        if backend == "host":
-            torch.set_num_threads(1)  # the PEs share the cores
-        elif world.bootstrap.local_world_size > torch.cuda.device_count():
-            raise ValueError(
-                f"--pes: {world.bootstrap.local_world_size} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE "
-                "per GPU, and the times of PEs that share one say nothing"
-            )
-        collective = "nccl" if backend == "cuda" else "gloo"
-        with (
-            torch.no_grad(),
-            process_group(
-                world.bootstrap, backend=collective, device=world.backend.device, timeout=_COLLECTIVE_TIMEOUT_S
-            ),
-        ):
-            try:
-                yield world
-            except BaseException as error:
-                # Graphs in the frames of the traceback would keep NCCL from closing.
-                traceback.clear_frames(error.__traceback__)
-                gc.collect()
-                raise
-    finally:
-        po.finalize()
-        torch.set_num_threads(num_threads)
+    return harness.world.joined_world(backend=backend, timeout=options.timeout, heap_bytes=heap)
 
 
 def prepare(world: World, config: Config, distribution: str, tables: Tables) -> Methods:
@@ -166,7 +132,7 @@ def _measure(
             method=name,
             label=LABELS[name].format(collective="NCCL" if world.backend.name == "cuda" else "gloo"),
             us=max(statistics.median(each) for each in everyone) * 1e6,
-            us_p95=max(_p95(each) for each in everyone) * 1e6,
+            us_p95=max(quantile(each, 0.95) for each in everyone) * 1e6,
             sent_bytes=config.sent_bytes(world.size) if name in EXCHANGING else 0,
             read_bytes=config.read_bytes,
             limit_us=limit * 1e6,
@@ -215,11 +181,6 @@ def _skew(
         us_by_pe=[statistics.median(each) * 1e6 for each in everyone],
         seconds_by_pe_and_trial=everyone,
     )
-
-
-def _p95(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
 
 
 def _host_cost(world: World) -> dict[str, float]:

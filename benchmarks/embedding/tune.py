@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness.tuning
 import torch
 from harness.ceilings import H200
 from harness.pes import agree, gather
 from harness.record import Recorder, describe_run, progress
 from harness.timing import record, time_interleaved
+from harness.tuning import gist
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_plan import EmbeddingPlan, Tuning
@@ -35,19 +36,8 @@ _STATE = "embedding_all_to_all.tuning"
 
 
 def combinations(grid: Sequence[tuple[str, Sequence[Any]]], mode: str) -> Iterator[Tuning]:
-    """Yield the default Tuning, then those of the grid: all products, or ("star") one field at a time."""
-    seen = {Tuning()}
-    yield Tuning()
-    if mode == "star":
-        changes: Iterator[dict[str, Any]] = ({name: value} for name, values in grid for value in values)
-    else:
-        names = [name for name, _ in grid]
-        changes = (dict(zip(names, row, strict=True)) for row in itertools.product(*(values for _, values in grid)))
-    for change in changes:
-        tuning = dataclasses.replace(Tuning(), **change)
-        if tuning not in seen:
-            seen.add(tuning)
-            yield tuning
+    """Yield the Tunings of a grid; see `harness.tuning.combinations`."""
+    return harness.tuning.combinations(Tuning, grid, mode)
 
 
 def tune_pe(options: Options) -> bool:
@@ -145,18 +135,12 @@ def _plan(world: World, methods: Methods, tuning: Tuning) -> EmbeddingPlan | str
             "communication_aware",
         )
     except (ValueError, CompileError) as error:
-        return f"{type(error).__name__}: {_gist(str(error))}"
+        return f"{type(error).__name__}: {gist(str(error))}"
     finally:
         if before is None:
             del world.operator_state[_STATE]
         else:
             world.operator_state[_STATE] = before
-
-
-def _gist(message: str) -> str:
-    """Return a compiler's first error, or the beginning of another message."""
-    errors = [line for line in message.splitlines() if "error" in line and not line.startswith("command")]
-    return (errors[-1] if errors and "\n" in message else message)[-300:]
 
 
 def _time(

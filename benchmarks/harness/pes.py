@@ -35,7 +35,7 @@ def is_first_process() -> bool:
     return launchers.detect(os.environ).rank == 0
 
 
-def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float) -> Any:
+def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float, fresh: bool = False) -> Any:
     """Run `function(*arguments)` on every PE and return rank 0's result (under a launcher: this process's own).
 
     Args:
@@ -43,8 +43,9 @@ def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, time
         num_pes: PEs to start where there is no launcher; a world of one runs in this process.
         arguments: of the function; picklable.
         timeout: seconds for the whole where PEs are started here.
+        fresh: start a process for a world of one too: it leaves nothing to the worlds that follow.
     """
-    if started_pes() is not None or num_pes == 1:
+    if started_pes() is not None or (num_pes == 1 and not fresh):
         return function(*arguments)
     return po.launch(function, num_pes, *arguments, timeout=timeout)[0]
 

@@ -9,6 +9,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 import persistent_ops
 
-__all__ = ["Recorder", "describe_run", "progress", "read_lines"]
+__all__ = ["Recorder", "describe_run", "progress", "read_lines", "select", "unique", "us_text"]
 
 _PACKAGES = ("nvidia-nvshmem-cu13", "nvshmem4py-cu13", "cuda-core", "nvidia-nccl-cu13")
 
@@ -37,6 +38,25 @@ class Recorder:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file that a Recorder wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def select(lines: Sequence[dict[str, Any]], kind: str, **wanted: Any) -> list[dict[str, Any]]:
+    """Return the lines of a kind whose fields have the wanted values."""
+    return [
+        line
+        for line in lines
+        if line["kind"] == kind and all(line.get(name) == value for name, value in wanted.items())
+    ]
+
+
+def unique(lines: Sequence[dict[str, Any]], field: str) -> list[Any]:
+    """Return the values of a field, each once, in the order of the lines."""
+    return list(dict.fromkeys(line[field] for line in lines))
+
+
+def us_text(value: float) -> str:
+    """Return microseconds with as many decimals as mean something."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def progress(rank: int, text: str) -> None:

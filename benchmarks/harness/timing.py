@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,12 @@ from persistent_ops.runtime.world import World
 
 from .pes import gather
 
-__all__ = ["Subject", "record", "time_aligned", "time_interleaved"]
+__all__ = ["Subject", "quantile", "record", "time_aligned", "time_interleaved", "time_replays"]
 
 _MAX_REPLAYS = 500
 _HEAD_START_CYCLES = 400_000  # about 0.2 ms on H200: the host queues what is timed behind it
+_BATCH = 100  # replays timed one by one between two looks at the clock: fewer than a stream's queue holds
+_BATCH_CYCLES = 3_000_000  # about 1.6 ms on H200, in which the host queues a batch
 
 
 @dataclass(frozen=True)
@@ -114,3 +117,54 @@ def time_aligned(world: World, replay: Callable[[], object], *, trials: int) -> 
         world.check()
         times.append(start.elapsed_time(end) / 1e3)
     return times
+
+
+def time_replays(
+    world: World, subjects: Mapping[str, Sequence[Callable[[], object]]], *, replays: int
+) -> dict[str, list[float]]:
+    """Time many replays one by one, for their spread; the subjects take turns in batches.
+
+    Args:
+        world: of this PE; all PEs pass the same subjects.
+        subjects: by name, the replays that take turns, such as one graph per set of inputs.
+        replays: to time of each subject.
+
+    Returns:
+        Seconds of every replay on this PE, by name. On GPUs they include the event that ends each, and the gap that it
+        makes between one replay and the next.
+    """
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    for begin in range(0, replays, _BATCH):
+        count = min(_BATCH, replays - begin)
+        for name, turns in subjects.items():
+            batch = [turns[(begin + i) % len(turns)] for i in range(count)]
+            times[name] += _time_batch(world, turns[begin % len(turns) - 1], batch)
+    return times
+
+
+def _time_batch(world: World, first: Callable[[], object], batch: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the seconds of each replay, behind one that is not timed."""
+    world.barrier()
+    if world.backend.name != "cuda":
+        first()
+        clock = [time.perf_counter()]
+        for replay in batch:
+            replay()
+            clock.append(time.perf_counter())
+        return [end - start for start, end in itertools.pairwise(clock)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batch) + 1)]
+    torch.cuda._sleep(_BATCH_CYCLES)  # the device must never wait for the host
+    world.enqueue_barrier()
+    first()
+    events[0].record()
+    for replay, event in zip(batch, events[1:], strict=True):
+        replay()
+        event.record()
+    world.check()
+    return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that `share` of the values do not exceed (0.5: the upper median)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

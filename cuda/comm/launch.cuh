@@ -72,17 +72,15 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 
 // ---- waiting --------------------------------------------------------------------------------------------------------
 
-// Returns true when `flag`, which `peer` writes, has reached this epoch; what `peer` released before is then visible to
-// this thread.
-PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index) {
+// Calls `look(&seen)`, which reads a flag that `peer` writes, until it returns true. Returns false where the launch was
+// given up instead.
+template <class Look>
+PO_FN bool await(const Team& team, Phase phase, int peer, uint64_t index, const Look& look) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
-    const uint64_t seen = flag_load_acquire_sys(flag);
-    if (epoch_of(seen) >= team.epoch) {
-      if (!is_reachable(team, peer)) put_acquire(flag, flag_value(team.epoch, 0));
-      return true;
-    }
+    uint64_t seen;
+    if (look(&seen)) return true;
     if (spins % kSpinsPerLook == 0) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
@@ -96,24 +94,38 @@ PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int 
   }
 }
 
+// Returns true when `flag`, which `peer` writes, has reached this epoch; what `peer` released before is then visible to
+// this thread.
+PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index) {
+  const bool is_there = await(team, phase, peer, index, [&](uint64_t* seen) {
+    *seen = flag_load_acquire_sys(flag);
+    return epoch_of(*seen) >= team.epoch;
+  });
+  if (is_there && !is_reachable(team, peer)) put_acquire(flag, flag_value(team.epoch, 0));
+  return is_there;
+}
+
 // ---- credit ---------------------------------------------------------------------------------------------------------
 
-// Tells every peer that this PE's output may be written, and under which contract. Threads of one WG share the peers.
-PO_FN void grant_credit(const Team& team, const WorkGroup& wg, uint64_t output_offset) {
-  // A launch behind one that was aborted takes part in nothing: its credit would hide the aborted one's contract from
-  // peers that have not compared yet, and let those still in that epoch write into the output of this one.
-  const uint64_t aborted = flag_load_relaxed_sys(&team.local->abort);
-  if (aborted != 0 && aborted < team.epoch) return;
+// A launch behind one that was aborted takes part in nothing: its credit would hide the aborted one's contract from peers
+// that have not compared yet, and let those still in that epoch write into the output of this one. `aborted`: LocalState's.
+PO_FN bool takes_part(const Team& team, uint64_t aborted) { return aborted == 0 || aborted >= team.epoch; }
+
+// Tells every peer that this PE's output may be written, and under which contract. Threads of one group (a WG, or a warp
+// of it) share the peers.
+template <class Group>
+PO_FN void grant_credit(const Team& team, const Group& group, uint64_t output_offset) {
+  if (!takes_part(team, flag_load_relaxed_sys(&team.local->abort))) return;
   auto fill = [&](Grant* grant) {
     grant->output_offset = output_offset;
     for (int i = 0; i < kContractWords; ++i) grant->contract[i] = team.contract[i];
   };
-  for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
+  for (int peer = group.rank(); peer < team.size; peer += group.size()) {
     if (peer == team.rank || !is_reachable(team, peer)) continue;
     fill(reinterpret_cast<Grant*>(peer_address(team, peer, grant_offset(team, team.rank))));
     signal(team, peer, grant_offset(team, team.rank), launch_flag(team));
   }
-  if (wg.rank() == 0) {
+  if (group.rank() == 0) {
     // Two copies in turn: that a peer granted this epoch's credit, awaited before the next one, says that it has taken
     // the last epoch's, so the put of that one has been performed.
     const int copy = team.size + static_cast<int>(team.epoch % 2);
@@ -147,9 +159,10 @@ PO_FN uint64_t granted_output(const Team& team, int receiver) {
   return flag_load_relaxed_sys(local_word(team, grant_offset(team, receiver)) + 1);
 }
 
-// Every PE meets every other's contract, also where neither sends to the other. Threads of one WG share the peers.
-PO_FN void await_all_credits(const Team& team, const WorkGroup& wg) {
-  for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
+// Every PE meets every other's contract, also where neither sends to the other. Threads of one group share the peers.
+template <class Group>
+PO_FN void await_all_credits(const Team& team, const Group& group) {
+  for (int peer = group.rank(); peer < team.size; peer += group.size()) {
     if (peer != team.rank) await_credit(team, peer);
   }
 }
@@ -177,6 +190,17 @@ PO_FN void leave_launch(const Team& team, const WorkGroup& wg, uint64_t* last_fl
     team.local->departed = 0;
     flag_store_relaxed_sys(&team.local->epoch, team.epoch);
   }
+}
+
+// Instead of leave_launch, where each WG deals with its own part of an aborted output: counts this WG as one that knows
+// its epoch. The last one closes the epoch for the next launch, while all of them are still at work, so nobody counts
+// itself out at the end. One thread, anywhere behind begin_launch.
+PO_FN void close_epoch(const Team& team, const WorkGroup& wg) {
+  const auto count = static_cast<uint64_t>(wg.count());
+  if (atomic_add_fetch_acq_rel_gpu(&team.local->departed, 1) != count) return;
+  team.local->ticket = 0;
+  team.local->departed = 0;
+  flag_store_relaxed_sys(&team.local->epoch, team.epoch);
 }
 
 }  // namespace po

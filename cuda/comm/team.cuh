@@ -36,7 +36,7 @@ enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, k
 inline constexpr int kBlameKindShift = 14;
 inline constexpr int kAccuserShift = 7;
 static_assert(kMaxPes < 1 << kAccuserShift, "two PE numbers and a kind share the bits below the epoch");
-enum Phase : uint64_t { kPhaseCredit = 1, kPhaseReady = 2, kPhaseSlice = 3 };
+enum Phase : uint64_t { kPhaseCredit = 1, kPhaseReady = 2, kPhaseSlice = 3, kPhasePartial = 4, kPhaseResult = 5 };
 enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2 };
 
 // Host-visible memory. `state` is released last and makes the other fields valid.

@@ -2,7 +2,9 @@
 //
 // Every launch takes one plan pointer and kCallWords 64-bit words, which become the kernel's `Call`. A kernel gives
 // `Plan`, `Call`, `Shared` (a WG's own memory, which begins with its copy of the plan), `kThreads`, `kBlocksPerSm` and
-// `run(wg, shared, call)`.
+// `run(wg, shared, call)`. One with a `begin(wg, call)` starts there what needs no plan, while the plan is still on its
+// way, and gets the result as a fourth argument of `run`. `kHostArenaBytes` is what `wg.arena()` has on the host; on the
+// GPU the launch says.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -26,6 +28,24 @@ PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
   return call;
 }
 
+template <class Kernel>
+concept BeginsEarly = requires(const WorkGroup& wg, const typename Kernel::Call& call) { Kernel::begin(wg, call); };
+
+// The plan is read all through the launch: each WG keeps a copy in its own memory. `copy_plan` makes it.
+template <class Kernel, class CopyPlan>
+PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, const uint64_t (&words)[kCallWords],
+                      const CopyPlan& copy_plan) {
+  const auto call = make_call<typename Kernel::Call>(words);
+  if constexpr (BeginsEarly<Kernel>) {
+    auto begun = Kernel::begin(wg, call);
+    copy_plan();
+    Kernel::run(wg, shared, call, begun);
+  } else {
+    copy_plan();
+    Kernel::run(wg, shared, call);
+  }
+}
+
 }  // namespace po
 
 #ifdef PO_PLAN_BYTES
@@ -37,7 +57,6 @@ PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
 
 #if PO_ON_DEVICE
 
-// The plan is read all through the launch: each WG keeps a copy in shared memory.
 #define PO_ENTRY(name, Kernel)                                                                          \
   PO_CHECK_PLAN(Kernel)                                                                                 \
   extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)                  \
@@ -46,24 +65,35 @@ PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
     const po::WorkGroup wg;                                                                             \
     constexpr int kPlanWords = sizeof(Kernel::Plan) / sizeof(uint64_t);                                 \
     static_assert(sizeof(Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");  \
-    for (int i = wg.rank(); i < kPlanWords; i += wg.size()) {                                           \
-      reinterpret_cast<uint64_t*>(&shared.plan)[i] = reinterpret_cast<const uint64_t*>(plan)[i];        \
-    }                                                                                                   \
-    wg.sync();                                                                                          \
     const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                        \
-    Kernel::run(wg, shared, po::make_call<Kernel::Call>(words));                                        \
+    po::run_kernel<Kernel>(wg, shared, words, [&] {                                                     \
+      for (int i = wg.rank(); i < kPlanWords; i += wg.size()) {                                         \
+        reinterpret_cast<uint64_t*>(&shared.plan)[i] = reinterpret_cast<const uint64_t*>(plan)[i];      \
+      }                                                                                                 \
+      wg.sync();                                                                                        \
+    });                                                                                                 \
   }
 
 #else
 
 namespace po {
 
+template <class Kernel>
+constexpr size_t host_arena_bytes() {
+  if constexpr (requires { Kernel::kHostArenaBytes; }) return Kernel::kHostArenaBytes;
+  return 0;
+}
+
 // Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them.
 template <class Kernel>
 void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCallWords], int num_wgs, int wg_size) {
+  struct alignas(128) Line {
+    uint8_t bytes[128];
+  };
   struct WgState {
     typename Kernel::Shared shared{};
     pthread_barrier_t barrier;
+    std::vector<Line> arena{host_arena_bytes<Kernel>() / sizeof(Line)};
   };
   std::vector<std::unique_ptr<WgState>> states;
   for (int i = 0; i < num_wgs; ++i) {
@@ -73,8 +103,9 @@ void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCal
   }
   auto body = [&](int wg_index, int rank) {
     WgState& state = *states[static_cast<size_t>(wg_index)];
-    const WorkGroup wg{rank, wg_size, wg_index, num_wgs, &state.barrier};
-    Kernel::run(wg, state.shared, make_call<typename Kernel::Call>(words));
+    const WorkGroup wg{rank,    wg_size,        wg_index,
+                       num_wgs, &state.barrier, reinterpret_cast<uint8_t*>(state.arena.data())};
+    run_kernel<Kernel>(wg, state.shared, words, [] {});
   };
   std::vector<std::thread> threads;
   for (int i = 1; i < num_wgs * wg_size; ++i) threads.emplace_back(body, i / wg_size, i % wg_size);

@@ -24,6 +24,11 @@ struct WorkGroup {
   PO_FN int warp_index() const { return rank() / kWarpSize; }
   PO_FN int num_warps() const { return size() / kWarpSize; }
   PO_FN void sync() const { __syncthreads(); }
+  // Memory of this WG alone, as many bytes as the launch asked for.
+  PO_FN uint8_t* arena() const {
+    extern __shared__ __align__(128) uint8_t po_arena[];
+    return po_arena;
+  }
 };
 
 template <int kWidth>
@@ -32,6 +37,7 @@ struct Lanes {
   static constexpr int kPerWarp = kWarpSize / kWidth;
 
   PO_FN int rank() const { return static_cast<int>(threadIdx.x) % kWidth; }
+  PO_FN int size() const { return kWidth; }
   // Which of the warp's kPerWarp groups this is.
   PO_FN int index() const { return static_cast<int>(threadIdx.x) % kWarpSize / kWidth; }
   PO_FN void sync() const { __syncwarp(mask()); }
@@ -39,6 +45,11 @@ struct Lanes {
   template <class T>
   PO_FN T shuffle(T value, int source) const {
     return __shfl_sync(mask(), value, source, kWidth);
+  }
+
+  // value + that of the lane whose number differs in the bits of `distance`.
+  PO_FN float add_across(float value, int distance) const {
+    return value + __shfl_xor_sync(mask(), value, distance, kWidth);
   }
 
   PO_FN unsigned mask() const {
@@ -56,6 +67,7 @@ struct WorkGroup {
   int index_;
   int count_;
   pthread_barrier_t* barrier_;
+  uint8_t* arena_;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -63,6 +75,7 @@ struct WorkGroup {
   int count() const { return count_; }
   int warp_index() const { return rank_; }
   int num_warps() const { return size_; }
+  uint8_t* arena() const { return arena_; }
   void sync() const {
     if (size_ > 1) pthread_barrier_wait(barrier_);
   }
@@ -74,6 +87,7 @@ struct Lanes {
   static constexpr int kPerWarp = 1;
 
   int rank() const { return 0; }
+  int size() const { return 1; }
   int index() const { return 0; }
   void sync() const {}
 

@@ -64,6 +64,74 @@ PO_FN void prefetch([[maybe_unused]] const uint8_t* row, [[maybe_unused]] int by
 #endif
 }
 
+// Starts reading 16 bytes into a WG's own memory; only `bytes` of them are read, the others become zero. Done when a later
+// copy_async_wait of the same thread says so. Host: done at once.
+PO_FN void copy_async(uint8_t* own, const uint8_t* source, int bytes) {
+#if PO_ON_DEVICE
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(own))),
+               "l"(source), "r"(bytes)
+               : "memory");
+#else
+  memset(own, 0, 16);
+  memcpy(own, source, static_cast<size_t>(bytes));
+#endif
+}
+
+// Closes a batch of this thread's copies.
+PO_FN void copy_async_commit() {
+#if PO_ON_DEVICE
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Returns when all but this thread's last `kPending` batches are complete.
+template <int kPending>
+PO_FN void copy_async_wait() {
+#if PO_ON_DEVICE
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// ---- packets ------------------------------------------------------------------------------------------------------
+
+// Data that brings its own flag. On the GPU both travel in one access of 16 bytes, which is single-copy atomic, so a
+// reader that sees the flag has the data and nothing is ordered. The host writes the flag last and reads it first.
+struct alignas(16) Packet {
+  uint32_t data[2];
+  uint64_t flag;
+};
+
+PO_FN void packet_store_sys(Packet* place, const Packet& packet) {
+#if PO_ON_DEVICE
+  uint64_t data;
+  __builtin_memcpy(&data, packet.data, sizeof(data));
+  asm volatile("{ .reg .b128 p; mov.b128 p, {%1, %2}; st.relaxed.sys.global.b128 [%0], p; }" ::"l"(place), "l"(data),
+               "l"(packet.flag)
+               : "memory");
+#else
+  memcpy(place->data, packet.data, sizeof(packet.data));
+  __atomic_store_n(&place->flag, packet.flag, __ATOMIC_RELEASE);
+#endif
+}
+
+// Returns what lies there; the data is meant to be used only where the flag is the expected one.
+PO_FN Packet packet_load_sys(const Packet* place, [[maybe_unused]] uint64_t expected) {
+  Packet packet{};
+#if PO_ON_DEVICE
+  uint64_t data;
+  asm volatile("{ .reg .b128 p; ld.relaxed.sys.global.b128 p, [%2]; mov.b128 {%0, %1}, p; }"
+               : "=l"(data), "=l"(packet.flag)
+               : "l"(place)
+               : "memory");
+  __builtin_memcpy(packet.data, &data, sizeof(data));
+#else
+  packet.flag = __atomic_load_n(&place->flag, __ATOMIC_ACQUIRE);
+  if (packet.flag == expected) memcpy(packet.data, place->data, sizeof(packet.data));
+#endif
+  return packet;
+}
+
 // ---- flags and atomics --------------------------------------------------------------------------------------------
 
 PO_FN uint64_t flag_load_acquire_sys(const uint64_t* flag) {
@@ -142,12 +210,66 @@ PO_FN uint64_t atomic_exchange_acq_rel_gpu(uint64_t* word, uint64_t value) {
 #endif
 }
 
+// Among the threads of one WG, on a word of its own memory.
+PO_FN uint64_t atomic_add_fetch_acq_rel_wg(uint64_t* word, uint64_t value) {
+#if PO_ON_DEVICE
+  uint64_t old;
+  asm volatile("atom.acq_rel.cta.shared.add.u64 %0, [%1], %2;"
+               : "=l"(old)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))), "l"(value)
+               : "memory");
+  return old + value;
+#else
+  return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+PO_FN uint64_t flag_load_acquire_wg(const uint64_t* flag) {
+#if PO_ON_DEVICE
+  uint64_t value;
+  asm volatile("ld.acquire.cta.shared.u64 %0, [%1];"
+               : "=l"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(flag)))
+               : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+#endif
+}
+
+PO_FN void flag_store_release_wg(uint64_t* flag, uint64_t value) {
+#if PO_ON_DEVICE
+  asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(flag))),
+               "l"(value)
+               : "memory");
+#else
+  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+#endif
+}
+
 // Orders everything this thread has written or observed before whatever it publishes next, for every PE.
 PO_FN void fence_acq_rel_sys() {
 #if PO_ON_DEVICE
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 #endif
   // On the host every publication is itself a release operation, and ThreadSanitizer does not understand fences.
+}
+
+// ---- the kernel before and the kernel behind ------------------------------------------------------------------------
+
+// Where this kernel was started before its predecessor on the stream had ended (a programmatic dependent launch): waits
+// for that end, and sees what it wrote. Otherwise nothing.
+PO_FN void await_predecessor() {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Once all WGs have called this, a successor that was launched so may take multiprocessors that this kernel leaves.
+PO_FN void release_successor() {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // ---- time -----------------------------------------------------------------------------------------------------------

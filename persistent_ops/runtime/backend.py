@@ -20,12 +20,17 @@ class KernelRequest:
         defines: macros, as (name, value) pairs.
         plan_bytes: size of the plan's Python mirror; the compile refuses another.
         threads: of a WG on the GPU.
+        arena_bytes: of memory of its own that a WG has on the GPU, beside what the kernel declares.
+        overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The kernel
+            must wait for that end itself.
     """
 
     name: str
     defines: tuple[tuple[str, str], ...]
     plan_bytes: int
     threads: int
+    arena_bytes: int = 0
+    overlaps_predecessor: bool = False
 
 
 class Kernel(Protocol):
@@ -49,6 +54,8 @@ class Backend(Protocol):
     """Address of each PE's heap as mapped here; 0 where it is not load/store reachable."""
     num_sms: int
     default_blocks_per_sm: int
+    arena_bytes: int
+    """The most memory of its own that a WG can have, what the kernel declares included."""
     network: int
     """Address of the host backend's delaying network; 0 where there is none."""
 

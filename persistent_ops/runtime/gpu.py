@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from cuda.bindings import driver
 from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
 
 from .backend import KernelRequest
@@ -23,20 +24,28 @@ _T = TypeVar("_T")
 
 
 class _GpuKernel:
-    def __init__(self, backend: GpuBackend, code: Any, kernel: Any, threads: int) -> None:
+    def __init__(self, backend: GpuBackend, code: Any, kernel: Any, request: KernelRequest) -> None:
         self._backend = backend
         self._code = code  # keeps the module loaded
         self._kernel = kernel
-        self._threads = threads
+        self._request = request
         self._configs: dict[int, LaunchConfig] = {}
 
     def max_blocks_per_sm(self) -> int:
-        return int(self._kernel.occupancy.max_active_blocks_per_multiprocessor(self._threads, 0))
+        request = self._request
+        occupancy = self._kernel.occupancy
+        return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
 
     def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
         config = self._configs.get(grid)
         if config is None:
-            config = LaunchConfig(grid=grid, block=self._threads, is_cooperative=True)
+            config = LaunchConfig(
+                grid=grid,
+                block=self._request.threads,
+                shmem_size=self._request.arena_bytes,
+                is_cooperative=True,
+                programmatic_stream_serialization=self._request.overlaps_predecessor,
+            )
             self._configs[grid] = config
         launch(self._backend.core_stream(), config, self._kernel, plan, *words, *(0,) * (5 - len(words)))
 
@@ -95,7 +104,9 @@ class GpuBackend:
         torch.zeros(1, device=self.device)  # creates the primary context
         self._core_device = Device(index)
         self._core_device.set_current()
-        self.num_sms = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+        properties = torch.cuda.get_device_properties(self.device)
+        self.num_sms = int(properties.multi_processor_count)
+        self.arena_bytes = int(properties.shared_memory_per_block_optin)
         self.heap_bytes = heap_bytes
         self._nvshmem = nvshmem
         self._bindings = bindings
@@ -166,7 +177,17 @@ class GpuBackend:
             # nvshmem.core.library_init passes an object that cuda.core >= 1.2 no longer converts.
             self._bindings.culibrary_init(int(code.handle))
             self._libraries.append(code)
-        loaded = _GpuKernel(self, code, kernel, request.threads)
+        if request.arena_bytes:
+            _check_driver(
+                driver.cuKernelSetAttribute(
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    request.arena_bytes,
+                    driver.CUkernel(int(kernel.handle)),
+                    driver.CUdevice(self.device.index),
+                ),
+                f"{request.arena_bytes} bytes of shared memory for {request.name}",
+            )
+        loaded = _GpuKernel(self, code, kernel, request)
         loaded.max_blocks_per_sm()  # loads the code now: a lazy load behind a spinning kernel would deadlock
         return loaded
 
@@ -190,6 +211,11 @@ class GpuBackend:
             self._nvshmem.finalize()
         except Exception as error:  # nothing may keep a process from leaving
             _log.warning("persistent_ops: NVSHMEM reported an error while closing: %s", error)
+
+
+def _check_driver(outcome: tuple[Any, ...], what: str) -> None:
+    if outcome[0] != driver.CUresult.CUDA_SUCCESS:
+        raise BackendUnavailableError(f"{what}: the CUDA driver said {outcome[0].name}")
 
 
 def _within(seconds: float, start: Callable[[], _T], what: str) -> _T:

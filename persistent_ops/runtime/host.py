@@ -66,6 +66,7 @@ class HostBackend:
     name = "host"
     num_sms = 1
     default_blocks_per_sm = 1
+    arena_bytes = 1 << 30
 
     def __init__(
         self, bootstrap: Bootstrap, heap_bytes: int, transport: str, network_delay_us: int = 200, wg_size: int = 1

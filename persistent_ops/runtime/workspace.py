@@ -37,6 +37,8 @@ _PHASES = {
     1: "credit to write its output (has it launched the operator?)",
     2: "its rows (sliceRdy word of its work-group {index})",
     3: "its rows (sliceRdy word of its slice {index})",
+    4: "its partial sums of the rows in tile {index}",
+    5: "the result of the rows in tile {index}, which it owns",
 }
 
 

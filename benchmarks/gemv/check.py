@@ -1,0 +1,153 @@
+"""Correctness of what is timed, in the run that times it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.pes import gather
+from harness.timing import Subject
+
+import persistent_ops as po
+from persistent_ops.runtime.world import World
+
+from .methods import FUSED, UNFUSED, Methods
+
+__all__ = ["Reference", "bits_differ", "check_fused", "check_graph", "check_methods", "reference"]
+
+_HALF_ULP = 2.0**-8  # of bf16, relative: what rounding a value once may change
+_FP32_HALF_ULP = 2.0**-24
+_ROWS_AT_A_TIME = 2048  # bounds the fp64 temporaries
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The exact result on the host of one copy of the weight, and how far a result may be from it.
+
+    Attributes:
+        value: `[N, M]`, fp64.
+        bound: `[N, M]`; of fp32 sums, rounded once. A sum over K elements is taken to have no chain of additions longer
+            than K / 16 + 256: lanes add their parts side by side. Longer chains would still be correct, but slow.
+        loose_bound: of sums of results that were rounded on every PE, in any order.
+    """
+
+    value: torch.Tensor
+    bound: torch.Tensor
+    loose_bound: float
+
+
+def reference(world: World, methods: Methods, copy: int) -> Reference:
+    """Compute the result in fp64 with torch and its process group; collective."""
+    x = methods.x.view(-1, methods.shape.columns).double()
+    parts = []
+    for rows in methods.weights[copy].split(_ROWS_AT_A_TIME):
+        exact = rows.double()
+        own = x @ exact.t()
+        parts.append(torch.stack([own, x.abs() @ exact.abs().t(), own.abs()]))
+    sums = torch.cat(parts, 2)
+    if world.size > 1:
+        dist.all_reduce(sums)
+    value, magnitude, partials = sums
+    chain = methods.shape.columns / 16 + 256 + world.size
+    bound = value.abs() * _HALF_ULP + magnitude * (chain * _FP32_HALF_ULP)
+    return Reference(value, bound, (world.size + 8) * _HALF_ULP * float(partials.max()))
+
+
+def bits_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check_fused(world: World, methods: Methods, name: str, copy: int) -> tuple[torch.Tensor, list[str], float]:
+    """Compare one way to call the operator with the fp64 result; collective.
+
+    Returns:
+        The result, a sentence per failure, and the largest share of the bound that a value needed.
+    """
+    expected = reference(world, methods, copy)
+    result = _poisoned(world, methods, name, copy)
+    share = float(((result.view(expected.value.shape).double() - expected.value).abs() / expected.bound).max())
+    if share <= 1:
+        return result, [], share
+    return result, [f"copy {copy}: {share:.3g} times as far from the fp64 result as rounding explains"], share
+
+
+def check_methods(world: World, methods: Methods, chosen: tuple[str, ...]) -> dict[str, Any]:
+    """Compare the operator on every copy of the weight, and the other methods on the first; collective.
+
+    Args:
+        world: of this PE.
+        methods: of the shape.
+        chosen: the methods that will be timed.
+
+    Returns:
+        The largest share of the bound that a result needed, over all PEs, and "failures": a sentence each.
+    """
+    largest = 0.0
+    failures: list[str] = []
+    digests: list[str] = []
+    for copy in range(methods.shape.copies):
+        fused, wrong, share = check_fused(world, methods, "fused", copy)
+        failures += wrong
+        largest = max(largest, share if math.isfinite(share) else 1e300)
+        digests.append(hashlib.sha256(fused.view(torch.uint8).cpu().numpy().tobytes()).hexdigest())
+        for name in FUSED:
+            if bits_differ(_poisoned(world, methods, name, copy), fused):
+                text = "a second run" if name == "fused" else name
+                failures.append(f"copy {copy}: {text} gives other bits")
+        if copy == 0:
+            failures += _check_single_vectors(world, methods, fused)
+            failures += _check_unfused(world, methods, chosen)
+    everyone = gather(world.bootstrap, [largest, failures, digests])
+    everyones = [f"PE {pe}, {text}" for pe, entry in enumerate(everyone) for text in entry[1]]
+    for pe, entry in enumerate(everyone):
+        others = [copy for copy, digest in enumerate(entry[2]) if digest != everyone[0][2][copy]]
+        if others:
+            everyones.append(f"PE {pe}, copy {others[0]}: other bits than on PE 0")
+    return {"largest_share_of_bound": max(entry[0] for entry in everyone), "failures": everyones}
+
+
+def check_graph(world: World, methods: Methods, name: str, subject: Subject) -> list[str]:
+    """Compare a graph of the operator with its plain call on the last copy, which comes last in it; collective."""
+    expected = _poisoned(world, methods, name, methods.shape.copies - 1)
+    methods.out.fill_(math.nan)
+    world.barrier()
+    subject.replay()
+    world.check()
+    failures = [f"{name}: a replay gives other bits than a call"] if bits_differ(methods.out, expected) else []
+    return [f"PE {pe}: {text}" for pe, texts in enumerate(gather(world.bootstrap, failures)) for text in texts]
+
+
+def _check_single_vectors(world: World, methods: Methods, fused: torch.Tensor) -> list[str]:
+    """Compare the first and the last vector's result with that of the vector alone."""
+    failures = []
+    for number in sorted({0, methods.shape.vectors - 1}) if methods.shape.vectors > 1 else ():
+        alone = po.gemv_all_reduce(methods.weights[0], methods.x[number].contiguous())
+        world.check()
+        if bits_differ(alone, fused[number]):
+            failures.append(f"vector {number} alone gives other bits than among {methods.shape.vectors}")
+    return failures
+
+
+def _check_unfused(world: World, methods: Methods, chosen: tuple[str, ...]) -> list[str]:
+    """Compare what the operator is timed against: a method that drops work would be no rival."""
+    expected = reference(world, methods, 0)
+    failures = []
+    for name in chosen:
+        if name in UNFUSED:
+            result = methods.run(name, 0).view(expected.value.shape).double()
+            worst = float((result - expected.value).abs().max())
+            if not worst <= expected.loose_bound:
+                failures.append(f"{name}: {worst:.3g} from the fp64 result, tolerance {expected.loose_bound:.3g}")
+    return failures
+
+
+def _poisoned(world: World, methods: Methods, name: str, copy: int) -> torch.Tensor:
+    """Return a copy of a fused result whose buffer was full of NaN before."""
+    methods.out.fill_(math.nan)
+    result = methods.run(name, copy).clone()
+    world.check()
+    return result

@@ -1,0 +1,67 @@
+"""The shapes that are measured, and what they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DTYPE", "SHAPES", "Shape"]
+
+DTYPE = torch.bfloat16
+_ROTATED_BYTES = 200_000_000  # more than three L2 caches of an H200: a copy of the weight is gone when its turn comes
+_FEWEST_COPIES = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One product, the same on every PE.
+
+    Attributes:
+        rows: M, the elements of the result.
+        columns: K, this PE's share of the vectors.
+        vectors: N, multiplied in one call.
+        copies: of the weight, of which each call takes the next one.
+    """
+
+    rows: int
+    columns: int
+    vectors: int = 1
+    copies: int = _FEWEST_COPIES
+
+    @property
+    def name(self) -> str:
+        """Return the name of the shape in these sizes."""
+        return f"{self.rows}x{self.columns}" + (f"_N{self.vectors}" if self.vectors > 1 else "")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that each PE reads per call."""
+        return self.rows * self.columns * DTYPE.itemsize
+
+    def for_host(self) -> Shape:
+        """Return a small shape of the same kind, for CPUs."""
+        return dataclasses.replace(
+            self, rows=self.rows // 64, columns=self.columns // 16, copies=min(self.copies, _FEWEST_COPIES)
+        )
+
+
+def _shape(rows: int, columns: int, vectors: int = 1) -> Shape:
+    shape = Shape(rows, columns, vectors)
+    return dataclasses.replace(shape, copies=max(_FEWEST_COPIES, _ROTATED_BYTES // shape.weight_bytes + 1))
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _shape(8192, 3584),
+        _shape(8192, 1024),
+        _shape(7168, 2048),
+        _shape(16384, 6656),
+        _shape(4096, 1792),
+        _shape(16384, 2048),
+        _shape(8192, 3584, 8),
+        _shape(8192, 3584, 16),
+    )
+}

@@ -1,0 +1,73 @@
+"""The world that a benchmark measures in, with torch's process group beside it."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+import persistent_ops as po
+from persistent_ops.demo.unfused import process_group
+from persistent_ops.runtime import world as runtime_world
+from persistent_ops.runtime.world import World
+
+from .pes import without_multicast
+
+__all__ = ["chosen_backend", "joined_world"]
+
+_COLLECTIVE_TIMEOUT_S = 120.0
+
+
+def chosen_backend(name: str) -> str:
+    """Return "cuda" or "host" for one of these or "auto"."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "host"
+    return name
+
+
+@contextmanager
+def joined_world(*, backend: str, timeout: float, heap_bytes: int) -> Iterator[World]:
+    """Join the world, and make torch's process group of the same PEs (NCCL, on the host backend gloo).
+
+    Args:
+        backend: "cuda" or "host".
+        timeout: seconds that a PE waits for another.
+        heap_bytes: of the symmetric heap.
+
+    Raises:
+        ValueError: there are more PEs than GPUs.
+    """
+    without_multicast()
+    num_threads = torch.get_num_threads()
+    po.init(backend=backend, timeout=timeout, heap_size=heap_bytes)
+    try:
+        world = runtime_world.current()
+        if backend == "host":
+            torch.set_num_threads(1)  # the PEs share the cores
+        elif world.bootstrap.local_world_size > torch.cuda.device_count():
+            raise ValueError(
+                f"--pes: {world.bootstrap.local_world_size} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE "
+                "per GPU, and the times of PEs that share one say nothing"
+            )
+        with (
+            torch.no_grad(),
+            process_group(
+                world.bootstrap,
+                backend="nccl" if backend == "cuda" else "gloo",
+                device=world.backend.device,
+                timeout=_COLLECTIVE_TIMEOUT_S,
+            ),
+        ):
+            try:
+                yield world
+            except BaseException as error:
+                # Graphs in the frames of the traceback would keep NCCL from closing.
+                traceback.clear_frames(error.__traceback__)
+                gc.collect()
+                raise
+    finally:
+        po.finalize()
+        torch.set_num_threads(num_threads)

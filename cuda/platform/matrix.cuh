@@ -1,0 +1,32 @@
+// The tensor cores, as far as a product of a few vectors with rows of a matrix needs them.
+#pragma once
+
+#include "platform/scalar.cuh"
+
+namespace po {
+
+#if PO_ON_DEVICE
+
+// D += A * B of a warp: A is 16 x 16 (vectors), B is 16 x 8 (a column is a row of the matrix), D is 16 x 8 in fp32.
+// In lane 4 g + t: a[0], a[2] belong to vector g and a[1], a[3] to vector g + 8; b to row g; d[0], d[1] are rows 2 t and
+// 2 t + 1 of vector g, d[2], d[3] the same of vector g + 8. A column of D depends on no other vector.
+template <class Scalar>
+PO_FN void multiply_accumulate(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+PO_FN void multiply_accumulate<BFloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+PO_FN void multiply_accumulate<Float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#endif
+
+}  // namespace po

@@ -1,0 +1,396 @@
+"""Linear layers whose weight is spread over the PEs, for decoding.
+
+A pair of them carries a tensor-parallel block: `ColumnParallelLinear` computes this PE's share of the features without
+communication, `RowParallelLinear` takes that share in and sums the PEs' results, in one kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from typing_extensions import Self
+
+from .. import ops as _ops
+from ..ops.gemv_plan import MAX_VECTORS
+from ..runtime import world as _world
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
+
+_log = logging.getLogger("persistent_ops")
+
+
+def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[int, ...]:
+    """Cut a number of features into one share per PE, as equal as whole units allow; earlier PEs get the larger shares.
+
+    Args:
+        features: to share out.
+        num_pes: number of shares.
+        multiple: size of a unit that stays whole, such as a head; it must divide `features`. A PE may get no unit.
+
+    Returns:
+        One share per PE, in rank order; they sum to `features`.
+
+    Raises:
+        ValueError: `multiple` does not divide `features`, or a number is out of range.
+    """
+    if features < 0 or num_pes < 1 or multiple < 1:
+        raise ValueError(
+            f"features must be at least 0, num_pes and multiple at least 1; got {features}, {num_pes}, {multiple}"
+        )
+    units, rest = divmod(features, multiple)
+    if rest:
+        raise ValueError(f"features: expected a multiple of {multiple}, got {features}")
+    return tuple((units // num_pes + (rank < units % num_pes)) * multiple for rank in range(num_pes))
+
+
+class _ParallelLinear(torch.nn.Module):
+    """What both layers share: the shard's bounds, its parameters and how they are loaded."""
+
+    sharded_dim: int  # of the weight [out_features, in_features]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        splits: Sequence[int] | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        world = _world.current()
+        self.in_features = in_features
+        self.out_features = out_features
+        full = (out_features, in_features)
+        self.splits = self._checked_splits(full[self.sharded_dim], splits, world.size)
+        bounds = [0, *itertools.accumulate(self.splits)]
+        self.shard_range = (bounds[world.rank], bounds[world.rank + 1])
+        shape = list(full)
+        shape[self.sharded_dim] = self.splits[world.rank]
+        device = world.backend.device if device is None else torch.device(device)
+        self.weight = self._parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = self._parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    @classmethod
+    def _checked_splits(cls, features: int, splits: Sequence[int] | None, num_pes: int) -> tuple[int, ...]:
+        name = ("out_features", "in_features")[cls.sharded_dim]
+        if splits is None:
+            if features % num_pes:
+                raise ValueError(
+                    f"{name}: {features} do not divide by {num_pes} PEs; pass splits, such as "
+                    f"{balanced_splits(features, num_pes)}"
+                )
+            return (features // num_pes,) * num_pes
+        shares = tuple(splits)
+        if len(shares) != num_pes or sum(shares) != features or min(shares) < 0:
+            raise ValueError(
+                f"splits: expected {num_pes} shares of at least 0 that sum to {name} = {features}, got {shares}"
+            )
+        return shares
+
+    @staticmethod
+    def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+        # The fused operator is forward only: a parameter that asked for a gradient would fail in the backward pass.
+        return torch.nn.Parameter(tensor, requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from U(-k, k), k = in_features^-1/2, from torch's generator, and set the bias to zero.
+
+        The bias of a row-parallel layer must be the same on every PE, which a draw per PE would not give. PEs whose
+        shards differ in size draw differently often; pass device="meta" where the generators must stay together.
+        """
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        with torch.no_grad():
+            self.weight.uniform_(-bound, bound)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this PE's part of a whole layer's parameter: a view, or `full` itself where every PE has all of it.
+
+        Args:
+            name: "weight" or "bias".
+            full: `[out_features, in_features]` or `[out_features]`.
+        """
+        if name == "bias" and self.sharded_dim == 1:
+            return full
+        first, last = self.shard_range
+        return full.narrow(self.sharded_dim, first, last - first)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Take the parameters of a whole `nn.Linear`, of which this PE's shard is cut, or those of this very shard."""
+        shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            found = state_dict.get(prefix + name)
+            if parameter is None or not isinstance(found, torch.Tensor) or found.shape == parameter.shape:
+                continue
+            if tuple(found.shape) == shapes[name]:
+                # load_state_dict works on a copy of the caller's dictionary. Contiguous, because assign=True keeps it.
+                state_dict[prefix + name] = self.shard_of(name, found.detach()).contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        *,
+        splits: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make the layer from a whole `nn.Linear`, of which this PE copies its shard.
+
+        Args:
+            linear: the same on every PE; on any device. It is not changed and not kept.
+            splits: see the class.
+            device: of the shard; None for `po.device()`.
+            dtype: of the shard; None for that of `linear`.
+            options: the other keyword arguments of the class.
+
+        Raises:
+            ValueError: see the class.
+        """
+        # On the meta device nothing is drawn: PEs with shards of different sizes would leave torch's generators apart.
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            splits=splits,
+            device="meta",
+            dtype=linear.weight.dtype if dtype is None else dtype,
+            **options,
+        )
+        layer.to_empty(device=_world.current().backend.device if device is None else device)
+        layer.load_state_dict(linear.state_dict())
+        return layer
+
+    def _check_input(self, x: torch.Tensor, features: int) -> None:
+        if x.dim() == 0 or x.shape[-1] != features:
+            raise ValueError(f"x: expected [..., {features}], this PE's features, got {list(x.shape)}")
+        if x.dtype != self.weight.dtype:
+            raise TypeError(f"x: expected the weight's dtype {self.weight.dtype}, got {x.dtype}")
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for repr()."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"splits={self.splits}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose output features are spread over the PEs: ``y_r = x @ weight_r.T + bias_r``.
+
+    Nothing is communicated: the result stays spread over the PEs, as `RowParallelLinear` takes it in.
+
+    Args:
+        in_features: K; every PE passes all of x, `[..., K]`.
+        out_features: M of the whole layer.
+        bias: whether there is one, `[M_r]` on each PE.
+        splits: output features of each PE, M_r, in rank order; None for equal shares, which M must allow.
+        device: of the parameters; None for `po.device()`.
+        dtype: of the parameters; None for torch's default.
+
+    Attributes:
+        weight: `[M_r, K]`; requires no gradient.
+        bias: `[M_r]` or None.
+        splits: as above, complete.
+        shard_range: this PE's output features, first and last + 1.
+
+    Raises:
+        ValueError: the splits do not fit.
+        RuntimeError: `po.init()` has not been called.
+
+    `load_state_dict` takes the state dict of the whole `nn.Linear`, or of this shard; `state_dict` gives the shard.
+    """
+
+    sharded_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        splits: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, splits, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this PE's output features, `[..., M_r]`, of x `[..., K]`.
+
+        Raises:
+            ValueError, TypeError: the shape or dtype of x.
+        """
+        self._check_input(x, self.in_features)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose input features are spread over the PEs: ``y = sum over r of x_r @ weight_r.T + bias``.
+
+    Every PE passes its features and gets the whole result. Which of two paths computes it depends on the number of
+    vectors alone, so that all PEs take the same; `path` tells it beforehand, `last_path` afterwards:
+
+    - "fused", 1 to 16 vectors, as in decoding: `po.gemv_all_reduce`, one kernel, with that operator's guarantees.
+    - "unfused", more, as in a prefill: a matrix product, then torch.distributed's all_reduce, then bias and residual.
+      It needs a process group. The sums travel in `comm_dtype` as the fused ones do; their order is the group's.
+
+    Args:
+        in_features: K of the whole layer.
+        out_features: M.
+        bias: whether there is one, `[M]`, the same on every PE; it is added once.
+        splits: input features of each PE, K_r, in rank order, 0 allowed; None for equal shares, which K must allow.
+        device: of the parameters; None for `po.device()`.
+        dtype: of the parameters; None for torch's default.
+        algorithm: of `po.gemv_all_reduce`.
+        comm_dtype: in which sums travel: None for float32, or the weight's dtype. The unfused path multiplies and sums
+            in it too.
+        prefetch_weight: of `po.gemv_all_reduce`; safe where no kernel of the model writes weights.
+        group: process group of the unfused path, whose ranks are the PEs; None for the default one.
+
+    Attributes:
+        weight: `[M, K_r]`; requires no gradient.
+        bias: `[M]` or None.
+        splits: as above, complete.
+        shard_range: this PE's input features, first and last + 1.
+        last_path: "fused" or "unfused", what the last call took; None before the first.
+
+    Raises:
+        ValueError: the splits do not fit.
+        RuntimeError: `po.init()` has not been called.
+
+    `load_state_dict` takes the state dict of the whole `nn.Linear`, or of this shard; `state_dict` gives the shard.
+    """
+
+    sharded_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        splits: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
+        comm_dtype: torch.dtype | None = None,
+        prefetch_weight: bool = False,
+        group: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, splits, device, dtype)
+        self.algorithm = algorithm
+        self.comm_dtype = comm_dtype
+        self.prefetch_weight = prefetch_weight
+        self.last_path: str | None = None
+        self._group = group
+
+    @staticmethod
+    def path(num_vectors: int) -> str:
+        """Return the path that a number of vectors takes: "fused" for 1 to 16, else "unfused"."""
+        return "fused" if 1 <= num_vectors <= MAX_VECTORS else "unfused"
+
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the whole layer's result on every PE. Collective.
+
+        Args:
+            x: `[..., K_r]`, this PE's input features, dtype of the weight; all PEs pass the same leading dimensions.
+            residual: `[..., M]`, the same on every PE; added once, before the result is rounded.
+
+        Returns:
+            `[..., M]`, dtype of the weight.
+
+        Raises:
+            ValueError, TypeError: a shape or dtype does not fit.
+            RuntimeError: the unfused path has no process group.
+            NotImplementedError: the unfused path where gradients are recorded; the fused one raises it in the backward
+                pass.
+            PeerTimeoutError, ContractMismatchError: of `po.gemv_all_reduce`.
+        """
+        self._check_input(x, self.weight.shape[1])
+        shape = (*x.shape[:-1], self.out_features)
+        if residual is not None:
+            if tuple(residual.shape) != shape:
+                raise ValueError(f"residual: expected the result's shape {list(shape)}, got {list(residual.shape)}")
+            if residual.dtype != self.weight.dtype:
+                raise TypeError(f"residual: expected the weight's dtype {self.weight.dtype}, got {residual.dtype}")
+        num_vectors = math.prod(x.shape[:-1])
+        # reshape(-1, 0) does not know how many vectors there are, so a PE without features needs the number.
+        vectors = x.reshape(num_vectors, x.shape[-1])
+        addend = None if residual is None else residual.reshape(num_vectors, self.out_features)
+        previous, self.last_path = self.last_path, self.path(num_vectors)
+        if self.last_path == "unfused":
+            if previous != "unfused" and not torch.compiler.is_compiling():
+                _log.debug("RowParallelLinear: %d vectors take the unfused path, linear + all_reduce", num_vectors)
+            return self._unfused(vectors, addend).view(shape)
+        result = _ops.gemv_all_reduce(
+            self.weight,
+            vectors.contiguous(),
+            bias=self.bias,
+            residual=None if addend is None else addend.contiguous(),
+            algorithm=self.algorithm,
+            comm_dtype=self.comm_dtype,
+            prefetch_weight=self.prefetch_weight,
+        )
+        return result.view(shape)
+
+    def _unfused(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        tensors = (x, self.weight, self.bias, residual)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            raise NotImplementedError("RowParallelLinear is forward only: call it under torch.no_grad()")
+        total = self._product(x)
+        world = _world.current()
+        if world.size > 1 and total.numel():
+            self._check_group(world)
+            torch.distributed.all_reduce(total, group=self._group)
+        total = total.float()
+        for addend in (self.bias, residual):
+            if addend is not None:
+                total = total + addend
+        return total.to(self.weight.dtype)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this PE's sums, `[N, M]`, in the dtype in which they travel."""
+        comm_dtype = self.comm_dtype or torch.float32
+        if comm_dtype not in (torch.float32, self.weight.dtype):
+            raise ValueError(
+                f"comm_dtype: expected None, torch.float32 or the weight's dtype {self.weight.dtype}, got {comm_dtype}"
+            )
+        if comm_dtype == self.weight.dtype:
+            return F.linear(x, self.weight)
+        if x.shape[1] == 0:
+            return x.new_zeros((x.shape[0], self.out_features), dtype=comm_dtype)
+        if x.is_cuda:
+            return torch.mm(x, self.weight.t(), out_dtype=comm_dtype)  # type: ignore[call-overload,no-any-return]
+        return F.linear(x.float(), self.weight.float())  # the CPU has no product of 16-bit operands with an fp32 result
+
+    def _check_group(self, world: _world.World) -> None:
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise RuntimeError(
+                f"RowParallelLinear: more than {MAX_VECTORS} vectors take the unfused path, which needs "
+                "torch.distributed: call init_process_group on every PE, or pass fewer vectors at a time"
+            )
+        size, rank = distributed.get_world_size(self._group), distributed.get_rank(self._group)
+        if (size, rank) != (world.size, world.rank):
+            raise ValueError(
+                f"group: expected the PEs as its ranks, {world.rank} of {world.size} here, got {rank} of {size}"
+            )
+
+    def extra_repr(self) -> str:
+        """Return the sizes and options, for repr()."""
+        return (
+            f"{super().extra_repr()}, algorithm={self.algorithm!r}, comm_dtype={self.comm_dtype}, "
+            f"prefetch_weight={self.prefetch_weight}"
+        )

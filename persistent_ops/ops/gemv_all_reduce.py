@@ -1,0 +1,299 @@
+"""Fused GEMV + AllReduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..runtime import world as _world
+from .gemv_plan import ALGORITHMS, MAX_VECTORS, SCALARS, TUNING, GemvPlan, state_of
+
+__all__ = ["gemv_all_reduce", "reference"]
+
+_NAME = "gemv_all_reduce"
+_ARGUMENTS = (
+    "Tensor weight, Tensor x, Tensor? bias, Tensor? residual, str algorithm, ScalarType? comm_dtype, "
+    "bool prefetch_weight"
+)
+_FORWARD_ONLY = (
+    "gemv_all_reduce is forward only: call it under torch.no_grad(), or use torch.nn.functional.linear + all_reduce "
+    "where gradients are needed"
+)
+_library = torch.library.Library("persistent_ops", "FRAGMENT")
+_library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
+_library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
+
+
+def gemv_all_reduce(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    algorithm: str = "auto",
+    comm_dtype: torch.dtype | None = None,
+    prefetch_weight: bool = False,
+) -> torch.Tensor:
+    """Multiply this PE's shard of a weight by one or a few vectors and sum the results over all PEs, in one kernel.
+
+    ``y[n] = round(sum over PEs r of (weight_r @ x_r[n]) + bias + residual[n])``, on every PE. Products are added up in
+    fp32, the PEs' sums in rank order, and the result is rounded once. Where bias and residual agree, all PEs get the
+    same bits; so do repeated calls, both algorithms, and a vector whatever others it travels with (N). All this holds for
+    one K_r per PE, one backend and one `comm_dtype`.
+
+    Args:
+        weight: `[M, K_r]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. M is the same on every
+            PE, K_r may differ and may be 0. Rows of a multiple of 16 bytes take the fast path.
+        x: `[K_r]`, or `[N, K_r]` with N from 1 to 16, contiguous, dtype of the weight.
+        bias: `[M]`, dtype of the weight; added once. A captured graph keeps reading it.
+        residual: of the result's shape and dtype; added once. In two phases a row's owner adds its own bias and
+            residual, so all PEs get its sum.
+        out: of the result's shape, contiguous, any memory of the device; it may be `residual`, but no part of x.
+        algorithm: "one_shot" sends each PE's sums to every PE, "two_phase" to the owner of a row, which sends every PE
+            the result: fewer bytes, one more latency. "auto" chooses by the bytes that a PE would send.
+        comm_dtype: of the sums under way: None for float32, which keeps the result within the error of an fp32 sum
+            rounded once, or the weight's dtype for half the bytes and one more rounding per PE.
+        prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
+            (a programmatic dependent launch). Unsafe only where that kernel writes the weight.
+
+    Returns:
+        `[M]` or `[N, M]`, dtype of the weight, in ordinary memory of this PE's device.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device or layout; before anything is launched.
+        RuntimeError: a CUDA-graph capture meets a shape that was not called before.
+        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else (another M, N, dtype
+            or algorithm). On "cuda" they come with the next operator or `po.check()`; rows that did not arrive are NaN.
+        NotImplementedError: in a backward pass; the operator is forward only.
+
+    Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after it.
+    Source: fused GEMV + AllReduce of "Optimizing Distributed ML Communication with Fused Computation-Collective
+    Operations" (SC24), section III-B.
+    """
+    if not torch.compiler.is_compiling():
+        if _is_plain(weight, x, bias, residual, out):
+            return _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
+        _check_types(weight, x, bias, residual, out)
+    if out is None:
+        return torch.ops.persistent_ops.gemv_all_reduce(  # type: ignore[no-any-return]
+            weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight
+        )
+    torch.ops.persistent_ops.gemv_all_reduce_out(
+        weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out=out
+    )
+    return out
+
+
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Return whether nobody but the kernel wants to see this call: no autograd, mode, transform or tensor subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    is_recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+        if is_recording and tensor.requires_grad:
+            return False
+    return True
+
+
+# ---- launch --------------------------------------------------------------------------------------------------------
+
+_MAX_PLANS = 1024  # a decode loop's layers have a plan each where they have a bias
+
+
+def _execute(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    algorithm: str,
+    comm_dtype: torch.dtype | None,
+    prefetch_weight: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check, find or make the plan, launch it, return the result."""
+    world = _world.current()
+    device = world.backend.device
+    rows, columns, num_vectors, shape = _check(weight, x, bias, residual, out, device)
+    element = weight.dtype.itemsize
+    weight_at, x_at = weight.data_ptr(), x.data_ptr()
+    is_aligned = not ((weight_at | x_at | columns * element) & 15)
+    bias_at = 0 if bias is None else bias.data_ptr()
+    tuning = world.operator_state.get(TUNING)
+    signature = (
+        rows, columns, num_vectors, weight.dtype, comm_dtype, bias_at, algorithm, is_aligned, prefetch_weight, tuning
+    )  # fmt: skip
+    plans = state_of(world).plans
+    plan = plans.get(signature)
+    if plan is None:
+        _check_choices(algorithm, comm_dtype, weight.dtype)
+        plan = GemvPlan(
+            world,
+            rows,
+            columns,
+            num_vectors,
+            weight.dtype,
+            comm_dtype or torch.float32,
+            bias,
+            algorithm,
+            is_aligned,
+            prefetch_weight,
+        )
+        if len(plans) >= _MAX_PLANS:
+            plans.pop(next(iter(plans)))
+        plans[signature] = plan
+    if world.workspace.is_capturing() and plan not in world.captured:
+        world.captured.append(plan)  # the graph's replays read it
+    if out is None:
+        out = torch.empty(shape, dtype=weight.dtype, device=device)
+    plan.launch(world, weight_at, x_at, out.data_ptr(), 0 if residual is None else residual.data_ptr())
+    return out
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _check_types(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    named = (("weight", weight), ("x", x), ("bias", bias), ("residual", residual), ("out", out))
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("weight", "x")):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+
+
+def _check(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    device: torch.device | None,
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """Return M, K_r, N and the result's shape; raise for what the operator cannot take. No device: a fake call."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected [M, K], got shape {list(weight.shape)}")
+    rows, columns = weight.shape
+    dtype = weight.dtype
+    if dtype not in SCALARS:
+        raise TypeError(f"weight: expected float32, float16 or bfloat16, got {dtype}")
+    if x.dim() not in (1, 2) or x.shape[-1] != columns:
+        raise ValueError(
+            f"x: expected [{columns}] or [N, {columns}] for a weight of {list(weight.shape)}, got {list(x.shape)}"
+        )
+    num_vectors = 1 if x.dim() == 1 else x.shape[0]
+    if not 1 <= num_vectors <= MAX_VECTORS:
+        raise ValueError(
+            f"x: expected 1 to {MAX_VECTORS} vectors, got {num_vectors}. Beyond {MAX_VECTORS} the product is no longer "
+            "bound by reading the weight: use torch.nn.functional.linear and an all_reduce"
+        )
+    shape = (rows,) if x.dim() == 1 else (num_vectors, rows)
+    named = (("weight", weight, None), ("x", x, None), ("bias", bias, (rows,)), ("residual", residual, shape))
+    for name, tensor, expected in (*named, ("out", out, shape)):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected the weight's dtype {dtype}, got {tensor.dtype}")
+        if expected is not None and tuple(tensor.shape) != expected:
+            raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    return rows, columns, num_vectors, shape
+
+
+def _check_choices(algorithm: str, comm_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+    if comm_dtype not in (None, torch.float32, dtype):
+        raise ValueError(f"comm_dtype: expected None, torch.float32 or the weight's dtype {dtype}, got {comm_dtype}")
+
+
+# ---- torch operator ------------------------------------------------------------------------------------------------
+
+
+def _run(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    algorithm: str,
+    comm_dtype: torch.dtype | None,
+    prefetch_weight: bool,
+) -> torch.Tensor:
+    return _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, None)
+
+
+def _run_out(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    algorithm: str,
+    comm_dtype: torch.dtype | None,
+    prefetch_weight: bool,
+    *,
+    out: torch.Tensor,
+) -> None:
+    _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
+
+
+def _fake(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    algorithm: str,
+    comm_dtype: torch.dtype | None,
+    prefetch_weight: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _check_choices(algorithm, comm_dtype, weight.dtype)
+    shape = _check(weight, x, bias, residual, out, None)[3]
+    return weight.new_empty(shape)
+
+
+def _fake_out(*arguments: object, out: torch.Tensor) -> None:
+    _fake(*arguments, out=out)  # type: ignore[arg-type]
+
+
+def _backward(context: object, gradient: torch.Tensor) -> None:
+    raise NotImplementedError(_FORWARD_ONLY)
+
+
+_library.impl(_NAME, _run, "CompositeExplicitAutograd")
+_library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
+torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
+torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
+torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+
+
+# ---- reference -----------------------------------------------------------------------------------------------------
+
+
+def reference(
+    weights: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the result in fp64 on the CPU, from every PE's weight and x.
+
+    Returns:
+        `[M]` or `[N, M]`, float64, not rounded.
+    """
+    total = sum(x.detach().cpu().double() @ w.detach().cpu().double().T for w, x in zip(weights, xs, strict=True))
+    for addend in (bias, residual):
+        if addend is not None:
+            total = total + addend.detach().cpu().double()
+    return total  # type: ignore[return-value]

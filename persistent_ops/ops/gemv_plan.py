@@ -1,0 +1,266 @@
+"""What one shape of gemv_all_reduce needs again at every call: kernel, plans in device memory, room for packets."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..runtime.backend import Kernel, KernelRequest
+from ..runtime.contract import Contract, register
+from ..runtime.layout import Team
+from ..runtime.world import World, upload
+
+__all__ = ["ALGORITHMS", "MAX_VECTORS", "SCALARS", "TUNING", "GemvPlan", "GemvState", "Tuning", "state_of"]
+
+TUNING = "gemv_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
+ALGORITHMS = ("auto", "one_shot", "two_phase")
+MAX_VECTORS = 16
+SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
+_NAME = "gemv_all_reduce"
+_TILE_ROWS = 8
+_PACKET_BYTES = 16
+_PIECE_BYTES = 16  # of a row, in one lane's copy
+_STEP_BYTES = 64  # of a row, in one step of a warp
+_BATCH_BYTES = 1024  # of the ring, per warp: two steps
+_MAX_ROWS = 65536  # of one launch; the shape word of a call has room for 2^20
+_MAX_AREA_BYTES = 32 << 20
+_MAX_SLOTS = 8
+_STATIC_BYTES = 3072  # what the kernel has beside its arena, rounded up
+_DEPTHS = (24, 20, 16, 12, 8, 6)
+register(
+    _NAME,
+    ("world_size", "rows", "vectors", "dtype", "comm_dtype", "two_phase", "work_groups", "first_row"),
+)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
+
+    Attributes:
+        warps: that multiply, per WG. It decides the order of sums: all calls whose bits are compared need the same.
+        depth: batches of 1 KiB that a warp copies ahead; None for as many as the WG's memory has room for.
+        work_groups: None for one per SM, or per tile where there are fewer. All PEs must agree.
+        one_shot_bytes: the most bytes that a PE sends, to all others together, before "auto" takes two phases.
+    """
+
+    warps: int = 8
+    depth: int | None = None
+    work_groups: int | None = None
+    one_shot_bytes: int = 1 << 20
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = (
+        ("team", Team),
+        ("num_vectors", ctypes.c_int64),
+        ("num_tiles", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("bias", ctypes.c_uint64),
+        ("partials_offset", ctypes.c_uint64),
+        ("partials_bytes", ctypes.c_uint64),
+        ("results_offset", ctypes.c_uint64),
+        ("results_bytes", ctypes.c_uint64),
+        ("num_slots", ctypes.c_int64),
+        ("all_reachable", ctypes.c_int64),
+    )
+
+
+@dataclass
+class GemvState:
+    """What a world keeps for this operator.
+
+    Attributes:
+        partials: symmetric memory for the packets with sums, two parities one behind the other.
+        results: the same for the packets with results.
+        plans: by signature.
+    """
+
+    partials: torch.Tensor
+    results: torch.Tensor
+    plans: dict[tuple[Any, ...], GemvPlan] = field(default_factory=dict)
+
+
+def state_of(world: World) -> GemvState:
+    """Return the world's state of this operator; collective the first time."""
+    state: GemvState | None = world.operator_state.get(_NAME)
+    if state is None:
+        # Enough for every launch: rows that need more are done in several launches.
+        nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
+        nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
+        partials = world.heap.empty((2, nbytes // 8), torch.int64)
+        results = world.heap.empty((2, nbytes // 8 // world.size), torch.int64)
+        for area in (partials, results):
+            area.zero_()
+        world.backend.synchronize()
+        world.bootstrap.exchange("gemv-areas", b"")  # no packet comes before the areas are zero
+        state = world.operator_state[_NAME] = GemvState(partials, results)
+    return state
+
+
+@dataclass
+class _Launch:
+    """One launch: a range of rows."""
+
+    first_row: int
+    shape: int
+    plan: torch.Tensor
+    address: int
+
+
+class GemvPlan:
+    """One signature's kernel and plans.
+
+    Args:
+        world: of this PE.
+        rows: M.
+        columns: this PE's K.
+        num_vectors: N.
+        dtype: of the weight.
+        comm_dtype: of partial sums under way.
+        bias: `[M]` or None.
+        algorithm: of ALGORITHMS.
+        is_aligned: whether every row of weight and x begins at a multiple of 16 bytes.
+        prefetch_weight: start before the kernel before has ended.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rows: int,
+        columns: int,
+        num_vectors: int,
+        dtype: torch.dtype,
+        comm_dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        algorithm: str,
+        is_aligned: bool,
+        prefetch_weight: bool,
+    ) -> None:
+        if world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "gemv_all_reduce: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
+                "capture cannot do: call it once before the capture, with the same shapes and bias"
+            )
+        if columns >= 1 << 30:
+            raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
+        tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
+        state = state_of(world)
+        element = dtype.itemsize
+        two_phase = algorithm == "two_phase"
+        if algorithm == "auto":
+            sent = (world.size - 1) * rows * num_vectors * 2 * comm_dtype.itemsize
+            two_phase = world.size > 1 and sent > tuning.one_shot_bytes
+        vectors_per_tile = num_vectors * _TILE_ROWS
+        tile_bytes = vectors_per_tile // (8 // comm_dtype.itemsize) * _PACKET_BYTES
+        max_tiles = min(_MAX_ROWS // _TILE_ROWS, state.partials[0].nbytes // (tile_bytes * world.size))
+        if not world.all_reachable:
+            max_tiles = min(max_tiles, world.workspace.max_ready_words // 2)
+        if max_tiles == 0:
+            raise ValueError(
+                f"x: {num_vectors} vectors do not fit the symmetric heap's room for packets; pass a larger heap_size to "
+                "po.init()"
+            )
+        total_tiles = max(1, -(-rows // _TILE_ROWS))
+        launches = -(-total_tiles // max_tiles)
+        tiles_each = -(-total_tiles // launches)
+        grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
+        kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
+        slot_bytes = tuning.warps * kernel_vectors * _TILE_ROWS * 4
+        num_slots = min(_MAX_SLOTS, max(2, -(-tiles_each // grid)))
+        steps = -(-columns * element // _STEP_BYTES)
+        fits = _Arena(world, tuning, slot_bytes * num_slots, steps * _STEP_BYTES * kernel_vectors)
+
+        threads = (tuning.warps + 1) * 32
+        defines = {
+            "PO_SCALAR": SCALARS[dtype],
+            "PO_SUM_SCALAR": SCALARS[comm_dtype],
+            "PO_VECTORS": str(kernel_vectors),
+            "PO_DEPTH": str(fits.depth),
+            "PO_ALIGNED": str(is_aligned).lower(),
+            "PO_RESIDENT": str(fits.is_resident).lower(),
+            "PO_TWO_PHASE": str(two_phase).lower(),
+            "PO_WARPS": str(tuning.warps),
+        }
+        if world.backend.name == "host":  # none of these is about the host
+            defines |= {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true", "PO_WARPS": "8"}
+        request = KernelRequest(
+            _NAME,
+            tuple(defines.items()),
+            ctypes.sizeof(_Plan),
+            threads,
+            arena_bytes=fits.arena_bytes,
+            overlaps_predecessor=prefetch_weight,
+        )
+        self._kernel: Kernel = world.backend.load(request)
+        if self._kernel.max_blocks_per_sm() < 1:
+            raise ValueError(f"warps, depth: a WG with {fits.arena_bytes} bytes of shared memory does not fit an SM")
+        self.is_two_phase = two_phase
+        self._bias = bias
+        self._grid = grid
+        self._element = element
+        self._columns = columns
+        self._launches: list[_Launch] = []
+        for first_tile in range(0, total_tiles, tiles_each):
+            first_row = first_tile * _TILE_ROWS
+            num_rows = min(tiles_each * _TILE_ROWS, rows - first_row)
+            num_tiles = -(-num_rows // _TILE_ROWS)
+            values = (
+                world.size,
+                rows,
+                num_vectors,
+                list(SCALARS).index(dtype),
+                list(SCALARS).index(comm_dtype),
+                int(two_phase),
+                grid,
+                first_row,
+            )
+            plan = _Plan(
+                team=world.workspace.team(Contract(_NAME, values)),
+                num_vectors=num_vectors,
+                num_tiles=num_tiles,
+                output_stride=rows,
+                bias=0 if bias is None else bias.data_ptr() + first_row * element,
+                partials_offset=state.partials.data_ptr() - world.backend.heap_base,
+                partials_bytes=state.partials[0].nbytes,
+                results_offset=state.results.data_ptr() - world.backend.heap_base,
+                results_bytes=state.results[0].nbytes,
+                num_slots=num_slots,
+                all_reachable=int(world.all_reachable),
+            )
+            words = upload(world.backend, bytes(plan))
+            shape = num_rows | world.rank << 20 | world.size << 27 | columns << 34
+            self._launches.append(_Launch(first_row, shape, words, words.data_ptr()))
+
+    def launch(self, world: World, weight: int, x: int, output: int, residual: int) -> None:
+        """Launch on the current stream. All arguments are addresses; `residual` is 0 where there is none."""
+        for launch in self._launches:
+            skipped = launch.first_row * self._element
+            words = (
+                weight + skipped * self._columns,
+                x,
+                output + skipped,
+                residual + skipped if residual else 0,
+                launch.shape,
+            )
+            world.workspace.launch(self._kernel, self._grid, launch.address, words)
+
+
+class _Arena:
+    """How a WG's own memory is divided: ring, vectors, the warps' parts of sums."""
+
+    def __init__(self, world: World, tuning: Tuning, parts_bytes: int, vectors_bytes: int) -> None:
+        room = world.backend.arena_bytes - _STATIC_BYTES - parts_bytes
+        depths = (tuning.depth,) if tuning.depth else _DEPTHS
+        for is_resident in (True, False):
+            held = vectors_bytes if is_resident else 0
+            for depth in depths:
+                ring = tuning.warps * depth * _BATCH_BYTES
+                if ring + held <= room:
+                    self.is_resident, self.depth = is_resident, depth
+                    self.arena_bytes = ring + held + parts_bytes
+                    return
+        raise ValueError(f"depth: a ring of {depths[-1]} batches for {tuning.warps} warps does not fit an SM")
