@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--worlds",
         help="worlds to run one after the other, such as 1,2,4,8; in a world of 1 the operator is its GEMV alone "
-        "(default: 1 and one PE per GPU; host 1,2)",
+        "(default: one PE per GPU, then 1; host 2,1)",
     )
     parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
     parser.add_argument("--out", default="out/bench", help="folder of the JSON lines and the figure")
@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calls", type=int, default=20, help="calls in a graph, at least (default 20)")
     parser.add_argument("--replays", type=int, help="single calls timed for the spread (default 10000; host 50)")
     parser.add_argument("--quick", action="store_true", help="a look: few rounds and replays")
-    parser.add_argument("--tune", help="time the operator over a grid: warps=8:12,depth=none:16,work_groups=132:264,...")
+    parser.add_argument(
+        "--tune", help="time the operator over a grid: warps=8:12,depth=none:16,work_groups=132:264,..."
+    )
     parser.add_argument("--tune-mode", choices=("product", "star"), default="product", help="star: one field at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each world, where PEs are started here")
     return parser
@@ -111,8 +113,13 @@ def _options(arguments: argparse.Namespace, argv: list[str]) -> tuple[Options, l
         worlds = [pes]
     else:
         gpus = torch.cuda.device_count() if arguments.backend != "host" else 0
-        worlds = sorted({1, gpus or _HOST_PES})
-    for name, numbers in (("--pes, --worlds", worlds), ("--rounds", [arguments.rounds]), ("--calls", [arguments.calls])):
+        # The largest first: its PEs compile side by side what the world of one needs too.
+        worlds = sorted({1, gpus or _HOST_PES}, reverse=True)
+    for name, numbers in (
+        ("--pes, --worlds", worlds),
+        ("--rounds", [arguments.rounds]),
+        ("--calls", [arguments.calls]),
+    ):
         if any(number is not None and number < 1 for number in numbers):
             raise ValueError(f"{name}: expected numbers of at least 1, got {numbers}")
     replays = arguments.replays

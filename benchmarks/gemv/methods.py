@@ -10,14 +10,25 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from harness.pes import agree, gather
-from harness.timing import record, time_interleaved
+from harness.timing import Subject, record, time_interleaved
 
 import persistent_ops as po
 from persistent_ops.runtime.world import World
 
 from .shapes import DTYPE, Shape
 
-__all__ = ["ALONE", "CHOICES", "FUSED", "LABELS", "METHODS", "PRODUCTS", "SYMMETRIC", "UNFUSED", "Methods", "symmetric_buffer"]
+__all__ = [
+    "ALONE",
+    "CHOICES",
+    "FUSED",
+    "LABELS",
+    "METHODS",
+    "PRODUCTS",
+    "SYMMETRIC",
+    "UNFUSED",
+    "Methods",
+    "symmetric_buffer",
+]
 
 LABELS = {
     "fused": "fused",
@@ -67,10 +78,11 @@ def symmetric_buffer(world: World, elements: int) -> tuple[torch.Tensor | None, 
         elements: of DTYPE.
 
     Returns:
-        `[elements]` and None, or None and why there is none on some PE.
+        `[elements]` and None; None and why some PE has none; None and None where there is nothing to exchange, or none
+        is expected (the host backend).
     """
     if world.backend.name != "cuda" or world.size == 1:
-        return None, "needs two GPUs"
+        return None, None
     buffer, problem = None, None
     try:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -191,12 +203,17 @@ class Methods:
         self.product = candidates[0]
         if world.backend.name != "cuda":
             return {}
-        subjects = {}
+        subjects: dict[str, Subject] = {}
         for name in candidates:
-            self.product = name  # what a graph holds stays as it was recorded
-            subjects[name] = record(world, [_call(self.cublas_alone, weight) for weight in self.weights])
+            self.product, problem = name, None  # what a graph holds stays as it was recorded
+            try:
+                subjects[name] = record(world, [_call(self.cublas_alone, weight) for weight in self.weights])
+            except RuntimeError as error:  # a build of torch without cuBLASLt
+                problem = str(error)
+            if agree(world.bootstrap, problem) is not None:
+                subjects.pop(name, None)
         times = time_interleaved(world, subjects, rounds=rounds, burst_seconds=burst_seconds)
-        us = {name: max(gather(world.bootstrap, statistics.median(times[name]))) * 1e6 for name in candidates}
+        us = {name: max(gather(world.bootstrap, statistics.median(times[name]))) * 1e6 for name in subjects}
         self.product = min(us, key=lambda name: us[name])
         return us
 

@@ -20,12 +20,14 @@ from harness.record import Recorder, describe_run, progress
 from harness.timing import Subject, quantile, record, time_interleaved, time_replays
 from harness.world import chosen_backend
 
+from persistent_ops.ops.gemv_plan import Tuning
 from persistent_ops.runtime.world import World
 
 from .check import check_graph, check_methods
 from .methods import CHOICES, LABELS, UNFUSED, Methods, symmetric_buffer
 from .options import Options
-from .shapes import DTYPE, Shape
+from .plans import compile_together
+from .shapes import DTYPE
 
 __all__ = ["Bench", "calls_of", "joined_world", "run_pe"]
 
@@ -71,7 +73,7 @@ class Bench:
             part.uniform_(-1, 1, generator=generator)
         most = max(shape.vectors * shape.rows for shape in self.sizes.values())
         self.symmetric, problem = symmetric_buffer(world, most)
-        if problem is not None and world.size > 1:
+        if problem is not None:
             progress(world.rank, f"  no torch symmetric memory: {problem}")
             self.recorder.write("left_out", pes=world.size, what="torch symmetric memory", problem=problem)
 
@@ -95,6 +97,15 @@ def run_pe(options: Options) -> bool:
         )
         bench.recorder.write("ceilings", pes=world.size, **ways)
         progress(world.rank, "  " + ", ".join(f"{way} {rate / 1e9:.0f} GB/s" for way, rate in ways["ways"].items()))
+        # Without prefetching, "auto" takes the kernel of one of the other two.
+        wanted = [
+            (bench.methods(name), CHOICES[choice], Tuning())
+            for choice in ("one_shot", "two_phase", "prefetch")
+            for name in bench.sizes
+        ]
+        for number, problem in compile_together(world, wanted).items():
+            progress(world.rank, f"  does not compile: {wanted[number][1]}: {problem}")
+        del wanted
         passed = True
         for name in bench.sizes:
             passed &= _measure(bench, name, ceilings)

@@ -11,9 +11,11 @@ namespace po {
 
 // Gives this WG's copy of the team the epoch of this launch. Stream order makes the previous launch's epoch visible, and
 // nobody advances it before all WGs of this one are done.
-PO_FN void begin_launch(Team& team, const WorkGroup& wg) {
-  if (wg.rank() == 0) team.epoch = flag_load_relaxed_sys(&team.local->epoch) + 1;
-  wg.sync();
+// `group`: the WG, or the warp of it that works with the epoch until the WG's next sync.
+template <class Group>
+PO_FN void begin_launch(Team& team, const Group& group) {
+  if (group.rank() == 0) team.epoch = flag_load_relaxed_sys(&team.local->epoch) + 1;
+  group.sync();
 }
 
 PO_FN uint64_t launch_flag(const Team& team) { return flag_value(team.epoch, team.contract_hash); }

@@ -1,8 +1,8 @@
 // GEMV + AllReduce: y = sum over PEs of weight_r * x_r (+ bias, + residual), for 1 to 16 vectors, on every PE.
 //
-// A WG has the same tiles of rows on every PE. Its warps share the columns; the warp that is the last to finish a tile adds
-// the warps' parts up and sends the tile at once, as packets that carry data and flag together: to every PE, itself too
-// (one shot), or to the tile's owner (two phases), which adds the PEs' sums up in rank order and sends every PE the rounded
+// A WG has the same tiles of rows on every PE. Teams of warps share a tile's columns; one more warp adds their parts of it
+// up as soon as they are there and sends the tile at once, as packets that carry data and flag together: to every PE, itself too (one
+// shot), or to the tile's owner (two phases), which adds the PEs' sums up in rank order and sends every PE the rounded
 // result. In the end each WG waits for the packets of its own tiles. Nobody waits for credit: areas of packets take turns
 // by the epoch's parity, and a PE is in launch e + 1 only when all have ended e - 1 (cuda/DESIGN.md, section 4).
 #pragma once
@@ -16,11 +16,13 @@
 #define PO_SCALAR BFloat16
 #define PO_SUM_SCALAR Float32
 #define PO_VECTORS 1
-#define PO_DEPTH 16
+#define PO_DEPTH 4
 #define PO_ALIGNED true
 #define PO_RESIDENT true
 #define PO_TWO_PHASE false
-#define PO_WARPS 8
+#define PO_OVERLAPS false
+#define PO_WARPS 16
+#define PO_BLOCKS 1
 #endif
 
 namespace po::gemv_all_reduce {
@@ -34,14 +36,16 @@ struct Config {
   static constexpr int kItem = 8 / static_cast<int>(sizeof(Scalar::Storage));  // results that one thread finishes
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
-  static constexpr int kMaxSlots = 8;
+  static constexpr bool kOverlaps = PO_OVERLAPS;             // starts before the kernel before it has ended
+  static constexpr int kSlots = 4;                           // tiles of a WG that may be under way in its own memory
+  static constexpr int kHostRoom = 64 << 10;                 // for incoming packets, on the host
+  static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams, "a team more would wait two rounds ahead (Handover)");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
   using Stream = WeightStream<Scalar, kVectors, PO_DEPTH, PO_ALIGNED, PO_RESIDENT>;
 };
 
 struct Plan {
   Team team;
-  int64_t num_vectors;
   int64_t num_tiles;
   int64_t output_stride;     // elements from one vector of the output, or the residual, to the next
   const uint8_t* bias;       // null, or the bias of this launch's first row
@@ -49,8 +53,8 @@ struct Plan {
   uint64_t partials_bytes;   // of one parity
   uint64_t results_offset;   // Packet[2][num_tiles][...]; two phases only
   uint64_t results_bytes;
-  int64_t num_slots;  // tiles of a WG that may be under way in its own memory
   int64_t all_reachable;
+  uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
 
 struct Call {
@@ -58,93 +62,137 @@ struct Call {
   const uint8_t* vectors;
   uint8_t* output;
   const uint8_t* residual;  // may be the output; null: none
-  uint64_t shape;           // rows, rank, size and columns in 20, 7, 7 and 30 bits: what `begin` has no plan for
+  uint64_t shape;           // what `begin` has no plan for: see below
 
-  PO_FN int num_rows() const { return static_cast<int>(shape & 0xfffff); }
-  PO_FN int rank() const { return static_cast<int>(shape >> 20 & 0x7f); }
-  PO_FN int size() const { return static_cast<int>(shape >> 27 & 0x7f); }
+  PO_FN int num_rows() const { return static_cast<int>(shape & 0x1ffff); }
+  PO_FN int rank() const { return static_cast<int>(shape >> 17 & 0x3f); }
+  PO_FN int size() const { return static_cast<int>(shape >> 23 & 0x7f); }
+  PO_FN int num_vectors() const { return static_cast<int>(shape >> 30 & 0xf) + 1; }
   PO_FN int num_columns() const { return static_cast<int>(shape >> 34); }
 };
 
 struct Shared {
   Plan plan;
-  uint64_t heaps[kMaxPes];              // where each PE's heap is mapped; 0: not reachable
-  uint64_t arrived[Config::kMaxSlots];  // warps that have stored their part of the tile in this slot, over all rounds
-  uint64_t sent[Config::kMaxSlots];     // rounds in which the slot's tile has been sent
+  Handover stored[Config::kSlots];  // from all warps to the one that sends a tile: their parts are in the slot
+  Handover sent[Config::kSlots];    // back: the slot is free
   uint64_t takes_part;
+  uint64_t is_missing;  // a packet did not come
 };
+
+// Returns true when the packet of this launch is there. Out of line: the first look nearly always finds it.
+PO_NOINLINE inline bool packet_arrives(const Team& team, const Packet* place, Phase phase, int sender, uint64_t tile) {
+  return await(team, phase, sender, tile, [&](uint64_t* seen) {
+    *seen = packet_load_sys(place, launch_flag(team)).flag;
+    return *seen == launch_flag(team);
+  });
+}
 
 class Worker {
  public:
   using Scalar = Config::Scalar;
   using Storage = Scalar::Storage;
   using SumScalar = Config::SumScalar;
-  using Share = ColumnShare<Scalar>;
+  using Share = WarpShare<Scalar>;
 
-  PO_FN Worker(const WorkGroup& wg, Shared& shared, const Call& call)
-      : wg_(wg), shared_(shared), team_(shared.plan.team), plan_(shared.plan), call_(call), tiles_(tiles(wg, call)) {}
+  PO_FN Worker(const WorkGroup& wg, Shared& shared, const Call& call, const Config::Stream::VectorsOf& vectors)
+      : wg_(wg),
+        shared_(shared),
+        team_(shared.plan.team),
+        plan_(shared.plan),
+        call_(call),
+        tiles_(tiles(wg, call)),
+        vectors_(vectors),
+        partials_(reinterpret_cast<float*>(vectors.own + vectors.own_bytes(call.num_columns()))),
+        share_(share(wg, call)) {}
 
-  // The last warp grants and awaits credit and computes nothing, so no tile is late for it. A lone warp does both.
+  // The last warp sends, grants and awaits credit, and multiplies nothing. A lone warp does both.
   static PO_FN int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - 1, 1); }
-  static PO_FN bool computes(const WorkGroup& wg) { return wg.warp_index() < num_computing(wg); }
   static PO_FN bool serves(const WorkGroup& wg) { return wg.warp_index() == wg.num_warps() - 1; }
+  static PO_FN Share share(const WorkGroup& wg, const Call& call) {
+    return Share::of_warp(call.num_columns(), wg.warp_index(), num_computing(wg));
+  }
 
   static PO_FN RowTiles tiles(const WorkGroup& wg, const Call& call) {
     return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.num_rows(), kTileRows), call.rank(),
                            Config::kTwoPhase ? call.size() : 1);
   }
 
-  // All threads: the vectors, the peers' heaps, and the counters of this WG.
-  PO_FN void prepare() {
-    for (int pe = wg_.rank(); pe < team_.size; pe += wg_.size()) shared_.heaps[pe] = team_.peer_heaps[pe];
-    for (int i = wg_.rank(); i < Config::kMaxSlots; i += wg_.size()) shared_.arrived[i] = shared_.sent[i] = 0;
-    const int ring_bytes = num_computing(wg_) * Config::Stream::kBytesPerWarp;
-    vectors_ = {call_.vectors, static_cast<int>(plan_.num_vectors), call_.num_columns(), wg_.arena() + ring_bytes};
-    partials_ = reinterpret_cast<float*>(vectors_.own + decltype(vectors_)::own_bytes(call_.num_columns()));
-    num_parts_ = Share::num_warps_with_share(call_.num_columns(), num_computing(wg_));
-    vectors_.fetch(wg_);
-    const uint64_t aborted = wg_.rank() == 0 ? flag_load_relaxed_sys(&team_.local->abort) : 0;
-    begin_launch(team_, wg_);
-    if (wg_.rank() == 0) shared_.takes_part = takes_part(team_, aborted);
-    wg_.sync();
+  // The arena: the ring of the weights, which is the room for incoming packets later; the vectors; the warps' parts.
+  static PO_FN int ring_bytes(const WorkGroup& wg) {
+#if PO_ON_DEVICE
+    return num_computing(wg) * Config::Stream::kBytesPerWarp;
+#else
+    return Config::kHostRoom + 0 * wg.size();
+#endif
+  }
+  static PO_FN Config::Stream::VectorsOf vectors(const WorkGroup& wg, const Call& call) {
+    return {call.vectors, call.num_vectors(), call.num_columns(), wg.arena() + ring_bytes(wg)};
   }
 
-  // Multiplies all tiles of the WG. No warp waits for another one's tile, except for a slot to be free again.
-  PO_FN void compute(Config::Stream& stream) {
-    const int warp_index = wg_.warp_index();
-    if (warp_index >= num_parts_) return;
+  // A sync must follow.
+  PO_FN void start_handovers() {
+    for (int i = wg_.rank(); i < Config::kSlots; i += wg_.size()) {
+      shared_.stored[i].start(share_.num_parts);
+      shared_.sent[i].start(1);
+    }
+    if (wg_.rank() == 0) shared_.is_missing = 0;
+  }
+
+  // The serving warp tells the WG's other threads the epoch, for behind their next sync; in WG 0 it grants credit.
+  PO_FN void begin() {
     const Warp warp;
-    const auto num_slots = static_cast<int>(plan_.num_slots);
-    for (int position = 0; position < tiles_.count; ++position) {
-      const int slot = position % num_slots;
-      const auto round = static_cast<uint64_t>(position / num_slots);
-      if (round != 0) {
-        for (uint32_t spins = 1; flag_load_acquire_wg(&shared_.sent[slot]) < round; ++spins) spin_pause(spins);
+    const uint64_t aborted = flag_load_relaxed_sys(&team_.local->abort);
+    begin_launch(team_, warp);
+    if (warp.rank() == 0) shared_.takes_part = po::takes_part(team_, aborted);
+    warp.sync();
+    if (wg_.index() == 0) grant_credit(team_, warp, 0);
+    if (warp.rank() == 0) close_epoch(team_, wg_);
+  }
+
+  // Multiplies all tiles of the WG and sends each as soon as its team of warps has stored all parts of it. The teams wait
+  // for nobody, except for a slot to be free again.
+  PO_FN void run_tiles(Config::Stream& stream) {
+    const Warp warp;
+    const bool serves = Worker::serves(wg_);
+    const bool computes = share_.team < share_.num_teams && wg_.warp_index() < num_computing(wg_);
+    // A warp that only multiplies goes from tile to tile of its team; the serving one sees all.
+    const int stride = serves ? 1 : share_.num_teams;
+    for (int position = serves ? 0 : share_.team; position < tiles_.count; position += stride) {
+      const int slot = position % Config::kSlots;
+      const auto round = static_cast<uint32_t>(position / Config::kSlots);
+      if (computes) {
+        if (round != 0) shared_.sent[slot].await(round - 1);
+        stream.multiply(vectors_, part_of(slot, share_.part));
+        warp.sync();
+        if (warp.rank() == 0) shared_.stored[slot].arrive();
       }
-      stream.multiply(vectors_, part_of(slot, warp_index));
-      warp.sync();
-      uint64_t arrived = 0;
-      if (warp.rank() == 0) arrived = atomic_add_fetch_acq_rel_wg(&shared_.arrived[slot], 1);
-      arrived = warp.shuffle(arrived, 0);
-      warp.sync();
-      if (arrived != (round + 1) * static_cast<uint64_t>(num_parts_)) continue;
-      send(tiles_.tile_at(position), slot, warp);
-      warp.sync();
-      if (warp.rank() == 0) flag_store_release_wg(&shared_.sent[slot], round + 1);
+      if (serves) {
+        shared_.stored[slot].await(round);
+        send(tiles_.tile_at(position), slot, warp);
+        warp.sync();
+        if (warp.rank() == 0) shared_.sent[slot].arrive();
+      }
     }
   }
 
-  // Waits for what peers send of this WG's tiles, and finishes them. All threads, each with items of its own.
+  // Waits for what peers send of this WG's tiles, and finishes them. All threads, behind a sync that follows run_tiles.
   PO_FN void receive() {
     if (team_.size == 1) return;
     const int num_own = Config::kTwoPhase ? tiles_.num_own() : tiles_.count;
     const int num_others = tiles_.count - num_own;
-    for (int i = wg_.rank(); i < num_own * items_per_tile(); i += wg_.size()) {
-      reduce_item(tiles_.tile_at(num_others + i / items_per_tile()), i % items_per_tile());
+    const int tiles_per_pass = ring_bytes(wg_) / (team_.size * packets_per_tile() * kDataBytes);
+    for (int first = 0; first < num_own; first += tiles_per_pass) {
+      const int num_tiles = min_of(tiles_per_pass, num_own - first);
+      if (first != 0) wg_.sync();
+      take_partials(num_others + first, num_tiles);
+      wg_.sync();
+      for (int i = wg_.rank(); i < num_tiles * items_per_tile(); i += wg_.size()) {
+        reduce_item(num_others + first, i / items_per_tile(), i % items_per_tile());
+      }
     }
     if constexpr (Config::kTwoPhase) {
       if (plan_.all_reachable == 0) put_results(num_others);
-      // From the other end of the WG, so that waiting for a result does not hold up the items above.
+      // From the other end of the WG: its first threads may still be at the items above.
       for (int i = wg_.size() - 1 - wg_.rank(); i < num_others * items_per_tile(); i += wg_.size()) {
         take_result(tiles_.tile_at(i / items_per_tile()), i % items_per_tile());
       }
@@ -152,13 +200,15 @@ class Worker {
   }
 
  private:
-  PO_FN int items_per_tile() const { return static_cast<int>(plan_.num_vectors) * Config::kItemsPerVector; }
+  static constexpr int kDataBytes = sizeof(Packet::data);
+
+  PO_FN int items_per_tile() const { return call_.num_vectors() * Config::kItemsPerVector; }
   PO_FN int packets_per_tile() const { return items_per_tile() * Config::kPacketsPerItem; }
   PO_FN uint64_t parity() const { return team_.epoch % 2; }
-  PO_FN bool is_near(int pe) const { return shared_.heaps[pe] != 0; }
+  PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
 
-  PO_FN float* part_of(int slot, int warp) const {
-    return partials_ + (slot * num_parts_ + warp) * (Config::kVectors * kTileRows);
+  PO_FN float* part_of(int slot, int part) const {
+    return partials_ + (slot * share_.num_parts + part) * (Config::kVectors * kTileRows);
   }
 
   // Places of a tile's packets, as offsets in every heap.
@@ -170,25 +220,23 @@ class Worker {
     const int64_t place = static_cast<int64_t>(tile) * items_per_tile() + item;
     return plan_.results_offset + parity() * plan_.results_bytes + static_cast<uint64_t>(place) * sizeof(Packet);
   }
-  PO_FN Packet* packet_at(int pe, uint64_t offset) const {
-    return reinterpret_cast<Packet*>(shared_.heaps[pe] + offset);
-  }
+  PO_FN Packet* packet_at(int pe, uint64_t offset) const { return reinterpret_cast<Packet*>(plan_.heaps[pe] + offset); }
 
-  // A warp that has seen all parts of a tile adds them up in the warps' order and sends the sums.
+  // Adds the parts of a tile up in the warps' order and sends the sums. One warp.
   PO_FN void send(int tile, int slot, const Warp& warp) {
     if (team_.size == 1) return finish_alone(tile, slot, warp);
     if (shared_.takes_part == 0) return;
     const int owner = RowTiles::owner_of(tile, team_.size);
     const uint64_t offset = partial_offset(team_.rank, tile);
     for (int q = warp.rank(); q < packets_per_tile(); q += warp.size()) {
+      float exact[Config::kSumsPerPacket];
       typename SumScalar::Storage sums[Config::kSumsPerPacket];
+      add_parts(slot, q * Config::kSumsPerPacket, exact);
       PO_UNROLL
-      for (int i = 0; i < Config::kSumsPerPacket; ++i) {
-        sums[i] = SumScalar::from_float(sum_of_parts(slot, q * Config::kSumsPerPacket + i));
-      }
+      for (int i = 0; i < Config::kSumsPerPacket; ++i) sums[i] = SumScalar::from_float(exact[i]);
       Packet packet;
       __builtin_memcpy(packet.data, sums, sizeof(packet.data));
-      packet.flag = launch_flag(team_);
+      packet.flag = flag();
       for_each_receiver(owner, [&](int pe) {
         // What goes to a PE that is not reachable is put from this PE's own copy.
         packet_store_sys(packet_at(is_near(pe) ? pe : team_.rank, offset) + q, packet);
@@ -219,60 +267,87 @@ class Worker {
   PO_FN void put_packets(int pe, uint64_t offset, int count, int ready_index) const {
     put_nbi(team_, pe, offset, team_.heap + offset, static_cast<uint64_t>(count) * sizeof(Packet));
     put_fence(team_);
-    signal(team_, pe, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(ready_index)), launch_flag(team_));
+    signal(team_, pe, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(ready_index)), flag());
   }
 
-  PO_FN float sum_of_parts(int slot, int value) const {
-    float sum = part_of(slot, 0)[value];
-    for (int part = 1; part < num_parts_; ++part) sum += part_of(slot, part)[value];
-    return sum;
+  // The warps' parts of some values of a tile, added up in the warps' order.
+  template <int kCount>
+  PO_FN void add_parts(int slot, int first_value, float (&sums)[kCount]) const {
+    constexpr int kBatch = 4;  // parts that are loaded together
+    PO_UNROLL
+    for (int i = 0; i < kCount; ++i) sums[i] = 0;
+    for (int first = 0; first < share_.num_parts; first += kBatch) {
+      float parts[kBatch][kCount];
+      PO_UNROLL
+      for (int part = 0; part < kBatch; ++part) {
+        const float* values = part_of(slot, min_of(first + part, share_.num_parts - 1)) + first_value;
+        PO_UNROLL
+        for (int i = 0; i < kCount; ++i) parts[part][i] = first + part < share_.num_parts ? values[i] : 0.0f;
+      }
+      PO_UNROLL
+      for (int part = 0; part < kBatch; ++part) {
+        PO_UNROLL
+        for (int i = 0; i < kCount; ++i) sums[i] += parts[part][i];
+      }
+    }
   }
 
   PO_FN void finish_alone(int tile, int slot, const Warp& warp) {
     for (int item = warp.rank(); item < items_per_tile(); item += warp.size()) {
       float sums[Config::kItem];
+      add_parts(slot, item * Config::kItem, sums);
       PO_UNROLL
-      for (int i = 0; i < Config::kItem; ++i) {
-        sums[i] = SumScalar::to_float(SumScalar::from_float(sum_of_parts(slot, item * Config::kItem + i)));
-      }
+      for (int i = 0; i < Config::kItem; ++i) sums[i] = SumScalar::to_float(SumScalar::from_float(sums[i]));
       finish(tile, item, sums);
     }
   }
 
-  // Adds up what all PEs sent of an item, in rank order, and finishes it; as its owner, tells the others.
-  PO_FN void reduce_item(int tile, int item) {
-    constexpr int kPacketsPerItem = Config::kPacketsPerItem;
-    constexpr int kBatch = 4;  // senders whose packets are looked at together
-    float sums[Config::kItem];
-    bool is_there = true;
-    for (int first = 0; first < team_.size && is_there; first += kBatch) {
-      Packet packets[kBatch][kPacketsPerItem];
+  // Waits for all PEs' packets of some own tiles and keeps their data. All threads, each with packets of its own.
+  PO_FN void take_partials(int first_position, int num_tiles) {
+    constexpr int kBatch = Config::kVectors == 1 ? 1 : 4;  // packets that a thread looks at together
+    const int num_packets = num_tiles * team_.size * packets_per_tile();
+    for (int first = wg_.rank(); first < num_packets; first += kBatch * wg_.size()) {
+      const Packet* places[kBatch];
+      Packet packets[kBatch];
+      int senders[kBatch];
       PO_UNROLL
-      for (int s = 0; s < kBatch; ++s) {
-        const int sender = min_of(first + s, team_.size - 1);
-        is_there = is_there && is_announced(sender, kPhasePartial, tile, tile);
-        PO_UNROLL
-        for (int p = 0; p < kPacketsPerItem; ++p) packets[s][p] = packet_load_sys(place(sender, tile, item, p), flag());
+      for (int i = 0; i < kBatch; ++i) {
+        const int index = min_of(first + i * wg_.size(), num_packets - 1);
+        const int tile = tiles_.tile_at(first_position + index / packets_per_tile() / team_.size);
+        senders[i] = index / packets_per_tile() % team_.size;
+        places[i] = packet_at(team_.rank, partial_offset(senders[i], tile)) + index % packets_per_tile();
+        if (!is_near(senders[i])) is_announced(senders[i], kPhasePartial, tile, tile);
+        packets[i] = packet_load_sys(places[i], flag());
       }
       PO_UNROLL
-      for (int s = 0; s < kBatch; ++s) {
-        const int sender = first + s;
-        if (sender >= team_.size) break;
-        PO_UNROLL
-        for (int p = 0; p < kPacketsPerItem; ++p) {
-          is_there = is_there && await_packet(place(sender, tile, item, p), kPhasePartial, sender, tile, packets[s][p]);
-          typename SumScalar::Storage values[Config::kSumsPerPacket];
-          __builtin_memcpy(values, packets[s][p].data, sizeof(values));
-          PO_UNROLL
-          for (int i = 0; i < Config::kSumsPerPacket; ++i) {
-            float& sum = sums[p * Config::kSumsPerPacket + i];
-            const float value = SumScalar::to_float(values[i]);
-            sum = sender == 0 ? value : sum + value;
-          }
+      for (int i = 0; i < kBatch; ++i) {
+        const int index = first + i * wg_.size();
+        if (index >= num_packets) break;
+        if (!await_packet(places[i], kPhasePartial, senders[i], tiles_.tile_at(first_position), packets[i])) {
+          flag_store_relaxed_wg(&shared_.is_missing, 1);
         }
+        __builtin_memcpy(kept(index), packets[i].data, kDataBytes);
       }
     }
-    if (!is_there) return poison(tile, item);
+  }
+
+  PO_FN uint8_t* kept(int index) const { return wg_.arena() + index * kDataBytes; }
+
+  // Adds up what all PEs sent of an item, in rank order, and finishes it; as its owner, tells the others.
+  PO_FN void reduce_item(int first_position, int tile_index, int item) {
+    const int tile = tiles_.tile_at(first_position + tile_index);
+    if (flag_load_relaxed_wg(&shared_.is_missing) != 0) return poison(tile, item);
+    float sums[Config::kItem] = {};
+    for (int sender = 0; sender < team_.size; ++sender) {
+      const int first = (tile_index * team_.size + sender) * packets_per_tile() + item * Config::kPacketsPerItem;
+      typename SumScalar::Storage values[Config::kItem];
+      __builtin_memcpy(values, kept(first), sizeof(values));
+      PO_UNROLL
+      for (int i = 0; i < Config::kItem; ++i) {
+        const float value = SumScalar::to_float(values[i]);
+        sums[i] = sender == 0 ? value : sums[i] + value;
+      }
+    }
     const Packet result = finish(tile, item, sums);
     if constexpr (Config::kTwoPhase) {
       if (shared_.takes_part == 0) return;
@@ -294,10 +369,6 @@ class Worker {
         if (!is_near(pe)) put_packets(pe, result_offset(tile, 0), items_per_tile(), ready_index_of_result(tile));
       }
     }
-  }
-
-  PO_FN const Packet* place(int sender, int tile, int item, int p) const {
-    return packet_at(team_.rank, partial_offset(sender, tile)) + item * Config::kPacketsPerItem + p;
   }
 
   PO_FN uint64_t flag() const { return launch_flag(team_); }
@@ -327,11 +398,9 @@ class Worker {
   // `packet`: what a first look found there.
   PO_FN bool await_packet(const Packet* place, Phase phase, int sender, int tile, Packet& packet) const {
     if (packet.flag == flag()) return true;
-    return await(team_, phase, sender, static_cast<uint64_t>(tile), [&](uint64_t* seen) {
-      packet = packet_load_sys(place, flag());
-      *seen = packet.flag;
-      return packet.flag == flag();
-    });
+    if (!packet_arrives(team_, place, phase, sender, static_cast<uint64_t>(tile))) return false;
+    packet = packet_load_sys(place, flag());
+    return true;
   }
 
   PO_FN Storage* output() const { return reinterpret_cast<Storage*>(call_.output); }
@@ -378,9 +447,9 @@ class Worker {
   const Plan& plan_;
   const Call& call_;
   const RowTiles tiles_;
-  Config::Stream::VectorsOf vectors_;
-  float* partials_;
-  int num_parts_;  // warps that have columns
+  const Config::Stream::VectorsOf vectors_;
+  float* const partials_;  // [kSlots][num_parts][kVectors][kTileRows]
+  const Share share_;
 };
 
 struct Kernel {
@@ -388,35 +457,44 @@ struct Kernel {
   using Call = gemv_all_reduce::Call;
   using Shared = gemv_all_reduce::Shared;
   static constexpr int kThreads = (PO_WARPS + 1) * 32;
-  static constexpr int kBlocksPerSm = 1;
-  static constexpr size_t kHostArenaBytes = 64ull * Config::kMaxSlots * Config::kVectors * kTileRows * sizeof(float);
+  static constexpr int kBlocksPerSm = PO_BLOCKS;
+  static constexpr size_t kHostArenaBytes =
+      Config::kHostRoom + 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
 
-  // The weights do not wait for the plan, nor, in a programmatic dependent launch, for the kernel that makes x.
-  static PO_FN Config::Stream begin(const WorkGroup& wg, const Call& call) {
-    const bool computes = Worker::computes(wg);
+  struct Begun {
+    Config::Stream::VectorsOf vectors;
+    Config::Stream stream;
+  };
+
+  // Neither vectors nor weights wait for the plan. The vectors go first: behind the weights they would wait for all that
+  // are under way. In a launch that overlaps its predecessor, which may still be making the vectors, weights go alone.
+  static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
+    const auto vectors = Worker::vectors(wg, call);
+    if constexpr (!Config::kOverlaps) vectors.fetch(wg);
     RowTiles tiles = Worker::tiles(wg, call);
-    if (!computes) tiles.count = 0;
-    return {{call.weight, call.num_rows(), call.num_columns()},
-            tiles,
-            wg.arena(),
-            wg.warp_index(),
-            Worker::num_computing(wg)};
+    if (wg.warp_index() >= Worker::num_computing(wg)) tiles.count = 0;
+    return {vectors, Config::Stream({call.weight, call.num_rows(), call.num_columns()}, tiles, Worker::share(wg, call),
+                                    wg.arena(), wg.warp_index())};
   }
 
-  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Config::Stream& stream) {
-    Team& team = shared.plan.team;
-    await_predecessor();
-    Worker worker(wg, shared, call);
-    worker.prepare();
+  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
+    if constexpr (Config::kOverlaps) {
+      await_predecessor();
+      begun.vectors.fetch(wg);
+    }
     release_successor();
-    const Warp warp;
-    const bool serves_all = Worker::serves(wg) && wg.index() == 0;
-    if (serves_all) grant_credit(team, warp, 0);
-    if (Worker::serves(wg) && warp.rank() == 0) close_epoch(team, wg);
-    if (Worker::computes(wg)) worker.compute(stream);
-    if (serves_all) await_all_credits(team, warp);
+    Team& team = shared.plan.team;
+    Worker worker(wg, shared, call, begun.vectors);
+    worker.start_handovers();
+    copy_async_wait<Config::kOverlaps ? 0 : Config::Stream::kBatchesAhead>();  // the vectors
+    wg.sync();
+    const bool serves = Worker::serves(wg);
+    if (serves) worker.begin();
+    worker.run_tiles(begun.stream);
+    wg.sync();
+    if (serves && wg.index() == 0) await_all_credits(team, Warp());
     worker.receive();
-    if (shared.plan.all_reachable == 0) put_quiet(team);  // the packets that were put are written again two epochs on
+    if (shared.plan.all_reachable == 0) put_quiet(team);  // what was put is written again two epochs on
   }
 };
 

@@ -31,17 +31,25 @@ PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
 template <class Kernel>
 concept BeginsEarly = requires(const WorkGroup& wg, const typename Kernel::Call& call) { Kernel::begin(wg, call); };
 
-// The plan is read all through the launch: each WG keeps a copy in its own memory. `copy_plan` makes it.
-template <class Kernel, class CopyPlan>
-PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, const uint64_t (&words)[kCallWords],
-                      const CopyPlan& copy_plan) {
+// The plan is read all through the launch, so each WG keeps a copy in its own memory.
+template <class Kernel>
+PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, const typename Kernel::Plan* plan,
+                      const uint64_t (&words)[kCallWords]) {
+  constexpr int kPlanWords = sizeof(typename Kernel::Plan) / sizeof(uint64_t);
+  static_assert(sizeof(typename Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");
+  const auto* source = reinterpret_cast<const uint64_t*>(plan);
+  auto* target = reinterpret_cast<uint64_t*>(&shared.plan);
   const auto call = make_call<typename Kernel::Call>(words);
   if constexpr (BeginsEarly<Kernel>) {
+    const uint64_t first = wg.rank() < kPlanWords ? source[wg.rank()] : 0;  // on its way while the kernel begins
     auto begun = Kernel::begin(wg, call);
-    copy_plan();
+    if (wg.rank() < kPlanWords) target[wg.rank()] = first;
+    for (int i = wg.rank() + wg.size(); i < kPlanWords; i += wg.size()) target[i] = source[i];
+    wg.sync();
     Kernel::run(wg, shared, call, begun);
   } else {
-    copy_plan();
+    for (int i = wg.rank(); i < kPlanWords; i += wg.size()) target[i] = source[i];
+    wg.sync();
     Kernel::run(wg, shared, call);
   }
 }
@@ -63,15 +71,8 @@ PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, cons
       name(const Kernel::Plan* plan, uint64_t w0, uint64_t w1, uint64_t w2, uint64_t w3, uint64_t w4) { \
     __shared__ Kernel::Shared shared;                                                                   \
     const po::WorkGroup wg;                                                                             \
-    constexpr int kPlanWords = sizeof(Kernel::Plan) / sizeof(uint64_t);                                 \
-    static_assert(sizeof(Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");  \
     const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                        \
-    po::run_kernel<Kernel>(wg, shared, words, [&] {                                                     \
-      for (int i = wg.rank(); i < kPlanWords; i += wg.size()) {                                         \
-        reinterpret_cast<uint64_t*>(&shared.plan)[i] = reinterpret_cast<const uint64_t*>(plan)[i];      \
-      }                                                                                                 \
-      wg.sync();                                                                                        \
-    });                                                                                                 \
+    po::run_kernel<Kernel>(wg, shared, plan, words);                                                    \
   }
 
 #else
@@ -98,14 +99,13 @@ void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCal
   std::vector<std::unique_ptr<WgState>> states;
   for (int i = 0; i < num_wgs; ++i) {
     states.push_back(std::make_unique<WgState>());
-    states.back()->shared.plan = *plan;
     pthread_barrier_init(&states.back()->barrier, nullptr, static_cast<unsigned>(wg_size));
   }
   auto body = [&](int wg_index, int rank) {
     WgState& state = *states[static_cast<size_t>(wg_index)];
     const WorkGroup wg{rank,    wg_size,        wg_index,
                        num_wgs, &state.barrier, reinterpret_cast<uint8_t*>(state.arena.data())};
-    run_kernel<Kernel>(wg, state.shared, words, [] {});
+    run_kernel<Kernel>(wg, state.shared, plan, words);
   };
   std::vector<std::thread> threads;
   for (int i = 1; i < num_wgs * wg_size; ++i) threads.emplace_back(body, i / wg_size, i % wg_size);

@@ -8,6 +8,7 @@
 
 #if !PO_ON_DEVICE
 #include <pthread.h>
+#include <sched.h>
 #endif
 
 namespace po {
@@ -100,5 +101,54 @@ struct Lanes {
 #endif
 
 using Warp = Lanes<32>;
+
+// Hands work from some threads of a WG to others, round after round, and does not make the former wait: what came before
+// the arrivals of a round is visible behind its await. Lies in the WG's own memory. Nobody may be a round behind when the
+// next but one begins to arrive. On the GPU it is an mbarrier: a releasing atomic would first drain the thread's copies.
+class Handover {
+ public:
+  // One thread; a sync of the WG must follow.
+  PO_FN void start(int arrivals_per_round) {
+#if PO_ON_DEVICE
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals_per_round) : "memory");
+#else
+    word_ = 0;
+    arrivals_per_round_ = static_cast<uint64_t>(arrivals_per_round);
+#endif
+  }
+
+  PO_FN void arrive() {
+#if PO_ON_DEVICE
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared.b64 s, [%0]; }" ::"r"(address()) : "memory");
+#else
+    __atomic_add_fetch(&word_, 1, __ATOMIC_ACQ_REL);
+#endif
+  }
+
+  // Rounds count from 0. It waits for threads of this WG alone, which wait for no peer meanwhile.
+  PO_FN void await(uint32_t round) const {
+#if PO_ON_DEVICE
+    uint32_t is_over = 0;
+    while (is_over == 0) {
+      asm volatile(
+          "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+          : "=r"(is_over)
+          : "r"(address()), "r"(round & 1)
+          : "memory");
+    }
+#else
+    // By parity alone, as on the GPU, so that whoever falls a round behind goes wrong here too.
+    while ((__atomic_load_n(&word_, __ATOMIC_ACQUIRE) / arrivals_per_round_ & 1) == (round & 1)) sched_yield();
+#endif
+  }
+
+ private:
+#if PO_ON_DEVICE
+  PO_FN uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&word_)); }
+#else
+  uint64_t arrivals_per_round_;
+#endif
+  uint64_t word_;
+};
 
 }  // namespace po

@@ -210,40 +210,20 @@ PO_FN uint64_t atomic_exchange_acq_rel_gpu(uint64_t* word, uint64_t value) {
 #endif
 }
 
-// Among the threads of one WG, on a word of its own memory.
-PO_FN uint64_t atomic_add_fetch_acq_rel_wg(uint64_t* word, uint64_t value) {
+// A word of the WG's own memory that several of its threads may write.
+PO_FN void flag_store_relaxed_wg(uint64_t* flag, uint64_t value) {
 #if PO_ON_DEVICE
-  uint64_t old;
-  asm volatile("atom.acq_rel.cta.shared.add.u64 %0, [%1], %2;"
-               : "=l"(old)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))), "l"(value)
-               : "memory");
-  return old + value;
+  *static_cast<volatile uint64_t*>(flag) = value;
 #else
-  return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL);
+  __atomic_store_n(flag, value, __ATOMIC_RELAXED);
 #endif
 }
 
-PO_FN uint64_t flag_load_acquire_wg(const uint64_t* flag) {
+PO_FN uint64_t flag_load_relaxed_wg(const uint64_t* flag) {
 #if PO_ON_DEVICE
-  uint64_t value;
-  asm volatile("ld.acquire.cta.shared.u64 %0, [%1];"
-               : "=l"(value)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(flag)))
-               : "memory");
-  return value;
+  return *static_cast<const volatile uint64_t*>(flag);
 #else
-  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
-#endif
-}
-
-PO_FN void flag_store_release_wg(uint64_t* flag, uint64_t value) {
-#if PO_ON_DEVICE
-  asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(flag))),
-               "l"(value)
-               : "memory");
-#else
-  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+  return __atomic_load_n(flag, __ATOMIC_RELAXED);
 #endif
 }
 

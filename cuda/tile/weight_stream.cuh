@@ -20,28 +20,38 @@ struct Weight {
   int num_columns;
 };
 
-// The columns of a weight in steps, and the steps of one warp. `kStep` elements of each row: 64 bytes.
+// A warp's part in a WG's tiles: it has some of the columns of every so many tiles. A step is kStep elements of each row of
+// a tile, 64 bytes. Warps form teams, and a team shares a tile's columns; with few columns there are several small teams,
+// because a warp should find some steps to do before it turns to its next tile.
 template <class Scalar>
-struct ColumnShare {
+struct WarpShare {
   static constexpr int kPiece =
       16 / static_cast<int>(sizeof(typename Scalar::Storage));  // elements of a lane in a step
   static constexpr int kStep = 4 * kPiece;
+  static constexpr int kFewestSteps = 8;
+  static constexpr int kMaxTeams = 4;
+  int num_parts;  // warps in a team
+  int num_teams;
+  int part;
+  int team;  // num_teams: this warp is in none
   int first_step;
   int num_steps;
 
   static PO_FN int num_steps_of(int num_columns) { return ceil_div(num_columns, kStep); }
 
-  static PO_FN ColumnShare of_warp(int num_columns, int warp, int num_warps) {
+  static PO_FN WarpShare of_warp(int num_columns, int warp, int num_warps) {
     const int total = num_steps_of(num_columns);
-    const int each = ceil_div(total, num_warps);
-    const int first = min_of(warp * each, total);
-    return {first, min_of(each, total - first)};
-  }
-
-  // Warps with a share; at least one, so that a weight without columns gives zeros.
-  static PO_FN int num_warps_with_share(int num_columns, int num_warps) {
-    const int total = num_steps_of(num_columns);
-    return total == 0 ? 1 : ceil_div(total, ceil_div(total, num_warps));
+    int num_parts = num_warps;
+    while (num_parts / 2 * kMaxTeams >= num_warps && total < num_parts * kFewestSteps) num_parts /= 2;
+    const int num_teams = num_warps / num_parts;
+    const int each = ceil_div(total, num_parts);
+    const int first = min_of(warp % num_parts * each, total);
+    return {num_parts,
+            num_teams,
+            warp % num_parts,
+            min_of(warp / num_parts, num_teams),
+            first,
+            min_of(each, total - first)};
   }
 };
 
@@ -52,7 +62,7 @@ struct ColumnShare {
 template <class Scalar, int kVectors, bool kAligned, bool kResident>
 struct Vectors {
   using Storage = typename Scalar::Storage;
-  using Share = ColumnShare<Scalar>;
+  using Share = WarpShare<Scalar>;
   const uint8_t* elements;  // [count][num_columns]
   int count;
   int num_columns;
@@ -79,23 +89,25 @@ struct Vectors {
     return kResident ? Share::num_steps_of(num_columns) * kVectors * 64 : 0;
   }
 
-  // Brings all vectors into the WG's own memory. All threads; a sync must follow.
+  // Starts bringing all vectors into the WG's own memory, as one batch of copies. All threads; each must await it, and a
+  // sync follow.
   PO_FN void fetch(const WorkGroup& wg) const {
     if constexpr (kResident) {
-      constexpr int kBatch = min_of(kVectors, 4);  // loads in flight per thread
       const int num_pieces = Share::num_steps_of(num_columns) * 4;
-      for (int n = 0; n < kVectors; n += kBatch) {
+      for (int n = 0; n < kVectors; ++n) {
         for (int piece = wg.rank(); piece < num_pieces; piece += wg.size()) {
-          Vector<16> values[kBatch];
-          PO_UNROLL
-          for (int i = 0; i < kBatch; ++i) values[i] = from_memory(n + i, piece);
-          PO_UNROLL
-          for (int i = 0; i < kBatch; ++i) {
-            *reinterpret_cast<Vector<16>*>(own + ((piece / 4 * kVectors + n + i) * 4 + piece % 4) * 16) = values[i];
+          uint8_t* target = own + ((piece / 4 * kVectors + n) * 4 + piece % 4) * 16;
+          if constexpr (kAligned) {
+            const bool is_there = n < count && piece * Share::kPiece < num_columns;
+            const int64_t element = is_there ? static_cast<int64_t>(n) * num_columns + piece * Share::kPiece : 0;
+            copy_async(target, elements + element * static_cast<int64_t>(sizeof(Storage)), is_there ? 16 : 0);
+          } else {
+            *reinterpret_cast<Vector<16>*>(target) = from_memory(n, piece);
           }
         }
       }
     }
+    copy_async_commit();
   }
 
   PO_FN Vector<16> piece(int n, int step, int t) const {
@@ -108,18 +120,20 @@ template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident>
 class WeightStream {
  public:
   using Storage = typename Scalar::Storage;
-  using Share = ColumnShare<Scalar>;
+  using Share = WarpShare<Scalar>;
   using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident>;
   static constexpr int kBatch = 2;  // steps that are copied and awaited together
   static constexpr int kBytesPerWarp = kDepth * kBatch * kWarpSize * 16;
+  static constexpr int kBatchesAhead = kDepth;
 
-  // Starts the first copies. `ring` has kBytesPerWarp for each warp.
-  PO_FN WeightStream(const Weight& weight, const RowTiles& tiles, uint8_t* ring, int warp, int num_warps)
-      : weight_(weight), tiles_(tiles), share_(Share::of_warp(weight.num_columns, warp, num_warps)) {
+  // Starts the first copies, of the tiles at the positions of this warp's team. `ring` has kBytesPerWarp for each warp.
+  PO_FN WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t* ring, int warp)
+      : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {
     const Warp lanes;
     row_in_tile_ = lanes.rank() / 4;
     t_ = lanes.rank() % 4;
     slots_ = ring + warp * kBytesPerWarp + lanes.rank() * 16;
+    begin_tile();
     for (int batch = 0; batch < kDepth; ++batch) copy_next(batch);
   }
 
@@ -170,40 +184,48 @@ class WeightStream {
       Vector<16> w[kBatch];
       PO_UNROLL
       for (int i = 0; i < kBatch; ++i) w[i] = *reinterpret_cast<const Vector<16>*>(slot(batch_, i));
+      copy_next(batch_);
       PO_UNROLL
       for (int i = 0; i < kBatch; ++i) {
         if (step + i < share_.num_steps) use(w[i], share_.first_step + step + i);
       }
-      copy_next(batch_);
       batch_ = batch_ + 1 == kDepth ? 0 : batch_ + 1;
     }
   }
 
   PO_FN uint8_t* slot(int batch, int i) const { return slots_ + (batch * kBatch + i) * kWarpSize * 16; }
 
+  PO_FN void begin_tile() {
+    if (position_ >= tiles_.count) return;
+    const int row = tiles_.tile_at(position_) * kTileRows + row_in_tile_;
+    const int k = share_.first_step * Share::kStep + t_ * Share::kPiece;
+    source_ = reinterpret_cast<const Storage*>(weight_.elements) + static_cast<int64_t>(row) * weight_.num_columns + k;
+    left_ = row < weight_.num_rows ? weight_.num_columns - k : 0;
+    step_ = 0;
+  }
+
   // Starts the next batch of copies, of whichever tile they are.
   PO_FN void copy_next(int batch) {
     if (position_ < tiles_.count && share_.num_steps != 0) {
-      const int row = tiles_.tile_at(position_) * kTileRows + row_in_tile_;
-      const auto* elements =
-          reinterpret_cast<const Storage*>(weight_.elements) + static_cast<int64_t>(row) * weight_.num_columns;
       PO_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        if (step_ + i >= share_.num_steps) continue;
-        const int k = (share_.first_step + step_ + i) * Share::kStep + t_ * Share::kPiece;
-        const int left = row < weight_.num_rows ? max_of(min_of(weight_.num_columns - k, Share::kPiece), 0) : 0;
-        copy_piece(slot(batch, i), elements + k, left);
+        if (step_ + i < share_.num_steps)
+          copy_piece(slot(batch, i), source_ + i * Share::kStep, left_ - i * Share::kStep);
       }
       step_ += kBatch;
+      source_ += kBatch * Share::kStep;
+      left_ -= kBatch * Share::kStep;
       if (step_ >= share_.num_steps) {
-        step_ = 0;
-        ++position_;
+        position_ += share_.num_teams;
+        begin_tile();
       }
     }
     copy_async_commit();
   }
 
+  // `left`: elements from the source to the end of its row; not above 0 where there is nothing to read.
   PO_FN void copy_piece(uint8_t* target, const Storage* source, int left) const {
+    left = max_of(min_of(left, Share::kPiece), 0);
     if constexpr (kAligned) {
       const auto* from = left == 0 ? weight_.elements : reinterpret_cast<const uint8_t*>(source);
       copy_async(target, from, left * static_cast<int>(sizeof(Storage)));
@@ -221,9 +243,11 @@ class WeightStream {
   int row_in_tile_;
   int t_;
   uint8_t* slots_;
-  int batch_ = 0;     // that is used next
-  int position_ = 0;  // of the tile, and step in it, that is copied next
+  int batch_ = 0;  // that is used next
+  int position_;   // of the tile, and step in it, that is copied next
   int step_ = 0;
+  const Storage* source_ = nullptr;  // this lane's piece of that step
+  int left_ = 0;
 };
 
 #else
@@ -244,15 +268,17 @@ template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident>
 class WeightStream {
  public:
   using Storage = typename Scalar::Storage;
-  using Share = ColumnShare<Scalar>;
+  using Share = WarpShare<Scalar>;
   using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident>;
   static constexpr int kBytesPerWarp = 0;
+  static constexpr int kBatchesAhead = 0;
 
-  WeightStream(const Weight& weight, const RowTiles& tiles, uint8_t*, int warp, int num_warps)
-      : weight_(weight), tiles_(tiles), share_(Share::of_warp(weight.num_columns, warp, num_warps)) {}
+  WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t*, int)
+      : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {}
 
   void multiply(const VectorsOf& vectors, float* partial) {
-    const int first_row = tiles_.tile_at(position_++) * kTileRows;
+    const int first_row = tiles_.tile_at(position_) * kTileRows;
+    position_ += share_.num_teams;
     const int first = share_.first_step * Share::kStep;
     const int last = min_of(first + share_.num_steps * Share::kStep, weight_.num_columns);
     for (int row = 0; row < kTileRows; ++row) {
@@ -280,7 +306,7 @@ class WeightStream {
   const Weight weight_;
   const RowTiles tiles_;
   const Share share_;
-  int position_ = 0;
+  int position_;
 };
 
 #endif

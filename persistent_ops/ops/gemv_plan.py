@@ -10,7 +10,7 @@ import torch
 
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Contract, register
-from ..runtime.layout import Team
+from ..runtime.layout import MAX_PES, Team
 from ..runtime.world import World, upload
 
 __all__ = ["ALGORITHMS", "MAX_VECTORS", "SCALARS", "TUNING", "GemvPlan", "GemvState", "Tuning", "state_of"]
@@ -25,11 +25,9 @@ _PACKET_BYTES = 16
 _PIECE_BYTES = 16  # of a row, in one lane's copy
 _STEP_BYTES = 64  # of a row, in one step of a warp
 _BATCH_BYTES = 1024  # of the ring, per warp: two steps
-_MAX_ROWS = 65536  # of one launch; the shape word of a call has room for 2^20
+_MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
-_MAX_SLOTS = 8
 _STATIC_BYTES = 3072  # what the kernel has beside its arena, rounded up
-_DEPTHS = (24, 20, 16, 12, 8, 6)
 register(
     _NAME,
     ("world_size", "rows", "vectors", "dtype", "comm_dtype", "two_phase", "work_groups", "first_row"),
@@ -41,14 +39,16 @@ class Tuning:
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
-        warps: that multiply, per WG. It decides the order of sums: all calls whose bits are compared need the same.
-        depth: batches of 1 KiB that a warp copies ahead; None for as many as the WG's memory has room for.
+        warps: that multiply, per WG; None for 16, or 8 in float32, whose lanes need more registers. It decides the order
+            of sums: all calls whose bits are compared need the same.
+        depth: batches of 1 KiB that a warp copies ahead. More makes the vectors, and the first tile, come later.
         work_groups: None for one per SM, or per tile where there are fewer. All PEs must agree.
         one_shot_bytes: the most bytes that a PE sends, to all others together, before "auto" takes two phases.
     """
 
-    warps: int = 8
-    depth: int | None = None
+    warps: int | None = None
+    depth: int = 4
+    blocks: int = 1
     work_groups: int | None = None
     one_shot_bytes: int = 1 << 20
 
@@ -56,7 +56,6 @@ class Tuning:
 class _Plan(ctypes.Structure):
     _fields_ = (
         ("team", Team),
-        ("num_vectors", ctypes.c_int64),
         ("num_tiles", ctypes.c_int64),
         ("output_stride", ctypes.c_int64),
         ("bias", ctypes.c_uint64),
@@ -64,8 +63,8 @@ class _Plan(ctypes.Structure):
         ("partials_bytes", ctypes.c_uint64),
         ("results_offset", ctypes.c_uint64),
         ("results_bytes", ctypes.c_uint64),
-        ("num_slots", ctypes.c_int64),
         ("all_reachable", ctypes.c_int64),
+        ("heaps", ctypes.c_uint64 * MAX_PES),
     )
 
 
@@ -169,24 +168,32 @@ class GemvPlan:
         tiles_each = -(-total_tiles // launches)
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
-        slot_bytes = tuning.warps * kernel_vectors * _TILE_ROWS * 4
-        num_slots = min(_MAX_SLOTS, max(2, -(-tiles_each // grid)))
+        warps = tuning.warps or (8 if dtype == torch.float32 else 16)
+        slot_bytes = warps * kernel_vectors * _TILE_ROWS * 4
         steps = -(-columns * element // _STEP_BYTES)
-        fits = _Arena(world, tuning, slot_bytes * num_slots, steps * _STEP_BYTES * kernel_vectors)
+        fits = _Arena(world, warps * tuning.depth * _BATCH_BYTES, slot_bytes * (16 if kernel_vectors == 1 else 4), steps * _STEP_BYTES * kernel_vectors)
 
-        threads = (tuning.warps + 1) * 32
+        threads = (warps + 1) * 32
         defines = {
             "PO_SCALAR": SCALARS[dtype],
             "PO_SUM_SCALAR": SCALARS[comm_dtype],
             "PO_VECTORS": str(kernel_vectors),
-            "PO_DEPTH": str(fits.depth),
+            "PO_DEPTH": str(tuning.depth),
             "PO_ALIGNED": str(is_aligned).lower(),
             "PO_RESIDENT": str(fits.is_resident).lower(),
             "PO_TWO_PHASE": str(two_phase).lower(),
-            "PO_WARPS": str(tuning.warps),
+            "PO_OVERLAPS": str(prefetch_weight).lower(),
+            "PO_WARPS": str(warps),
+            "PO_BLOCKS": str(tuning.blocks),
         }
         if world.backend.name == "host":  # none of these is about the host
-            defines |= {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true", "PO_WARPS": "8"}
+            defines |= {
+                "PO_DEPTH": "1",
+                "PO_ALIGNED": "true",
+                "PO_RESIDENT": "true",
+                "PO_WARPS": "8",
+                "PO_OVERLAPS": "false",
+            }
         request = KernelRequest(
             _NAME,
             tuple(defines.items()),
@@ -220,7 +227,6 @@ class GemvPlan:
             )
             plan = _Plan(
                 team=world.workspace.team(Contract(_NAME, values)),
-                num_vectors=num_vectors,
                 num_tiles=num_tiles,
                 output_stride=rows,
                 bias=0 if bias is None else bias.data_ptr() + first_row * element,
@@ -228,11 +234,11 @@ class GemvPlan:
                 partials_bytes=state.partials[0].nbytes,
                 results_offset=state.results.data_ptr() - world.backend.heap_base,
                 results_bytes=state.results[0].nbytes,
-                num_slots=num_slots,
                 all_reachable=int(world.all_reachable),
+                heaps=(ctypes.c_uint64 * MAX_PES)(*world.backend.peer_heaps),
             )
             words = upload(world.backend, bytes(plan))
-            shape = num_rows | world.rank << 20 | world.size << 27 | columns << 34
+            shape = num_rows | world.rank << 17 | world.size << 23 | (num_vectors - 1) << 30 | columns << 34
             self._launches.append(_Launch(first_row, shape, words, words.data_ptr()))
 
     def launch(self, world: World, weight: int, x: int, output: int, residual: int) -> None:
@@ -252,15 +258,12 @@ class GemvPlan:
 class _Arena:
     """How a WG's own memory is divided: ring, vectors, the warps' parts of sums."""
 
-    def __init__(self, world: World, tuning: Tuning, parts_bytes: int, vectors_bytes: int) -> None:
-        room = world.backend.arena_bytes - _STATIC_BYTES - parts_bytes
-        depths = (tuning.depth,) if tuning.depth else _DEPTHS
-        for is_resident in (True, False):
-            held = vectors_bytes if is_resident else 0
-            for depth in depths:
-                ring = tuning.warps * depth * _BATCH_BYTES
-                if ring + held <= room:
-                    self.is_resident, self.depth = is_resident, depth
-                    self.arena_bytes = ring + held + parts_bytes
-                    return
-        raise ValueError(f"depth: a ring of {depths[-1]} batches for {tuning.warps} warps does not fit an SM")
+    def __init__(self, world: World, ring_bytes: int, parts_bytes: int, vectors_bytes: int) -> None:
+        room = world.backend.arena_bytes - _STATIC_BYTES
+        self.is_resident = True
+        self.arena_bytes = ring_bytes + parts_bytes + vectors_bytes
+        if self.arena_bytes > room:
+            self.is_resident = False
+            self.arena_bytes -= vectors_bytes
+        if self.arena_bytes > room:
+            raise ValueError(f"depth: {self.arena_bytes} bytes of shared memory per WG, an SM has room for {room}")

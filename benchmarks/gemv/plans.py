@@ -1,0 +1,73 @@
+"""The operator's plans, made ahead: the PEs compile kernels side by side, and learn what cannot be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from harness.pes import gather
+from harness.tuning import gist
+
+from persistent_ops.ops.gemv_plan import TUNING, GemvPlan, Tuning, state_of
+from persistent_ops.runtime.errors import CompileError
+from persistent_ops.runtime.world import World
+
+from .methods import Choice, Methods
+from .shapes import DTYPE
+
+__all__ = ["Wanted", "compile_together", "problem_of", "tuned"]
+
+_COMPILE_TIMEOUT_S = 500.0
+Wanted = tuple[Methods, Choice, Tuning]
+
+
+def compile_together(world: World, wanted: Sequence[Wanted]) -> dict[int, str]:
+    """Compile kernels into the cache, each on one PE; collective.
+
+    Returns:
+        Why there is no kernel, by the place in `wanted`. GPUs are alike: what fails on one is told to all.
+    """
+    state_of(world)  # collective, which a plan that fails on one PE alone could not be
+    own = []
+    for number in range(world.rank, len(wanted), world.size):
+        problem = problem_of(world, *wanted[number])
+        if problem is not None:
+            own.append((number, problem))
+    return dict(item for items in gather(world.bootstrap, own, timeout=_COMPILE_TIMEOUT_S) for item in items)
+
+
+def problem_of(world: World, methods: Methods, choice: Choice, tuning: Tuning) -> str | None:
+    """Return why there is no plan, or None where there is one; launches nothing."""
+    shape = methods.shape
+    with tuned(world, tuning):
+        try:
+            GemvPlan(
+                world,
+                shape.rows,
+                shape.columns,
+                shape.vectors,
+                DTYPE,
+                torch.float32,
+                None,
+                choice.algorithm,
+                methods.is_aligned,
+                choice.prefetch_weight,
+            )
+        except (ValueError, RuntimeError, CompileError) as error:
+            return f"{type(error).__name__}: {gist(str(error))}"
+    return None
+
+
+@contextmanager
+def tuned(world: World, tuning: Tuning) -> Iterator[None]:
+    """Let the operator take a Tuning meanwhile."""
+    before = world.operator_state.get(TUNING)
+    world.operator_state[TUNING] = tuning
+    try:
+        yield
+    finally:
+        if before is None:
+            del world.operator_state[TUNING]
+        else:
+            world.operator_state[TUNING] = before

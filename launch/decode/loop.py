@@ -1,0 +1,437 @@
+"""What one PE of the decode loop does: build its share, prefill, record one step per method, compare, measure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import os
+import shutil
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import persistent_ops as po
+import persistent_ops.nn as po_nn
+from persistent_ops.demo.unfused import process_group
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.world import World
+
+from .config import SIZES, ModelConfig, Partition
+from .kernels import Kernels
+from .methods import Alone, Fused, Method, Peers, SymmetricMemory, Unfused
+from .model import Decoder, Sequences, build_decoder
+from .options import Options
+from .weights import FolderWeights, RandomWeights, WeightSource
+
+__all__ = ["run_pe", "without_multicast"]
+
+_WARM_UP_STEPS = 3
+_SHARE_OF_FREE_MEMORY = 0.85  # the rest is for activations, graphs and communicators
+
+
+def without_multicast() -> None:
+    """Keep NVLink multicast off in all libraries; call it before any of them starts."""
+    os.environ.update(NCCL_NVLS_ENABLE="0", NVSHMEM_DISABLE_NVLS="1", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """One way to generate: `step` runs or replays one token, `logits` gives this PE's of the last one."""
+
+    step: Callable[[], object]
+    logits: Callable[[], torch.Tensor]
+
+
+class _Pe:
+    """One PE's model and sequences, and everything that is done with them."""
+
+    def __init__(self, options: Options, world: World) -> None:
+        self.options = options
+        self.world = world
+        self.device = world.backend.device
+        self.on_gpu = world.backend.name == "cuda"
+        self.config = options.model_config(world.backend.name)
+        self.dtype = options.torch_dtype(world.backend.name)
+        shares_gpu = self.on_gpu and world.bootstrap.local_world_size > torch.cuda.device_count()
+        self.peers = Peers(world.rank, world.size, is_staged=shares_gpu)
+        self.has_graphs = self.on_gpu and not shares_gpu
+        compiled = options.is_compiled
+        if compiled is None:
+            compiled = self.on_gpu and _can_compile()
+        self.is_compiled = compiled
+        self.kernels = Kernels(self.config, is_compiled=compiled)
+        self.partition = Partition.of(self.config, world.size)
+        self.num_layers = self._num_layers()
+        self.notes: list[str] = []
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every PE's value (what JSON can carry), in rank order; collective."""
+        answers = self.world.bootstrap.exchange("decode", json.dumps(value).encode(), timeout=self.options.timeout)
+        return [json.loads(answer) for answer in answers]
+
+    @property
+    def group_backend(self) -> str:
+        return "nccl" if self.on_gpu and not self.peers.is_staged else "gloo"
+
+    @property
+    def has_reference(self) -> bool:
+        wanted = self.options.reference
+        return self.config == SIZES["tiny"] if wanted is None else wanted
+
+    # ---- model -----------------------------------------------------------------------------------------------------
+
+    def _num_layers(self) -> int:
+        """Return how many layers are run: those asked for, or as many as fit on every PE."""
+        config, wanted = self.config, self.options.layers
+        if wanted is not None:
+            if wanted > config.num_layers:
+                raise ValueError(f"layers: {config.name} has {config.num_layers}, got {wanted}")
+            return wanted
+        if self.on_gpu:
+            sharers = math.ceil(self.world.bootstrap.local_world_size / torch.cuda.device_count())
+            free = torch.cuda.mem_get_info(self.device)[0] // sharers
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.world.bootstrap.local_world_size
+        size = self.dtype.itemsize
+        outside = (config.vocab + max(self.partition.vocab)) * config.hidden * size
+        # Keys and values are there twice: the sequences', and the copy of their start.
+        keys = 4 * self.options.batch * max(self.partition.kv_heads) * self.options.slots * config.head_dim * size
+        # One layer more is held while its weights are put together.
+        fitting = (
+            int(free * _SHARE_OF_FREE_MEMORY - outside) // (self.partition.layer_elements(config) * size + keys) - 1
+        )
+        fitting = min(self.exchange(fitting))
+        if fitting < 1 and config.num_layers > 1:
+            raise ValueError(f"model: not one layer of {config.name} fits into {free >> 20} MiB beside its embedding")
+        return max(1, min(fitting, config.num_layers))
+
+    def _source(self, *, is_whole: bool) -> WeightSource:
+        folder = self.options.folder
+        if folder is not None:
+            return FolderWeights(folder, self.device, self.dtype)
+        rank = None if is_whole or self.config == SIZES["tiny"] else self.world.rank
+        return RandomWeights(self.options.seed, self.device, self.dtype, rank)
+
+    def build(self) -> Decoder:
+        """Build this PE's share of the model."""
+        row = functools.partial(
+            po_nn.RowParallelLinear,
+            algorithm=self.options.algorithm,
+            comm_dtype=None if self.options.comm_dtype is None else self.dtype,
+            prefetch_weight=self.options.prefetch,
+        )
+        return build_decoder(
+            self.config,
+            self._source(is_whole=False),
+            num_layers=self.num_layers,
+            slots=self.options.slots,
+            peers=self.peers,
+            row=row,
+        )
+
+    def sequences(self, kv_heads: int) -> Sequences:
+        """Make the sequences' memory."""
+        return Sequences(
+            num_layers=self.num_layers,
+            batch=self.options.batch,
+            kv_heads=kv_heads,
+            head_dim=self.config.head_dim,
+            slots=self.options.slots,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def prompts(self) -> torch.Tensor:
+        return self.options.prompts(self.config.vocab).to(self.device)
+
+    def generated(self, sequences: Sequences) -> list[list[int]]:
+        """Return the generated tokens, one list per sequence; the first is the prefill's."""
+        first = self.options.num_prompt_tokens
+        return sequences.history[first : first + 1 + self.options.tokens].t().tolist()
+
+    # ---- reference -------------------------------------------------------------------------------------------------
+
+    def reference(self) -> tuple[list[list[int]], torch.Tensor] | None:
+        """Let rank 0 compute the whole model alone; returns the tokens and the first step's logits, on every PE."""
+        if not self.has_reference:
+            return None
+        answer: Any = None
+        if self.world.rank == 0:
+
+            def whole(inputs: int, outputs: int, *, bias: bool, splits: object, device: str) -> torch.nn.Linear:
+                return torch.nn.Linear(inputs, outputs, bias=bias, device=device)
+
+            alone = Peers(0, 1)
+            source = self._source(is_whole=True)
+            decoder = build_decoder(
+                self.config,
+                source,
+                num_layers=self.num_layers,
+                slots=self.options.slots,
+                peers=alone,
+                column=whole,
+                row=whole,
+            )
+            sequences = self.sequences(self.config.num_kv_heads)
+            kernels, method = Kernels(self.config, is_compiled=False), Alone()
+            decoder.prefill(self.prompts(), sequences, method, kernels)
+            logits = decoder.step(sequences, method, kernels)
+            for _ in range(self.options.tokens - 1):
+                decoder.step(sequences, method, kernels)
+            answer = (self.generated(sequences), logits.tolist())
+        tokens, values = self.exchange(answer)[0]
+        return tokens, torch.tensor(values, dtype=torch.float32)
+
+    # ---- methods ---------------------------------------------------------------------------------------------------
+
+    def methods(self) -> dict[str, Method]:
+        """Return what is compared, by its label; what cannot run here is noted."""
+        product = "cuBLAS" if self.on_gpu else "matmul"
+        if self.world.size == 1:
+            return {"fused": Fused(), product: Unfused(self.peers)}
+        collective = {"nccl": "NCCL", "gloo": "gloo"}[self.group_backend]
+        found: dict[str, Method] = {
+            "fused": Fused(),
+            f"{product} + {collective}": Unfused(self.peers),
+        }
+        if not (self.has_graphs and self.world.bootstrap.single_host):
+            if self.on_gpu:
+                self.notes.append("torch's symmetric memory needs one GPU per PE, all on one host: left out")
+            return found
+        for kind in ("one_shot", "two_shot"):
+            label, problem, method = f"cuBLAS + {kind}", "", None
+            try:
+                method = SymmetricMemory(
+                    kind,
+                    batch=self.options.batch,
+                    hidden=self.config.hidden,
+                    device=self.device,
+                    dtype=self.dtype,
+                )
+                method.probe()
+            except (RuntimeError, AttributeError) as error:
+                problem = str(error).splitlines()[0]
+            problems = [each for each in self.exchange(problem) if each]
+            if problems or method is None:
+                self.notes.append(f"{label} cannot run here: {problems[0]}")
+            else:
+                found[label] = method
+        return found
+
+    def record(self, step: Callable[[], torch.Tensor], sequences: Sequences) -> _Runner:
+        """Warm a step up and capture it in a CUDA graph; without graphs it is called as it is."""
+        sequences.rewind()
+        last: list[torch.Tensor] = []
+        if not self.has_graphs:
+            for _ in range(min(_WARM_UP_STEPS, self.options.tokens)):
+                step()
+            self.world.check()
+
+            def run() -> None:
+                last[:] = [step()]
+
+            return _Runner(run, lambda: last[0])
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(min(_WARM_UP_STEPS, self.options.tokens)):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.world.check()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread asks for its events meanwhile, which the default mode forbids to all threads.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = step()
+        return _Runner(graph.replay, lambda: logits)
+
+    def generate(self, runner: _Runner, sequences: Sequences) -> tuple[list[list[int]], torch.Tensor]:
+        """Generate from the start; returns the tokens and this PE's logits of the first step, on the CPU."""
+        sequences.rewind()
+        runner.step()
+        logits = runner.logits().cpu()
+        for _ in range(self.options.tokens - 1):
+            runner.step()
+        self.world.check()
+        return self.generated(sequences), logits
+
+    def seconds_per_step(self, runner: _Runner, sequences: Sequences) -> float:
+        """Return this PE's seconds per token, all PEs beginning together."""
+        sequences.rewind()
+        self.world.barrier()
+        steps = self.options.tokens
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            for _ in range(steps):
+                runner.step()
+            return (time.perf_counter() - begin) / steps
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.world.enqueue_barrier()  # the hosts left theirs at different times
+        start.record()
+        for _ in range(steps):
+            runner.step()
+        end.record()
+        self.world.check()
+        return float(start.elapsed_time(end)) / 1e3 / steps
+
+    def prefill(self, decoder: Decoder, sequences: Sequences) -> dict[str, Any]:
+        """Run the prompts, twice, because the first time warms up; returns what path they took and how long."""
+        seconds = 0.0
+        for _ in range(2):
+            self.world.barrier()
+            begin = time.perf_counter()
+            decoder.prefill(self.prompts(), sequences, Fused(), Kernels(self.config, is_compiled=False))
+            self.world.check()
+            seconds = time.perf_counter() - begin
+        rows = self.options.batch * self.options.num_prompt_tokens
+        return {"rows": rows, "path": str(decoder.layers[0].down.last_path), "seconds": max(self.exchange(seconds))}
+
+    def relative_difference(self, actual: torch.Tensor, expected: torch.Tensor) -> float:
+        """Return the norm of the difference of all PEs' logits over the norm of the expected ones; collective.
+
+        It is infinite where a logit is not finite.
+        """
+        error = float((actual.double() - expected.double()).square().sum())
+        size = float(expected.double().square().sum())
+        errors, sizes = zip(*self.exchange([error, size]), strict=True)
+        result = math.sqrt(sum(errors) / sum(sizes)) if sum(sizes) > 0 else math.inf
+        return result if math.isfinite(result) else math.inf
+
+
+def _can_compile() -> bool:
+    """Return whether torch.compile has what it needs for GPUs: Triton, a C compiler and Python's headers for it."""
+    has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "cc", "clang"))
+    return importlib.util.find_spec("triton") is not None and has_headers and has_compiler
+
+
+def _equal_leading(actual: list[list[int]], expected: list[list[int]]) -> int:
+    """Return how many leading tokens are equal in every sequence."""
+    columns = list(zip(zip(*actual, strict=True), zip(*expected, strict=True), strict=True))
+    return next((number for number, (a, b) in enumerate(columns) if a != b), len(columns))
+
+
+@contextlib.contextmanager
+def _group(pe: _Pe) -> Iterator[None]:
+    if pe.world.size == 1:
+        yield
+        return
+    bootstrap, timeout = pe.world.bootstrap, pe.options.timeout
+    with process_group(bootstrap, backend=pe.group_backend, device=pe.device, timeout=timeout):
+        yield
+
+
+@torch.no_grad()
+def run_pe(options: Options) -> dict[str, Any]:
+    """Run the decode loop on this PE. Collective.
+
+    Args:
+        options: the same on every PE.
+
+    Returns:
+        What was run and measured, the same on every PE; what JSON can carry. `methods` has one entry per method:
+        label, tokens (one list per sequence), equal_tokens (leading ones equal to the fused method's), difference (of
+        the first step's logits, relative to the fused ones), seconds (per token, one list per PE of one per round),
+        is_repeatable (each round gave the same tokens).
+
+    Raises:
+        ValueError: the model does not fit the PEs or their memory, or cannot be read.
+        PersistentOpsError: of po.init() and the operator.
+    """
+    without_multicast()
+    po.init(backend=options.backend, timeout=options.timeout)
+    try:
+        world = po_world.current()
+        if world.backend.name == "host":
+            # The PEs share the cores: more threads than cores would slow all of them down.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.bootstrap.local_world_size))
+        pe = _Pe(options, world)
+        with _group(pe):
+            return _measure(pe)
+    finally:
+        po.finalize()
+
+
+def _measure(pe: _Pe) -> dict[str, Any]:
+    reference = pe.reference()
+    decoder = pe.build()
+    sequences = pe.sequences(pe.partition.kv_heads[pe.world.rank])
+    prefill = pe.prefill(decoder, sequences)
+    methods = pe.methods()
+    runners = {
+        label: pe.record(functools.partial(decoder.step, sequences, method, pe.kernels), sequences)
+        for label, method in methods.items()
+    }
+    outside = pe.record(functools.partial(decoder.step_without_layers, sequences, pe.kernels), sequences)
+    results = {label: pe.generate(runner, sequences) for label, runner in runners.items()}
+    fused_tokens, fused_logits = next(iter(results.values()))
+
+    # Interleaved: every round times every method, beginning with another one.
+    subjects = {**runners, "": outside}
+    names = list(subjects)
+    seconds: dict[str, list[float]] = {label: [] for label in names}
+    repeatable = dict.fromkeys(runners, True)
+    for number in range(pe.options.rounds):
+        first = number % len(names)
+        for label in names[first:] + names[:first]:
+            seconds[label].append(pe.seconds_per_step(subjects[label], sequences))
+            if label in runners:
+                repeatable[label] &= pe.generated(sequences) == results[label][0]
+
+    reports = []
+    for label, (tokens, logits) in results.items():
+        answers = pe.exchange([tokens, seconds[label], repeatable[label]])
+        reports.append(
+            {
+                "label": label,
+                "tokens": tokens,
+                "equal_tokens": _equal_leading(tokens, fused_tokens),
+                "difference": pe.relative_difference(logits, fused_logits),
+                "seconds": [answer[1] for answer in answers],
+                "is_repeatable": all(answer[2] for answer in answers) and all(a[0] == tokens for a in answers),
+            }
+        )
+    compared = None
+    if reference is not None:
+        tokens, logits = reference
+        own = logits[:, decoder.first_token : decoder.first_token + fused_logits.shape[1]]
+        compared = {
+            "tokens": tokens,
+            "equal_tokens": _equal_leading(fused_tokens, tokens),
+            "difference": pe.relative_difference(fused_logits, own),
+        }
+    return {**_description(pe), "prefill": prefill, "methods": reports, "reference": compared} | {
+        "outside_seconds": max(statistics.median(each) for each in pe.exchange(seconds[""])),
+        "notes": pe.notes,
+    }
+
+
+def _description(pe: _Pe) -> dict[str, Any]:
+    """Return what was run on what."""
+    config: ModelConfig = pe.config
+    hardware = torch.cuda.get_device_name(pe.device) if pe.on_gpu else "CPU process"
+    versions = {"torch": torch.__version__, "persistent_ops": po.__version__}
+    if pe.on_gpu:
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "model": dataclasses.asdict(config),
+        "layers": pe.num_layers,
+        "dtype": str(pe.dtype).removeprefix("torch."),
+        "options": {**dataclasses.asdict(pe.options), "model": config.name},
+        "pes": pe.world.size,
+        "backend": pe.world.backend.name,
+        "hardware": pe.exchange(hardware),
+        "versions": versions,
+        "has_graphs": pe.has_graphs,
+        "is_compiled": pe.is_compiled,
+        "shares_gpu": pe.peers.is_staged,
+    }

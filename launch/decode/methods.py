@@ -1,0 +1,163 @@
+"""What closes half a layer: a row-parallel product, its sum over the PEs, the residual and the norm behind them.
+
+All methods work on the same weights. "fused" is po.nn.RowParallelLinear with the residual inside; the others are a
+cuBLAS product and somebody's all-reduce, whose result is added to the residual in one kernel with the norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from .kernels import Kernels
+
+__all__ = ["Alone", "Fused", "Method", "Peers", "SymmetricMemory", "Unfused"]
+
+
+class Peers:
+    """The collectives that all methods share, over torch's default process group.
+
+    Args:
+        rank: of this PE.
+        size: number of PEs; 1 communicates nothing and needs no group.
+        is_staged: whether tensors travel through host memory: gloo, for PEs that share a GPU.
+    """
+
+    def __init__(self, rank: int, size: int, *, is_staged: bool = False) -> None:
+        self.rank = rank
+        self.size = size
+        self.is_staged = is_staged
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum x over the PEs, in place where it can be; returns the sum."""
+        if self.size == 1:
+            return x
+        sent = x.cpu() if self.is_staged else x
+        dist.all_reduce(sent)
+        return sent.to(x.device)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return every PE's x, `[W, *shape]`."""
+        if self.size == 1:
+            return x[None]
+        sent = x.cpu() if self.is_staged else x
+        received = sent.new_empty((self.size, *x.shape))
+        # torch 2.13 renamed it.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(received.view(-1), sent.contiguous().view(-1))
+        return received.to(x.device)
+
+
+class Method(Protocol):
+    """One way to close half a layer."""
+
+    name: str
+
+    def close(
+        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new residual, ``residual + sum over the PEs of linear(x)``, and its RMSNorm.
+
+        Args:
+            kernels: of the model.
+            linear: the row-parallel layer.
+            x: `[N, K_r]`.
+            residual: `[N, hidden]`; not changed.
+            norm: weight of the norm, `[hidden]`.
+        """
+        ...
+
+
+class Fused:
+    """po.nn.RowParallelLinear: up to 16 rows in one kernel with the residual; more, in a prefill, its unfused path."""
+
+    name = "fused"
+
+    def close(
+        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Close half a layer; see `Method`."""
+        total = linear(x, residual=residual)
+        return total, kernels.norm(total, norm)
+
+
+class Unfused:
+    """A product and the process group's all_reduce."""
+
+    name = "unfused"
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def close(
+        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Close half a layer; see `Method`."""
+        return kernels.add_norm(residual, self._peers.all_reduce(F.linear(x, linear.weight)), norm)
+
+
+class SymmetricMemory:
+    """A product into torch's symmetric memory and one of its all-reduces.
+
+    Collective: every PE makes it. One buffer serves all layers, because both all-reduces end with a barrier.
+
+    Args:
+        kind: "one_shot" or "two_shot".
+        batch: rows of a product.
+        hidden: elements of a row.
+        device: of this PE, the only one that uses it.
+        dtype: of the sums.
+
+    Raises:
+        RuntimeError: torch cannot do it here, for instance because the GPUs do not reach each other.
+    """
+
+    def __init__(self, kind: str, *, batch: int, hidden: int, device: torch.device, dtype: torch.dtype) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        self.name = kind
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group")
+        self._group = group.group_name
+        if symmetric_memory.get_backend(device) != "CUDA":  # torch's own NVSHMEM would be a second one in this process
+            symmetric_memory.set_backend("CUDA")
+        self._buffer = symmetric_memory.empty((batch, hidden), dtype=dtype, device=device)
+        symmetric_memory.rendezvous(self._buffer, self._group)
+        self._is_one_shot = kind == "one_shot"
+
+    def close(
+        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Close half a layer; see `Method`."""
+        torch.mm(x, linear.weight.t(), out=self._buffer)
+        return kernels.add_norm(residual, self._all_reduce(), norm)
+
+    def _all_reduce(self) -> torch.Tensor:
+        operators = torch.ops.symm_mem
+        if self._is_one_shot:
+            return operators.one_shot_all_reduce(self._buffer, "sum", self._group)
+        return operators.two_shot_all_reduce_(self._buffer, "sum", self._group)
+
+    def probe(self) -> None:
+        """Sum ones over the PEs and check it; RuntimeError where this torch has no such all-reduce for this world."""
+        self._buffer.fill_(1.0)
+        total = self._all_reduce().clone()
+        torch.cuda.synchronize()
+        if not bool((total == dist.get_world_size()).all()):
+            raise RuntimeError(f"{self.name}_all_reduce gave a wrong sum")
+
+
+class Alone:
+    """A plain product with nobody to add to: the single-rank reference."""
+
+    name = "reference"
+
+    def close(
+        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Close half a layer; see `Method`."""
+        return kernels.add_norm(residual, F.linear(x, linear.weight), norm)

@@ -1,0 +1,555 @@
+"""gemv_all_reduce: exact bits, bounds and guarantees over worlds, transports and shapes; its behaviour in torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gemv_cases import (
+    ALGORITHMS,
+    CASES,
+    FEW,
+    Buffer,
+    Case,
+    Inputs,
+    bits,
+    bound_problem,
+    difference,
+    expected_bits,
+    make_inputs,
+    run_cases,
+)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import persistent_ops as po
+from persistent_ops.ops.gemv_all_reduce import reference
+from persistent_ops.ops.gemv_plan import state_of
+
+MB = 1 << 20
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# (world, options of init, cases). The staged transport of the host delays and reorders; several threads per WG share
+# its columns and its packets, as warps do on a GPU.
+WORLDS: dict[str, tuple[int, dict[str, Any], list[Case]]] = {
+    "1": (1, {}, CASES),
+    "2": (2, {}, CASES),
+    "3": (3, {}, FEW),
+    "4": (4, {}, CASES),
+    "5": (5, {}, FEW),
+    "8": (8, {}, FEW),
+    "2-staged": (2, {"transport": "staged"}, FEW),
+    "3-staged-slow": (3, {"transport": "staged", "host_options": {"network_delay_us": 1000}}, FEW[::4]),
+    "2-wg2": (2, {"host_options": {"wg_size": 2}}, FEW[1::3]),
+    "3-wg3": (3, {"host_options": {"wg_size": 3}}, FEW[::3]),
+    "2-wg5-staged": (2, {"transport": "staged", "host_options": {"wg_size": 5}}, FEW[2::3]),
+}
+
+
+def _world_params() -> list[Any]:
+    params = []
+    for name, (world, options, cases) in WORLDS.items():
+        marks = [pytest.mark.gpu] if world > 4 else [pytest.mark.host] if options else []
+        for case in cases:
+            params.append(pytest.param(name, case, id=f"{name}-{case.name}", marks=marks))
+    return params
+
+
+@functools.cache
+def _results(backend: str, name: str) -> list[dict[str, tuple[str | None, int]]]:
+    world, options, cases = WORLDS[name]
+    names = [case.name for case in cases]
+    return po.launch(run_cases, world, backend, names, options, threads=backend == "host", timeout=280)
+
+
+def _skip_without_gpus_for(world: int) -> None:
+    """PEs may share GPUs, equally many on each, but take turns there: beyond four of them that is too slow."""
+    count = torch.cuda.device_count()
+    if world > 4 and count < world and (count == 1 or world % count):
+        pytest.skip(f"{world} PEs need {world} GPUs, or a smaller number that divides it; this machine has {count}")
+
+
+@pytest.mark.parametrize(("name", "case"), _world_params())
+def test_bits(backend: str, name: str, case: Case) -> None:
+    _skip_without_gpus_for(WORLDS[name][0])
+    results = [found[case.name] for found in _results(backend, name)]
+    for rank, (problem, _) in enumerate(results):
+        assert problem is None, f"PE {rank}: {problem}"
+    assert len({digest for _, digest in results}) == 1, "the PEs have different bits"
+
+
+def _in_a_world(program: Callable[..., Any], backend: str, options: dict[str, Any], *args: Any) -> Any:
+    po.init(backend, **{"timeout": 30.0, "heap_size": 32 * MB, **options})
+    try:
+        result = program(*args)
+        po.check()
+        return result
+    finally:
+        po.finalize()
+
+
+def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, **options: Any) -> list[Any]:
+    """Run a program in a world; on the host its PEs are threads, which cost nothing."""
+    threads = backend == "host"
+    return po.launch(_in_a_world, world, program, backend, options, *args, threads=threads, timeout=250)
+
+
+# ---- guarantees ------------------------------------------------------------------------------------------------------
+
+
+def _normal(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(po.device(), dtype)
+
+
+def _batches(columns: int) -> list[str]:
+    """Send vectors alone and in company of others; their bits must not change."""
+    problems = []
+    for number, dtype in enumerate(DTYPES):
+        weight = _normal(41, columns, seed=po.rank(), dtype=dtype)
+        xs = _normal(16, columns, seed=100 + po.rank(), dtype=dtype)
+        bias, residual = _normal(41, seed=8, dtype=dtype), _normal(16, 41, seed=9, dtype=dtype)
+        whole = po.gemv_all_reduce(weight, xs, bias=bias, residual=residual, algorithm="one_shot").cpu()
+
+        def compare(
+            what: str,
+            x: torch.Tensor,
+            given: torch.Tensor,
+            rows: Any,
+            want: torch.Tensor = whole,
+            **options: Any,
+        ) -> None:
+            found = po.gemv_all_reduce(weight, x, bias=bias, residual=given, algorithm="one_shot", **options)  # noqa: B023
+            if (problem := difference(found.cpu(), want[rows])) is not None:
+                problems.append(f"{dtype}, {columns} columns, {what}: {problem}")  # noqa: B023
+
+        for count in range(1, 17):
+            compare(f"N {count}", xs[:count], residual[:count], slice(count))
+        for n in range(16):
+            compare(f"vector {n} alone", xs[n], residual[n], n)
+        order = torch.randperm(16, generator=torch.Generator().manual_seed(number))
+        compare("another order", xs[order], residual[order], order)
+        for poison in (float("nan"), float("inf")):
+            others = torch.full_like(xs, poison)
+            others[5] = xs[5]
+            found = po.gemv_all_reduce(weight, others, bias=bias, residual=residual, algorithm="one_shot")
+            if (problem := difference(found[5].cpu(), whole[5])) is not None:
+                problems.append(f"{dtype}, a vector among vectors of {poison}: {problem}")
+        if dtype == torch.bfloat16:
+            want = po.gemv_all_reduce(weight, xs, bias=bias, residual=residual, comm_dtype=dtype).cpu()
+            for n in (0, 7, 15):
+                compare(f"vector {n}, comm bf16", xs[n], residual[n], n, want, comm_dtype=dtype)
+    return problems
+
+
+@pytest.mark.parametrize("columns", [33, 264])
+def test_a_vector_has_the_same_bits_whatever_it_travels_with(backend: str, columns: int) -> None:
+    assert in_world(_batches, 2, backend, columns) == [[], []]
+
+
+def _equal_but_for_nan(output: torch.Tensor, want: torch.Tensor) -> bool:
+    """NaN must be where it is wanted; its bits are nobody's promise."""
+    there = ~want.isnan()
+    return bool((output.isnan() == want.isnan()).all()) and torch.equal(bits(output)[there], bits(want)[there])
+
+
+def _special_inputs(dtype: torch.dtype) -> dict[str, Inputs]:
+    """What all PEs pass. Rows, columns and vectors have sizes that are no multiples of anything."""
+    world, rows, columns, vectors = po.world_size(), 11, 19, 3
+    inf, nan = float("inf"), float("nan")
+    last = world - 1
+
+    def whole() -> Inputs:
+        def draw(seed: int, *shape: int) -> torch.Tensor:
+            rng = torch.Generator().manual_seed(seed)
+            return torch.randint(-5, 6, shape, generator=rng).to(dtype)
+
+        weights = [draw(rank, rows, columns) for rank in range(world)]
+        xs = [draw(50 + rank, vectors, columns) for rank in range(world)]
+        return Inputs(weights, xs, draw(90, rows), draw(91, vectors, rows))
+
+    def single(values: list[list[float]], xs: list[float], residual: list[float] | None = None) -> Inputs:
+        """One column per PE: values[rank][row] times xs[rank]."""
+        weights = [torch.tensor(column, dtype=dtype)[:, None] for column in values]
+        vectors = [torch.tensor([x], dtype=dtype) for x in xs]
+        return Inputs(weights, vectors, None, None if residual is None else torch.tensor(residual, dtype=dtype))
+
+    def by_rank(first: list[float], others: list[float], at_last: list[float]) -> list[list[float]]:
+        return [first, *[others] * (world - 2), at_last][-world:] if world > 1 else [first]
+
+    found = {"nothing special": whole()}
+    found["NaN in a weight"] = whole()
+    found["NaN in a weight"].weights[last][3, 4] = nan
+    found["NaN in a vector"] = whole()
+    found["NaN in a vector"].xs[0][1, columns - 1] = nan
+    found["NaN with all bits set"] = whole()
+    bits(found["NaN with all bits set"].weights[0])[rows - 1].fill_(-1)
+    found["Inf in a weight"] = whole()
+    found["Inf in a weight"].weights[last][2, 0] = inf
+    found["Inf in a weight"].xs[last][:, 0] = torch.tensor([1, -1, 0])
+    found["Inf of two signs"] = whole()
+    for rank in range(world):
+        found["Inf of two signs"].weights[rank][5, 7] = -inf if rank else inf
+        found["Inf of two signs"].xs[rank][:, 7] = 1
+    found["bias and residual"] = whole()
+    bias, residual = found["bias and residual"].bias, found["bias and residual"].residual
+    assert bias is not None and residual is not None
+    bias[:3] = torch.tensor([nan, inf, -inf])
+    residual[0, 4:7] = torch.tensor([nan, inf, -inf])
+    residual[1, 1] = -inf
+
+    largest = torch.finfo(dtype).max
+    found["overflow"] = single(
+        by_rank([largest, largest, -largest], [0.0] * 3, [largest, -largest, -largest]), [1.0] * world
+    )
+    # In rank order; in another one the overflow would come to nothing, or come.
+    order = [largest, largest, -largest, -largest, -largest][:world]
+    found["overflow by order"] = single([[value, -value] for value in order], [1.0] * world)
+    small = torch.finfo(dtype).tiny
+    found["subnormal"] = single(by_rank([0.5, -1.0, 0.75], [0.25, 0.5, 0.0], [0.125, 0.25, -0.75]), [small] * world)
+    # Products that round to -0.0 in fp16 alone, after the sum: two small numbers below zero.
+    if dtype == torch.float16:
+        found["-0.0 by rounding"] = single([[-(2.0**-17), 2.0**-17]] * world, [2.0**-17] * world, [-0.0, -0.0])
+    return found
+
+
+def _specials() -> list[str]:
+    problems = []
+    device = po.device()
+    for dtype in DTYPES:
+        for name, inputs in _special_inputs(dtype).items():
+            weight, x = inputs.weights[po.rank()].to(device), inputs.xs[po.rank()].to(device)
+            added = {key: getattr(inputs, key) for key in ("bias", "residual")}
+            added = {key: None if tensor is None else tensor.to(device) for key, tensor in added.items()}
+            comms = (None, dtype) if dtype == torch.float16 else (None,)
+            for algorithm in ALGORITHMS:
+                for comm in comms:
+                    output = po.gemv_all_reduce(weight, x, **added, algorithm=algorithm, comm_dtype=comm).cpu()
+                    want = expected_bits(inputs, comm)
+                    if not _equal_but_for_nan(output, want):
+                        problems.append(
+                            f"{dtype}, {name}, {algorithm}, comm {comm}: {output.tolist()} instead of {want.tolist()}"
+                        )
+        # A sum of nothing is +0.0, and +0.0 + -0.0 is +0.0.
+        for columns in (0, 5):
+            weight = torch.zeros(9, columns, dtype=dtype, device=device)
+            x = -torch.ones(columns, dtype=dtype, device=device)
+            for residual in (None, -torch.zeros(9, dtype=dtype, device=device)):
+                output = po.gemv_all_reduce(weight, x, residual=residual)
+                if bool(bits(output).any()):
+                    problems.append(f"{dtype}, zeros, {columns} columns: {output.tolist()}")
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_special_values(backend: str, world: int) -> None:
+    assert in_world(_specials, world, backend) == [[]] * world
+
+
+def test_special_values_are_special() -> None:
+    """The models above would be of no use if what is special came to nothing in them."""
+
+    def program() -> dict[str, torch.Tensor]:
+        return {name: expected_bits(inputs) for name, inputs in _special_inputs(torch.float16).items()}
+
+    wants = in_world(program, 2, "host")[0]
+    assert not wants["nothing special"].isnan().any()
+    assert wants["NaN in a weight"].isnan().sum() == 3 and wants["NaN in a vector"].isnan().sum() == 11
+    assert wants["Inf in a weight"][:, 2].tolist()[:2] == [float("inf"), -float("inf")]
+    assert wants["Inf in a weight"][2, 2].isnan() and wants["Inf of two signs"].isnan().sum() == 3
+    assert wants["overflow"].tolist() == [float("inf"), 0, -float("inf")]
+    assert wants["subnormal"].tolist()[1] != 0 and wants["-0.0 by rounding"].signbit().tolist() == [True, False]
+
+
+def _partials_beyond_fp16() -> list[Any]:
+    """Sums of 120000 and -119040: within fp32, not within fp16."""
+    weight = torch.full((9, 2), 60000.0 if po.rank() == 0 else -59520.0, dtype=torch.float16, device=po.device())
+    x = torch.ones(2, dtype=torch.float16, device=po.device())
+    found = [po.gemv_all_reduce(weight, x, algorithm=algorithm).cpu().tolist() for algorithm in ALGORITHMS]
+    return [*found, bool(po.gemv_all_reduce(weight, x, comm_dtype=torch.float16).isnan().all())]
+
+
+def test_sums_travel_in_fp32(backend: str) -> None:
+    assert in_world(_partials_beyond_fp16, 2, backend) == [[[960.0] * 9, [960.0] * 9, True]] * 2
+
+
+def test_the_bound_and_the_model_notice_errors() -> None:
+    for case in (Case("model", 12, lambda rank: 64, 2), Case("bound", 12, lambda rank: 64, 2, values="cancelling")):
+        inputs = make_inputs(case, 2, 3)
+        exact = reference(inputs.weights, inputs.xs, inputs.bias, inputs.residual)
+        right = exact.to(case.dtype)
+        assert bound_problem(right, inputs) is None
+        if case.values == "whole":
+            assert difference(right, expected_bits(inputs)) is None
+            assert difference(right + 1, expected_bits(inputs)) is not None
+            assert difference(right * torch.tensor([[1], [-1]]), expected_bits(inputs)) is not None
+        else:
+            # Sums rounded to bf16 on their way show, since most of what is rounded is taken away again.
+            assert bound_problem(expected_bits(inputs, case.dtype), inputs) is not None
+            assert bound_problem(expected_bits(inputs, case.dtype), inputs, case.dtype) is None
+        assert bound_problem(right.index_fill(1, torch.tensor([7]), float("nan")), inputs) is not None
+        for left_out in ({"bias": None}, {"residual": None}, {"xs": [inputs.xs[0], 0 * inputs.xs[1]]}):
+            fewer = Inputs(**{**inputs.__dict__, **left_out})
+            wrong = reference(fewer.weights, fewer.xs, fewer.bias, fewer.residual).to(case.dtype)
+            assert bound_problem(wrong, inputs) is not None
+
+
+# ---- rows of several launches ----------------------------------------------------------------------------------------
+
+_HUGE = {
+    "direct": [
+        Case("70001 rows", 70001, lambda rank: 2),
+        Case("9001 rows, N 3, fp32", 9001, lambda rank: 1 + rank, 3, torch.float32),
+        Case("1001 rows, N 16", 1001, lambda rank: 3, 16),
+    ],
+    "staged": [Case("601 rows, N 16", 601, lambda rank: 3, 16)],  # every packet is an operation of the network
+}
+
+
+def _huge(transport: str) -> list[str]:
+    problems = []
+    for case in _HUGE[transport]:
+        weight = make_inputs(case, po.world_size(), 0).weights[po.rank()].to(po.device())
+        for iteration, algorithm in ((0, "one_shot"), (3, "two_phase"), (4, "one_shot"), (2, "auto"), (4, "two_phase")):
+            inputs = make_inputs(case, po.world_size(), iteration)
+            x = inputs.xs[po.rank()].to(po.device())
+            bias, residual = (None if t is None else t.to(po.device()) for t in (inputs.bias, inputs.residual))
+            out = Buffer(torch.full(case.shape, float("nan"), dtype=case.dtype)) if iteration == 4 else None
+            output = po.gemv_all_reduce(
+                weight, x, bias=bias, residual=residual, out=out and out.tensor, algorithm=algorithm
+            )
+            problem = difference(output.cpu(), expected_bits(inputs))
+            if out is not None and not out.is_intact():
+                problem = "memory around out was written"
+            if problem is not None:
+                problems.append(f"{case.name}, iteration {iteration}, {algorithm}: {problem}")
+    plans = state_of(po.runtime.world.current()).plans.values()
+    if any(len(plan._launches) < 2 for plan in plans):
+        problems.append("one launch was enough")
+    return problems
+
+
+@pytest.mark.parametrize("transport", ["direct", pytest.param("staged", marks=pytest.mark.host)])
+def test_rows_beyond_the_room_for_packets(backend: str, transport: str) -> None:
+    """The room is a share of the heap, and of a small heap a small one."""
+    options = {"transport": "staged"} if transport == "staged" else {}
+    heap_size = MB if backend == "host" else 4 * MB
+    assert in_world(_huge, 2, backend, transport, heap_size=heap_size, **options) == [[], []]
+
+
+# ---- the operator behind torch.ops -----------------------------------------------------------------------------------
+
+ROWS, COLUMNS = 21, 24
+
+
+def _arguments(
+    vectors: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return weight, x, bias and residual of this PE; bias and residual are the same on all PEs."""
+    weight = _normal(ROWS, COLUMNS, seed=seed + po.rank(), dtype=dtype)
+    x = _normal(*([vectors] if vectors else []), COLUMNS, seed=seed + 50 + po.rank(), dtype=dtype)
+    bias = _normal(ROWS, seed=seed + 100, dtype=dtype) if options.get("bias") else None
+    shape = [vectors, ROWS] if vectors else [ROWS]
+    residual = _normal(*shape, seed=seed + 101, dtype=dtype) if options.get("residual") else None
+    return weight, x, bias, residual
+
+
+def _opcheck() -> dict[str, str]:
+    results: dict[str, str] = {}
+    operators = torch.ops.persistent_ops
+    kinds: list[tuple[int, torch.dtype, dict[str, bool]]] = [
+        (0, torch.float32, {}),
+        (3, torch.bfloat16, {"bias": True, "residual": True}),
+    ]
+    for vectors, dtype, options in kinds:
+        arguments = (*_arguments(vectors, dtype, **options), "auto", None, False)
+        checked = torch.library.opcheck(operators.gemv_all_reduce.default, arguments, raise_exception=False)
+        results |= {f"{dtype} {name}": str(result) for name, result in checked.items()}
+        out = torch.empty(*([vectors] if vectors else []), ROWS, dtype=dtype, device=po.device())
+        checked = torch.library.opcheck(
+            operators.gemv_all_reduce_out.default, arguments, {"out": out}, raise_exception=False
+        )
+        results |= {f"{dtype} out {name}": str(result) for name, result in checked.items()}
+    return results
+
+
+def test_opcheck(backend: str) -> None:
+    results = in_world(_opcheck, 1, backend)[0]
+    assert len(results) >= 16 and set(results.values()) == {"SUCCESS"}, results
+
+
+def _operator_and_function() -> list[str]:
+    problems = []
+    operators = torch.ops.persistent_ops
+    for number, dtype in enumerate(DTYPES):
+        for vectors, options in ((0, {}), (1, {"bias": True}), (5, {"residual": True, "bias": True})):
+            tensors = _arguments(vectors, dtype, seed=10 * number, **options)
+            weight, x, bias, residual = tensors
+            copies = [None if tensor is None else tensor.clone() for tensor in tensors]
+            given = {"bias": bias, "residual": residual}
+            function = po.gemv_all_reduce(weight, x, **given)
+            results = {"operator": operators.gemv_all_reduce(*tensors, "auto", None, False)}
+            results["prefetch"] = po.gemv_all_reduce(weight, x, **given, prefetch_weight=True)
+            results["out"] = torch.full_like(function, float("nan"))
+            nothing = operators.gemv_all_reduce_out(*tensors, "two_phase", None, False, out=results["out"])
+            with torch.no_grad():
+                parameter = torch.nn.Parameter(weight)
+                results["parameter"] = po.gemv_all_reduce(parameter, x, **given)
+            with torch.inference_mode():
+                results["inference mode"] = po.gemv_all_reduce(weight, x, **given).clone()
+            if residual is not None:
+                results["in place"] = residual.clone()
+                po.gemv_all_reduce(weight, x, bias=bias, residual=results["in place"], out=results["in place"])
+            po.check()
+            for name, result in results.items():
+                if not torch.equal(result, function) or result.requires_grad:
+                    problems.append(f"{dtype}, {vectors} vectors, {name}: differs from the function")
+            if nothing is not None:
+                problems.append("the operator with out= returns something")
+            for tensor, copy in zip(tensors, copies, strict=True):
+                if tensor is not None and copy is not None and not torch.equal(tensor, copy):
+                    problems.append(f"{dtype}: an input was changed")
+            world = po.runtime.world.current()
+            address = function.data_ptr() - world.backend.heap_base
+            if 0 <= address < world.backend.heap_bytes:
+                problems.append("the result is in the symmetric heap")
+    return problems
+
+
+def test_the_operator_and_the_function_are_the_same(backend: str) -> None:
+    assert in_world(_operator_and_function, 2, backend) == [[], []]
+
+
+def test_the_schema_declares_what_is_written() -> None:
+    plain = torch.ops.persistent_ops.gemv_all_reduce.default._schema
+    with_out = torch.ops.persistent_ops.gemv_all_reduce_out.default._schema
+    assert not plain.is_mutable and len(plain.returns) == 1
+    written = [argument.name for argument in with_out.arguments if argument.alias_info and argument.alias_info.is_write]
+    assert written == ["out"] and not with_out.returns
+
+
+def _autograd() -> dict[str, Any]:
+    weight, x, bias, residual = _arguments(bias=True, residual=True)
+    given = {"weight": weight, "x": x, "bias": bias, "residual": residual}
+    plain = po.gemv_all_reduce(**given)  # type: ignore[arg-type]
+    seen: dict[str, Any] = {}
+    for name, tensor in given.items():
+        assert tensor is not None
+        result = po.gemv_all_reduce(**{**given, name: tensor.clone().requires_grad_()})  # type: ignore[arg-type]
+        seen[f"{name}: forward"] = result.requires_grad and torch.equal(result, plain)
+        with pytest.raises(NotImplementedError) as caught:
+            result.sum().backward()
+        seen[name] = str(caught.value)
+    recorded = {**given, "weight": weight.clone().requires_grad_()}
+    out = torch.empty_like(plain)
+    with pytest.raises(NotImplementedError) as caught:
+        po.gemv_all_reduce(**recorded, out=out)  # type: ignore[arg-type]
+    seen["out"] = str(caught.value)
+    with torch.no_grad():
+        po.gemv_all_reduce(**recorded, out=out)  # type: ignore[arg-type]
+    seen["no_grad"] = not out.requires_grad and torch.equal(out, plain)
+    return seen
+
+
+def test_autograd_runs_forward_and_refuses_backward(backend: str) -> None:
+    seen = in_world(_autograd, 1, backend)[0]
+    for name in ("weight", "x", "bias", "residual"):
+        text = seen.pop(name)
+        assert "gemv_all_reduce is forward only" in text and "torch.no_grad()" in text and "all_reduce" in text
+    assert seen.pop("out").startswith("out: ")
+    assert all(value is True for value in seen.values()), seen
+
+
+# ---- fake tensors, tracing, torch.compile ----------------------------------------------------------------------------
+
+
+def _fake_tensors() -> list[str]:
+    problems = []
+    with FakeTensorMode() as mode:
+        for dtype in DTYPES:
+            for vectors, shape in ((0, (ROWS,)), (1, (1, ROWS)), (16, (16, ROWS))):
+                tensors = _arguments(vectors, dtype, bias=True, residual=True)
+                weight, x, bias, residual = (None if t is None else mode.from_tensor(t) for t in tensors)
+                assert weight is not None and x is not None
+                for options in ({}, {"algorithm": "two_phase"}, {"comm_dtype": dtype}, {"prefetch_weight": True}):
+                    result = po.gemv_all_reduce(weight, x, bias=bias, residual=residual, **options)  # type: ignore[arg-type]
+                    kind = (type(result), tuple(result.shape), result.dtype, result.device)
+                    if kind != (FakeTensor, shape, dtype, po.device()):
+                        problems.append(f"{dtype}, {vectors} vectors, {options}: {kind}")
+                out = mode.from_tensor(torch.empty(shape, dtype=dtype, device=po.device()))
+                if po.gemv_all_reduce(weight, x, out=out) is not out:
+                    problems.append(f"{dtype}: out= was not returned")
+                for wrong, error, text in (
+                    ({"algorithm": "ring"}, ValueError, "algorithm: expected"),
+                    ({"comm_dtype": torch.float64}, ValueError, "comm_dtype: expected"),
+                    ({"x": mode.from_tensor(torch.zeros(17, COLUMNS, dtype=dtype))}, ValueError, "x: expected 1 to 16"),
+                    ({"bias": x}, ValueError, "bias: expected"),
+                    ({"x": mode.from_tensor(torch.zeros(COLUMNS, dtype=torch.float64))}, TypeError, "x: expected"),
+                ):
+                    with pytest.raises(error, match=text):
+                        po.gemv_all_reduce(**{"weight": weight, "x": x, **wrong})  # type: ignore[arg-type]
+    return problems
+
+
+def test_fake_tensors(backend: str) -> None:
+    assert in_world(_fake_tensors, 1, backend) == [[]]
+
+
+def _traces() -> dict[str, list[str]]:
+    weight, x, bias, _ = _arguments(bias=True)
+    want = 2 * po.gemv_all_reduce(weight, x, bias=bias)
+    names = {}
+    for mode in ("real", "fake", "symbolic"):
+        traced = make_fx(lambda w, v, b: 2 * po.gemv_all_reduce(w, v, bias=b), tracing_mode=mode)(weight, x, bias)
+        assert torch.equal(traced(weight, x, bias), want), mode
+        names[mode] = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    return names
+
+
+def test_make_fx_sees_the_operator(backend: str) -> None:
+    for names in in_world(_traces, 1, backend)[0].values():
+        assert "persistent_ops.gemv_all_reduce.default" in names
+
+
+class Block(torch.nn.Module):
+    """The operator as a decoder uses it: what precedes it differs per PE, the residual and its sum do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight, _, bias, _ = _arguments(bias=True)
+        self.up = torch.nn.Parameter(_normal(COLUMNS, ROWS, seed=7 + po.rank(), dtype=torch.float32), False)
+        self.down = torch.nn.Parameter(weight, False)
+        self.bias = torch.nn.Parameter(bias, False)  # type: ignore[arg-type]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(torch.nn.functional.linear(hidden, self.up))
+        hidden = po.gemv_all_reduce(self.down, inner, bias=self.bias, residual=hidden, algorithm="one_shot")
+        out = torch.empty_like(hidden)
+        po.gemv_all_reduce(self.down, torch.relu(inner - 1), residual=hidden, out=out, algorithm="two_phase")
+        return 2 * out
+
+
+def _compiled(shapes: list[tuple[int, ...]]) -> list[str]:
+    problems = []
+    model = Block()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for number, shape in enumerate(shapes):
+            hidden = _normal(*shape, seed=number, dtype=torch.float32)
+            if not torch.allclose(compiled(hidden), model(hidden), atol=1e-3, rtol=1e-4):
+                problems.append(f"call {number}: differs from eager")
+    return problems
+
+
+_SHAPES = [(2, ROWS), (5, ROWS), (16, ROWS), (ROWS,)]
+
+
+@pytest.mark.parametrize(("world", "shapes"), [(1, _SHAPES[:2]), pytest.param(2, _SHAPES, marks=pytest.mark.gpu)])
+def test_compiled_model_is_one_graph(backend: str, world: int, shapes: list[tuple[int, ...]]) -> None:
+    assert in_world(_compiled, world, backend, shapes) == [[]] * world
+
+
+def test_cases_exist() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)

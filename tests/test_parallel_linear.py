@@ -1,0 +1,402 @@
+"""The tensor-parallel linear layers against whole ones in fp64, over worlds, splits, dtypes and numbers of vectors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import persistent_ops as po
+import persistent_ops.nn as po_nn
+from persistent_ops.demo.unfused import process_group
+from persistent_ops.runtime import world as po_world
+
+WORLDS = (1, 2, 3, 4)
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer.
+
+    Attributes:
+        splits: of a row-parallel layer's input, for a world; None for even ones.
+    """
+
+    name: str
+    inputs: int = 96
+    outputs: int = 40
+    dtype: torch.dtype = torch.float32
+    splits: Callable[[int], tuple[int, ...] | None] = lambda world: None
+    has_bias: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+CASES = [
+    Case("plain"),
+    Case("bf16", dtype=torch.bfloat16),
+    Case("fp16, no bias", dtype=torch.float16, has_bias=False),
+    Case("uneven", inputs=45, outputs=33, splits=lambda world: po_nn.balanced_splits(45, world)),
+    Case(
+        "one PE without inputs, bf16",
+        inputs=24,
+        dtype=torch.bfloat16,
+        splits=lambda world: ((24,), (24, 0), (8, 0, 16), (1, 0, 20, 3))[world - 1],
+    ),
+    Case("sums in bf16", dtype=torch.bfloat16, options=(("comm_dtype", torch.bfloat16),)),
+    Case("one shot", options=(("algorithm", "one_shot"),)),
+    Case("two phases, prefetched", options=(("algorithm", "two_phase"), ("prefetch_weight", True))),
+]
+
+
+def values(case: Case, name: str, *shape: int) -> torch.Tensor:
+    """Return the same numbers on every PE."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case.name} {name} {shape}".encode()))
+    return torch.randn(shape, generator=generator).to(case.dtype)
+
+
+def whole_layer(case: Case) -> torch.nn.Linear:
+    linear = torch.nn.Linear(case.inputs, case.outputs, bias=case.has_bias, dtype=case.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(values(case, "weight", case.outputs, case.inputs))
+        if case.has_bias:
+            linear.bias.copy_(values(case, "bias", case.outputs))
+    return linear
+
+
+@contextlib.contextmanager
+def world_of(backend: str, *, has_group: bool = False) -> Iterator[po_world.World]:
+    po.init(backend, timeout=60.0, heap_size=64 << 20)
+    try:
+        world = po_world.current()
+        if backend == "host":
+            torch.set_num_threads(1)
+        if not has_group:
+            yield world
+            return
+        shares_gpu = backend == "cuda" and world.bootstrap.local_world_size > torch.cuda.device_count()
+        group = "nccl" if backend == "cuda" and not shares_gpu else "gloo"
+        with process_group(world.bootstrap, backend=group, device=po.device(), timeout=60.0):
+            yield world
+    finally:
+        po.finalize()
+
+
+def row_problem(case: Case, layer: po_nn.RowParallelLinear, leading: tuple[int, ...], *, has_residual: bool) -> str:
+    """Run the layer once; return what is wrong, or nothing."""
+    world, device = po.world_size(), po.device()
+    where = f"{list(leading)}, {'a' if has_residual else 'no'} residual"
+    x = values(case, "x", *leading, case.inputs)
+    residual = values(case, "residual", *leading, case.outputs) if has_residual else None
+    first, last = layer.shard_range
+    own = x[..., first:last].to(device)  # not contiguous where there are several PEs
+    result = layer(own, residual=None if residual is None else residual.to(device))
+    po.check()
+    num_vectors = x[..., 0].numel()
+    path = "fused" if 1 <= num_vectors <= 16 else "unfused"
+    if layer.last_path != path or layer.path(num_vectors) != path:
+        return f"{where}: took the {layer.last_path} path instead of the {path} one"
+    if result.dtype != case.dtype or tuple(result.shape) != (*leading, case.outputs) or result.device != device:
+        return f"{where}: got {result.dtype} {list(result.shape)} on {result.device}"
+    linear = whole_layer(case).double()
+    addend = 0.0 if residual is None else residual.double()
+    exact = linear(x.double()) + addend
+    size = F.linear(x.double().abs(), linear.weight.abs()) + (linear.bias.abs() if case.has_bias else 0.0)
+    size = size + (0.0 if residual is None else residual.double().abs())
+    # fp32 sums in any order; sums under way rounded to comm_dtype, and again by each addition; one rounding at the end.
+    rounded = dict(case.options).get("comm_dtype", torch.float32)
+    bound = case.inputs * 2.0**-23 * size + 2 * world * UNIT[rounded] * size + 2 * UNIT[case.dtype] * exact.abs()
+    error = (result.cpu().double() - exact).abs()
+    if bool((error > bound + 1e-7).any()):
+        return f"{where}: off by {float(error.max())}"
+    return ""
+
+
+@torch.no_grad()
+def row_program(backend: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    with world_of(backend, has_group=True) as world:
+        for case in CASES:
+            splits = case.splits(world.size)
+            layer = po_nn.RowParallelLinear.from_linear(whole_layer(case), splits=splits, **dict(case.options))
+            leadings = [(), (1,), (5,), (16,), (2, 3), (17,), (3, 2, 7), (0,)]
+            problems = [
+                row_problem(case, layer, leading, has_residual=has_residual)
+                for leading, has_residual in itertools.product(leadings, (False, True))
+            ]
+            if layer.splits != (splits or (case.inputs // world.size,) * world.size):
+                problems.append(f"splits: {layer.splits}")
+            if any(parameter.requires_grad for parameter in layer.parameters()):
+                problems.append("a parameter wants a gradient")
+            found[case.name] = [problem for problem in problems if problem]
+    return found
+
+
+@functools.cache
+def row_results(backend: str, world: int) -> list[dict[str, list[str]]]:
+    # Processes: the unfused path needs torch.distributed's default group, of which a process has one.
+    return po.launch(row_program, world, backend, timeout=250)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("world", WORLDS)
+def test_row_parallel_is_the_whole_layer(backend: str, world: int, case: Case) -> None:
+    assert [results[case.name] for results in row_results(backend, world)] == [[]] * world
+
+
+# ---- without a process group ---------------------------------------------------------------------------------------
+
+
+def launched(program: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
+    return po.launch(program, world, backend, *args, threads=backend == "host", timeout=120)
+
+
+@torch.no_grad()
+def column_program(backend: str) -> list[str]:
+    problems = []
+    with world_of(backend) as world:
+        for case in CASES[:4]:
+            for splits in (None, po_nn.balanced_splits(case.outputs, world.size)):
+                if splits is None and case.outputs % world.size:
+                    continue
+                layer = po_nn.ColumnParallelLinear.from_linear(whole_layer(case), splits=splits)
+                x = values(case, "x", 2, 19, case.inputs)
+                first, last = layer.shard_range
+                exact = whole_layer(case).double()(x.double())[..., first:last]
+                result = layer(x.to(po.device())).cpu()
+                size = F.linear(x.double().abs(), whole_layer(case).double().weight.abs())[..., first:last]
+                bound = case.inputs * 2.0**-23 * size + 2 * UNIT[case.dtype] * (exact.abs() + 4)
+                if result.dtype != case.dtype or result.shape != exact.shape:
+                    problems.append(f"{case.name}: got {result.dtype} {list(result.shape)}")
+                elif bool(((result.double() - exact).abs() > bound).any()):
+                    problems.append(f"{case.name}: off by {float((result.double() - exact).abs().max())}")
+    return problems
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_column_parallel_is_a_part_of_the_whole_layer(backend: str, world: int) -> None:
+    assert launched(column_program, world, backend) == [[]] * world
+
+
+class Block(torch.nn.Module):
+    """A gated block as models have it: two column-parallel layers, then a row-parallel one."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.gate, self.up = make("column", 32, 30), make("column", 32, 30)
+        self.down = make("row", 30, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@torch.no_grad()
+def block_program(backend: str) -> list[str]:
+    problems = []
+    with world_of(backend) as world:
+        whole = Block(lambda kind, inputs, outputs: torch.nn.Linear(inputs, outputs))
+        generator = torch.Generator().manual_seed(3)  # the PEs may be threads, which share torch's own
+        for parameter in whole.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+        splits = po_nn.balanced_splits(30, world.size)
+        kinds = {"row": po_nn.RowParallelLinear, "column": po_nn.ColumnParallelLinear}
+        x = torch.randn(7, 32, generator=generator)
+        exact = whole.double()(x.double())
+        state = whole.float().state_dict()
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        for is_assigned in (False, True):
+            device = "meta" if is_assigned else None
+            part = Block(lambda kind, i, o, device=device: kinds[kind](i, o, splits=splits, device=device))
+            given = {name: tensor.to(po.device()) for name, tensor in state.items()} if is_assigned else state
+            missing = part.load_state_dict(given, assign=is_assigned)
+            if missing.missing_keys or missing.unexpected_keys:
+                problems.append(f"assign={is_assigned}: {missing}")
+            if not all(parameter.is_contiguous() for parameter in part.parameters()):
+                problems.append(f"assign={is_assigned}: a parameter is not contiguous")
+            if any(parameter.requires_grad for parameter in part.parameters()):
+                problems.append(f"assign={is_assigned}: a parameter wants a gradient")
+            error = float((part(x.to(po.device())).cpu().double() - exact).abs().max())
+            if error > 1e-5:
+                problems.append(f"assign={is_assigned}: off by {error}")
+            again = Block(lambda kind, i, o: kinds[kind](i, o, splits=splits))
+            again.load_state_dict(part.state_dict())  # a shard loads as it is
+            if not torch.equal(again(x.to(po.device())), part(x.to(po.device()))):
+                problems.append(f"assign={is_assigned}: the shard's own state dict gives another layer")
+        if not all(torch.equal(tensor, before[name]) for name, tensor in state.items()):
+            problems.append("the state dict was changed")
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_block_loads_the_state_dict_of_whole_layers(backend: str, world: int) -> None:
+    assert launched(block_program, world, backend) == [[]] * world
+
+
+def conversion_program(backend: str) -> list[str]:
+    problems = []
+    with world_of(backend):
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(8, 6)
+        state = torch.random.get_rng_state()
+        for kind in (po_nn.RowParallelLinear, po_nn.ColumnParallelLinear):
+            layer = kind.from_linear(linear, dtype=torch.bfloat16)
+            if layer.weight.dtype != torch.bfloat16 or layer.weight.device != po.device():
+                problems.append(f"{kind.__name__}: {layer.weight.dtype} on {layer.weight.device}")
+            if not torch.equal(layer.weight.cpu(), linear.weight.bfloat16()):
+                problems.append(f"{kind.__name__}: other weights")
+            layer.weight.fill_(0.0)
+            if not bool(linear.weight.any()):
+                problems.append(f"{kind.__name__}: shares its weight with the whole layer")
+            if "out_features=6" not in repr(layer) or "splits=(8,)" not in repr(layer).replace("(6,)", "(8,)"):
+                problems.append(repr(layer))
+        if not torch.equal(torch.random.get_rng_state(), state):
+            problems.append("from_linear drew random numbers")
+        drawn = po_nn.RowParallelLinear(400, 300)
+        bound = 400**-0.5
+        if not 0.95 * bound < float(drawn.weight.abs().max()) <= bound or bool(drawn.bias.any()):
+            problems.append("reset_parameters: another range")
+    return problems
+
+
+def test_from_linear_copies_and_converts(backend: str) -> None:
+    assert launched(conversion_program, 1, backend) == [[]]
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def message_of(kind: type[BaseException], call: Callable[[], object]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def errors_program(backend: str) -> dict[str, str]:
+    Row, Column = po_nn.RowParallelLinear, po_nn.ColumnParallelLinear
+    with world_of(backend):
+        device = po.device()
+        row, column = Row(8, 4), Column(8, 4)
+        x = torch.ones(3, 4, device=device)
+        big = torch.ones(17, 4, device=device)
+        rounded = Row(8, 4, dtype=torch.float16, comm_dtype=torch.bfloat16)
+        found = {
+            "indivisible": message_of(ValueError, lambda: Row(9, 4)),
+            "indivisible outputs": message_of(ValueError, lambda: Column(8, 5)),
+            "sum": message_of(ValueError, lambda: Row(8, 4, splits=(4, 3))),
+            "count": message_of(ValueError, lambda: Row(8, 4, splits=(8,))),
+            "negative": message_of(ValueError, lambda: Column(8, 4, splits=(5, -1))),
+            "width": message_of(ValueError, lambda: row(torch.ones(3, 8, device=device))),
+            "column width": message_of(ValueError, lambda: column(x)),
+            "scalar": message_of(ValueError, lambda: row(torch.ones((), device=device))),
+            "dtype": message_of(TypeError, lambda: row(x.half())),
+            "residual": message_of(ValueError, lambda: row(x, residual=torch.ones(4, device=device))),
+            "residual dtype": message_of(TypeError, lambda: row(x, residual=torch.ones(3, 4, device=device).half())),
+            "no group": message_of(RuntimeError, lambda: row(big)),
+            "gradient": message_of(NotImplementedError, lambda: row(big.clone().requires_grad_())),
+            "comm_dtype": message_of(ValueError, lambda: rounded(big.half())),
+            "state dict": message_of(
+                RuntimeError, lambda: row.load_state_dict({"weight": torch.ones(4, 7), "bias": torch.ones(4)})
+            ),
+        }
+        with torch.enable_grad():
+            result = row(x.clone().requires_grad_())
+        found["backward"] = message_of(NotImplementedError, lambda: result.sum().backward())
+        po.check()
+    found["no world"] = message_of(RuntimeError, lambda: Row(8, 4))
+    return found
+
+
+EXPECTED_ERRORS = {
+    "indivisible": "in_features: 9 do not divide by 2 PEs; pass splits, such as (5, 4)",
+    "indivisible outputs": "out_features: 5 do not divide by 2 PEs; pass splits, such as (3, 2)",
+    "sum": "splits: expected 2 shares of at least 0 that sum to in_features = 8, got (4, 3)",
+    "count": "splits: expected 2 shares of at least 0 that sum to in_features = 8, got (8,)",
+    "negative": "splits: expected 2 shares of at least 0 that sum to out_features = 4, got (5, -1)",
+    "width": "x: expected [..., 4], this PE's features, got [3, 8]",
+    "column width": "x: expected [..., 8], this PE's features, got [3, 4]",
+    "scalar": "x: expected [..., 4], this PE's features, got []",
+    "dtype": "x: expected the weight's dtype torch.float32, got torch.float16",
+    "residual": "residual: expected the result's shape [3, 4], got [4]",
+    "residual dtype": "residual: expected the weight's dtype torch.float32, got torch.float16",
+    "no group": "call init_process_group on every PE",
+    "gradient": "RowParallelLinear is forward only",
+    "comm_dtype": "comm_dtype: expected None, torch.float32 or the weight's dtype torch.float16, got torch.bfloat16",
+    "state dict": "size mismatch for weight",
+    "backward": "forward only",
+    "no world": "call persistent_ops.init() first",
+}
+
+
+def test_what_does_not_fit_is_refused(backend: str) -> None:
+    for found in launched(errors_program, 2, backend):
+        assert set(found) == set(EXPECTED_ERRORS)
+        for name, text in EXPECTED_ERRORS.items():
+            assert text in found[name], f"{name}: {found[name]}"
+
+
+@torch.no_grad()
+def other_group_program(backend: str) -> str:
+    with world_of(backend, has_group=True) as world:
+        mine = [torch.distributed.new_group([rank]) for rank in range(world.size)][world.rank]
+        layer = po_nn.RowParallelLinear(8, 4, group=mine)
+        return message_of(ValueError, lambda: layer(torch.ones(17, 4, device=po.device())))
+
+
+def test_a_group_of_other_ranks_is_refused(backend: str) -> None:
+    messages = po.launch(other_group_program, 2, backend, timeout=120)
+    assert messages == [f"group: expected the PEs as its ranks, {rank} of 2 here, got 0 of 1" for rank in range(2)]
+
+
+# ---- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def compile_program(backend: str) -> list[str]:
+    problems = []
+    with world_of(backend) as world:
+        linear = whole_layer(CASES[0])
+        layer = po_nn.RowParallelLinear.from_linear(linear)
+        first, last = layer.shard_range
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for number in range(3):
+            x = values(CASES[0], f"x {number}", 2, 3, CASES[0].inputs)[..., first:last].to(po.device())
+            residual = values(CASES[0], f"residual {number}", 2, 3, CASES[0].outputs).to(po.device())
+            if not torch.equal(compiled(x, residual=residual), layer(x, residual=residual)):
+                problems.append(f"call {number}: other bits on PE {world.rank}")
+        po.check()
+    return problems
+
+
+def test_compiles_without_a_break(backend: str) -> None:
+    assert po.launch(compile_program, 2, backend, timeout=250) == [[], []]
+
+
+# ---- splits --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 500), st.integers(1, 70), st.integers(1, 16))
+def test_balanced_splits_differ_by_one_unit(units: int, num_pes: int, multiple: int) -> None:
+    splits = po_nn.balanced_splits(units * multiple, num_pes, multiple=multiple)
+    assert len(splits) == num_pes and sum(splits) == units * multiple
+    assert all(share % multiple == 0 for share in splits)
+    assert max(splits) - min(splits) in (0, multiple)
+    assert list(splits) == sorted(splits, reverse=True)
+
+
+def test_balanced_splits_refuses_broken_units() -> None:
+    with pytest.raises(ValueError, match="features: expected a multiple of 8, got 12"):
+        po_nn.balanced_splits(12, 2, multiple=8)
+    with pytest.raises(ValueError, match="num_pes and multiple at least 1; got 8, 0, 1"):
+        po_nn.balanced_splits(8, 0)
