@@ -9,6 +9,7 @@ Importing the package touches no GPU, no NVSHMEM and no environment variable.
 
 from __future__ import annotations
 
+from . import nn as nn
 from . import ops as ops
 from .api import (
     backend as backend,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,7 +63,15 @@ def _world_params() -> list[Any]:
 def _results(backend: str, name: str) -> list[dict[str, tuple[str | None, int]]]:
     world, options, cases = WORLDS[name]
     names = [case.name for case in cases]
-    return po.launch(run_cases, world, backend, names, options, threads=backend == "host", timeout=280)
+    threads = backend == "host"
+    if threads and world == 1:
+        # It is the compiler that takes the time here, for kernels that all the other worlds find: two run side by side.
+        dtypes = {case.name: case.dtype for case in cases}
+        halves = ([n for n in names if (dtypes[n] == torch.bfloat16) == is_first] for is_first in (True, False))
+        with ThreadPoolExecutor(2) as pool:
+            parts = list(pool.map(lambda half: po.launch(run_cases, 1, backend, half, options, threads=True), halves))
+        return [parts[0][0] | parts[1][0]]
+    return po.launch(run_cases, world, backend, names, options, threads=threads, timeout=280)
 
 
 def _skip_without_gpus_for(world: int) -> None:
@@ -335,7 +344,7 @@ def _huge(transport: str) -> list[str]:
 def test_rows_beyond_the_room_for_packets(backend: str, transport: str) -> None:
     """The room is a share of the heap, and of a small heap a small one."""
     options = {"transport": "staged"} if transport == "staged" else {}
-    heap_size = MB if backend == "host" else 4 * MB
+    heap_size = MB if backend == "host" else 2 * MB
     assert in_world(_huge, 2, backend, transport, heap_size=heap_size, **options) == [[], []]
 
 

@@ -21,8 +21,7 @@
 #define PO_RESIDENT true
 #define PO_TWO_PHASE false
 #define PO_OVERLAPS false
-#define PO_WARPS 16
-#define PO_BLOCKS 1
+#define PO_WARPS 12
 #endif
 
 namespace po::gemv_all_reduce {
@@ -79,12 +78,17 @@ struct Shared {
   uint64_t is_missing;  // a packet did not come
 };
 
-// Returns true when the packet of this launch is there. Out of line: the first look nearly always finds it.
-PO_NOINLINE inline bool packet_arrives(const Team& team, const Packet* place, Phase phase, int sender, uint64_t tile) {
-  return await(team, phase, sender, tile, [&](uint64_t* seen) {
-    *seen = packet_load_sys(place, launch_flag(team)).flag;
-    return *seen == launch_flag(team);
+// Waits for the packet of this launch and returns it, or one with another flag where the launch was given up. Out of line:
+// the first look often finds it.
+PO_NOINLINE inline Packet packet_when_there(const Team& team, const Packet* place, Phase phase, int sender,
+                                            uint64_t tile) {
+  Packet packet{};
+  await(team, phase, sender, tile, [&](uint64_t* seen) {
+    packet = packet_load_sys(place, launch_flag(team));
+    *seen = packet.flag;
+    return packet.flag == launch_flag(team);
   });
+  return packet;
 }
 
 class Worker {
@@ -202,7 +206,8 @@ class Worker {
  private:
   static constexpr int kDataBytes = sizeof(Packet::data);
 
-  PO_FN int items_per_tile() const { return call_.num_vectors() * Config::kItemsPerVector; }
+  PO_FN int num_vectors() const { return Config::kVectors == 1 ? 1 : call_.num_vectors(); }
+  PO_FN int items_per_tile() const { return num_vectors() * Config::kItemsPerVector; }
   PO_FN int packets_per_tile() const { return items_per_tile() * Config::kPacketsPerItem; }
   PO_FN uint64_t parity() const { return team_.epoch % 2; }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
@@ -226,41 +231,52 @@ class Worker {
   PO_FN void send(int tile, int slot, const Warp& warp) {
     if (team_.size == 1) return finish_alone(tile, slot, warp);
     if (shared_.takes_part == 0) return;
-    const int owner = RowTiles::owner_of(tile, team_.size);
     const uint64_t offset = partial_offset(team_.rank, tile);
-    for (int q = warp.rank(); q < packets_per_tile(); q += warp.size()) {
-      float exact[Config::kSumsPerPacket];
-      typename SumScalar::Storage sums[Config::kSumsPerPacket];
-      add_parts(slot, q * Config::kSumsPerPacket, exact);
-      PO_UNROLL
-      for (int i = 0; i < Config::kSumsPerPacket; ++i) sums[i] = SumScalar::from_float(exact[i]);
-      Packet packet;
-      __builtin_memcpy(packet.data, sums, sizeof(packet.data));
-      packet.flag = flag();
-      for_each_receiver(owner, [&](int pe) {
-        // What goes to a PE that is not reachable is put from this PE's own copy.
-        packet_store_sys(packet_at(is_near(pe) ? pe : team_.rank, offset) + q, packet);
-      });
+    const int num_receivers = Config::kTwoPhase ? 1 : team_.size;
+    const int num_packets = packets_per_tile();
+    if (num_packets * num_receivers <= warp.size()) {
+      // Each lane has a packet for one receiver.
+      const int hop = warp.rank() / num_packets;
+      const int q = warp.rank() % num_packets;
+      if (hop < num_receivers) send_packet(receiver(tile, hop), offset, q, sums_of(slot, q));
+    } else {
+      for (int q = warp.rank(); q < num_packets; q += warp.size()) {
+        const Packet packet = sums_of(slot, q);
+        for (int hop = 0; hop < num_receivers; ++hop) send_packet(receiver(tile, hop), offset, q, packet);
+      }
     }
+    if (plan_.all_reachable != 0) return;
     warp.sync();
     if (warp.rank() == 0) {
-      for_each_receiver(owner, [&](int pe) {
-        if (!is_near(pe)) put_packets(pe, offset, packets_per_tile(), tile);
-      });
+      for (int hop = 0; hop < num_receivers; ++hop) {
+        const int pe = receiver(tile, hop);
+        if (!is_near(pe)) put_packets(pe, offset, num_packets, tile);
+      }
     }
   }
 
-  template <class Send>
-  PO_FN void for_each_receiver(int owner, const Send& send) const {
-    if constexpr (Config::kTwoPhase) {
-      send(owner);
-    } else {
-      int pe = team_.rank;
-      for (int hop = 0; hop < team_.size; ++hop) {
-        pe = pe + 1 < team_.size ? pe + 1 : 0;
-        send(pe);
-      }
-    }
+  // Who gets this PE's sums of a tile: its owner, or all PEs, the next one first and this one last.
+  PO_FN int receiver(int tile, int hop) const {
+    if constexpr (Config::kTwoPhase) return RowTiles::owner_of(tile, team_.size);
+    const int pe = team_.rank + 1 + hop;
+    return pe < team_.size ? pe : pe - team_.size;
+  }
+
+  PO_FN Packet sums_of(int slot, int q) const {
+    float exact[Config::kSumsPerPacket];
+    typename SumScalar::Storage sums[Config::kSumsPerPacket];
+    add_parts(slot, q * Config::kSumsPerPacket, exact);
+    PO_UNROLL
+    for (int i = 0; i < Config::kSumsPerPacket; ++i) sums[i] = SumScalar::from_float(exact[i]);
+    Packet packet;
+    __builtin_memcpy(packet.data, sums, sizeof(packet.data));
+    packet.flag = flag();
+    return packet;
+  }
+
+  // What goes to a PE that is not reachable is put from this PE's own copy.
+  PO_FN void send_packet(int pe, uint64_t offset, int q, const Packet& packet) const {
+    packet_store_sys(packet_at(is_near(pe) ? pe : team_.rank, offset) + q, packet);
   }
 
   // The network may tear a packet, so a sliceRdy word says when all have come. One thread, behind its warp's stores.
@@ -398,9 +414,8 @@ class Worker {
   // `packet`: what a first look found there.
   PO_FN bool await_packet(const Packet* place, Phase phase, int sender, int tile, Packet& packet) const {
     if (packet.flag == flag()) return true;
-    if (!packet_arrives(team_, place, phase, sender, static_cast<uint64_t>(tile))) return false;
-    packet = packet_load_sys(place, flag());
-    return true;
+    packet = packet_when_there(team_, place, phase, sender, static_cast<uint64_t>(tile));
+    return packet.flag == flag();
   }
 
   PO_FN Storage* output() const { return reinterpret_cast<Storage*>(call_.output); }
@@ -457,7 +472,7 @@ struct Kernel {
   using Call = gemv_all_reduce::Call;
   using Shared = gemv_all_reduce::Shared;
   static constexpr int kThreads = (PO_WARPS + 1) * 32;
-  static constexpr int kBlocksPerSm = PO_BLOCKS;
+  static constexpr int kBlocksPerSm = Config::kVectors == 1 ? 2 : 1;  // beside one WG, a successor's may begin
   static constexpr size_t kHostArenaBytes =
       Config::kHostRoom + 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
 

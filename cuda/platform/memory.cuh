@@ -96,7 +96,8 @@ PO_FN void copy_async_wait() {
 // ---- packets ------------------------------------------------------------------------------------------------------
 
 // Data that brings its own flag. On the GPU both travel in one access of 16 bytes, which is single-copy atomic, so a
-// reader that sees the flag has the data and nothing is ordered. The host writes the flag last and reads it first.
+// reader that sees the flag has the data and nothing is ordered: the compiler, too, may move other accesses across. The
+// host writes the flag last and reads it first.
 struct alignas(16) Packet {
   uint32_t data[2];
   uint64_t flag;
@@ -107,8 +108,7 @@ PO_FN void packet_store_sys(Packet* place, const Packet& packet) {
   uint64_t data;
   __builtin_memcpy(&data, packet.data, sizeof(data));
   asm volatile("{ .reg .b128 p; mov.b128 p, {%1, %2}; st.relaxed.sys.global.b128 [%0], p; }" ::"l"(place), "l"(data),
-               "l"(packet.flag)
-               : "memory");
+               "l"(packet.flag));
 #else
   memcpy(place->data, packet.data, sizeof(packet.data));
   __atomic_store_n(&place->flag, packet.flag, __ATOMIC_RELEASE);
@@ -122,8 +122,7 @@ PO_FN Packet packet_load_sys(const Packet* place, [[maybe_unused]] uint64_t expe
   uint64_t data;
   asm volatile("{ .reg .b128 p; ld.relaxed.sys.global.b128 p, [%2]; mov.b128 {%0, %1}, p; }"
                : "=l"(data), "=l"(packet.flag)
-               : "l"(place)
-               : "memory");
+               : "l"(place));
   __builtin_memcpy(packet.data, &data, sizeof(data));
 #else
   packet.flag = __atomic_load_n(&place->flag, __ATOMIC_ACQUIRE);

@@ -62,6 +62,7 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
         host, port = json.loads(bootstrap.exchange("demo/rendezvous", address)[0])
         if bootstrap.rank != 0:
             store = dist.TCPStore(host, port, bootstrap.world_size, is_master=False, timeout=limit)
+    together = False
     try:
         dist.init_process_group(
             backend,
@@ -73,9 +74,13 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
         )
         yield
         bootstrap.exchange("demo/done", b"")  # nobody takes the group down while another still uses it
+        together = True
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        store = None  # its end opens the file once more, and would wait long for one that is gone
+        if together:
+            bootstrap.exchange("demo/left", b"")
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -40,8 +41,8 @@ def gemv_all_reduce(
 
     ``y[n] = round(sum over PEs r of (weight_r @ x_r[n]) + bias + residual[n])``, on every PE. Products are added up in
     fp32, the PEs' sums in rank order, and the result is rounded once. Where bias and residual agree, all PEs get the
-    same bits; so do repeated calls, both algorithms, and a vector whatever others it travels with (N). All this holds for
-    one K_r per PE, one backend and one `comm_dtype`.
+    same bits; so do repeated calls, both algorithms, and a vector whatever others it travels with (N). All this holds
+    for one K_r per PE, one backend and one `comm_dtype`.
 
     Args:
         weight: `[M, K_r]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. M is the same on every
@@ -68,7 +69,8 @@ def gemv_all_reduce(
             or algorithm). On "cuda" they come with the next operator or `po.check()`; rows that did not arrive are NaN.
         NotImplementedError: in a backward pass; the operator is forward only.
 
-    Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after it.
+    Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after
+    it.
     Source: fused GEMV + AllReduce of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), section III-B.
     """
@@ -80,6 +82,8 @@ def gemv_all_reduce(
         return torch.ops.persistent_ops.gemv_all_reduce(  # type: ignore[no-any-return]
             weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight
         )
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual)):
+        raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
     torch.ops.persistent_ops.gemv_all_reduce_out(
         weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out=out
     )
@@ -263,8 +267,8 @@ def _fake(
     return weight.new_empty(shape)
 
 
-def _fake_out(*arguments: object, out: torch.Tensor) -> None:
-    _fake(*arguments, out=out)  # type: ignore[arg-type]
+def _fake_out(*arguments: Any, out: torch.Tensor) -> None:
+    _fake(*arguments, out=out)  # type: ignore[misc]
 
 
 def _backward(context: object, gradient: torch.Tensor) -> None:

@@ -39,8 +39,8 @@ class Tuning:
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
-        warps: that multiply, per WG; None for 16, or 8 in float32, whose lanes need more registers. It decides the order
-            of sums: all calls whose bits are compared need the same.
+        warps: that multiply, per WG; None for 12, or 8 in float32, whose lanes need more registers. It decides the
+            order of sums: all calls whose bits are compared need the same.
         depth: batches of 1 KiB that a warp copies ahead. More makes the vectors, and the first tile, come later.
         work_groups: None for one per SM, or per tile where there are fewer. All PEs must agree.
         one_shot_bytes: the most bytes that a PE sends, to all others together, before "auto" takes two phases.
@@ -48,9 +48,8 @@ class Tuning:
 
     warps: int | None = None
     depth: int = 4
-    blocks: int = 1
     work_groups: int | None = None
-    one_shot_bytes: int = 1 << 20
+    one_shot_bytes: int = 2 << 20
 
 
 class _Plan(ctypes.Structure):
@@ -160,19 +159,22 @@ class GemvPlan:
             max_tiles = min(max_tiles, world.workspace.max_ready_words // 2)
         if max_tiles == 0:
             raise ValueError(
-                f"x: {num_vectors} vectors do not fit the symmetric heap's room for packets; pass a larger heap_size to "
-                "po.init()"
+                f"x: {num_vectors} vectors do not fit the symmetric heap's room for packets; pass a larger heap_size "
+                "to po.init()"
             )
         total_tiles = max(1, -(-rows // _TILE_ROWS))
         launches = -(-total_tiles // max_tiles)
         tiles_each = -(-total_tiles // launches)
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
-        warps = tuning.warps or (8 if dtype == torch.float32 else 16)
-        slot_bytes = warps * kernel_vectors * _TILE_ROWS * 4
+        warps = tuning.warps or _warps(dtype)
         steps = -(-columns * element // _STEP_BYTES)
-        fits = _Arena(world, warps * tuning.depth * _BATCH_BYTES, slot_bytes * (16 if kernel_vectors == 1 else 4), steps * _STEP_BYTES * kernel_vectors)
-
+        fits = _Arena(
+            world.backend.arena_bytes - _STATIC_BYTES,
+            ring_bytes=warps * tuning.depth * _BATCH_BYTES,
+            parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * (16 if kernel_vectors == 1 else 4),
+            vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
+        )
         threads = (warps + 1) * 32
         defines = {
             "PO_SCALAR": SCALARS[dtype],
@@ -184,7 +186,6 @@ class GemvPlan:
             "PO_TWO_PHASE": str(two_phase).lower(),
             "PO_OVERLAPS": str(prefetch_weight).lower(),
             "PO_WARPS": str(warps),
-            "PO_BLOCKS": str(tuning.blocks),
         }
         if world.backend.name == "host":  # none of these is about the host
             defines |= {
@@ -256,14 +257,15 @@ class GemvPlan:
 
 
 class _Arena:
-    """How a WG's own memory is divided: ring, vectors, the warps' parts of sums."""
+    """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors where there is room."""
 
-    def __init__(self, world: World, ring_bytes: int, parts_bytes: int, vectors_bytes: int) -> None:
-        room = world.backend.arena_bytes - _STATIC_BYTES
-        self.is_resident = True
-        self.arena_bytes = ring_bytes + parts_bytes + vectors_bytes
-        if self.arena_bytes > room:
-            self.is_resident = False
-            self.arena_bytes -= vectors_bytes
+    def __init__(self, room: int, *, ring_bytes: int, parts_bytes: int, vectors_bytes: int) -> None:
+        self.is_resident = ring_bytes + parts_bytes + vectors_bytes <= room
+        self.arena_bytes = ring_bytes + parts_bytes + (vectors_bytes if self.is_resident else 0)
         if self.arena_bytes > room:
             raise ValueError(f"depth: {self.arena_bytes} bytes of shared memory per WG, an SM has room for {room}")
+
+
+def _warps(dtype: torch.dtype) -> int:
+    """Return the warps of a WG that multiply."""
+    return 8 if dtype == torch.float32 else 12

@@ -21,8 +21,8 @@ class KernelRequest:
         plan_bytes: size of the plan's Python mirror; the compile refuses another.
         threads: of a WG on the GPU.
         arena_bytes: of memory of its own that a WG has on the GPU, beside what the kernel declares.
-        overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The kernel
-            must wait for that end itself.
+        overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
+            kernel must wait for that end itself.
     """
 
     name: str

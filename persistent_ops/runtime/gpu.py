@@ -106,7 +106,7 @@ class GpuBackend:
         self._core_device.set_current()
         properties = torch.cuda.get_device_properties(self.device)
         self.num_sms = int(properties.multi_processor_count)
-        self.arena_bytes = int(properties.shared_memory_per_block_optin)
+        self.arena_bytes = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
         self.heap_bytes = heap_bytes
         self._nvshmem = nvshmem
         self._bindings = bindings
