@@ -1,10 +1,10 @@
 // GEMV + AllReduce: y = sum over PEs of weight_r * x_r (+ bias, + residual), for 1 to 16 vectors, on every PE.
 //
-// A WG has the same tiles of rows on every PE. Teams of warps share a tile's columns; one more warp adds their parts of it
-// up as soon as they are there and sends the tile at once, as packets that carry data and flag together: to every PE, itself too (one
-// shot), or to the tile's owner (two phases), which adds the PEs' sums up in rank order and sends every PE the rounded
-// result. In the end each WG waits for the packets of its own tiles. Nobody waits for credit: areas of packets take turns
-// by the epoch's parity, and a PE is in launch e + 1 only when all have ended e - 1 (cuda/DESIGN.md, section 4).
+// A WG has the same tiles of rows on every PE. Teams of warps share a tile's columns; two more warps add the parts of a tile
+// up as soon as they are there and send it at once, as packets that carry data and flag together: to every PE, itself too
+// (one shot), or to the tile's owner (two phases), which adds the PEs' sums up in rank order and sends every PE the
+// rounded result. In the end each WG waits for the packets of its own tiles. Nobody waits for credit: areas of packets
+// take turns by the epoch's parity, and a PE is in launch e + 1 only when all have ended e - 1 (cuda/DESIGN.md).
 #pragma once
 
 #include "comm/launch.cuh"
@@ -33,6 +33,7 @@ struct Config {
   static constexpr bool kTwoPhase = PO_TWO_PHASE;
   static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(SumScalar::Storage));
   static constexpr int kItem = 8 / static_cast<int>(sizeof(Scalar::Storage));  // results that one thread finishes
+  static constexpr int kServing = 2;  // warps of a WG that send; kSlots is a multiple, so a slot always meets the same
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
   static constexpr bool kOverlaps = PO_OVERLAPS;             // starts before the kernel before it has ended
@@ -74,6 +75,7 @@ struct Shared {
   Plan plan;
   Handover stored[Config::kSlots];  // from all warps to the one that sends a tile: their parts are in the slot
   Handover sent[Config::kSlots];    // back: the slot is free
+  Handover told;                    // among the serving warps: the epoch, and whether this PE takes part
   uint64_t takes_part;
   uint64_t is_missing;  // a packet did not come
 };
@@ -109,9 +111,11 @@ class Worker {
         partials_(reinterpret_cast<float*>(vectors.own + vectors.own_bytes(call.num_columns()))),
         share_(share(wg, call)) {}
 
-  // The last warp sends, grants and awaits credit, and multiplies nothing. A lone warp does both.
-  static PO_FN int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - 1, 1); }
-  static PO_FN bool serves(const WorkGroup& wg) { return wg.warp_index() == wg.num_warps() - 1; }
+  // The last warps send and multiply nothing; the first of them also grants and awaits credit. A lone warp does all.
+  static PO_FN int num_serving(const WorkGroup& wg) { return min_of(Config::kServing, max_of(wg.num_warps() - 1, 1)); }
+  static PO_FN int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - num_serving(wg), 1); }
+  // 0 is the first serving warp; below 0: this one multiplies.
+  static PO_FN int serving_index(const WorkGroup& wg) { return wg.warp_index() - (wg.num_warps() - num_serving(wg)); }
   static PO_FN Share share(const WorkGroup& wg, const Call& call) {
     return Share::of_warp(call.num_columns(), wg.warp_index(), num_computing(wg));
   }
@@ -139,15 +143,23 @@ class Worker {
       shared_.stored[i].start(share_.num_parts);
       shared_.sent[i].start(1);
     }
-    if (wg_.rank() == 0) shared_.is_missing = 0;
+    if (wg_.rank() == 0) {
+      shared_.told.start(1);
+      shared_.is_missing = 0;
+    }
   }
 
-  // The serving warp tells the WG's other threads the epoch, for behind their next sync; in WG 0 it grants credit.
+  // The first serving warp tells the others the epoch, and the WG's other threads, for behind their next sync; in WG 0 it
+  // grants credit.
   PO_FN void begin() {
     const Warp warp;
+    if (serving_index(wg_) != 0) return shared_.told.await(0);
     const uint64_t aborted = flag_load_relaxed_sys(&team_.local->abort);
     begin_launch(team_, warp);
-    if (warp.rank() == 0) shared_.takes_part = po::takes_part(team_, aborted);
+    if (warp.rank() == 0) {
+      shared_.takes_part = po::takes_part(team_, aborted);
+      shared_.told.arrive();
+    }
     warp.sync();
     if (wg_.index() == 0) grant_credit(team_, warp, 0);
     if (warp.rank() == 0) close_epoch(team_, wg_);
@@ -157,11 +169,12 @@ class Worker {
   // for nobody, except for a slot to be free again.
   PO_FN void run_tiles(Config::Stream& stream) {
     const Warp warp;
-    const bool serves = Worker::serves(wg_);
+    const int served = serving_index(wg_);
+    const bool serves = served >= 0;
     const bool computes = share_.team < share_.num_teams && wg_.warp_index() < num_computing(wg_);
-    // A warp that only multiplies goes from tile to tile of its team; the serving one sees all.
-    const int stride = serves ? 1 : share_.num_teams;
-    for (int position = serves ? 0 : share_.team; position < tiles_.count; position += stride) {
+    // A warp that multiplies goes from tile to tile of its team, one that serves to every so many; a lone one sees all.
+    const int stride = serves ? num_serving(wg_) : share_.num_teams;
+    for (int position = serves ? served : share_.team; position < tiles_.count; position += stride) {
       const int slot = position % Config::kSlots;
       const auto round = static_cast<uint32_t>(position / Config::kSlots);
       if (computes) {
@@ -471,7 +484,7 @@ struct Kernel {
   using Plan = gemv_all_reduce::Plan;
   using Call = gemv_all_reduce::Call;
   using Shared = gemv_all_reduce::Shared;
-  static constexpr int kThreads = (PO_WARPS + 1) * 32;
+  static constexpr int kThreads = (PO_WARPS + Config::kServing) * 32;
   static constexpr int kBlocksPerSm = Config::kVectors == 1 ? 2 : 1;  // beside one WG, a successor's may begin
   static constexpr size_t kHostArenaBytes =
       Config::kHostRoom + 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
@@ -503,11 +516,11 @@ struct Kernel {
     worker.start_handovers();
     copy_async_wait<Config::kOverlaps ? 0 : Config::Stream::kBatchesAhead>();  // the vectors
     wg.sync();
-    const bool serves = Worker::serves(wg);
-    if (serves) worker.begin();
+    const int served = Worker::serving_index(wg);
+    if (served >= 0) worker.begin();
     worker.run_tiles(begun.stream);
     wg.sync();
-    if (serves && wg.index() == 0) await_all_credits(team, Warp());
+    if (served == 0 && wg.index() == 0) await_all_credits(team, Warp());
     worker.receive();
     if (shared.plan.all_reachable == 0) put_quiet(team);  // what was put is written again two epochs on
   }

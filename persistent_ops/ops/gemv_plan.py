@@ -21,6 +21,7 @@ MAX_VECTORS = 16
 SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 _NAME = "gemv_all_reduce"
 _TILE_ROWS = 8
+_SERVING_WARPS = 2
 _PACKET_BYTES = 16
 _PIECE_BYTES = 16  # of a row, in one lane's copy
 _STEP_BYTES = 64  # of a row, in one step of a warp
@@ -49,7 +50,7 @@ class Tuning:
     warps: int | None = None
     depth: int = 4
     work_groups: int | None = None
-    one_shot_bytes: int = 2 << 20
+    one_shot_bytes: int = 4 << 20
 
 
 class _Plan(ctypes.Structure):
@@ -175,7 +176,7 @@ class GemvPlan:
             parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * (16 if kernel_vectors == 1 else 4),
             vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
         )
-        threads = (warps + 1) * 32
+        threads = (warps + _SERVING_WARPS) * 32
         defines = {
             "PO_SCALAR": SCALARS[dtype],
             "PO_SUM_SCALAR": SCALARS[comm_dtype],
