@@ -39,7 +39,8 @@ struct Config {
   static constexpr bool kOverlaps = PO_OVERLAPS;             // starts before the kernel before it has ended
   static constexpr int kSlots = 4;                           // tiles of a WG that may be under way in its own memory
   static constexpr int kHostRoom = 64 << 10;                 // for incoming packets, on the host
-  static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams, "a team more would wait two rounds ahead (Handover)");
+  static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
+                "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
   using Stream = WeightStream<Scalar, kVectors, PO_DEPTH, PO_ALIGNED, PO_RESIDENT>;
 };

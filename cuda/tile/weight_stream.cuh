@@ -41,9 +41,11 @@ struct WarpShare {
 
   static PO_FN WarpShare of_warp(int num_columns, int warp, int num_warps) {
     const int total = num_steps_of(num_columns);
-    int num_parts = num_warps;
-    while (num_parts / 2 * kMaxTeams >= num_warps && total < num_parts * kFewestSteps) num_parts /= 2;
-    const int num_teams = num_warps / num_parts;
+    int num_teams = 1;  // a power of two: see Handover
+    while (num_teams < kMaxTeams && 2 * num_teams <= num_warps && total < num_warps / num_teams * kFewestSteps) {
+      num_teams *= 2;
+    }
+    const int num_parts = num_warps / num_teams;
     const int each = ceil_div(total, num_parts);
     const int first = min_of(warp % num_parts * each, total);
     return {num_parts,
