@@ -21,6 +21,9 @@ from typing import Any
 import torch
 
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
+from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
+from persistent_ops.ops.gemv_plan import default_warps, kernel_request
+from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.jit import KernelResources, KernelSource, compile_cuda
 from persistent_ops.runtime.layout import Team
 from persistent_ops.runtime.toolchain import find_nvcc
@@ -84,7 +87,53 @@ class Barrier:
         return compile_cuda(KernelSource("kernels/barrier.cuh", (plan_bytes,)), arch=self.arch).kernels["barrier"]
 
 
-Combination = Embedding | Barrier
+@dataclass(frozen=True)
+class Gemv:
+    """One compilation of the kernel of gemv_all_reduce."""
+
+    dtype: str
+    vectors: int
+    algorithm: str
+    is_aligned: bool = True
+    is_resident: bool = True
+    comm_dtype: str = "float32"
+    overlaps: bool = False
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        parts = (self.arch, self.dtype, f"sums in {self.comm_dtype}", f"{self.vectors} vectors", self.algorithm)
+        flags = {"unaligned": not self.is_aligned, "not resident": not self.is_resident, "overlaps": self.overlaps}
+        return f"gemv_all_reduce {' '.join((*parts, *(name for name, is_so in flags.items() if is_so)))}"
+
+    @property
+    def threads(self) -> int:
+        return self._request().threads
+
+    def _request(self) -> KernelRequest:
+        dtype = DTYPES[self.dtype]
+        return kernel_request(
+            dtype,
+            DTYPES[self.comm_dtype],
+            self.vectors,
+            warps=default_warps(dtype),
+            depth=GemvTuning().depth,
+            arena_bytes=0,
+            is_aligned=self.is_aligned,
+            is_resident=self.is_resident,
+            two_phase=self.algorithm == "two_phase",
+            overlaps=self.overlaps,
+        )
+
+    def compile(self) -> KernelResources:
+        """Compile it as the plan would have it compiled."""
+        request = self._request()
+        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
+        binary = compile_cuda(KernelSource(f"kernels/{request.name}.cuh", defines), arch=self.arch)
+        return binary.kernels[request.name]
+
+
+Combination = Embedding | Barrier | Gemv
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -101,6 +150,13 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float16", "sum", SHAPES[5], arch)
     for arch in ARCHITECTURES:
         yield Barrier(arch)
+    for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_phase")):
+        yield Gemv(dtype, vectors, algorithm, overlaps=vectors == 1)
+    for dtype, algorithm in itertools.product(DTYPES, ("one_shot", "two_phase")):
+        yield Gemv(dtype, 16, algorithm, is_aligned=False, is_resident=False, comm_dtype=dtype)
+    for arch in ("sm_80", "sm_100"):
+        yield Gemv("bfloat16", 1, "one_shot", arch=arch)
+        yield Gemv("float16", 16, "two_phase", comm_dtype="float16", arch=arch)
 
 
 def covering() -> list[Combination]:

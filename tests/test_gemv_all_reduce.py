@@ -60,18 +60,25 @@ def _world_params() -> list[Any]:
 
 
 @functools.cache
-def _results(backend: str, name: str) -> list[dict[str, tuple[str | None, int]]]:
+def _results(backend: str, name: str) -> list[dict[str, tuple[str | None, int]]] | Exception:
+    """Run a world's cases. What the launch raised is kept too, so that it is not launched again for every case."""
     world, options, cases = WORLDS[name]
-    names = [case.name for case in cases]
     threads = backend == "host"
-    if threads and world == 1:
+
+    def launch(chosen: list[Case]) -> list[Any]:
+        names = [case.name for case in chosen]
+        return po.launch(run_cases, world, backend, names, options, threads=threads, timeout=280)
+
+    try:
+        if not threads or world > 1:
+            return launch(cases)
         # It is the compiler that takes the time here, for kernels that all the other worlds find: two run side by side.
-        dtypes = {case.name: case.dtype for case in cases}
-        halves = ([n for n in names if (dtypes[n] == torch.bfloat16) == is_first] for is_first in (True, False))
+        halves = ([c for c in cases if (c.dtype == torch.bfloat16) == is_first] for is_first in (True, False))
         with ThreadPoolExecutor(2) as pool:
-            parts = list(pool.map(lambda half: po.launch(run_cases, 1, backend, half, options, threads=True), halves))
-        return [parts[0][0] | parts[1][0]]
-    return po.launch(run_cases, world, backend, names, options, threads=threads, timeout=280)
+            first, second = pool.map(launch, halves)
+        return [first[0] | second[0]]
+    except Exception as error:
+        return error
 
 
 def _skip_without_gpus_for(world: int) -> None:
@@ -84,7 +91,10 @@ def _skip_without_gpus_for(world: int) -> None:
 @pytest.mark.parametrize(("name", "case"), _world_params())
 def test_bits(backend: str, name: str, case: Case) -> None:
     _skip_without_gpus_for(WORLDS[name][0])
-    results = [found[case.name] for found in _results(backend, name)]
+    found = _results(backend, name)
+    if isinstance(found, Exception):
+        raise found
+    results = [of_pe[case.name] for of_pe in found]
     for rank, (problem, _) in enumerate(results):
         assert problem is None, f"PE {rank}: {problem}"
     assert len({digest for _, digest in results}) == 1, "the PEs have different bits"

@@ -52,9 +52,11 @@ def compiled() -> dict[str, tuple[Combination, KernelResources]]:
 
 def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
     assert spill_bytes == 0, f"{name} spills {spill_bytes} bytes per thread at {registers} registers"
-    # The register file is given out in units of 8 per thread and 256 per warp.
-    held = -(-registers // 8) * 8 * threads * BLOCKS_PER_SM
-    assert held <= REGISTERS_PER_SM, f"{name}: {BLOCKS_PER_SM} WGs of {threads} threads hold {held} registers of an SM"
+    # The register file is given out in units of 8 per thread and 256 per warp. A GEMV has one WG per SM; with a single
+    # vector there is room for a successor's beside it.
+    blocks = 1 if name.startswith("gemv_all_reduce") and " 1 vectors" not in name else BLOCKS_PER_SM
+    held = -(-registers // 8) * 8 * threads * blocks
+    assert held <= REGISTERS_PER_SM, f"{name}: {blocks} WGs of {threads} threads hold {held} registers of an SM"
 
 
 @pytest.mark.slow

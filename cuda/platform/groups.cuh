@@ -130,11 +130,18 @@ class Handover {
 #if PO_ON_DEVICE
     uint32_t is_over = 0;
     while (is_over == 0) {
+#if __CUDA_ARCH__ >= 900
       asm volatile(
           "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
           : "=r"(is_over)
           : "r"(address()), "r"(round & 1)
           : "memory");
+#else
+      asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(is_over)
+                   : "r"(address()), "r"(round & 1)
+                   : "memory");
+#endif
     }
 #else
     // By parity alone, as on the GPU, so that whoever falls a round behind goes wrong here too.

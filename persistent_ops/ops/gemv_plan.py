@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,18 @@ from ..runtime.contract import Contract, register
 from ..runtime.layout import MAX_PES, Team
 from ..runtime.world import World, upload
 
-__all__ = ["ALGORITHMS", "MAX_VECTORS", "SCALARS", "TUNING", "GemvPlan", "GemvState", "Tuning", "state_of"]
+__all__ = [
+    "ALGORITHMS",
+    "MAX_VECTORS",
+    "SCALARS",
+    "TUNING",
+    "GemvPlan",
+    "GemvState",
+    "Tuning",
+    "default_warps",
+    "kernel_request",
+    "state_of",
+]
 
 TUNING = "gemv_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
 ALGORITHMS = ("auto", "one_shot", "two_phase")
@@ -168,7 +180,7 @@ class GemvPlan:
         tiles_each = -(-total_tiles // launches)
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
-        warps = tuning.warps or _warps(dtype)
+        warps = tuning.warps or default_warps(dtype)
         steps = -(-columns * element // _STEP_BYTES)
         fits = _Arena(
             world.backend.arena_bytes - _STATIC_BYTES,
@@ -176,34 +188,22 @@ class GemvPlan:
             parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * (16 if kernel_vectors == 1 else 4),
             vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
         )
-        threads = (warps + _SERVING_WARPS) * 32
-        defines = {
-            "PO_SCALAR": SCALARS[dtype],
-            "PO_SUM_SCALAR": SCALARS[comm_dtype],
-            "PO_VECTORS": str(kernel_vectors),
-            "PO_DEPTH": str(tuning.depth),
-            "PO_ALIGNED": str(is_aligned).lower(),
-            "PO_RESIDENT": str(fits.is_resident).lower(),
-            "PO_TWO_PHASE": str(two_phase).lower(),
-            "PO_OVERLAPS": str(prefetch_weight).lower(),
-            "PO_WARPS": str(warps),
-        }
-        if world.backend.name == "host":  # none of these is about the host
-            defines |= {
-                "PO_DEPTH": "1",
-                "PO_ALIGNED": "true",
-                "PO_RESIDENT": "true",
-                "PO_WARPS": "8",
-                "PO_OVERLAPS": "false",
-            }
-        request = KernelRequest(
-            _NAME,
-            tuple(defines.items()),
-            ctypes.sizeof(_Plan),
-            threads,
+        request = kernel_request(
+            dtype,
+            comm_dtype,
+            kernel_vectors,
+            warps=warps,
+            depth=tuning.depth,
             arena_bytes=fits.arena_bytes,
-            overlaps_predecessor=prefetch_weight,
+            is_aligned=is_aligned,
+            is_resident=fits.is_resident,
+            two_phase=two_phase,
+            overlaps=prefetch_weight,
         )
+        if world.backend.name == "host":  # most choices are not about the host: one library for all of them
+            defines = dict(request.defines) | {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true"}
+            defines |= {"PO_WARPS": "8", "PO_OVERLAPS": "false"}
+            request = dataclasses.replace(request, defines=tuple(defines.items()))
         self._kernel: Kernel = world.backend.load(request)
         if self._kernel.max_blocks_per_sm() < 1:
             raise ValueError(f"warps, depth: a WG with {fits.arena_bytes} bytes of shared memory does not fit an SM")
@@ -267,6 +267,41 @@ class _Arena:
             raise ValueError(f"depth: {self.arena_bytes} bytes of shared memory per WG, an SM has room for {room}")
 
 
-def _warps(dtype: torch.dtype) -> int:
+def kernel_request(
+    dtype: torch.dtype,
+    comm_dtype: torch.dtype,
+    kernel_vectors: int,
+    *,
+    warps: int,
+    depth: int,
+    arena_bytes: int,
+    is_aligned: bool,
+    is_resident: bool,
+    two_phase: bool,
+    overlaps: bool,
+) -> KernelRequest:
+    """Return what is compiled for one combination of choices; `kernel_vectors` is 1, 8 or 16."""
+    defines = {
+        "PO_SCALAR": SCALARS[dtype],
+        "PO_SUM_SCALAR": SCALARS[comm_dtype],
+        "PO_VECTORS": str(kernel_vectors),
+        "PO_DEPTH": str(depth),
+        "PO_ALIGNED": str(is_aligned).lower(),
+        "PO_RESIDENT": str(is_resident).lower(),
+        "PO_TWO_PHASE": str(two_phase).lower(),
+        "PO_OVERLAPS": str(overlaps).lower(),
+        "PO_WARPS": str(warps),
+    }
+    return KernelRequest(
+        _NAME,
+        tuple(defines.items()),
+        ctypes.sizeof(_Plan),
+        (warps + _SERVING_WARPS) * 32,
+        arena_bytes=arena_bytes,
+        overlaps_predecessor=overlaps,
+    )
+
+
+def default_warps(dtype: torch.dtype) -> int:
     """Return the warps of a WG that multiply."""
     return 8 if dtype == torch.float32 else 12
