@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
-from .gemv_plan import ALGORITHMS, MAX_VECTORS, SCALARS, TUNING, GemvPlan, state_of
+from .gemv_plan import ALGORITHMS, MAX_VECTORS, SCALARS, TUNING, GemvPlan, choose_algorithm, plans_of
 
 __all__ = ["gemv_all_reduce", "reference"]
 
@@ -132,11 +132,16 @@ def _execute(
     signature = (
         rows, columns, num_vectors, weight.dtype, comm_dtype, bias_at, algorithm, is_aligned, prefetch_weight, tuning
     )  # fmt: skip
-    plans = state_of(world).plans
+    plans = plans_of(world)
     plan = plans.get(signature)
     if plan is None:
         _check_choices(algorithm, comm_dtype, weight.dtype)
-        plan = GemvPlan(
+        if algorithm == "auto":
+            chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
+            plan = plans.get((*signature[:6], chosen, *signature[7:]))
+        else:
+            chosen = algorithm
+        plan = plan or GemvPlan(
             world,
             rows,
             columns,
@@ -144,7 +149,7 @@ def _execute(
             weight.dtype,
             comm_dtype or torch.float32,
             bias,
-            algorithm,
+            chosen,
             is_aligned,
             prefetch_weight,
         )

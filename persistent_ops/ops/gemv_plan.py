@@ -112,6 +112,28 @@ def state_of(world: World) -> GemvState:
     return state
 
 
+def plans_of(world: World) -> dict[tuple[Any, ...], GemvPlan]:
+    """Return the world's plans by signature; collective the first time."""
+    if _NAME not in world.operator_state:
+        _refuse_capture(world)
+    return state_of(world).plans
+
+
+def choose_algorithm(world: World, rows: int, num_vectors: int, comm_dtype: torch.dtype) -> str:
+    """Return what "auto" means for a shape."""
+    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
+    sent = (world.size - 1) * rows * num_vectors * 2 * comm_dtype.itemsize
+    return "two_phase" if sent > tuning.one_shot_bytes else "one_shot"
+
+
+def _refuse_capture(world: World) -> None:
+    if world.workspace.is_capturing():
+        raise RuntimeError(
+            "gemv_all_reduce: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
+            "capture cannot do: call it once before the capture, with the same shapes and bias"
+        )
+
+
 @dataclass
 class _Launch:
     """One launch: a range of rows."""
@@ -151,11 +173,7 @@ class GemvPlan:
         is_aligned: bool,
         prefetch_weight: bool,
     ) -> None:
-        if world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "gemv_all_reduce: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
-                "capture cannot do: call it once before the capture, with the same shapes and bias"
-            )
+        _refuse_capture(world)
         if columns >= 1 << 30:
             raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
         tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
@@ -163,8 +181,7 @@ class GemvPlan:
         element = dtype.itemsize
         two_phase = algorithm == "two_phase"
         if algorithm == "auto":
-            sent = (world.size - 1) * rows * num_vectors * 2 * comm_dtype.itemsize
-            two_phase = world.size > 1 and sent > tuning.one_shot_bytes
+            two_phase = choose_algorithm(world, rows, num_vectors, comm_dtype) == "two_phase"
         vectors_per_tile = num_vectors * _TILE_ROWS
         tile_bytes = vectors_per_tile // (8 // comm_dtype.itemsize) * _PACKET_BYTES
         max_tiles = min(_MAX_ROWS // _TILE_ROWS, state.partials[0].nbytes // (tile_bytes * world.size))
