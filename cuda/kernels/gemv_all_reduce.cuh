@@ -346,7 +346,8 @@ class Worker {
         const int tile = tiles_.tile_at(first_position + index / packets_per_tile() / team_.size);
         senders[i] = index / packets_per_tile() % team_.size;
         places[i] = packet_at(team_.rank, partial_offset(senders[i], tile)) + index % packets_per_tile();
-        if (!is_near(senders[i])) is_announced(senders[i], kPhasePartial, tile, tile);
+        // A staged packet is read only behind its word: the network may still be writing it.
+        if (!is_announced(senders[i], kPhasePartial, tile, tile)) flag_store_relaxed_wg(&shared_.is_missing, 1);
         packets[i] = packet_load_sys(places[i], flag());
       }
       PO_UNROLL

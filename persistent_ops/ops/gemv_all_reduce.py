@@ -75,7 +75,7 @@ def gemv_all_reduce(
     Operations" (SC24), section III-B.
     """
     if not torch.compiler.is_compiling():
-        if _is_plain(weight, x, bias, residual, out):
+        if weight is not None and x is not None and _is_plain(weight, x, bias, residual, out):
             return _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
         _check_types(weight, x, bias, residual, out)
     if out is None:
