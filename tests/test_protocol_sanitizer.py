@@ -211,8 +211,8 @@ MUTATIONS = {
         (
             Edit(
                 LAUNCH,
-                "if (epoch_of(seen) >= ",
-                "if (epoch_of(seen) == ",
+                "return epoch_of(*seen) >= ",
+                "return epoch_of(*seen) == ",
             ),
         ),
         "--tables=2,0 --batch=4,0 --heavy-pe=0 --timeout-ms=1000",
@@ -344,7 +344,7 @@ MUTATIONS = {
         PASSED_ON,
     ),
     "credit_behind_an_aborted_launch": Mutation(
-        (Edit(LAUNCH, "  if (aborted != 0 && aborted < team.epoch) return;\n", "  (void)aborted;\n"),), QUEUED
+        (Edit(LAUNCH, "  if (!takes_part(team, flag_load_relaxed_sys(&team.local->abort))) return;\n", ""),), QUEUED
     ),
 }
 
