@@ -1,0 +1,166 @@
+// Runs the host build of gemv_all_reduce with all PEs as threads of one process, launch after launch, and checks every
+// output. Built with -fsanitize=thread, as embedding_driver.cpp: what is not ordered by the protocol is a data race.
+//
+// Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort; ThreadSanitizer adds its own.
+
+#include <barrier>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/gemv_all_reduce.cuh"
+
+namespace {
+
+using Kernel = po::gemv_all_reduce::Kernel;
+using po::gemv_all_reduce::Config;
+using po::gemv_all_reduce::Plan;
+
+constexpr int kWrongOutput = 3;
+constexpr int kAbort = 4;
+constexpr uint64_t kReadyStride = 64;
+
+std::map<std::string, int64_t> options{
+    {"--pes", 2},      {"--rows", 85},      {"--columns", 40},     {"--vectors", 3}, {"--wgs", 1},
+    {"--threads", 1},  {"--epochs", 8},     {"--first-epoch", 1},  {"--staged", 0},  {"--delay-us", 0},
+    {"--slow-pe", -1}, {"--slow-us", 3000}, {"--timeout-ms", 4000}};
+
+// Small whole numbers: sums are exact in fp32.
+float weight_value(int pe, int64_t row, int64_t k) { return static_cast<float>((row * 7 + k * 3 + pe) % 9 - 4); }
+float x_value(int pe, int64_t n, int64_t k, int64_t launch) {
+  return static_cast<float>((n * 5 + k + pe * 2 + launch * 11) % 7 - 3);
+}
+
+struct Pe {
+  Pe(int rank_in, int size_in) : rank(rank_in), size(size_in) {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t k = 0; k < columns; ++k) weight.push_back(weight_value(rank, row, k));
+    }
+    const int64_t tiles = po::ceil_div<int64_t>(rows, po::kTileRows);
+    const int64_t items = vectors * Config::kItemsPerVector;
+    uint64_t bytes = 0;
+    auto take = [&](uint64_t length) {
+      const uint64_t offset = bytes;
+      bytes += (length + 127) / 128 * 128;
+      return offset;
+    };
+    po::Team& team = plan.team;
+    team.grants_offset = take(static_cast<uint64_t>(size + 2) * sizeof(po::Grant));
+    team.ready_offset = take(static_cast<uint64_t>(size) * kReadyStride * 8);
+    team.abort_offset = take(static_cast<uint64_t>(size) * 8);
+    plan.partials_bytes = static_cast<uint64_t>(size * tiles * items * Config::kPacketsPerItem) * sizeof(po::Packet);
+    plan.partials_offset = take(2 * plan.partials_bytes);
+    plan.results_bytes = static_cast<uint64_t>(tiles * items) * sizeof(po::Packet);
+    plan.results_offset = take(2 * plan.results_bytes);
+    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
+    std::memset(heap, 0, bytes);
+    team.rank = rank;
+    team.size = size;
+    team.heap = heap;
+    team.ready_stride = kReadyStride;
+    team.local = &local;
+    team.error = &error;
+    team.input_error = &input_error;
+    team.timeout_ns = static_cast<uint64_t>(options["--timeout-ms"]) * 1000000;
+    team.contract_hash = 0x5a5a;
+    plan.num_tiles = tiles;
+    plan.output_stride = rows;
+    plan.all_reachable = size == 1 || options["--staged"] == 0;
+    local.epoch = static_cast<uint64_t>(options["--first-epoch"]) - 1;
+  }
+
+  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
+    std::vector<uint64_t> heaps;
+    for (int pe = 0; pe < size; ++pe) {
+      heaps.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
+      plan.heaps[pe] = plan.all_reachable || pe == rank ? heaps.back() : 0;
+    }
+    plan.team.peer_heaps = plan.heaps;
+    network = std::make_unique<po::DelayedNetwork>(heaps.data(), size, static_cast<uint64_t>(options["--delay-us"]),
+                                                   static_cast<uint64_t>(rank + 1));
+    plan.team.network = network.get();
+  }
+
+  void run() {
+    for (int64_t launch = 0; launch < options["--epochs"]; ++launch) {
+      if (rank == options["--slow-pe"]) usleep(static_cast<useconds_t>(options["--slow-us"]));
+      std::vector<float> x;
+      for (int64_t n = 0; n < vectors; ++n) {
+        for (int64_t k = 0; k < columns; ++k) x.push_back(x_value(rank, n, k, launch));
+      }
+      std::vector<float> output(static_cast<size_t>(vectors * rows), -1e9f);
+      const auto shape = static_cast<uint64_t>(rows) | static_cast<uint64_t>(rank) << 17 |
+                         static_cast<uint64_t>(size) << 23 | static_cast<uint64_t>(vectors - 1) << 30 |
+                         static_cast<uint64_t>(columns) << 34;
+      const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(weight.data()),
+                                              reinterpret_cast<uint64_t>(x.data()),
+                                              reinterpret_cast<uint64_t>(output.data()), 0, shape};
+      po::run_on_host<Kernel>(&plan, words, static_cast<int>(options["--wgs"]), static_cast<int>(options["--threads"]));
+      if (error.state != 0) {
+        std::fprintf(stderr, "PE %d, launch %ld: aborted, phase %lu, peer %lu\n", rank, launch, error.phase,
+                     error.peer);
+        std::_Exit(kAbort);
+      }
+      check(output, launch);
+    }
+  }
+
+  void check(const std::vector<float>& output, int64_t launch) const {
+    for (int64_t n = 0; n < vectors; ++n) {
+      for (int64_t row = 0; row < rows; ++row) {
+        float expected = 0;
+        for (int pe = 0; pe < size; ++pe) {
+          for (int64_t k = 0; k < columns; ++k) expected += weight_value(pe, row, k) * x_value(pe, n, k, launch);
+        }
+        const float found = output[static_cast<size_t>(n * rows + row)];
+        if (found != expected) {
+          std::fprintf(stderr, "PE %d, launch %ld: vector %ld, row %ld is %g, not %g\n", rank, launch, n, row, found,
+                       expected);
+          std::_Exit(kWrongOutput);
+        }
+      }
+    }
+  }
+
+  const int rank;
+  const int size;
+  const int64_t rows = options["--rows"];
+  const int64_t columns = options["--columns"];
+  const int64_t vectors = options["--vectors"];
+  std::vector<float> weight;
+  Plan plan{};
+  uint8_t* heap = nullptr;
+  po::LocalState local{};
+  po::ErrorRecord error{};
+  po::InputErrorRecord input_error{};
+  std::unique_ptr<po::DelayedNetwork> network;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const size_t equals = argument.find('=');
+    if (equals == std::string::npos || options.find(argument.substr(0, equals)) == options.end()) {
+      std::fprintf(stderr, "unknown option %s\n", argument.c_str());
+      return 2;
+    }
+    options[argument.substr(0, equals)] = std::stoll(argument.substr(equals + 1));
+  }
+  const auto size = static_cast<int>(options["--pes"]);
+  std::vector<std::unique_ptr<Pe>> pes;
+  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(rank, size));
+  for (auto& pe : pes) pe->connect(pes);
+  std::vector<std::thread> threads;
+  for (auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
+  for (std::thread& thread : threads) thread.join();
+  for (auto& pe : pes) pe->network.reset();
+  for (auto& pe : pes) std::free(pe->heap);
+  return 0;
+}

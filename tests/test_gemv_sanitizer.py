@@ -1,0 +1,116 @@
+"""gemv_all_reduce under ThreadSanitizer: silent as it is, and loud with a part of its protocol taken out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from host_driver.build import CUDA, compile_source
+from test_protocol_sanitizer import Edit, Mutation, Run, check_silent
+from test_protocol_sanitizer import run as run  # the fixture
+
+KERNEL = "kernels/gemv_all_reduce.cuh"
+GROUPS = "platform/groups.cuh"
+MEMORY = "platform/memory.cuh"
+ALGORITHMS = ("one_shot", "two_phase")
+
+
+def _compile(cuda: Path, program: Path, algorithm: str) -> None:
+    choices = {"SUM_SCALAR": "Float32", "VECTORS": "8", "DEPTH": "1", "ALIGNED": "true", "RESIDENT": "true"}
+    choices |= {"TWO_PHASE": str(algorithm == "two_phase").lower(), "OVERLAPS": "false", "WARPS": "8"}
+    flags = [f"-DPO_{name}={value}" for name, value in choices.items()]
+    compile_source("gemv_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("gemv_driver")
+    for algorithm in ALGORITHMS:
+        _compile(CUDA, folder / algorithm, algorithm)
+    return {algorithm: folder / algorithm for algorithm in ALGORITHMS}
+
+
+CASES = {
+    "alone": "--pes=1 --threads=3",
+    "lone_warp": "--pes=3",
+    "served": "--pes=2 --threads=2 --wgs=2",
+    "two_serve": "--pes=2 --threads=4",
+    "teams": "--pes=2 --threads=6 --columns=5",
+    "epoch_passes_2^32": "--pes=2 --threads=3 --first-epoch=4294967293",
+    "late_pe": "--pes=3 --threads=2 --slow-pe=1",
+    "no_columns": "--pes=2 --threads=3 --columns=0",
+    "staged": "--pes=2 --threads=2 --rows=30 --staged=1 --delay-us=100",
+    "staged_late": "--pes=2 --rows=30 --staged=1 --delay-us=100 --slow-pe=0",
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("case", CASES)
+def test_no_race(drivers: dict[str, Path], run: Run, case: str, algorithm: str) -> None:
+    check_silent(run(drivers[algorithm], CASES[case]))
+
+
+SERVED = "--pes=2 --threads=4 --wgs=1"
+FEW_TILES = "--pes=2 --threads=4 --rows=16"  # so few that no warp has met the serving ones over a slot
+STAGED = "--pes=2 --threads=2 --rows=30 --staged=1 --delay-us=300 --slow-pe=0"
+MUTATIONS = {
+    "parts_are_not_awaited": Mutation((Edit(KERNEL, "shared_.stored[slot].await(round);", ""),), SERVED),
+    "slot_is_free_before_it_is_read": Mutation(
+        (
+            Edit(KERNEL, "        warp.sync();\n        if (warp.rank() == 0) shared_.sent[slot].arrive();\n", ""),
+            Edit(
+                KERNEL,
+                "shared_.stored[slot].await(round);\n",
+                "shared_.stored[slot].await(round);\n        if (warp.rank() == 0) shared_.sent[slot].arrive();\n",
+            ),
+        ),
+        SERVED,
+    ),
+    "handover_does_not_release": Mutation(
+        (Edit(GROUPS, "__atomic_add_fetch(&word_, 1, __ATOMIC_ACQ_REL)", "__atomic_add_fetch(&word_, 1, 0)"),), SERVED
+    ),
+    "handover_does_not_acquire": Mutation(
+        (Edit(GROUPS, "__atomic_load_n(&word_, __ATOMIC_ACQUIRE)", "__atomic_load_n(&word_, __ATOMIC_RELAXED)"),),
+        SERVED,
+    ),
+    "packet_does_not_release": Mutation(
+        (Edit(MEMORY, "packet.flag, __ATOMIC_RELEASE", "packet.flag, __ATOMIC_RELAXED"),), SERVED
+    ),
+    "packet_does_not_acquire": Mutation(
+        (
+            Edit(
+                MEMORY,
+                "packet.flag = __atomic_load_n(&place->flag, __ATOMIC_ACQUIRE)",
+                "packet.flag = __atomic_load_n(&place->flag, __ATOMIC_RELAXED)",
+            ),
+        ),
+        SERVED,
+    ),
+    "one_area_for_all_epochs": Mutation((Edit(KERNEL, "return team_.epoch % 2;", "return 0;"),), SERVED),
+    "any_packet_will_do": Mutation(
+        (Edit(KERNEL, "if (packet.flag == flag()) return true;", "if (packet.flag != 1) return true;"),), SERVED
+    ),
+    "no_sync_before_receive": Mutation(
+        (Edit(KERNEL, "worker.run_tiles(begun.stream);\n    wg.sync();", "worker.run_tiles(begun.stream);"),), FEW_TILES
+    ),
+    "staged_packets_before_their_word": Mutation(
+        (Edit(KERNEL, "    if (is_near(sender)) return true;\n", "    if (sender >= 0) return true;\n"),), STAGED
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
+    mutation = MUTATIONS[name]
+    mutated = tmp_path / "cuda"
+    shutil.copytree(CUDA, mutated)
+    for edit in mutation.edits:
+        text = (mutated / edit.file).read_text()
+        found = text.count(edit.old)
+        assert found == edit.count, f"{edit.file} has {edit.old!r} {found} times, not {edit.count}: update the mutation"
+        (mutated / edit.file).write_text(text.replace(edit.old, edit.new))
+    _compile(mutated, tmp_path / "driver", "one_shot")
+    # A race is reported only where the threads meet; where nothing is reported, they get another chance.
+    if all(run(tmp_path / "driver", mutation.arguments).returncode == 0 for _ in range(6)):
+        pytest.fail(f"{name} went unnoticed")
