@@ -127,11 +127,11 @@ class Worker {
   }
 
   // The arena: the ring of the weights, which is the room for incoming packets later; the vectors; the warps' parts.
-  static PO_FN int ring_bytes(const WorkGroup& wg) {
+  static PO_FN int ring_bytes([[maybe_unused]] const WorkGroup& wg) {
 #if PO_ON_DEVICE
     return num_computing(wg) * Config::Stream::kBytesPerWarp;
 #else
-    return Config::kHostRoom + 0 * wg.size();
+    return Config::kHostRoom;
 #endif
   }
   static PO_FN Config::Stream::VectorsOf vectors(const WorkGroup& wg, const Call& call) {

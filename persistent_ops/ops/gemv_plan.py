@@ -22,8 +22,10 @@ __all__ = [
     "GemvPlan",
     "GemvState",
     "Tuning",
+    "choose_algorithm",
     "default_warps",
     "kernel_request",
+    "plans_of",
     "state_of",
 ]
 
@@ -34,8 +36,8 @@ SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "
 _NAME = "gemv_all_reduce"
 _TILE_ROWS = 8
 _SERVING_WARPS = 2
-_PACKET_BYTES = 16
-_PIECE_BYTES = 16  # of a row, in one lane's copy
+_PACKET_BYTES = 16  # half of it data
+_SLOTS = 4  # tiles of a WG under way in its own memory
 _STEP_BYTES = 64  # of a row, in one step of a warp
 _BATCH_BYTES = 1024  # of the ring, per warp: two steps
 _MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
@@ -198,11 +200,17 @@ class GemvPlan:
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
         warps = tuning.warps or default_warps(dtype)
+        ring_bytes = warps * tuning.depth * _BATCH_BYTES
+        if ring_bytes < world.size * tile_bytes // 2:  # the ring is also the room for a tile's packets from all PEs
+            raise ValueError(
+                f"warps, depth: a ring of {ring_bytes} bytes has no room for the sums of {world.size} PEs and "
+                f"{num_vectors} vectors, {world.size * tile_bytes // 2} bytes"
+            )
         steps = -(-columns * element // _STEP_BYTES)
         fits = _Arena(
             world.backend.arena_bytes - _STATIC_BYTES,
-            ring_bytes=warps * tuning.depth * _BATCH_BYTES,
-            parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * (16 if kernel_vectors == 1 else 4),
+            ring_bytes=ring_bytes,
+            parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * _SLOTS,
             vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
         )
         request = kernel_request(
