@@ -176,11 +176,15 @@ def test_shapes_algorithms_and_operators_take_turns(backend: str, options: dict[
 # ---- time-outs and recovery ------------------------------------------------------------------------------------------
 
 
-def _absent_then_recovered(backend: str, timeout: float, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+def _absent_then_recovered(
+    backend: str, timeout: float, algorithm: str, options: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     po.init(backend, timeout=timeout, heap_size=32 * MB, **options)
     seen: dict[str, Any] = {"first": [_checked(0, algorithm=each) for each in ALGORITHMS]}
-    if po.rank() == 0:
-        time.sleep(timeout + 1.0)
+    if po.rank() == 0:  # comes when the others have given up, however busy the machine is
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("gave_up_*"))) < po.world_size() - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
     out = torch.ones(_CASE.shape, dtype=_CASE.dtype, device=po.device())
 
     def call() -> None:
@@ -188,6 +192,7 @@ def _absent_then_recovered(backend: str, timeout: float, algorithm: str, options
         po.check()
 
     seen["error"] = _error_of(call)
+    (folder / f"gave_up_{po.rank()}").touch()
     want = expected_bits(make_inputs(_CASE, po.world_size(), 1))
     seen["poisoned"] = bool(out.isnan().all())
     seen["right or poisoned"] = bool((out.isnan().cpu() | (out.cpu() == want)).all())
@@ -208,9 +213,11 @@ def _absent_then_recovered(backend: str, timeout: float, algorithm: str, options
         pytest.param("two_phase", {"transport": "staged"}, id="two_phase-staged", marks=pytest.mark.host),
     ],
 )
-def test_timeout_names_the_peer_and_recovery_works(backend: str, algorithm: str, options: dict[str, Any]) -> None:
+def test_timeout_names_the_peer_and_recovery_works(
+    backend: str, tmp_path: Path, algorithm: str, options: dict[str, Any]
+) -> None:
     timeout = 2.0 if backend == "host" else 4.0
-    arguments = (backend, timeout, algorithm, options)
+    arguments = (backend, timeout, algorithm, options, tmp_path)
     results = po.launch(_absent_then_recovered, 3, *arguments, threads=_threads(backend), timeout=120)
     for rank, seen in enumerate(results):
         assert seen["first"] == [True] * 2 and seen["after"] == [True] * 6, (rank, seen)
@@ -219,10 +226,10 @@ def test_timeout_names_the_peer_and_recovery_works(backend: str, algorithm: str,
     for rank in (1, 2):
         name, text, seconds = results[rank]["error"]
         assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text, text
-        assert seconds < timeout + 2.0
+        assert seconds < timeout + 8.0  # far more PEs than cores may be spinning
         assert results[rank]["poisoned"], "rows that never came are no NaN"
-    name, _, seconds = results[0]["error"]
-    assert name in ("", "PeerTimeoutError") and seconds < timeout, "the late PE learns of it by its next launch"
+    name, text, _ = results[0]["error"]
+    assert name == "" or (name == "PeerTimeoutError" and "gave up" in text), "the late PE waits for nobody itself"
     assert results[0]["right or poisoned"]
 
 
