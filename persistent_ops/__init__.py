@@ -55,11 +55,18 @@ from .api import (
 )
 from .ops import embedding_all_to_all as embedding_all_to_all
 from .ops import gemv_all_reduce as gemv_all_reduce
+from .ops import sparse_all_reduce as sparse_all_reduce
+from .ops.sparse_all_reduce import SparseWork as SparseWork
+from .ops.sparse_all_reduce import sparse_all_reduce_into as sparse_all_reduce_into
+from .ops.sparse_buffers import sparse_all_reduce_buffers as sparse_all_reduce_buffers
 from .runtime.errors import (
     BackendUnavailableError as BackendUnavailableError,
 )
 from .runtime.errors import (
     BootstrapError as BootstrapError,
+)
+from .runtime.errors import (
+    CapacityError as CapacityError,
 )
 from .runtime.errors import (
     CompileError as CompileError,

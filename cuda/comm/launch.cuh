@@ -96,6 +96,18 @@ PO_FN bool await(const Team& team, Phase phase, int peer, uint64_t index, const 
   }
 }
 
+// The same for what another WG of this PE writes. It has no bound of its own: that WG waits for nobody but peers, boundedly,
+// and what a peer is late with is not to be blamed on this PE.
+template <class Look>
+PO_FN bool await_own(const Team& team, const Look& look) {
+  constexpr uint32_t kSpinsPerLook = 64;
+  for (uint32_t spins = 1; !look(); ++spins) {
+    if (spins % kSpinsPerLook == 0 && is_aborted(team)) return false;
+    spin_pause(spins);
+  }
+  return true;
+}
+
 // Returns true when `flag`, which `peer` writes, has reached this epoch; what `peer` released before is then visible to
 // this thread.
 PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index) {

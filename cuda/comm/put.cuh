@@ -31,6 +31,16 @@ PO_FN void put_nbi([[maybe_unused]] const Team& team, [[maybe_unused]] int peer,
 #endif
 }
 
+// Copies `bytes` at `offset` in the heap of a peer that is not reachable; returns when they are here. One thread.
+PO_FN void get([[maybe_unused]] const Team& team, [[maybe_unused]] int peer, [[maybe_unused]] uint64_t offset,
+               [[maybe_unused]] void* target, [[maybe_unused]] uint64_t bytes) {
+#if !PO_ON_DEVICE
+  team.network->get(peer, offset, target, bytes);
+#elif PO_WITH_NVSHMEM
+  nvshmem_getmem(target, team.heap + offset, bytes, peer);
+#endif
+}
+
 // This thread's puts so far, to any peer, arrive before its signals after this.
 PO_FN void put_fence([[maybe_unused]] const Team& team) {
 #if !PO_ON_DEVICE

@@ -36,8 +36,17 @@ enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, k
 inline constexpr int kBlameKindShift = 14;
 inline constexpr int kAccuserShift = 7;
 static_assert(kMaxPes < 1 << kAccuserShift, "two PE numbers and a kind share the bits below the epoch");
-enum Phase : uint64_t { kPhaseCredit = 1, kPhaseReady = 2, kPhaseSlice = 3, kPhasePartial = 4, kPhaseResult = 5 };
-enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2 };
+enum Phase : uint64_t {
+  kPhaseCredit = 1,
+  kPhaseReady = 2,
+  kPhaseSlice = 3,
+  kPhasePartial = 4,
+  kPhaseResult = 5,
+  kPhaseRowSet = 6,
+  kPhaseShare = 7,
+  kPhaseRows = 8
+};
+enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2, kBadRow = 3, kBadCount = 4, kTooManyRows = 5 };
 
 // Host-visible memory. `state` is released last and makes the other fields valid.
 struct ErrorRecord {

@@ -53,6 +53,19 @@ struct Lanes {
     return value + __shfl_xor_sync(mask(), value, distance, kWidth);
   }
 
+  // Of how many lanes `condition` is true.
+  PO_FN int count(bool condition) const { return __popc(__ballot_sync(mask(), condition)); }
+
+  // The sum of `value` over the lanes up to this one.
+  PO_FN uint64_t sum_through(uint64_t value) const {
+    PO_UNROLL
+    for (int distance = 1; distance < kWidth; distance *= 2) {
+      const uint64_t before = __shfl_up_sync(mask(), value, distance, kWidth);
+      if (rank() >= distance) value += before;
+    }
+    return value;
+  }
+
   PO_FN unsigned mask() const {
     return kWidth == kWarpSize ? 0xffffffffu : ((1u << (kWidth % kWarpSize)) - 1u) << (index() * kWidth);
   }
@@ -96,6 +109,8 @@ struct Lanes {
   T shuffle(T value, int) const {
     return value;
   }
+  int count(bool condition) const { return condition ? 1 : 0; }
+  uint64_t sum_through(uint64_t value) const { return value; }
 };
 
 #endif

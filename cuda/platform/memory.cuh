@@ -42,6 +42,18 @@ PO_FN Vector<kBytes> load_vector(const void* source) {
   return value;
 }
 
+// Reads data that others write during the launch, behind the acquire that makes it visible.
+template <int kBytes>
+PO_FN Vector<kBytes> load_shared_vector(const void* source) {
+#if PO_ON_DEVICE
+  return *static_cast<const Vector<kBytes>*>(source);
+#else
+  Vector<kBytes> value;
+  memcpy(&value, source, kBytes);
+  return value;
+#endif
+}
+
 template <int kBytes>
 PO_FN void store_vector(void* target, const Vector<kBytes>& value) {
 #if PO_ON_DEVICE
@@ -223,6 +235,14 @@ PO_FN uint64_t flag_load_relaxed_wg(const uint64_t* flag) {
   return *static_cast<const volatile uint64_t*>(flag);
 #else
   return __atomic_load_n(flag, __ATOMIC_RELAXED);
+#endif
+}
+
+PO_FN void atomic_or_relaxed_wg(uint64_t* word, uint64_t bits) {
+#if PO_ON_DEVICE
+  atomicOr(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(bits));
+#else
+  __atomic_fetch_or(word, bits, __ATOMIC_RELAXED);
 #endif
 }
 

@@ -2,3 +2,4 @@
 
 from .embedding_all_to_all import embedding_all_to_all as embedding_all_to_all
 from .gemv_all_reduce import gemv_all_reduce as gemv_all_reduce
+from .sparse_all_reduce import sparse_all_reduce as sparse_all_reduce

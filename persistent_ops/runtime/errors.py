@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BackendUnavailableError",
     "BootstrapError",
+    "CapacityError",
     "CompileError",
     "ContractMismatchError",
     "NotSymmetricError",
@@ -32,6 +33,10 @@ class CompileError(PersistentOpsError):
 
 class SymmetricHeapError(PersistentOpsError):
     """The symmetric heap is exhausted, or its PEs disagree about an allocation."""
+
+
+class CapacityError(PersistentOpsError):
+    """A result has more rows than the room that the caller gave it; nothing was written."""
 
 
 class NotSymmetricError(ValueError):

@@ -14,7 +14,7 @@ import torch
 from .backend import Backend, Kernel
 from .bootstrap import Bootstrap
 from .contract import Contract, describe
-from .errors import ContractMismatchError, PeerTimeoutError, PersistentOpsError
+from .errors import CapacityError, ContractMismatchError, PeerTimeoutError, PersistentOpsError
 from .heap import SymmetricHeap
 from .layout import (
     BLAME_KIND_SHIFT,
@@ -39,6 +39,9 @@ _PHASES = {
     3: "its rows (sliceRdy word of its slice {index})",
     4: "its partial sums of the rows in tile {index}",
     5: "the result of the rows in tile {index}, which it owns",
+    6: "the set of its rows (part of its work-group {index})",
+    7: "its sums of rows that several PEs have (its warp {index})",
+    8: "its rows (its warp {index})",
 }
 
 
@@ -106,15 +109,20 @@ class Workspace:
 
     # ---- launching -------------------------------------------------------------------------------------------------
 
-    def launch(self, kernel: Kernel, grid: int, plan: int, words: Sequence[int]) -> None:
-        """Launch on the current stream, after earlier launches on this workspace; raise what they left behind."""
+    def launch(
+        self, kernel: Kernel, grid: int, plan: int, words: Sequence[int], *, raises_input_errors: bool = True
+    ) -> None:
+        """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
+
+        Without `raises_input_errors` those wait for the next `raise_pending`: a launch that peers count on must be made.
+        """
         with self.lock:
-            if self._failure is not None or self._error.state or self._input_error.state:
+            if self._failure is not None or self._error.state or (raises_input_errors and self._input_error.state):
                 self.raise_pending()
             if self._backend.name == "cuda":
                 self._order_after_last_stream()
             kernel.launch(grid, plan, words)
-        if self._backend.name == "host":
+        if self._backend.name == "host" and (raises_input_errors or self._error.state):
             self.raise_pending()
 
     def is_capturing(self) -> bool:
@@ -139,15 +147,19 @@ class Workspace:
 
     def raise_pending(self) -> None:
         """Raise what launches so far have reported; cheap, and without waiting for launches in flight."""
+        self.raise_failure()
+        if self._input_error.state:
+            error = self._describe_input_error()
+            self._input_error.state = 0
+            self._local[LocalState.input_error_claimed.offset // 8] = 0
+            raise error
+
+    def raise_failure(self) -> None:
+        """Raise what made a launch give up; the world needs `recover`."""
         if self._failure is None and self._error.state:
             self._failure = self._describe_failure()
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
-        if self._input_error.state:
-            message = self._describe_input_error()
-            self._input_error.state = 0
-            self._local[LocalState.input_error_claimed.offset // 8] = 0
-            raise IndexError(message)
 
     def _describe_failure(self) -> PersistentOpsError:
         error = self._error
@@ -181,15 +193,28 @@ class Workspace:
             f"PE {error.index} gave up on epoch {error.seen >> EPOCH_SHIFT} because of {blamed}, {left}. {remedy}"
         )
 
-    def _describe_input_error(self) -> str:
+    def _describe_input_error(self) -> Exception:
         record = self._input_error
         where = f"table {record.table}, bag {record.bag}"
+        valid = f"valid: 0 to {record.limit - 1}"
         if record.kind == 1:
-            valid = f"valid: 0 to {record.limit - 1}"
-            return f"indices: {where} has index {record.value}, but the table has {record.limit} rows ({valid})"
-        return (
-            f"offsets: {where} has offset {record.value}, but offsets must start at 0, not fall, and end at the "
-            f"number of indices, {record.limit}"
+            return IndexError(
+                f"indices: {where} has index {record.value}, but the table has {record.limit} rows ({valid})"
+            )
+        if record.kind == 2:
+            return IndexError(
+                f"offsets: {where} has offset {record.value}, but offsets must start at 0, not fall, and end at the "
+                f"number of indices, {record.limit}"
+            )
+        if record.kind == 3:
+            return IndexError(
+                f"indices: entry {record.bag} is row {record.value}, but the tensor has {record.limit} rows ({valid})"
+            )
+        if record.kind == 4:
+            return IndexError(f"count: {record.value} entries are not within 0 to {record.limit}, those there are")
+        return CapacityError(
+            f"out_values: the PEs have {record.value} rows together, capacity {record.limit}: "
+            f"{record.value - record.limit} too many; nothing was written"
         )
 
     # ---- recovery --------------------------------------------------------------------------------------------------

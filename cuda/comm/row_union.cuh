@@ -1,0 +1,268 @@
+// Which PE has which rows of a sparse tensor, and the place of every row in the sorted union of all: with no sort, no hash
+// and no search.
+//
+// Each PE keeps a plane per PE in its heap: a bit per row of the tensor. A WG has the same range of words on every PE. It
+// finds its entries among the sorted ones of this PE, sets their bits and stores the words into all PEs' planes; once
+// the same range has come from every PE, it counts the bits of the union. Counts of all WGs give each the place of its
+// first row, and it lists its rows' numbers. What the planes say is then final for the launch.
+#pragma once
+
+#include "comm/launch.cuh"
+#include "platform/bits.cuh"
+#include "tile/scan.cuh"
+
+namespace po {
+
+inline constexpr int kRowsPerWord = 64;
+inline constexpr int kChunkWords = 1024;  // of a plane, that a WG assembles at a time
+
+struct RowSets {
+  int64_t num_rows;
+  int64_t num_words;        // of a plane
+  uint64_t planes_offset;   // in every heap: uint64_t[size][num_words]
+  uint64_t headers_offset;  // in every heap: uint64_t[size], a word that each PE tells all others
+  uint32_t* first_entry;    // private, [num_words]: the first entry of this PE in a word, where it has any
+  Packet* totals;           // private, [WGs]
+  uint64_t* listed;         // private, [WGs]: flags
+};
+
+enum Check { kCheckAborted, kCheckCredits, kCheckSets, kCheckTotals, kCheckListed, kNumChecks };
+
+struct UnionShared {
+  uint64_t words[kChunkWords];
+  uint64_t failed[kNumChecks];  // a word per place that asks: nobody may write one that another thread still reads
+  int64_t first_entry;
+  int64_t last_entry;
+  SumScratch scratch;
+};
+
+template <class Index>
+class RowUnion {
+ public:
+  // `rows`: of this PE's entries, ascending; those out of range have no bit.
+  PO_FN RowUnion(const WorkGroup& wg, UnionShared& shared, const Team& team, const RowSets& sets, const Index* rows,
+                 int64_t num_entries)
+      : wg_(wg), shared_(shared), team_(team), sets_(sets), rows_(rows), num_entries_(num_entries) {
+    first_word_ = sets.num_words * wg.index() / wg.count();
+    last_word_ = sets.num_words * (wg.index() + 1) / wg.count();
+  }
+
+  // Sets this PE's bits in all PEs' planes. Every receiver has granted credit. `header`: what WG 0 tells all.
+  PO_FN void tell(uint64_t header) {
+    for (int64_t first = first_word_; first < last_word_; first += kChunkWords) {
+      const auto count = static_cast<int>(min_of<int64_t>(kChunkWords, last_word_ - first));
+      assemble(first, count);
+      send(first, count);
+    }
+    if (wg_.index() == 0) send_header(header);
+    wg_.sync();  // the words of all threads are before the flags that announce them
+    for (int peer = wg_.rank(); peer < team_.size; peer += wg_.size()) {
+      if (peer == team_.rank) continue;
+      if (!is_reachable(team_, peer)) put_range(peer);
+      signal(team_, peer, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(wg_.index())), launch_flag(team_));
+    }
+  }
+
+  // Waits for all PEs' bits in this WG's range and tells the other WGs how many rows are there. False: gave up.
+  PO_FN bool count() {
+    bool is_there = true;
+    for (int sender = wg_.rank(); sender < team_.size; sender += wg_.size()) {
+      if (sender == team_.rank) continue;
+      const auto index = static_cast<uint64_t>(wg_.index());
+      const uint64_t* flag = local_word(team_, ready_word_offset(team_, sender, index));
+      is_there = await_epoch(team_, flag, kPhaseRowSet, sender, index) && is_there;
+    }
+    if (!all_threads(kCheckSets, is_there)) return false;
+    uint64_t rows = 0;
+    uint64_t shares = 0;
+    for (int64_t word = first_word_ + wg_.rank(); word < last_word_; word += wg_.size()) {
+      rows += static_cast<uint64_t>(count_bits(union_word(word)));
+      for (int pe = 0; pe < team_.size; ++pe) shares += static_cast<uint64_t>(count_bits(plane_word(pe, word)));
+    }
+    uint64_t total_rows;
+    uint64_t total_shares;
+    sum_before(wg_, shared_.scratch, rows, &total_rows);
+    sum_before(wg_, shared_.scratch, shares, &total_shares);
+    if (wg_.rank() == 0) {
+      Packet packet{};
+      packet.data[0] = static_cast<uint32_t>(total_rows);
+      packet.data[1] = static_cast<uint32_t>(min_of<uint64_t>(total_shares, 0xffffffff));
+      packet.flag = launch_flag(team_);
+      packet_store_sys(sets_.totals + wg_.index(), packet);
+    }
+    return true;
+  }
+
+  // Waits for all WGs' counts. False: gave up.
+  PO_FN bool place() {
+    const uint64_t flag = launch_flag(team_);
+    bool is_there = true;
+    uint64_t sums = 0;  // rows before this WG's, and above them those of all: both stay below 2^32
+    uint64_t shares = 0;
+    for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
+      Packet packet{};
+      is_there = await_own(team_,
+                           [&] {
+                             packet = packet_load_sys(sets_.totals + other, flag);
+                             return packet.flag == flag;
+                           }) &&
+                 is_there;
+      const uint64_t count = packet.data[0];
+      sums += count << 32 | (other < wg_.index() ? count : 0);
+      shares += packet.data[1];
+    }
+    if (!all_threads(kCheckTotals, is_there)) return false;
+    uint64_t total;
+    sum_before(wg_, shared_.scratch, sums, &total);
+    num_union_ = static_cast<int64_t>(total >> 32);
+    first_slot_ = static_cast<int64_t>(total & 0xffffffff);
+    sum_before(wg_, shared_.scratch, shares, &total);
+    num_shares_ = static_cast<int64_t>(total);
+    return true;
+  }
+
+  PO_FN int64_t num_union() const { return num_union_; }
+  PO_FN int64_t num_shares() const { return num_shares_; }  // rows of all PEs together
+
+  // Lists the rows of this WG's range and waits until all are listed. False: gave up.
+  PO_FN bool list(int64_t* listed_rows) {
+    int64_t slot = first_slot_;
+    for (int64_t first = first_word_; first < last_word_; first += wg_.size()) {
+      const int64_t word = first + wg_.rank();
+      uint64_t bits = word < last_word_ ? union_word(word) : 0;
+      uint64_t count;
+      int64_t* place =
+          listed_rows + slot +
+          static_cast<int64_t>(sum_before(wg_, shared_.scratch, static_cast<uint64_t>(count_bits(bits)), &count));
+      for (; bits != 0; bits &= bits - 1) *place++ = word * kRowsPerWord + lowest_bit(bits);
+      slot += static_cast<int64_t>(count);
+    }
+    wg_.sync();  // the rows of all threads, and the planes as this WG has seen them, are before the flag
+    if (wg_.rank() == 0) flag_store_release_sys(sets_.listed + wg_.index(), launch_flag(team_));
+    bool is_there = true;
+    for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
+      is_there =
+          await_own(team_, [&] { return epoch_of(flag_load_acquire_sys(sets_.listed + other)) >= team_.epoch; }) &&
+          is_there;
+    }
+    return all_threads(kCheckListed, is_there);
+  }
+
+  // Whether all threads of the WG pass `is_good`.
+  PO_FN bool all_threads(Check check, bool is_good) const {
+    if (!is_good) flag_store_relaxed_wg(&shared_.failed[check], 1);
+    wg_.sync();
+    return flag_load_relaxed_wg(&shared_.failed[check]) == 0;
+  }
+
+ private:
+  PO_FN uint64_t word_offset(int pe, int64_t word) const {
+    return sets_.planes_offset + static_cast<uint64_t>(pe * sets_.num_words + word) * sizeof(uint64_t);
+  }
+
+  PO_FN uint64_t union_word(int64_t word) const {
+    uint64_t bits = 0;
+    for (int pe = 0; pe < team_.size; ++pe) bits |= plane_word(pe, word);
+    return bits;
+  }
+
+  PO_FN uint64_t plane_word(int pe, int64_t word) const { return *local_word(team_, word_offset(pe, word)); }
+
+  PO_FN void assemble(int64_t first, int count) {
+    const Warp warp;
+    for (int i = wg_.rank(); i < count; i += wg_.size()) shared_.words[i] = 0;
+    const int64_t first_row = first * kRowsPerWord;
+    const int64_t end_row = min_of(first_row + count * kRowsPerWord, sets_.num_rows);
+    if (wg_.warp_index() == 0) {
+      const int64_t entry = lower_bound(rows_, 0, num_entries_, first_row, warp);
+      if (warp.rank() == 0) shared_.first_entry = entry;
+    }
+    if (wg_.warp_index() == wg_.num_warps() - 1) {
+      const int64_t entry = lower_bound(rows_, 0, num_entries_, end_row, warp);
+      if (warp.rank() == 0) shared_.last_entry = entry;
+    }
+    wg_.sync();
+    const int64_t last = shared_.last_entry;
+    for (int64_t entry = shared_.first_entry + wg_.rank(); entry < last; entry += wg_.size()) {
+      const auto row = static_cast<int64_t>(rows_[entry]);
+      const int64_t before = entry > shared_.first_entry ? static_cast<int64_t>(rows_[entry - 1]) : -1;
+      if (row == before) continue;
+      const int64_t word = row / kRowsPerWord;
+      atomic_or_relaxed_wg(&shared_.words[word - first], 1ull << row % kRowsPerWord);
+      if (before < 0 || before / kRowsPerWord != word) sets_.first_entry[word] = static_cast<uint32_t>(entry);
+    }
+    wg_.sync();
+  }
+
+  // To this PE's own plane and those of the PEs within reach; the others' is put from the own one.
+  PO_FN void send(int64_t first, int count) {
+    for (int hop = 0; hop < team_.size; ++hop) {
+      const int pe = (team_.rank + 1 + hop) % team_.size;
+      if (!is_reachable(team_, pe)) continue;
+      auto* words = reinterpret_cast<uint64_t*>(peer_address(team_, pe, word_offset(team_.rank, first)));
+      for (int i = wg_.rank(); i < count; i += wg_.size()) words[i] = shared_.words[i];
+    }
+    wg_.sync();  // before the words are used again
+  }
+
+  PO_FN void send_header(uint64_t header) {
+    const uint64_t offset = header_offset();
+    for (int pe = wg_.rank(); pe < team_.size; pe += wg_.size()) {
+      if (is_reachable(team_, pe)) *reinterpret_cast<uint64_t*>(peer_address(team_, pe, offset)) = header;
+    }
+  }
+
+  PO_FN uint64_t header_offset() const {
+    return sets_.headers_offset + static_cast<uint64_t>(team_.rank) * sizeof(uint64_t);
+  }
+
+  // One thread, behind the sync that follows `send`.
+  PO_FN void put_range(int peer) {
+    const uint64_t offset = word_offset(team_.rank, first_word_);
+    const auto bytes = static_cast<uint64_t>(last_word_ - first_word_) * sizeof(uint64_t);
+    fence_acq_rel_sys();  // the words of all threads are out for the network
+    if (bytes != 0) put_nbi(team_, peer, offset, team_.heap + offset, bytes);
+    if (wg_.index() == 0) put_nbi(team_, peer, header_offset(), team_.heap + header_offset(), sizeof(uint64_t));
+    put_fence(team_);
+  }
+
+  const WorkGroup& wg_;
+  UnionShared& shared_;
+  const Team& team_;
+  const RowSets& sets_;
+  const Index* rows_;
+  const int64_t num_entries_;
+  int64_t first_word_;
+  int64_t last_word_;
+  int64_t num_union_ = 0;
+  int64_t num_shares_ = 0;
+  int64_t first_slot_ = 0;
+};
+
+// What the planes say about one row.
+struct RowPlace {
+  uint64_t contributors;  // a bit per PE
+  int64_t first_entry;    // of this PE, where it is one of them
+};
+
+template <class Index>
+PO_FN RowPlace find_row(const Team& team, const RowSets& sets, const Index* rows, int64_t num_entries, int64_t row) {
+  const int64_t word = row / kRowsPerWord;
+  const auto bit = static_cast<int>(row % kRowsPerWord);
+  const uint64_t* plane = local_word(team, sets.planes_offset) + word;
+  RowPlace place{0, 0};
+  uint64_t own = 0;
+  for (int pe = 0; pe < team.size; ++pe) {
+    const uint64_t bits = plane[pe * sets.num_words];
+    if (pe == team.rank) own = bits;
+    place.contributors |= (bits >> bit & 1) << pe;
+  }
+  if (place.contributors >> team.rank & 1) {
+    // Each row of this PE below it in the word has an entry or more.
+    const int64_t from = sets.first_entry[word] + count_bits(own & bits_below(bit));
+    place.first_entry = lower_bound_near(rows, from, num_entries, row);
+  }
+  return place;
+}
+
+}  // namespace po

@@ -1,0 +1,73 @@
+// Sums over the threads of a WG, and binary search by a warp.
+#pragma once
+
+#include "platform/groups.cuh"
+#include "platform/memory.cuh"
+
+namespace po {
+
+#if PO_ON_DEVICE
+inline constexpr int kMaxWarps = 32;
+#else
+inline constexpr int kMaxWarps = 64;
+#endif
+
+struct SumScratch {
+  uint64_t warps[kMaxWarps];
+};
+
+// The sum of `value` over the threads before this one; `*total`: over all of the WG. All threads.
+PO_FN uint64_t sum_before(const WorkGroup& wg, SumScratch& scratch, uint64_t value, uint64_t* total) {
+  const Warp warp;
+  const uint64_t through = warp.sum_through(value);
+  wg.sync();  // the last sums have been read
+  if (warp.rank() == warp.size() - 1) scratch.warps[wg.warp_index()] = through;
+  wg.sync();
+  uint64_t before = through - value;
+  uint64_t all = 0;
+  for (int i = 0; i < wg.num_warps(); ++i) {
+    const uint64_t sum = scratch.warps[i];
+    if (i < wg.warp_index()) before += sum;
+    all += sum;
+  }
+  *total = all;
+  return before;
+}
+
+// The first place in [begin, end) of an ascending array whose element is `bound` or more, or `end`. All lanes of a warp,
+// which look at as many places at a time.
+template <class Element>
+PO_FN int64_t lower_bound(const Element* elements, int64_t begin, int64_t end, int64_t bound, const Warp& warp) {
+  while (begin < end) {
+    const int64_t step = ceil_div<int64_t>(end - begin, warp.size() + 1);
+    const int64_t place = begin + step * (warp.rank() + 1) - 1;
+    const bool is_below = place < end && static_cast<int64_t>(elements[place]) < bound;
+    const int num_below = warp.count(is_below);  // those of the first lanes
+    if (num_below < warp.size()) end = min_of(end, begin + step * (num_below + 1) - 1);
+    begin += step * num_below;
+  }
+  return begin;
+}
+
+// The same by one thread, for a place that is likely near `begin`.
+template <class Element>
+PO_FN int64_t lower_bound_near(const Element* elements, int64_t begin, int64_t end, int64_t bound) {
+  int64_t step = 1;
+  int64_t below = begin;  // all before it are below the bound
+  while (below < end && static_cast<int64_t>(elements[min_of(below + step, end) - 1]) < bound) {
+    below = min_of(below + step, end);
+    step *= 2;
+  }
+  int64_t last = min_of(below + step, end);  // at last - 1 there is one that is not, unless below == end
+  while (below < last) {
+    const int64_t middle = below + (last - below) / 2;
+    if (static_cast<int64_t>(elements[middle]) < bound) {
+      below = middle + 1;
+    } else {
+      last = middle;
+    }
+  }
+  return below;
+}
+
+}  // namespace po

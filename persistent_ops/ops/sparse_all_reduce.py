@@ -1,0 +1,579 @@
+"""Sparse all-reduce: the sum over PEs of tensors of which each has some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime import world as _world
+from .sparse_plan import MAX_ROWS, OPS, SCALARS, TUNING, Layout, SparsePlan, SparseState, Tuning, state_of
+
+__all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into"]
+
+ALGORITHMS = ("auto", "owner", "allgather", "dense")
+_NAME = "sparse_all_reduce"
+_NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, under torch.no_grad()"
+_library = torch.library.Library("persistent_ops", "FRAGMENT")
+_library.define(f"{_NAME}(Tensor x, str op, str algorithm) -> Tensor")
+_library.define(
+    f"{_NAME}_into(Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, *, "
+    "Tensor(a!) out_indices, Tensor(b!) out_values, Tensor(c!) out_count) -> ()"
+)
+
+
+def sparse_all_reduce(
+    x: torch.Tensor, *, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+) -> torch.Tensor | SparseWork:
+    """Sum sparse tensors over all PEs, in one kernel.
+
+    Sums are in fp32, and in one order: a PE's entries of a row as they occur, the PEs' sums by rank, from the first PE
+    that has the row; what comes out is rounded once. So every PE gets the same bits, on every run and with every
+    algorithm (but "dense" may make a -0.0 a 0.0).
+
+    Args:
+        x: sparse COO `[R, ...]` with one sparse dimension and rows of any dense shape; float32, float16 or bfloat16;
+            coalesced or not; with any number of entries on each PE, 0 included. R is at most 2^31. R, the rows' shape
+            and the dtype are the same on every PE. A bit per row of R and PE travels: meant for R up to some 10^8.
+        op: "sum", or "mean", the sum divided by the number of PEs.
+        algorithm: "owner" sends a row that one PE has straight to its place on every PE, and has one that several have
+            summed up by one of them. "allgather" sends the latter to every PE, which sums up for itself: a latency
+            less, more bytes and room. "dense" goes through dense tensors `[R, ...]` in fp32. "auto" takes "owner" or
+            "allgather" by the size and overlap of the last call with such a tensor.
+        async_op: return a `SparseWork` at once. On "cuda" the kernel then runs on a stream of its own.
+
+    Returns:
+        The sum, of x's shape and dtype: coalesced, indices int64, sorted, unique. It lies in a buffer of the symmetric
+        heap's pool, which is used again when no tensor shares it, and counts against `heap_size`: values, row numbers,
+        and room for a few percent more rows, so that the next result likely fits without asking.
+
+    Raises:
+        TypeError, ValueError: an argument's type, layout, shape, dtype or device; before anything is launched.
+        IndexError: a row out of range, on the PE that passed it; the sum lacks such entries, and the world stays
+            usable.
+        SymmetricHeapError: no room for the result.
+        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else.
+        RuntimeError: in a CUDA-graph capture; `sparse_all_reduce_into` is for those.
+        NotImplementedError: in a backward pass.
+
+    Collective, on the current stream. It waits on the host until the number of rows is known, not for the rows. The
+    first call with a layout, and one whose union has outgrown the room of the last, launch twice.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a sparse tensor, got {type(x).__name__}")
+    if not async_op:
+        return torch.ops.persistent_ops.sparse_all_reduce(x, op, algorithm)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError(_NO_GRADIENT)
+    return _start(x, op, algorithm)
+
+
+def sparse_all_reduce_into(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    num_rows: int,
+    out_indices: torch.Tensor,
+    out_values: torch.Tensor,
+    out_count: torch.Tensor,
+    count: torch.Tensor | None = None,
+    op: str = "sum",
+    algorithm: str = "auto",
+) -> None:
+    """Sum sparse tensors over all PEs into buffers, without the host: for CUDA graphs.
+
+    Bits and order of sums as in `sparse_all_reduce`.
+
+    Args:
+        indices: `[n]`, int32 or int64: row numbers, in any order, any number of times.
+        values: `[n, ...]`, contiguous, float32, float16 or bfloat16.
+        num_rows: R, at most 2^31, the same on every PE.
+        out_indices: `[capacity]`, int64, on the device: receives the union's rows, ascending.
+        out_values: `[capacity, ...]` in the symmetric heap (`po.empty`), dtype of the values: receives the sums. The
+            capacity is the same on every PE.
+        out_count: `[1]`, int64, on the device: receives the number of rows of the union. What lies behind so many in
+            out_indices and out_values stays as it is.
+        count: `[1]`, int64, on the device: how many of the n entries are valid; None for all.
+        op: "sum" or "mean".
+        algorithm: "auto", "owner" or "allgather", see there; "auto" chooses by the size of the buffers.
+
+    Raises:
+        TypeError, ValueError, NotSymmetricError: an argument; before anything is launched.
+        CapacityError: the union has more rows than the buffers; nothing is written but `out_count`, which tells how
+            many there are. On every PE; the world stays usable.
+        IndexError: a row out of range, or a count; such entries are skipped.
+        PeerTimeoutError, ContractMismatchError: as with `sparse_all_reduce`; `out_values` is NaN.
+        RuntimeError: a CUDA-graph capture meets buffers that were not used before.
+
+    Collective, on the current stream; the first call with these buffers is blocking, and may not be captured. On "cuda"
+    errors of the launch come with the next operator or `po.check()`.
+    """
+    torch.ops.persistent_ops.sparse_all_reduce_into(
+        indices,
+        values,
+        num_rows,
+        count,
+        op,
+        algorithm,
+        out_indices=out_indices,
+        out_values=out_values,
+        out_count=out_count,
+    )
+
+
+class SparseWork:
+    """A sum under way, as torch.distributed's Work."""
+
+    def __init__(self, world: _world.World, pending: _Pending | None, result: torch.Tensor | None, stream: Any) -> None:
+        self._world = world
+        self._pending = pending
+        self._result = result
+        self._stream = stream
+
+    def wait(self) -> torch.Tensor:
+        """Let the current stream wait for the sum, and return it; raise what the launch reported.
+
+        Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
+        PEs.
+        """
+        if self._result is None:
+            assert self._pending is not None
+            self._result = self._pending.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._world.backend.device).wait_stream(self._stream)
+            self._stream = None
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would neither wait nor launch."""
+        if self._result is None and self._pending is not None and not self._pending.is_known():
+            return False
+        return self._stream is None or bool(self._stream.query())
+
+    def result(self) -> torch.Tensor:
+        """Return the sum; RuntimeError before `wait`."""
+        if self._result is None:
+            raise RuntimeError("result: call wait() first")
+        return self._result
+
+
+# ---- launch --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entries:
+    """One PE's part of a sum.
+
+    Attributes:
+        rows: `[n]`, ascending.
+        order: `[n]`, int64, which of the values belongs to an entry; None: they are in order and each row occurs once.
+        values: `[n, ...]`, contiguous.
+    """
+
+    rows: torch.Tensor
+    order: torch.Tensor | None
+    values: torch.Tensor
+
+
+def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> Entries:
+    """Return entries in order of rows, those of one row in order of occurrence, those behind `count` last."""
+    if count is not None:
+        number = torch.arange(indices.numel(), dtype=torch.int64, device=indices.device)
+        indices = torch.where(number < count, indices, torch.iinfo(indices.dtype).max)
+    rows, order = torch.sort(indices, stable=True)
+    return Entries(rows, order, values)
+
+
+class _Pending:
+    """A launch into room that may turn out to be too small."""
+
+    def __init__(
+        self, world: _world.World, state: SparseState, layout: Layout, entries: Entries, gathers: bool
+    ) -> None:
+        self._world = world
+        self._state = state
+        self._layout = layout
+        self._entries = entries
+        self._gathers = gathers
+        self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
+        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._error: Exception | None = None
+        if state.unresolved is not None:
+            state.unresolved.resolve()
+        state.unresolved = self
+        self._launch()
+
+    def is_known(self) -> bool:
+        return self._error is not None or self._result is not None or bool(self._plan.report.state)
+
+    def resolve(self) -> None:
+        """Wait for the number of rows, and launch again where there is no room for so many."""
+        if self._result is not None or self._error is not None:
+            return
+        if self._state.unresolved is self:
+            self._state.unresolved = None
+        try:
+            num_rows, shares = self._plan.await_report(self._world)
+            capacity = self._plan.capacity
+            room = max(64, -(-(num_rows + num_rows // 16) // 64) * 64)
+            room = min(room, max(self._layout.num_rows, 1))
+            self._state.rooms[self._layout] = (
+                room if num_rows > capacity or room < capacity // 2 else capacity,
+                shares,
+            )
+            if num_rows > capacity:
+                self._launch()
+                num_rows, _ = self._plan.await_report(self._world)
+        except Exception as error:
+            self._error = error
+            return
+        self._result = self._views(num_rows)
+        self._entries = None  # type: ignore[assignment]
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return row numbers and values; raise what the launch reported."""
+        self.resolve()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def result(self) -> torch.Tensor:
+        rows, values = self.pair()
+        self._world.workspace.raise_pending()
+        size = (self._layout.num_rows, *self._layout.row_shape)
+        return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
+
+    def _launch(self) -> None:
+        world, layout, entries = self._world, self._layout, self._entries
+        capacity, _ = self._state.rooms.get(layout, (0, 0.0))
+        is_aligned = not (layout.row_bytes | entries.values.data_ptr()) & 15
+        self._plan = _plan(
+            world,
+            self._state,
+            layout,
+            capacity,
+            entries,
+            gathers=self._gathers and capacity > 0,
+            is_aligned=is_aligned,
+        )
+        values_bytes = -(-capacity * layout.row_bytes // 8) * 8
+        nbytes = max(values_bytes + 8 * capacity, 512)
+        slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
+        self._buffer = slot.tensor(torch.uint8, (nbytes,))
+        self._values_bytes = values_bytes
+        if self._stream is not None and self._stream != torch.cuda.current_stream(world.backend.device):
+            with torch.cuda.stream(self._stream):
+                self._enqueue(slot.offset)
+        else:
+            self._enqueue(slot.offset)
+
+    def _enqueue(self, output_offset: int) -> None:
+        entries = self._entries
+        self._plan.launch(
+            self._world, entries.rows, entries.order, entries.values, output_offset, raises_input_errors=False
+        )
+
+    def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layout, buffer = self._layout, self._buffer
+        values = buffer[: num_rows * layout.row_bytes].view(layout.dtype).view(num_rows, *layout.row_shape)
+        rows = buffer[self._values_bytes : self._values_bytes + 8 * num_rows].view(torch.int64)
+        return rows, values
+
+
+_MAX_PLANS = 256
+
+
+def _plan(
+    world: _world.World,
+    state: SparseState,
+    layout: Layout,
+    capacity: int,
+    entries: Entries,
+    *,
+    gathers: bool,
+    is_aligned: bool,
+    outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    count: torch.Tensor | None = None,
+) -> SparsePlan:
+    has_order = entries.order is not None
+    places = tuple(0 if t is None else t.data_ptr() for t in (*(outputs or ()), count))
+    signature = (layout, capacity, entries.rows.dtype, gathers, is_aligned, has_order, places)
+    plan = state.plans.get(signature)
+    if plan is None:
+        plan = SparsePlan(
+            world,
+            layout,
+            capacity,
+            entries.rows.dtype,
+            is_aligned=is_aligned,
+            gathers=gathers,
+            has_order=has_order,
+            outputs=outputs,
+            count=count,
+        )
+        if len(state.plans) >= _MAX_PLANS:
+            state.plans.pop(next(iter(state.plans)))
+        state.plans[signature] = plan
+    return plan
+
+
+def start(
+    world: _world.World, layout: Layout, indices: torch.Tensor, values: torch.Tensor, algorithm: str, *, in_order: bool
+) -> _Pending:
+    """Launch a sum over this PE's entries; `in_order`: their rows are ascending and each occurs once."""
+    if world.workspace.is_capturing():
+        raise RuntimeError(
+            "sparse_all_reduce: the size of its result is known on the host only; capture sparse_all_reduce_into"
+        )
+    state = state_of(world)
+    values = values.contiguous()
+    entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
+    return _Pending(world, state, layout, entries, _gathers(world, state, layout, algorithm))
+
+
+def _gathers(world: _world.World, state: SparseState, layout: Layout, algorithm: str) -> bool:
+    if algorithm != "auto":
+        return algorithm == "allgather"
+    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
+    room, shares = state.rooms.get(layout, (0, 0.0))
+    nbytes = world.size * room * layout.columns * 4
+    return 0 < nbytes <= tuning.gather_bytes and shares <= tuning.gather_share
+
+
+def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
+    """Check, launch, and leave the waiting to the caller."""
+    world = _world.current()
+    layout = _check(x, op, algorithm, world.backend.device)
+    if algorithm == "dense":
+        return SparseWork(world, None, _through_dense(world, layout, x), None)
+    state = state_of(world)
+    if world.backend.name != "cuda":
+        return SparseWork(world, _start_here(world, layout, x, algorithm), None, None)
+    if state.stream is None:
+        state.stream = torch.cuda.Stream(world.backend.device)
+    state.stream.wait_stream(torch.cuda.current_stream(world.backend.device))
+    with torch.cuda.stream(state.stream):
+        for tensor in (x._indices(), x._values()):
+            tensor.record_stream(state.stream)
+        pending = _start_here(world, layout, x, algorithm)
+    return SparseWork(world, pending, None, state.stream)
+
+
+def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str) -> _Pending:
+    return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced())
+
+
+def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torch.Tensor:
+    """Sum dense copies: every PE has all rows then, and only the rows of the union are kept."""
+    numbers = x._indices()[0]
+    inside = (numbers >= 0) & (numbers < layout.num_rows)
+    is_bad = bool((~inside).any())
+    own = torch.sparse_coo_tensor(
+        x._indices()[:, inside], x._values()[inside].float(), x.shape, check_invariants=False
+    ).coalesce()
+    everywhere = torch.arange(layout.num_rows, dtype=torch.int64, device=x.device)
+    marks = Layout(layout.num_rows, (), torch.float32, "sum")
+    present = torch.ones(own._nnz(), device=x.device)
+    union, _ = start(world, marks, own._indices()[0], present, "owner", in_order=True).pair()
+    union = union.clone()
+    whole = Layout(layout.num_rows, layout.row_shape, torch.float32, layout.op)
+    dense = own.to_dense()
+    _, sums = start(world, whole, everywhere, dense, "owner", in_order=True).pair()
+    world.workspace.raise_pending()
+    if is_bad:
+        bad = numbers[~inside][0]
+        raise IndexError(
+            f"indices: entry {int((~inside).nonzero()[0])} is row {int(bad)}, but the tensor has {layout.num_rows} rows "
+            f"(valid: 0 to {layout.num_rows - 1})"
+        )
+    values = sums.index_select(0, union).to(layout.dtype)
+    return torch.sparse_coo_tensor(union.unsqueeze(0), values, x.shape, check_invariants=False, is_coalesced=True)
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> Layout:
+    if x.layout != torch.sparse_coo:
+        raise TypeError(f"x: expected a sparse COO tensor, got layout {x.layout}; x.to_sparse(1) makes one")
+    if x.sparse_dim() != 1:
+        raise ValueError(
+            f"x: expected one sparse dimension (rows), got {x.sparse_dim()} of shape {list(x.shape)}; x.to_sparse(1) "
+            "of a dense tensor has one"
+        )
+    check_choices(op, algorithm, ALGORITHMS)
+    check_values("x", x.dtype, x.device, device)
+    check_num_rows("x", x.shape[0])
+    return Layout(x.shape[0], tuple(x.shape[1:]), x.dtype, op)
+
+
+def check_choices(op: str, algorithm: str, algorithms: Sequence[str]) -> None:
+    """Raise for an unknown op or algorithm."""
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(map(repr, OPS))}, got {op!r}")
+    if algorithm not in algorithms:
+        raise ValueError(f"algorithm: expected one of {', '.join(map(repr, algorithms))}, got {algorithm!r}")
+
+
+def check_values(name: str, dtype: torch.dtype, device: torch.device, expected: torch.device) -> None:
+    """Raise for a dtype or device that the kernel does not take."""
+    if dtype not in SCALARS:
+        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {dtype}")
+    if device != expected:
+        raise ValueError(f"{name}: expected a tensor on {expected}, got one on {device}")
+
+
+def check_num_rows(name: str, num_rows: int) -> None:
+    """Raise for more rows than the kernel numbers."""
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{name}: expected at most 2^31 rows, got {num_rows}")
+    if num_rows < 0:
+        raise ValueError(f"{name}: expected at least 0 rows, got {num_rows}")
+
+
+def check_entries(
+    indices: torch.Tensor, values: torch.Tensor, num_rows: int, device: torch.device
+) -> tuple[int, tuple[int, ...]]:
+    """Return n and the rows' shape; raise for entries that the kernel does not take."""
+    for name, tensor in (("indices", indices), ("values", values)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices: expected int32 or int64, got {indices.dtype}")
+    if indices.dim() != 1:
+        raise ValueError(f"indices: expected [n], got shape {list(indices.shape)}")
+    if values.dim() < 1 or values.shape[0] != indices.shape[0]:
+        raise ValueError(f"values: expected [{indices.shape[0]}, ...], as many as indices, got {list(values.shape)}")
+    check_values("values", values.dtype, values.device, device)
+    if indices.device != device:
+        raise ValueError(f"indices: expected a tensor on {device}, got one on {indices.device}")
+    check_num_rows("num_rows", num_rows)
+    return indices.shape[0], tuple(values.shape[1:])
+
+
+def _check_buffers(
+    row_shape: tuple[int, ...],
+    values: torch.Tensor,
+    count: torch.Tensor | None,
+    out_indices: torch.Tensor,
+    out_values: torch.Tensor,
+    out_count: torch.Tensor,
+) -> int:
+    """Return the capacity; raise for buffers that do not go together."""
+    if tuple(out_values.shape[1:]) != row_shape or out_values.dim() < 1:
+        raise ValueError(
+            f"out_values: expected [capacity, {', '.join(map(str, row_shape))}], got {list(out_values.shape)}"
+        )
+    capacity = out_values.shape[0]
+    if out_values.dtype != values.dtype:
+        raise TypeError(f"out_values: expected the values' dtype {values.dtype}, got {out_values.dtype}")
+    named = (("out_indices", out_indices, (capacity,)), ("out_count", out_count, (1,)), ("count", count, (1,)))
+    for name, tensor, shape in named:
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{name}: expected int64, got {tensor.dtype}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.device != values.device:
+            raise ValueError(f"{name}: expected a tensor on {values.device}, got one on {tensor.device}")
+    for name, tensor in (("values", values), ("out_values", out_values), ("out_indices", out_indices)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+    return capacity
+
+
+# ---- torch operators -----------------------------------------------------------------------------------------------
+
+
+def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
+    world = _world.current()
+    layout = _check(x, op, algorithm, world.backend.device)
+    if algorithm == "dense":
+        return _through_dense(world, layout, x)
+    return _start_here(world, layout, x, algorithm).result()
+
+
+def _run_into(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    num_rows: int,
+    count: torch.Tensor | None,
+    op: str,
+    algorithm: str,
+    *,
+    out_indices: torch.Tensor,
+    out_values: torch.Tensor,
+    out_count: torch.Tensor,
+) -> None:
+    world = _world.current()
+    check_choices(op, algorithm, ALGORITHMS[:-1])
+    _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
+    capacity = _check_buffers(row_shape, values, count, out_indices, out_values, out_count)
+    output_offset = world.heap.offset_of(out_values, "out_values")
+    layout = Layout(num_rows, row_shape, values.dtype, op)
+    entries = sorted_entries(indices, values, count)
+    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
+    gathers = algorithm == "allgather"
+    if algorithm == "auto":
+        gathers = world.size * capacity * layout.columns * 4 <= tuning.gather_bytes
+    plan = _plan(
+        world,
+        state_of(world),
+        layout,
+        capacity,
+        entries,
+        gathers=gathers,
+        is_aligned=not (layout.row_bytes | values.data_ptr() | out_values.data_ptr()) & 15,
+        outputs=(out_indices, out_count),
+        count=count,
+    )
+    if world.workspace.is_capturing() and plan not in world.captured:
+        world.captured.append(plan)  # the graph's replays read it
+    plan.launch(world, entries.rows, entries.order, values, output_offset, raises_input_errors=True)
+
+
+def _fake_into(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    num_rows: int,
+    count: torch.Tensor | None,
+    op: str,
+    algorithm: str,
+    *,
+    out_indices: torch.Tensor,
+    out_values: torch.Tensor,
+    out_count: torch.Tensor,
+) -> None:
+    check_choices(op, algorithm, ALGORITHMS[:-1])
+    _check_buffers(tuple(values.shape[1:]), values, count, out_indices, out_values, out_count)
+
+
+def _backward(context: object, gradient: torch.Tensor) -> None:
+    raise NotImplementedError(_NO_GRADIENT)
+
+
+_library.impl(_NAME, _run, "CompositeExplicitAutograd")
+_library.impl(_NAME + "_into", _run_into, "CompositeExplicitAutograd")
+torch.library.register_fake(f"persistent_ops::{_NAME}_into", _fake_into, lib=_library)
+torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+
+
+# ---- reference -----------------------------------------------------------------------------------------------------
+
+
+def reference(xs: Sequence[torch.Tensor], op: str = "sum") -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the result in fp64 on the CPU, from every PE's tensor.
+
+    Returns:
+        The union's rows, `[U]`, ascending, and the sums, `[U, ...]`, float64, not rounded.
+    """
+    parts = [x.detach().cpu() for x in xs]
+    indices = torch.cat([part._indices()[0] for part in parts])
+    values = torch.cat([part._values().double() for part in parts])
+    rows, where = torch.unique(indices, return_inverse=True)
+    sums = torch.zeros((rows.numel(), *values.shape[1:]), dtype=torch.float64).index_add_(0, where, values)
+    return rows, sums / len(parts) if op == "mean" else sums

@@ -1,0 +1,154 @@
+"""Sparse all-reduce in the shape of oneCCL's sparse collective: separate buffers, callbacks for the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime import world as _world
+from .sparse_all_reduce import check_choices, check_entries, start
+from .sparse_plan import Layout
+
+__all__ = ["sparse_all_reduce_buffers"]
+
+COALESCE = ("regular", "disable", "keep_precision")
+CompletionFn = Callable[[torch.Tensor, torch.Tensor, Any], None]
+AllocFn = Callable[[int, torch.dtype, tuple[int, ...], torch.dtype, Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+def sparse_all_reduce_buffers(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    num_rows: int,
+    completion_fn: CompletionFn | None = None,
+    alloc_fn: AllocFn | None = None,
+    fn_ctx: Any = None,
+    coalesce: str = "regular",
+    op: str = "sum",
+    async_op: bool = False,
+) -> BuffersWork | None:
+    """Sum entries over all PEs and hand the result to a callback.
+
+    Args:
+        indices: `[n]`, int32 or int64: row numbers, in any order, any number of times.
+        values: `[n, ...]`, float32, float16 or bfloat16.
+        num_rows: R, at most 2^31, the same on every PE.
+        completion_fn: called with the result's indices, values and `fn_ctx`. The library owns them: copy what is needed
+            after the call.
+        alloc_fn: called with the number of rows of the result, the dtype of its indices, the shape of a row, the dtype
+            of the values and `fn_ctx`; returns two contiguous tensors, which receive indices and values. Exactly one of
+            the two is given.
+        fn_ctx: passed on to the callback.
+        coalesce: "regular" as `sparse_all_reduce`; "keep_precision" the same with values of 16 bits not rounded but
+            given as float32; "disable" all PEs' entries one behind the other, in rank order, neither sorted nor summed.
+        op: "sum" or "mean"; "sum" with "disable".
+        async_op: return a handle; its wait() calls the callback.
+
+    Returns:
+        None, or with `async_op` a handle.
+
+    Raises:
+        TypeError, ValueError: an argument; before anything is launched.
+        IndexError, PeerTimeoutError, ContractMismatchError, SymmetricHeapError: as `sparse_all_reduce`; the callback is
+            not called.
+
+    Collective, on the current stream.
+    Source: the contract of oneCCL's sparse_allreduce (2021.1 to 2021.5).
+    """
+    world = _world.current()
+    if (completion_fn is None) == (alloc_fn is None):
+        raise ValueError("completion_fn, alloc_fn: expected exactly one of them")
+    if coalesce not in COALESCE:
+        raise ValueError(f"coalesce: expected one of {', '.join(map(repr, COALESCE))}, got {coalesce!r}")
+    check_choices(op, "auto", ("auto",))
+    if coalesce == "disable" and op != "sum":
+        raise ValueError("op: without coalescing nothing is summed, so there is no mean; pass op='sum'")
+    _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
+    work = BuffersWork(world, indices.dtype, completion_fn, alloc_fn, fn_ctx)
+    if coalesce == "disable":
+        work.result = _concatenate(world, indices, values)
+    else:
+        if coalesce == "keep_precision":
+            values = values.float()
+        layout = Layout(num_rows, row_shape, values.dtype, op)
+        work.pending = start(world, layout, indices, values, "auto", in_order=False)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+class BuffersWork:
+    """A result that a callback waits for."""
+
+    def __init__(
+        self,
+        world: _world.World,
+        index_dtype: torch.dtype,
+        completion_fn: CompletionFn | None,
+        alloc_fn: AllocFn | None,
+        fn_ctx: Any,
+    ) -> None:
+        self.pending: Any = None
+        self.result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._world = world
+        self._index_dtype = index_dtype
+        self._completion_fn = completion_fn
+        self._alloc_fn = alloc_fn
+        self._fn_ctx = fn_ctx
+        self._is_done = False
+
+    def is_completed(self) -> bool:
+        """Return whether the callback has been called, or `wait` would call it at once."""
+        return self._is_done or self.result is not None or self.pending.is_known()
+
+    def wait(self) -> None:
+        """Call the callback, once; raise what the launch reported. In the same order on all PEs."""
+        if self._is_done:
+            return
+        indices, values = self.pending.pair() if self.result is None else self.result
+        self._world.workspace.raise_pending()
+        self._is_done = True
+        indices = indices.to(self._index_dtype)
+        if self._completion_fn is not None:
+            self._completion_fn(indices, values, self._fn_ctx)
+        elif self._alloc_fn is not None:
+            self._fill(indices, values)
+        self.pending = self.result = None
+
+    def _fill(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        assert self._alloc_fn is not None
+        row_shape = tuple(values.shape[1:])
+        targets = self._alloc_fn(indices.shape[0], indices.dtype, row_shape, values.dtype, self._fn_ctx)
+        for name, target, source in zip(("indices", "values"), targets, (indices, values), strict=True):
+            if target.shape != source.shape or target.dtype != source.dtype:
+                raise ValueError(
+                    f"alloc_fn: expected {name} of shape {list(source.shape)} and dtype {source.dtype}, got "
+                    f"{list(target.shape)}, {target.dtype}"
+                )
+            target.copy_(source)
+
+
+def _concatenate(world: _world.World, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all PEs' entries in rank order: a sum in which every entry is a row of its own."""
+    device = indices.device
+    halves = torch.tensor([[indices.numel() >> 16, indices.numel() & 0xFFFF]], dtype=torch.float32, device=device)
+    own_number = torch.tensor([world.rank], device=device)
+    counts_layout = Layout(world.size, (2,), torch.float32, "sum")
+    _, counted = start(world, counts_layout, own_number, halves, "owner", in_order=True).pair()
+    counts = [int(high) << 16 | int(low) for high, low in counted.tolist()]
+    first = sum(counts[: world.rank])
+    places = torch.arange(first, first + indices.numel(), device=device)
+    # A row number travels as four numbers of 16 bits, which fp32 holds as they are.
+    shifts = torch.tensor([48, 32, 16, 0], device=device)
+    pieces = (indices.long().unsqueeze(1) >> shifts & 0xFFFF).float()
+    _, gathered = start(
+        world, Layout(sum(counts), (4,), torch.float32, "sum"), places, pieces, "owner", in_order=True
+    ).pair()
+    all_indices = (gathered.long() << shifts).sum(1)
+    layout = Layout(sum(counts), tuple(values.shape[1:]), values.dtype, "sum")
+    _, all_values = start(world, layout, places, values, "owner", in_order=True).pair()
+    return all_indices, all_values
