@@ -194,7 +194,8 @@ class RowUnion {
     wg_.sync();
   }
 
-  // To this PE's own plane and those of the PEs within reach; the others' is put from the own one.
+  // To this PE's own plane and those of the PEs within reach; the others' is put from the own one. A thread sends the words
+  // that it clears for the next chunk.
   PO_FN void send(int64_t first, int count) {
     for (int hop = 0; hop < team_.size; ++hop) {
       const int pe = (team_.rank + 1 + hop) % team_.size;
@@ -202,7 +203,6 @@ class RowUnion {
       auto* words = reinterpret_cast<uint64_t*>(peer_address(team_, pe, word_offset(team_.rank, first)));
       for (int i = wg_.rank(); i < count; i += wg_.size()) words[i] = shared_.words[i];
     }
-    wg_.sync();  // before the words are used again
   }
 
   PO_FN void send_header(uint64_t header) {

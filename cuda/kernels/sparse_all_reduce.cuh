@@ -26,9 +26,6 @@
 #ifndef PO_BLOCKS_PER_SM
 #define PO_BLOCKS_PER_SM 2
 #endif
-#ifndef PO_VECTORS
-#define PO_VECTORS 4
-#endif
 
 namespace po::sparse_all_reduce {
 
@@ -41,7 +38,10 @@ struct Config {
   static constexpr int kMostWarps = kWarpSize == 1 ? kMaxWarps : kThreads / kWarpSize;
   static constexpr int64_t kMaxBlocks = 65000;  // of a warp; progress has 16 bits beside the epoch
   static constexpr uint64_t kAllBlocks = 0xffff;
-  using Chunk = RowChunk<Scalar, PO_LANES, PO_LANES == 32 ? PO_VECTORS : 1, PO_BYTES>;
+  // A lane has up to 16 values of a row under way; more would not stay in registers.
+  static constexpr int kVectors =
+      PO_LANES == 32 ? min_of(16 * static_cast<int>(sizeof(Scalar::Storage)) / PO_BYTES, 4) : 1;
+  using Chunk = RowChunk<Scalar, PO_LANES, kVectors, PO_BYTES>;
 };
 
 // Host-visible.

@@ -187,7 +187,7 @@ def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Ten
 
 
 class _Pending:
-    """A launch into room that may turn out to be too small."""
+    """A launch into room that may turn out to be too small. Made, and resolved, in the same order on all PEs."""
 
     def __init__(
         self, world: _world.World, state: SparseState, layout: Layout, entries: Entries, gathers: bool
@@ -195,45 +195,44 @@ class _Pending:
         self._world = world
         self._state = state
         self._layout = layout
-        self._entries = entries
+        self._entries: Entries | None = entries
         self._gathers = gathers
         self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
         if state.unresolved is not None:
-            state.unresolved.resolve()
+            state.unresolved.resolve()  # its report is about to be used again
+        self._launch(entries)
         state.unresolved = self
-        self._launch()
 
     def is_known(self) -> bool:
-        return self._error is not None or self._result is not None or bool(self._plan.report.state)
+        """Return whether `resolve` would not wait."""
+        return self._entries is None or bool(self._plan.report.state)
 
     def resolve(self) -> None:
         """Wait for the number of rows, and launch again where there is no room for so many."""
-        if self._result is not None or self._error is not None:
+        if self._entries is None:
             return
+        entries, self._entries = self._entries, None
         if self._state.unresolved is self:
             self._state.unresolved = None
         try:
-            num_rows, shares = self._plan.await_report(self._world)
+            num_rows, shares = self._plan.await_report(self._world, self._is_over)
             capacity = self._plan.capacity
             room = max(64, -(-(num_rows + num_rows // 16) // 64) * 64)
             room = min(room, max(self._layout.num_rows, 1))
-            self._state.rooms[self._layout] = (
-                room if num_rows > capacity or room < capacity // 2 else capacity,
-                shares,
-            )
+            is_kept = num_rows <= capacity <= 2 * room
+            self._state.rooms[self._layout] = (capacity if is_kept else room, shares)
             if num_rows > capacity:
-                self._launch()
-                num_rows, _ = self._plan.await_report(self._world)
+                self._launch(entries)
+                num_rows, _ = self._plan.await_report(self._world, self._is_over)
         except Exception as error:
             self._error = error
             return
         self._result = self._views(num_rows)
-        self._entries = None  # type: ignore[assignment]
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return row numbers and values; raise what the launch reported."""
+        """Return row numbers and values; raise what made the launch give up."""
         self.resolve()
         if self._error is not None:
             raise self._error
@@ -241,15 +240,24 @@ class _Pending:
         return self._result
 
     def result(self) -> torch.Tensor:
+        """Return the sum; raise what the launch reported."""
         rows, values = self.pair()
         self._world.workspace.raise_pending()
         size = (self._layout.num_rows, *self._layout.row_shape)
         return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
 
-    def _launch(self) -> None:
-        world, layout, entries = self._world, self._layout, self._entries
+    def _launch(self, entries: Entries) -> None:
+        if self._stream is None:
+            self._launch_here(entries)
+            return
+        with torch.cuda.stream(self._stream):
+            self._launch_here(entries)
+            self._ended = torch.cuda.Event()
+            self._ended.record()
+
+    def _launch_here(self, entries: Entries) -> None:
+        world, layout = self._world, self._layout
         capacity, _ = self._state.rooms.get(layout, (0, 0.0))
-        is_aligned = not (layout.row_bytes | entries.values.data_ptr()) & 15
         self._plan = _plan(
             world,
             self._state,
@@ -257,24 +265,16 @@ class _Pending:
             capacity,
             entries,
             gathers=self._gathers and capacity > 0,
-            is_aligned=is_aligned,
+            is_aligned=not (layout.row_bytes | entries.values.data_ptr()) & 15,
         )
-        values_bytes = -(-capacity * layout.row_bytes // 8) * 8
-        nbytes = max(values_bytes + 8 * capacity, 512)
+        self._values_bytes = -(-capacity * layout.row_bytes // 8) * 8
+        nbytes = max(self._values_bytes + 8 * capacity, 512)
         slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
         self._buffer = slot.tensor(torch.uint8, (nbytes,))
-        self._values_bytes = values_bytes
-        if self._stream is not None and self._stream != torch.cuda.current_stream(world.backend.device):
-            with torch.cuda.stream(self._stream):
-                self._enqueue(slot.offset)
-        else:
-            self._enqueue(slot.offset)
+        self._plan.launch(world, entries.rows, entries.order, entries.values, slot.offset, raises_input_errors=False)
 
-    def _enqueue(self, output_offset: int) -> None:
-        entries = self._entries
-        self._plan.launch(
-            self._world, entries.rows, entries.order, entries.values, output_offset, raises_input_errors=False
-        )
+    def _is_over(self) -> bool:
+        return self._stream is None or bool(self._ended.query())
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         layout, buffer = self._layout, self._buffer
@@ -386,8 +386,8 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     if is_bad:
         bad = numbers[~inside][0]
         raise IndexError(
-            f"indices: entry {int((~inside).nonzero()[0])} is row {int(bad)}, but the tensor has {layout.num_rows} rows "
-            f"(valid: 0 to {layout.num_rows - 1})"
+            f"indices: entry {int((~inside).nonzero()[0])} is row {int(bad)}, but the tensor has {layout.num_rows} "
+            f"rows (valid: 0 to {layout.num_rows - 1})"
         )
     values = sums.index_select(0, union).to(layout.dtype)
     return torch.sparse_coo_tensor(union.unsqueeze(0), values, x.shape, check_invariants=False, is_coalesced=True)

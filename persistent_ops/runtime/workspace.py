@@ -1,6 +1,6 @@
 """Flags, epochs and error records of one world: what makes a launch of one operator follow another.
 
-One launch is in flight on a workspace at a time. Launches from several streams are ordered by an event between them.
+One launch is in flight on a workspace at a time; `StreamOrder` sees to it where they come from several streams.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .layout import (
     Team,
     contract_hash,
 )
+from .stream_order import StreamOrder
 
 __all__ = ["Workspace"]
 
@@ -67,7 +68,7 @@ class Workspace:
         self._peer_heaps = backend.private_words(size)
         self._peer_heaps.copy_(torch.tensor(backend.peer_heaps, dtype=torch.int64))
         self._failure: PersistentOpsError | None = None
-        self._last_stream: tuple[int, bool] | None = None
+        self._order = StreamOrder(backend.device)
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
 
@@ -114,13 +115,13 @@ class Workspace:
     ) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
-        Without `raises_input_errors` those wait for the next `raise_pending`: a launch that peers count on must be made.
+        Without `raises_input_errors` those wait for the next `raise_pending`: the peers count on this launch.
         """
         with self.lock:
             if self._failure is not None or self._error.state or (raises_input_errors and self._input_error.state):
                 self.raise_pending()
             if self._backend.name == "cuda":
-                self._order_after_last_stream()
+                self._order.follow(self._backend.stream())
             kernel.launch(grid, plan, words)
         if self._backend.name == "host" and (raises_input_errors or self._error.state):
             self.raise_pending()
@@ -128,20 +129,6 @@ class Workspace:
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a CUDA graph."""
         return self._backend.name == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _order_after_last_stream(self) -> None:
-        """Order this launch behind the last one where that was on another stream.
-
-        Within one capture the event becomes an edge of the graph. Between a capture and eager launches there is nothing
-        to order now: who replays the graph orders the replay, as with any memory that a graph uses.
-        """
-        here = (self._backend.stream(), torch.cuda.is_current_stream_capturing())
-        last, self._last_stream = self._last_stream, here
-        if last is None or last == here or last[1] != here[1]:
-            return
-        event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(last[0], device=self._backend.device))
-        torch.cuda.current_stream().wait_event(event)
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,230 @@
+// Runs the host build of sparse_all_reduce with all PEs as threads of one process, launch after launch, each with other
+// rows, and checks every output. Built with -fsanitize=thread, as embedding_driver.cpp: what is not ordered by the protocol
+// is a data race.
+//
+// Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort; ThreadSanitizer adds its own.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/sparse_all_reduce.cuh"
+
+namespace {
+
+using Kernel = po::sparse_all_reduce::Kernel;
+using po::sparse_all_reduce::Config;
+using po::sparse_all_reduce::Plan;
+using po::sparse_all_reduce::Report;
+using Storage = Config::Scalar::Storage;
+
+constexpr int kWrongOutput = 3;
+constexpr int kAbort = 4;
+constexpr uint64_t kReadyStride = 64;
+
+// --overlap: of 8 rows, how many all PEs may have; the others belong to one each. --repeats: the most times that a row occurs on a PE.
+std::map<std::string, int64_t> options{
+    {"--pes", 2},       {"--rows", 300},   {"--columns", 12},   {"--capacity", 300},
+    {"--wgs", 2},       {"--threads", 1},  {"--epochs", 8},     {"--first-epoch", 1},
+    {"--staged", 0},    {"--delay-us", 0}, {"--overlap", 4},    {"--repeats", 2},
+    {"--empty-pe", -1}, {"--slow-pe", -1}, {"--slow-us", 3000}, {"--timeout-ms", 4000}};
+
+uint64_t mixed(uint64_t x) {
+  x = (x ^ x >> 31) * 0x7fb5d329728ea185ull;
+  x = (x ^ x >> 27) * 0x81dadef4bc2dd44dull;
+  return x ^ x >> 33;
+}
+
+// Whether a PE has a row in a launch, and how often.
+int64_t times(int pe, int64_t row, int64_t launch, int64_t size) {
+  if (pe == options["--empty-pe"]) return 0;
+  const uint64_t chance = mixed(static_cast<uint64_t>(row * 1000003 + launch * 7919));
+  if (chance % 3 == 0) return 0;
+  const bool may_be_shared = static_cast<int64_t>(chance / 8 % 8) < options["--overlap"];
+  const bool has = may_be_shared ? mixed(chance + static_cast<uint64_t>(pe)) % 4 != 0
+                                 : static_cast<int64_t>(chance / 64 % static_cast<uint64_t>(size)) == pe;
+  return has ? 1 + static_cast<int64_t>(mixed(chance * 31 + static_cast<uint64_t>(pe)) %
+                                        static_cast<uint64_t>(options["--repeats"]))
+             : 0;
+}
+
+// Small whole numbers: sums are exact, in bfloat16 too.
+float value(int pe, int64_t row, int64_t column, int64_t time, int64_t launch) {
+  return static_cast<float>((row * 7 + column * 3 + pe + time * 5 + launch) % 9 - 4);
+}
+
+struct Pe {
+  Pe(int rank_in, int size_in) : rank(rank_in), size(size_in) {
+    uint64_t bytes = 0;
+    auto take = [&](uint64_t length) {
+      const uint64_t offset = bytes;
+      bytes += (length + 127) / 128 * 128;
+      return offset;
+    };
+    const auto pes = static_cast<uint64_t>(size);
+    po::Team& team = plan.team;
+    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
+    team.ready_offset = take(pes * kReadyStride * 8);
+    team.abort_offset = take(pes * 8);
+    plan.sets.num_rows = rows;
+    plan.sets.num_words = po::ceil_div<int64_t>(rows, po::kRowsPerWord);
+    plan.sets.planes_offset = take(pes * static_cast<uint64_t>(plan.sets.num_words) * 8);
+    plan.sets.headers_offset = take(pes * 8);
+    plan.row_bytes = columns * static_cast<int64_t>(sizeof(Storage));
+    plan.capacity = capacity;
+    plan.num_workers = options["--wgs"] * options["--threads"];
+    plan.progress_offset = take(pes * static_cast<uint64_t>(plan.num_workers) * 8);
+    plan.gather_offset = take(pes * static_cast<uint64_t>(capacity * columns) * 4);
+    plan.low_offset = take(static_cast<uint64_t>(capacity * plan.row_bytes));
+    // Each PE's output lies elsewhere.
+    take(static_cast<uint64_t>(rank) * 128);
+    output_offset = take(static_cast<uint64_t>(capacity * plan.row_bytes));
+    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
+    std::memset(heap, 0, bytes);
+    first_entry.resize(static_cast<size_t>(plan.sets.num_words));
+    totals.resize(static_cast<size_t>(options["--wgs"]));
+    listed.resize(totals.size());
+    rows_out.resize(static_cast<size_t>(capacity));
+    plan.sets.first_entry = first_entry.data();
+    plan.sets.totals = totals.data();
+    plan.sets.listed = listed.data();
+    plan.rows_out = rows_out.data();
+    plan.num_rows_out = &num_rows_out;
+    plan.report = &report;
+    plan.splits_partials = sizeof(Storage) == 2;
+    plan.divisor = 1;
+    plan.all_reachable = size == 1 || options["--staged"] == 0;
+    team.rank = rank;
+    team.size = size;
+    team.heap = heap;
+    team.ready_stride = kReadyStride;
+    team.local = &local;
+    team.error = &error;
+    team.input_error = &input_error;
+    team.timeout_ns = static_cast<uint64_t>(options["--timeout-ms"]) * 1000000;
+    team.contract_hash = 0x5a5a;
+    local.epoch = static_cast<uint64_t>(options["--first-epoch"]) - 1;
+  }
+
+  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
+    std::vector<uint64_t> heaps;
+    for (int pe = 0; pe < size; ++pe) {
+      heaps.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
+      seen_heaps.push_back(plan.all_reachable || pe == rank ? heaps.back() : 0);
+    }
+    plan.team.peer_heaps = seen_heaps.data();
+    network = std::make_unique<po::DelayedNetwork>(heaps.data(), size, static_cast<uint64_t>(options["--delay-us"]),
+                                                   static_cast<uint64_t>(rank + 1));
+    plan.team.network = network.get();
+  }
+
+  void run() {
+    for (int64_t launch = 0; launch < options["--epochs"]; ++launch) {
+      if (rank == options["--slow-pe"]) usleep(static_cast<useconds_t>(options["--slow-us"]));
+      std::vector<Config::Index> entries;
+      std::vector<int64_t> order;
+      std::vector<Storage> values;
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t time = 0; time < times(rank, row, launch, size); ++time) {
+          order.push_back(static_cast<int64_t>(entries.size()));
+          entries.push_back(static_cast<Config::Index>(row));
+          for (int64_t column = 0; column < columns; ++column) {
+            values.push_back(Config::Scalar::from_float(value(rank, row, column, time, launch)));
+          }
+        }
+      }
+      const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(entries.data()),
+                                              reinterpret_cast<uint64_t>(order.data()),
+                                              reinterpret_cast<uint64_t>(values.data()), entries.size(), output_offset};
+      po::run_on_host<Kernel>(&plan, words, static_cast<int>(options["--wgs"]), static_cast<int>(options["--threads"]));
+      if (error.state != 0) {
+        std::fprintf(stderr, "PE %d, launch %ld: aborted, phase %lu, peer %lu\n", rank, launch, error.phase,
+                     error.peer);
+        std::_Exit(kAbort);
+      }
+      check(launch);
+      std::memset(heap + output_offset, 0xff, static_cast<size_t>(capacity * plan.row_bytes));  // it is the user's now
+    }
+  }
+
+  void check(int64_t launch) const {
+    int64_t slot = 0;
+    std::vector<int64_t> expected_rows;
+    for (int64_t row = 0; row < rows; ++row) {
+      bool is_there = false;
+      for (int pe = 0; pe < size; ++pe) is_there = is_there || times(pe, row, launch, size) != 0;
+      if (is_there) expected_rows.push_back(row);
+    }
+    if (num_rows_out != static_cast<int64_t>(expected_rows.size())) fail(launch, "rows", num_rows_out);
+    if (num_rows_out > capacity) return;
+    const auto* output = reinterpret_cast<const Storage*>(heap + output_offset);
+    for (const int64_t row : expected_rows) {
+      if (rows_out[static_cast<size_t>(slot)] != row) fail(launch, "row at slot", slot);
+      for (int64_t column = 0; column < columns; ++column) {
+        float sum = 0;
+        for (int pe = 0; pe < size; ++pe) {
+          for (int64_t time = 0; time < times(pe, row, launch, size); ++time) {
+            sum += value(pe, row, column, time, launch);
+          }
+        }
+        if (Config::Scalar::to_float(output[slot * columns + column]) != sum) fail(launch, "value at slot", slot);
+      }
+      ++slot;
+    }
+  }
+
+  void fail(int64_t launch, const char* what, int64_t where) const {
+    std::fprintf(stderr, "PE %d, launch %ld: wrong %s %ld\n", rank, launch, what, where);
+    std::_Exit(kWrongOutput);
+  }
+
+  const int rank;
+  const int size;
+  const int64_t rows = options["--rows"];
+  const int64_t columns = options["--columns"];
+  const int64_t capacity = options["--capacity"];
+  Plan plan{};
+  uint8_t* heap = nullptr;
+  uint64_t output_offset = 0;
+  std::vector<uint64_t> seen_heaps;
+  std::vector<uint32_t> first_entry;
+  std::vector<po::Packet> totals;
+  std::vector<uint64_t> listed;
+  std::vector<int64_t> rows_out;
+  int64_t num_rows_out = -1;
+  Report report{};
+  po::LocalState local{};
+  po::ErrorRecord error{};
+  po::InputErrorRecord input_error{};
+  std::unique_ptr<po::DelayedNetwork> network;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const size_t equals = argument.find('=');
+    if (equals == std::string::npos || options.find(argument.substr(0, equals)) == options.end()) {
+      std::fprintf(stderr, "unknown option %s\n", argument.c_str());
+      return 2;
+    }
+    options[argument.substr(0, equals)] = std::stoll(argument.substr(equals + 1));
+  }
+  const auto size = static_cast<int>(options["--pes"]);
+  std::vector<std::unique_ptr<Pe>> pes;
+  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(rank, size));
+  for (auto& pe : pes) pe->connect(pes);
+  std::vector<std::thread> threads;
+  for (auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
+  for (std::thread& thread : threads) thread.join();
+  for (auto& pe : pes) pe->network.reset();
+  for (auto& pe : pes) std::free(pe->heap);
+  return 0;
+}

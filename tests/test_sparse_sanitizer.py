@@ -1,0 +1,170 @@
+"""sparse_all_reduce under ThreadSanitizer: silent as it is, and loud with a part of its protocol taken out.
+
+Not covered, because it has no effect on the host: what a lane of a warp leaves to another one, and what orders a GPU's
+memory with its network.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from host_driver.build import CUDA, compile_source
+from test_protocol_sanitizer import Edit, Mutation, Run, check_silent
+from test_protocol_sanitizer import run as run  # the fixture
+
+KERNEL = "kernels/sparse_all_reduce.cuh"
+UNION = "comm/row_union.cuh"
+SCAN = "tile/scan.cuh"
+MEMORY = "platform/memory.cuh"
+ALGORITHMS = ("owner", "allgather")
+SMALL_CHUNKS = Edit(UNION, "inline constexpr int kChunkWords = 1024;", "inline constexpr int kChunkWords = 1;")
+
+
+def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32") -> None:
+    choices = {"INDEX": "int32_t", "GATHERS": str(algorithm == "allgather").lower(), "LANES": "32"}
+    choices |= {"SCALAR": scalar, "BYTES": "16" if scalar == "Float32" else "2"}
+    # The other drivers' macros are given as well; ours come last.
+    flags = [flag for name, value in choices.items() for flag in (f"-UPO_{name}", f"-DPO_{name}={value}")]
+    compile_source("sparse_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
+
+
+def _mutated(folder: Path, edits: tuple[Edit, ...]) -> Path:
+    mutated = folder / "cuda"
+    shutil.copytree(CUDA, mutated)
+    for edit in edits:
+        text = (mutated / edit.file).read_text()
+        found = text.count(edit.old)
+        assert found == edit.count, f"{edit.file} has {edit.old!r} {found} times, not {edit.count}: update the mutation"
+        (mutated / edit.file).write_text(text.replace(edit.old, edit.new))
+    return mutated
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sparse_driver")
+    for algorithm in ALGORITHMS:
+        _compile(CUDA, folder / algorithm, algorithm)
+    _compile(CUDA, folder / "bfloat16", "owner", "BFloat16")
+    _compile(_mutated(folder, (SMALL_CHUNKS,)), folder / "small_chunks", "owner")
+    return {name: folder / name for name in (*ALGORITHMS, "bfloat16", "small_chunks")}
+
+
+CASES = {
+    "alone": "--pes=1 --threads=3",
+    "two": "--pes=2",
+    "three": "--pes=3 --threads=2",
+    "four_share_all": "--pes=4 --overlap=8",
+    "four_share_none": "--pes=4 --overlap=0",
+    "capacity_too_small": "--pes=2 --capacity=100",
+    "one_has_none": "--pes=3 --empty-pe=1",
+    "many_occurrences": "--pes=2 --repeats=9 --wgs=3",
+    "epoch_passes_2^32": "--pes=2 --first-epoch=4294967293",
+    "late_pe": "--pes=3 --slow-pe=1",
+    "staged": "--pes=3 --staged=1 --delay-us=100",
+    "staged_late": "--pes=3 --threads=2 --staged=1 --delay-us=100 --slow-pe=0",
+    "staged_epoch_passes_2^32": "--pes=2 --staged=1 --delay-us=100 --first-epoch=4294967293",
+}
+
+
+@pytest.mark.parametrize("driver", [*ALGORITHMS, "bfloat16", "small_chunks"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_race(drivers: dict[str, Path], run: Run, case: str, driver: str) -> None:
+    check_silent(run(drivers[driver], CASES[case]))
+
+
+PLAIN = "--pes=3 --threads=2 --epochs=12"
+ONE_WG = "--pes=2 --wgs=1 --threads=4 --epochs=12"
+LATE = "--pes=2 --threads=2 --slow-pe=1 --slow-us=2000 --epochs=12"
+SHARED = "--pes=4 --overlap=8 --threads=2 --slow-pe=2 --slow-us=2000 --epochs=12"
+STAGED = "--pes=2 --threads=2 --staged=1 --delay-us=300 --epochs=12"
+MUTATIONS = {
+    "bits_are_sent_before_they_are_set": Mutation(
+        (Edit(UNION, "entry);\n    }\n    wg_.sync();\n  }", "entry);\n    }\n  }"),), ONE_WG
+    ),
+    "sets_are_announced_before_they_are_stored": Mutation(
+        (Edit(UNION, "    wg_.sync();  // the words of all threads are before the flags that announce them\n", ""),),
+        PLAIN,
+    ),
+    "sets_are_not_awaited": Mutation(
+        (Edit(UNION, "if (sender == team_.rank) continue;", "if (sender >= 0) continue;"),), LATE
+    ),
+    "any_total_will_do": Mutation((Edit(UNION, "return packet.flag == flag;", "return packet.flag != 1;"),), PLAIN),
+    "sums_are_overwritten_before_they_are_read": Mutation(
+        (Edit(SCAN, "  wg.sync();  // the last sums have been read\n", ""),), ONE_WG
+    ),
+    "rows_are_announced_before_they_are_listed": Mutation(
+        (
+            Edit(
+                UNION,
+                "    wg_.sync();  // the rows of all threads, and the planes as this WG has seen them, are before the "
+                "flag\n",
+                "",
+            ),
+        ),
+        PLAIN,
+    ),
+    "listed_rows_are_not_awaited": Mutation(
+        (Edit(UNION, "flag_load_acquire_sys(sets_.listed + other)) >= team_.epoch", "team_.epoch) >= 0"),), PLAIN
+    ),
+    "rows_without_credit": Mutation(
+        (Edit(KERNEL, "if (pe != team.rank && !await_credit(team, pe)) is_granted = false;", ""),), LATE
+    ),
+    "shares_are_not_awaited": Mutation(
+        (
+            Edit(
+                KERNEL, "await_progress(senders, block + 1, kPhaseShare)", "await_progress(senders, block, kPhaseShare)"
+            ),
+        ),
+        SHARED,
+    ),
+    "shares_are_announced_before_they_are_left": Mutation(
+        (
+            Edit(
+                KERNEL,
+                "    uint64_t adders = 0;\n",
+                "    tell_progress(all_pes(), block + 1);\n    uint64_t adders = 0;\n",
+            ),
+        ),
+        SHARED,
+    ),
+    "rows_are_not_awaited": Mutation(
+        (Edit(KERNEL, "return await_progress(all_pes(), Config::kAllBlocks, kPhaseRows);", "return true;"),), LATE
+    ),
+    "done_before_the_last_sums": Mutation(
+        (
+            Edit(
+                KERNEL,
+                "    for (int64_t block = 0; block <= num_blocks; ++block) {\n",
+                "    for (int64_t block = 0; block <= num_blocks; ++block) {\n"
+                "      if (block == num_blocks) tell_progress(all_pes(), Config::kAllBlocks);\n",
+            ),
+        ),
+        SHARED,
+    ),
+    "progress_does_not_release": Mutation(
+        (Edit(MEMORY, "__atomic_store_n(flag, value, __ATOMIC_RELEASE)", "__atomic_store_n(flag, value, 0)"),), PLAIN
+    ),
+    "progress_does_not_acquire": Mutation(
+        (Edit(MEMORY, "return __atomic_load_n(flag, __ATOMIC_ACQUIRE);", "return __atomic_load_n(flag, 0);"),), PLAIN
+    ),
+    "progress_before_what_was_put": Mutation(
+        (Edit(KERNEL, "    put_fence(team_);\n    for (int hop", "    for (int hop"),), STAGED
+    ),
+    "sets_before_what_was_put": Mutation(
+        (Edit(UNION, "sizeof(uint64_t));\n    put_fence(team_);\n", "sizeof(uint64_t));\n"),), STAGED
+    ),
+    "leaves_with_puts_under_way": Mutation(
+        (Edit(KERNEL, "if (plan.all_reachable == 0) put_quiet(team);", ""),), STAGED
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
+    mutation = MUTATIONS[name]
+    _compile(_mutated(tmp_path, mutation.edits), tmp_path / "driver", "owner")
+    # A race is reported only where the threads meet; where nothing is reported, they get another chance.
+    if all(run(tmp_path / "driver", mutation.arguments).returncode == 0 for _ in range(6)):
+        pytest.fail(f"{name} went unnoticed")
