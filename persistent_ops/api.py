@@ -167,4 +167,4 @@ def recover() -> None:
     Raises:
         BootstrapError: a PE did not come within the time-out.
     """
-    _world.current().workspace.recover()
+    _world.current().recover()

@@ -23,6 +23,7 @@ import torch
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import default_warps, kernel_request
+from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.jit import KernelResources, KernelSource, compile_cuda
 from persistent_ops.runtime.layout import Team
@@ -133,7 +134,46 @@ class Gemv:
         return binary.kernels[request.name]
 
 
-Combination = Embedding | Barrier | Gemv
+@dataclass(frozen=True)
+class Sparse:
+    """One compilation of the kernel of sparse_all_reduce."""
+
+    dtype: str
+    row_bytes: int
+    algorithm: str
+    is_aligned: bool = True
+    index: torch.dtype = torch.int64
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        index = str(self.index).replace("torch.", "")
+        rows = f"rows of {self.row_bytes} bytes" + ("" if self.is_aligned else " unaligned")
+        return f"sparse_all_reduce {self.arch} {self.dtype} {rows}, {index}, {self.algorithm}"
+
+    @property
+    def threads(self) -> int:
+        return self._request().threads
+
+    def _request(self) -> KernelRequest:
+        return sparse_kernel_request(
+            DTYPES[self.dtype],
+            self.index,
+            row_bytes=self.row_bytes,
+            is_aligned=self.is_aligned,
+            gathers=self.algorithm == "allgather",
+            is_host=False,
+        )
+
+    def compile(self) -> KernelResources:
+        """Compile it as the plan would have it compiled."""
+        request = self._request()
+        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
+        binary = compile_cuda(KernelSource(f"kernels/{request.name}.cuh", defines), arch=self.arch)
+        return binary.kernels[request.name]
+
+
+Combination = Embedding | Barrier | Gemv | Sparse
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -154,6 +194,14 @@ def _rest() -> Iterator[Combination]:
         yield Gemv(dtype, vectors, algorithm, overlaps=vectors == 1)
     for dtype, algorithm in itertools.product(DTYPES, ("one_shot", "two_phase")):
         yield Gemv(dtype, 16, algorithm, is_aligned=False, is_resident=False, comm_dtype=dtype)
+    for dtype, algorithm in itertools.product(DTYPES, ("owner", "allgather")):
+        yield Sparse(dtype, 8192, algorithm)
+    for i, dtype in enumerate(DTYPES):
+        yield Sparse(dtype, (64, 128, 256)[i], "owner")
+        yield Sparse(dtype, 8190, "owner", is_aligned=False, index=torch.int32)
+    yield Sparse("float32", 4, "owner", is_aligned=False)
+    for arch in ("sm_80", "sm_100"):
+        yield Sparse("bfloat16", 8192, "owner", arch=arch)
     for arch in ("sm_80", "sm_100"):
         yield Gemv("bfloat16", 1, "one_shot", arch=arch)
         yield Gemv("float16", 16, "two_phase", comm_dtype="float16", arch=arch)

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from host_driver.build import compile_source
 
-from persistent_ops.ops import embedding_plan
+from persistent_ops.ops import embedding_plan, sparse_plan
 from persistent_ops.runtime import host, layout
 
 MIRRORS: dict[str, type[ctypes.Structure]] = {
@@ -19,6 +19,9 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "ExchangeOrder": embedding_plan._Order,
     "Table": embedding_plan._Table,
     "Plan": embedding_plan._Plan,
+    "RowSets": sparse_plan._RowSets,
+    "SparsePlan": sparse_plan._Plan,
+    "SparseReport": sparse_plan.Report,
 }
 
 

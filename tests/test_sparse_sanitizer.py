@@ -16,7 +16,7 @@ from test_protocol_sanitizer import run as run  # the fixture
 
 KERNEL = "kernels/sparse_all_reduce.cuh"
 UNION = "comm/row_union.cuh"
-SCAN = "tile/scan.cuh"
+SCAN = "platform/scan.cuh"
 MEMORY = "platform/memory.cuh"
 ALGORITHMS = ("owner", "allgather")
 SMALL_CHUNKS = Edit(UNION, "inline constexpr int kChunkWords = 1024;", "inline constexpr int kChunkWords = 1;")

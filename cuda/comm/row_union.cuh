@@ -9,7 +9,7 @@
 
 #include "comm/launch.cuh"
 #include "platform/bits.cuh"
-#include "tile/scan.cuh"
+#include "platform/scan.cuh"
 
 namespace po {
 

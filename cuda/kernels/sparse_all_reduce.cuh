@@ -52,6 +52,8 @@ struct Report {
   uint64_t phase_ns[4];  // when WG 0 began, knew all row sets, had the rows listed, was done
 };
 
+static_assert(sizeof(Report) == 56, "Report in persistent_ops/ops/sparse_plan.py mirrors it");
+
 struct Plan {
   Team team;
   RowSets sets;

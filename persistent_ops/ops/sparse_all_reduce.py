@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
-from .sparse_plan import MAX_ROWS, OPS, SCALARS, TUNING, Layout, SparsePlan, SparseState, Tuning, state_of
+from ..runtime.errors import PeerTimeoutError
+from .sparse_plan import GIVEN_UP, MAX_ROWS, OPS, SCALARS, TUNING, Layout, SparsePlan, SparseState, Tuning, state_of
 
 __all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into"]
 
@@ -230,6 +231,12 @@ class _Pending:
             self._error = error
             return
         self._result = self._views(num_rows)
+
+    def fail(self) -> None:
+        """Give up: the launch is of a time before a failure."""
+        self._entries = None
+        self._state.unresolved = None
+        self._error = PeerTimeoutError(GIVEN_UP)
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row numbers and values; raise what made the launch give up."""

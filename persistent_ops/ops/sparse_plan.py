@@ -17,6 +17,7 @@ from ..runtime.layout import Team
 from ..runtime.world import World, upload
 
 __all__ = [
+    "GIVEN_UP",
     "MAX_ROWS",
     "OPS",
     "SCALARS",
@@ -38,6 +39,7 @@ _NAME = "sparse_all_reduce"
 _INDICES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _ROWS_PER_WORD = 64
 _THREADS = 256
+GIVEN_UP = "sparse_all_reduce: this launch was given up before po.recover()"
 _HOST_WORK_GROUPS = 2
 _VECTOR_BYTES = 16
 register(
@@ -147,6 +149,7 @@ class SparseState:
         plans: by signature.
         rooms: by layout, the rows that results had room for, and the shares per row seen last; the same on every PE.
         unresolved: the launch whose count of rows the host has not read yet.
+        stream: of asynchronous launches.
     """
 
     grid: int
@@ -163,6 +166,12 @@ class SparseState:
     rooms: dict[Layout, tuple[int, float]] = field(default_factory=dict)
     unresolved: Any = None
     stream: Any = None
+
+    def forget(self) -> None:
+        """Drop what PEs learned from launches of which some were given up."""
+        self.rooms.clear()
+        if self.unresolved is not None:
+            self.unresolved.fail()
 
 
 def state_of(world: World) -> SparseState:
@@ -349,7 +358,7 @@ class SparsePlan:
         while not self.report.state:
             if is_over() and not self.report.state:
                 world.workspace.raise_failure()
-                raise PeerTimeoutError("sparse_all_reduce: the launch was given up; it was made before po.recover()")
+                raise PeerTimeoutError(GIVEN_UP)
         num_rows = int(self.report.num_rows)
         return num_rows, self.report.num_shares / max(num_rows, 1)
 

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import threading
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,14 @@ _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
 _process_world: World | None = None
 _thread_worlds = threading.local()
 register("barrier", ("world_size",))
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """An operator's state that PEs may see differently after a failure."""
+
+    def forget(self) -> None:
+        """Go back to what all PEs agree on."""
 
 
 class World:
@@ -75,6 +83,13 @@ class World:
         """Wait for this PE's launches and raise what they reported."""
         self.backend.synchronize()
         self.workspace.raise_pending()
+
+    def recover(self) -> None:
+        """Start clean epochs after a failure; collective."""
+        self.workspace.recover()
+        for state in self.operator_state.values():
+            if isinstance(state, Forgetful):
+                state.forget()
 
     def close(self) -> None:
         """Release the world; collective where the peers are still there."""

@@ -3,6 +3,10 @@
 #include <cstdio>
 
 #include "kernels/embedding_all_to_all.cuh"
+#define PO_GATHERS false
+#define PO_LANES 32
+#define PO_BYTES 16
+#include "kernels/sparse_all_reduce.cuh"
 
 #define STRUCT(type) (std::printf("struct %s %zu\n", #type, sizeof(type)))
 #define FIELD(type, name) (std::printf("%s %zu %zu\n", #name, offsetof(type, name), sizeof(type::name)))
@@ -12,6 +16,8 @@ using namespace po;
 using embedding_all_to_all::Call;
 using embedding_all_to_all::Plan;
 using embedding_all_to_all::Table;
+using SparsePlan = sparse_all_reduce::Plan;
+using SparseReport = sparse_all_reduce::Report;
 
 int main() {
   CONSTANT(kMaxPes);
@@ -105,5 +111,38 @@ int main() {
   FIELD(Call, weights);
   FIELD(Call, num_indices);
   FIELD(Call, output_offset);
+
+  STRUCT(RowSets);
+  FIELD(RowSets, num_rows);
+  FIELD(RowSets, num_words);
+  FIELD(RowSets, planes_offset);
+  FIELD(RowSets, headers_offset);
+  FIELD(RowSets, first_entry);
+  FIELD(RowSets, totals);
+  FIELD(RowSets, listed);
+
+  STRUCT(SparsePlan);
+  FIELD(SparsePlan, team);
+  FIELD(SparsePlan, sets);
+  FIELD(SparsePlan, row_bytes);
+  FIELD(SparsePlan, capacity);
+  FIELD(SparsePlan, progress_offset);
+  FIELD(SparsePlan, num_workers);
+  FIELD(SparsePlan, gather_offset);
+  FIELD(SparsePlan, low_offset);
+  FIELD(SparsePlan, rows_out);
+  FIELD(SparsePlan, num_rows_out);
+  FIELD(SparsePlan, num_entries);
+  FIELD(SparsePlan, report);
+  FIELD(SparsePlan, splits_partials);
+  FIELD(SparsePlan, reports_overflow);
+  FIELD(SparsePlan, divisor);
+  FIELD(SparsePlan, all_reachable);
+
+  STRUCT(SparseReport);
+  FIELD(SparseReport, state);
+  FIELD(SparseReport, num_rows);
+  FIELD(SparseReport, num_shares);
+  FIELD(SparseReport, phase_ns);
   return 0;
 }
