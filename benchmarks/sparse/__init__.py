@@ -1,0 +1,1 @@
+"""The parts of the benchmark of sparse_all_reduce."""
