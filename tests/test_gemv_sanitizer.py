@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from host_driver.build import CUDA, compile_source
-from test_protocol_sanitizer import Edit, Mutation, Run, check_silent
+from test_protocol_sanitizer import Edit, Run, check_silent
 from test_protocol_sanitizer import run as run  # the fixture
 
 KERNEL = "kernels/gemv_all_reduce.cuh"
+PIPELINE = "kernels/gemv/tile_pipeline.cuh"
+EXCHANGE = "kernels/gemv/packet_exchange.cuh"
+LAUNCH = "comm/launch.cuh"
 GROUPS = "platform/groups.cuh"
 MEMORY = "platform/memory.cuh"
 ALGORITHMS = ("one_shot", "two_phase")
+NOTICED = (3, 4, 5, 66)  # wrong output, an abort, a launch that took part behind an aborted one; a race
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Edits that a run of the driver with these arguments must notice."""
+
+    edits: tuple[Edit, ...]
+    arguments: str
+    algorithm: str = "one_shot"
 
 
 def _compile(cuda: Path, program: Path, algorithm: str) -> None:
@@ -31,6 +45,11 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {algorithm: folder / algorithm for algorithm in ALGORITHMS}
 
 
+# A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
+TROUBLE = "--stop-pe=1 --trouble-at=3 --queued=3 --epochs=6 --timeout-ms=1500"
+BEHIND_TROUBLE = f"--pes=3 --threads=3 --rows=30 {TROUBLE}"
+BEHIND_TROUBLE_STAGED = f"{BEHIND_TROUBLE} --staged=1 --delay-us=100"
+
 CASES = {
     "alone": "--pes=1 --threads=3",
     "lone_warp": "--pes=3",
@@ -42,6 +61,10 @@ CASES = {
     "no_columns": "--pes=2 --threads=3 --columns=0",
     "staged": "--pes=2 --threads=2 --rows=30 --staged=1 --delay-us=100",
     "staged_late": "--pes=2 --rows=30 --staged=1 --delay-us=100 --slow-pe=0",
+    "passes": "--pes=2 --threads=5",  # of `receive`; so many threads that one finishes what others have taken
+    "passes_of_many": "--pes=3 --threads=5 --wgs=2 --vectors=7",
+    "behind_an_aborted_launch": BEHIND_TROUBLE,
+    "behind_an_aborted_launch_staged": BEHIND_TROUBLE_STAGED,
 }
 
 
@@ -55,12 +78,12 @@ SERVED = "--pes=2 --threads=4 --wgs=1"
 FEW_TILES = "--pes=2 --threads=4 --rows=16"  # so few that no warp has met the serving ones over a slot
 STAGED = "--pes=2 --threads=2 --rows=30 --staged=1 --delay-us=300 --slow-pe=0"
 MUTATIONS = {
-    "parts_are_not_awaited": Mutation((Edit(KERNEL, "shared_.stored[slot].await(round);", ""),), SERVED),
+    "parts_are_not_awaited": Mutation((Edit(PIPELINE, "shared_.stored[slot].await(round);", ""),), SERVED),
     "slot_is_free_before_it_is_read": Mutation(
         (
-            Edit(KERNEL, "        warp.sync();\n        if (warp.rank() == 0) shared_.sent[slot].arrive();\n", ""),
+            Edit(PIPELINE, "        warp.sync();\n        if (warp.rank() == 0) shared_.sent[slot].arrive();\n", ""),
             Edit(
-                KERNEL,
+                PIPELINE,
                 "shared_.stored[slot].await(round);\n",
                 "shared_.stored[slot].await(round);\n        if (warp.rank() == 0) shared_.sent[slot].arrive();\n",
             ),
@@ -87,15 +110,41 @@ MUTATIONS = {
         ),
         SERVED,
     ),
-    "one_area_for_all_epochs": Mutation((Edit(KERNEL, "return team_.epoch % 2;", "return 0;"),), SERVED),
+    "one_area_for_all_epochs": Mutation((Edit(EXCHANGE, "return team_.epoch % 2;", "return 0;"),), SERVED),
     "any_packet_will_do": Mutation(
-        (Edit(KERNEL, "if (packet.flag == flag()) return true;", "if (packet.flag != 1) return true;"),), SERVED
+        (Edit(EXCHANGE, "if (packet.flag == flag()) return true;", "if (packet.flag != 1) return true;"),), SERVED
     ),
     "no_sync_before_receive": Mutation(
-        (Edit(KERNEL, "worker.run_tiles(begun.stream);\n    wg.sync();", "worker.run_tiles(begun.stream);"),), FEW_TILES
+        (
+            Edit(
+                KERNEL, "exchange.send(tile, parts, warp); });\n    wg.sync();", "exchange.send(tile, parts, warp); });"
+            ),
+        ),
+        FEW_TILES,
     ),
     "staged_packets_before_their_word": Mutation(
-        (Edit(KERNEL, "    if (is_near(sender)) return true;\n", "    if (sender >= 0) return true;\n"),), STAGED
+        (Edit(EXCHANGE, "    if (is_near(sender)) return true;\n", "    if (sender >= 0) return true;\n"),), STAGED
+    ),
+    "no_fence_behind_put_packets": Mutation((Edit(EXCHANGE, "    put_fence(team_);\n", ""),), STAGED),
+    "no_sync_between_passes": Mutation((Edit(EXCHANGE, "      if (first != 0) wg_.sync();\n", ""),), CASES["passes"]),
+    "takes_part_behind_an_aborted_launch": Mutation(
+        (Edit(LAUNCH, "return aborted == 0 || aborted >= team.epoch;", "return true;"),),
+        BEHIND_TROUBLE,
+    ),
+    "sends_behind_an_aborted_launch": Mutation(
+        (
+            Edit(
+                EXCHANGE,
+                "    if (shared_.takes_part == 0) return;\n    const uint64_t offset = partial_offset(",
+                "    const uint64_t offset = partial_offset(",
+            ),
+        ),
+        BEHIND_TROUBLE,
+    ),
+    "puts_results_behind_an_aborted_launch": Mutation(
+        (Edit(EXCHANGE, "if (wg_.rank() != 0 || shared_.takes_part == 0) return;", "if (wg_.rank() != 0) return;"),),
+        BEHIND_TROUBLE_STAGED,
+        algorithm="two_phase",
     ),
 }
 
@@ -110,7 +159,11 @@ def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
         found = text.count(edit.old)
         assert found == edit.count, f"{edit.file} has {edit.old!r} {found} times, not {edit.count}: update the mutation"
         (mutated / edit.file).write_text(text.replace(edit.old, edit.new))
-    _compile(mutated, tmp_path / "driver", "one_shot")
+    _compile(mutated, tmp_path / "driver", mutation.algorithm)
     # A race is reported only where the threads meet; where nothing is reported, they get another chance.
-    if all(run(tmp_path / "driver", mutation.arguments).returncode == 0 for _ in range(6)):
-        pytest.fail(f"{name} went unnoticed")
+    for _ in range(6):
+        result = run(tmp_path / "driver", mutation.arguments)
+        if result.returncode != 0:
+            assert result.returncode in NOTICED, f"exit status {result.returncode}\n{result.stderr[:4000]}"
+            return
+    pytest.fail(f"{name} went unnoticed")

@@ -19,8 +19,6 @@ __all__ = ["PHASES", "time_phases"]
 PHASES = ("row sets", "row numbers", "rows")
 """Until the PEs know each other's row sets; until the result's indices are there; until all rows have come."""
 
-_GATHERS = 3  # of a plan's signature
-
 
 def time_phases(world: World, call: Callable[[], object], *, trials: int) -> tuple[dict[str, float], str]:
     """Time the phases of one launch of the operator; collective.
@@ -45,9 +43,7 @@ def time_phases(world: World, call: Callable[[], object], *, trials: int) -> tup
         call()
         world.check()
         launched = [
-            (list(plan.report.phase_ns), bool(signature[_GATHERS]))
-            for signature, plan in state_of(world).plans.items()
-            if plan.report.state
+            (list(plan.report.phase_ns), plan.gathers) for plan in state_of(world).plans.values() if plan.report.state
         ]
         if not launched:
             raise RuntimeError("the call has not launched the operator")

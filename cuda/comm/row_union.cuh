@@ -188,6 +188,7 @@ class RowUnion {
       const int64_t before = entry > shared_.first_entry ? static_cast<int64_t>(rows_[entry - 1]) : -1;
       if (row == before) continue;
       const int64_t word = row / kRowsPerWord;
+      if (row < first_row || row >= end_row) continue;  // not sorted, which has been reported
       atomic_or_relaxed_wg(&shared_.words[word - first], 1ull << row % kRowsPerWord);
       if (before < 0 || before / kRowsPerWord != word) sets_.first_entry[word] = static_cast<uint32_t>(entry);
     }
@@ -260,7 +261,7 @@ PO_FN RowPlace find_row(const Team& team, const RowSets& sets, const Index* rows
   if (place.contributors >> team.rank & 1) {
     // Each row of this PE below it in the word has an entry or more.
     const int64_t from = sets.first_entry[word] + count_bits(own & bits_below(bit));
-    place.first_entry = lower_bound_near(rows, from, num_entries, row);
+    place.first_entry = min_of(lower_bound_near(rows, from, num_entries, row), num_entries - 1);
   }
   return place;
 }

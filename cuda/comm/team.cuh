@@ -46,7 +46,14 @@ enum Phase : uint64_t {
   kPhaseShare = 7,
   kPhaseRows = 8
 };
-enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2, kBadRow = 3, kBadCount = 4, kTooManyRows = 5 };
+enum InputErrorKind : uint64_t {
+  kBadIndex = 1,
+  kBadOffset = 2,
+  kBadRow = 3,
+  kBadCount = 4,
+  kTooManyRows = 5,
+  kNotAscending = 6
+};
 
 // Host-visible memory. `state` is released last and makes the other fields valid.
 struct ErrorRecord {

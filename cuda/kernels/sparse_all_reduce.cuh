@@ -451,6 +451,14 @@ PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& c
     count = min_of(max_of<int64_t>(given, 0), call.num_entries);
     if (reports && given != count) report_input_error(plan, kBadCount, 0, given, call.num_entries);
   }
+  // Nobody has sorted them: a wrong promise must not become a wrong sum.
+  const auto stride = static_cast<int64_t>(wg.count()) * wg.size();
+  for (int64_t entry = 1 + static_cast<int64_t>(wg.index()) * wg.size() + wg.rank();
+       call.order == nullptr && entry < count; entry += stride) {
+    const auto row = static_cast<int64_t>(call.rows[entry]);
+    if (row > static_cast<int64_t>(call.rows[entry - 1])) continue;
+    report_input_error(plan, kNotAscending, entry, row, static_cast<int64_t>(call.rows[entry - 1]));
+  }
   if (!reports || count == 0) return count;
   for (const int64_t entry : {int64_t{0}, count - 1}) {
     const auto row = static_cast<int64_t>(call.rows[entry]);

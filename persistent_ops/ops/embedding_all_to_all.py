@@ -10,6 +10,7 @@ import torch
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
 from .embedding_plan import MODES, SCHEDULES, TUNING, EmbeddingPlan, average_pooling, check_types
+from .plain_call import is_plain
 from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
@@ -86,7 +87,7 @@ def embedding_all_to_all(
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
-    if not torch.compiler.is_compiling() and _is_plain(weights, indices, offsets, per_sample_weights):
+    if not torch.compiler.is_compiling() and is_plain((indices, offsets), (per_sample_weights,), weights):
         # The host's share of an eager call counts: by-passing the dispatcher saves most of it. Same code as behind it.
         world = _world.current()
         tables = _table_sets(world).find(weights)
@@ -141,22 +142,6 @@ def _completed(
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
     return dim_per_rank, batch_per_rank, dtype
-
-
-def _is_plain(
-    weights: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, factors: torch.Tensor | None
-) -> bool:
-    """Return whether nobody but the kernel wants to see this call: no autograd, mode, transform or tensor subclass."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    if type(indices) is not torch.Tensor or type(offsets) is not torch.Tensor:
-        return False
-    if factors is not None and type(factors) is not torch.Tensor:
-        return False
-    try:
-        return not _needs_gradient(weights, factors)
-    except (AttributeError, TypeError):
-        return False  # not tensors: the checks behind the slow path say so
 
 
 def _needs_gradient(weights: Sequence[torch.Tensor], factors: torch.Tensor | None) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from ..runtime import world as _world
 from .gemv_plan import ALGORITHMS, MAX_VECTORS, SCALARS, TUNING, GemvPlan, choose_algorithm, plans_of
+from .plain_call import is_plain
 
 __all__ = ["gemv_all_reduce", "reference"]
 
@@ -75,7 +76,7 @@ def gemv_all_reduce(
     Operations" (SC24), section III-B.
     """
     if not torch.compiler.is_compiling():
-        if weight is not None and x is not None and _is_plain(weight, x, bias, residual, out):
+        if is_plain((weight, x), (bias, residual, out)):
             return _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
         _check_types(weight, x, bias, residual, out)
     if out is None:
@@ -88,21 +89,6 @@ def gemv_all_reduce(
         weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out=out
     )
     return out
-
-
-def _is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Return whether nobody but the kernel wants to see this call: no autograd, mode, transform or tensor subclass."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    is_recording = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            return False
-        if is_recording and tensor.requires_grad:
-            return False
-    return True
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------

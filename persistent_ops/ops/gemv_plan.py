@@ -228,6 +228,7 @@ class GemvPlan:
         if world.backend.name == "host":  # most choices are not about the host: one library for all of them
             defines = dict(request.defines) | {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true"}
             defines |= {"PO_WARPS": "8", "PO_OVERLAPS": "false"}
+            defines["PO_VECTORS"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
             request = dataclasses.replace(request, defines=tuple(defines.items()))
         self._kernel: Kernel = world.backend.load(request)
         if self._kernel.max_blocks_per_sm() < 1:

@@ -20,8 +20,8 @@ _NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, und
 _library = torch.library.Library("persistent_ops", "FRAGMENT")
 _library.define(f"{_NAME}(Tensor x, str op, str algorithm) -> Tensor")
 _library.define(
-    f"{_NAME}_into(Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, *, "
-    "Tensor(a!) out_indices, Tensor(b!) out_values, Tensor(c!) out_count) -> ()"
+    f"{_NAME}_into(Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, "
+    "bool is_coalesced=False, *, Tensor(a!) out_indices, Tensor(b!) out_values, Tensor(c!) out_count) -> ()"
 )
 
 
@@ -82,6 +82,7 @@ def sparse_all_reduce_into(
     count: torch.Tensor | None = None,
     op: str = "sum",
     algorithm: str = "auto",
+    is_coalesced: bool = False,
 ) -> None:
     """Sum sparse tensors over all PEs into buffers, without the host: for CUDA graphs.
 
@@ -99,18 +100,24 @@ def sparse_all_reduce_into(
         count: `[1]`, int64, on the device: how many of the n entries are valid; None for all.
         op: "sum" or "mean".
         algorithm: "auto", "owner" or "allgather", see there; "auto" chooses by the size of the buffers.
+        is_coalesced: whether the valid indices are ascending and each occurs once, so that they need not be sorted.
 
     Raises:
         TypeError, ValueError, NotSymmetricError: an argument; before anything is launched.
         CapacityError: the union has more rows than the buffers; nothing is written but `out_count`, which tells how
             many there are. On every PE; the world stays usable.
         IndexError: a row out of range, or a count; such entries are skipped.
+        ValueError: the indices are not as `is_coalesced` says. The sums are wrong, on all PEs.
         PeerTimeoutError, ContractMismatchError: as with `sparse_all_reduce`; `out_values` is NaN.
         RuntimeError: a CUDA-graph capture meets buffers that were not used before.
 
     Collective, on the current stream; the first call with these buffers is blocking, and may not be captured. On "cuda"
     errors of the launch come with the next operator or `po.check()`.
     """
+    if not torch.compiler.is_compiling():
+        named = (("out_indices", out_indices), ("out_values", out_values), ("out_count", out_count), ("count", count))
+        check_tensors(*named[:3], *named[3:] if count is not None else ())
+        check_entries(indices, values, num_rows, _world.current().backend.device)
     torch.ops.persistent_ops.sparse_all_reduce_into(
         indices,
         values,
@@ -118,6 +125,7 @@ def sparse_all_reduce_into(
         count,
         op,
         algorithm,
+        is_coalesced,
         out_indices=out_indices,
         out_values=out_values,
         out_count=out_count,
@@ -425,6 +433,13 @@ def check_choices(op: str, algorithm: str, algorithms: Sequence[str]) -> None:
         raise ValueError(f"algorithm: expected one of {', '.join(map(repr, algorithms))}, got {algorithm!r}")
 
 
+def check_tensors(*named: tuple[str, Any]) -> None:
+    """Raise for what is no tensor."""
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+
+
 def check_values(name: str, dtype: torch.dtype, device: torch.device, expected: torch.device) -> None:
     """Raise for a dtype or device that the kernel does not take."""
     if dtype not in SCALARS:
@@ -445,9 +460,9 @@ def check_entries(
     indices: torch.Tensor, values: torch.Tensor, num_rows: int, device: torch.device
 ) -> tuple[int, tuple[int, ...]]:
     """Return n and the rows' shape; raise for entries that the kernel does not take."""
-    for name, tensor in (("indices", indices), ("values", values)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    check_tensors(("indices", indices), ("values", values))
+    if not isinstance(num_rows, int):
+        raise TypeError(f"num_rows: expected a whole number, got {num_rows!r}")
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices: expected int32 or int64, got {indices.dtype}")
     if indices.dim() != 1:
@@ -462,7 +477,6 @@ def check_entries(
 
 
 def _check_buffers(
-    row_shape: tuple[int, ...],
     values: torch.Tensor,
     count: torch.Tensor | None,
     out_indices: torch.Tensor,
@@ -470,6 +484,7 @@ def _check_buffers(
     out_count: torch.Tensor,
 ) -> int:
     """Return the capacity; raise for buffers that do not go together."""
+    row_shape = tuple(values.shape[1:])
     if tuple(out_values.shape[1:]) != row_shape or out_values.dim() < 1:
         raise ValueError(
             f"out_values: expected [capacity, {', '.join(map(str, row_shape))}], got {list(out_values.shape)}"
@@ -477,8 +492,8 @@ def _check_buffers(
     capacity = out_values.shape[0]
     if out_values.dtype != values.dtype:
         raise TypeError(f"out_values: expected the values' dtype {values.dtype}, got {out_values.dtype}")
-    named = (("out_indices", out_indices, (capacity,)), ("out_count", out_count, (1,)), ("count", count, (1,)))
-    for name, tensor, shape in named:
+    shapes = (("out_indices", out_indices, (capacity,)), ("out_count", out_count, (1,)), ("count", count, (1,)))
+    for name, tensor, shape in shapes:
         if tensor is None:
             continue
         if tensor.dtype != torch.int64:
@@ -511,6 +526,7 @@ def _run_into(
     count: torch.Tensor | None,
     op: str,
     algorithm: str,
+    is_coalesced: bool = False,
     *,
     out_indices: torch.Tensor,
     out_values: torch.Tensor,
@@ -519,10 +535,10 @@ def _run_into(
     world = _world.current()
     check_choices(op, algorithm, ALGORITHMS[:-1])
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
-    capacity = _check_buffers(row_shape, values, count, out_indices, out_values, out_count)
+    capacity = _check_buffers(values, count, out_indices, out_values, out_count)
     output_offset = world.heap.offset_of(out_values, "out_values")
     layout = Layout(num_rows, row_shape, values.dtype, op)
-    entries = sorted_entries(indices, values, count)
+    entries = Entries(indices.contiguous(), None, values) if is_coalesced else sorted_entries(indices, values, count)
     tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
     gathers = algorithm == "allgather"
     if algorithm == "auto":
@@ -550,13 +566,14 @@ def _fake_into(
     count: torch.Tensor | None,
     op: str,
     algorithm: str,
+    is_coalesced: bool = False,
     *,
     out_indices: torch.Tensor,
     out_values: torch.Tensor,
     out_count: torch.Tensor,
 ) -> None:
     check_choices(op, algorithm, ALGORITHMS[:-1])
-    _check_buffers(tuple(values.shape[1:]), values, count, out_indices, out_values, out_count)
+    _check_buffers(values, count, out_indices, out_values, out_count)
 
 
 def _backward(context: object, gradient: torch.Tensor) -> None:

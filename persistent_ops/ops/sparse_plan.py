@@ -210,13 +210,24 @@ def _reserve_planes(world: World, state: SparseState, num_words: int) -> None:
 
 
 def _reserve_gather(world: World, state: SparseState, nbytes: int) -> None:
+    """Make room for all PEs' rows in fp32; collective where it grows. The old room goes where no graph uses it."""
     if state.gather is not None and state.gather.nbytes >= nbytes:
         return
-    state.gather = world.heap.empty((1 << (nbytes - 1).bit_length() >> 3,), torch.int64)
+    users = {key for key, plan in state.plans.items() if plan.gathers}
+    if state.gather is not None and not any(state.plans[key] in world.captured for key in users):
+        world.backend.synchronize()
+        for key in users:
+            del state.plans[key]
+        world.heap.free(state.gather)
+    state.gather = world.heap.empty((-(-nbytes // 8),), torch.int64)
 
 
 class SparsePlan:
     """One signature's kernel and plan. Made by all PEs together.
+
+    Attributes:
+        layout, capacity, gathers: see below.
+        report: what the last launch told.
 
     Args:
         world: of this PE.
@@ -277,6 +288,7 @@ class SparsePlan:
         self._grid = state.grid
         self.layout = layout
         self.capacity = capacity
+        self.gathers = gathers
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(Report))
         self.report = Report.from_address(self._mailbox.data_ptr())
         values = (

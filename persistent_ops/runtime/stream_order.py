@@ -10,9 +10,9 @@ __all__ = ["StreamOrder"]
 class StreamOrder:
     """What earlier launches on a workspace leave for the next one to be ordered behind.
 
-    Eager launches follow one another, and so do the launches of one capture, where the event becomes an edge of the graph.
-    Nothing connects two captures, or a capture and eager launches: CUDA allows no such edge (it invalidates the capture),
-    and none is needed before the replay, which its stream orders like any other use of a graph's memory.
+    Eager launches follow one another, and so do the launches of one capture, where the event becomes an edge of the
+    graph. Nothing connects two captures, or a capture and eager launches: CUDA allows no such edge (it invalidates the
+    capture), and none is needed before the replay, which its stream orders like any other use of a graph's memory.
 
     Args:
         device: whose current stream launches go to.
@@ -21,30 +21,32 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._eager: tuple[int, torch.cuda.Stream] | None = None
-        self._captured: tuple[int, torch.cuda.Stream] | None = None
+        self._captured: dict[int, tuple[int, torch.cuda.Stream]] = {}  # by the capture's number
 
     def follow(self, stream: int) -> None:
         """Order what comes next on the current stream, whose handle is `stream`, behind the last launch.
 
         Raises:
-            RuntimeError: the last eager launch is on a stream that has begun a capture since, so nothing outside of that
-                capture can wait for it.
+            RuntimeError: the last eager launch is on a stream that has begun a capture since, so nothing outside of
+                that capture can wait for it.
         """
         if torch.cuda.is_current_stream_capturing():
             here = torch.cuda.current_stream(self._device)
             capture = _capture_of(stream)
-            # In the same capture the last stream still is: a stream leaves it with the capture's end alone.
-            if self._captured is not None and self._captured[0] == capture and self._captured[1] != here:
-                _wait(here, self._captured[1])
-            self._captured = (capture, here)
+            last = self._captured.get(capture)
+            if last is None:
+                self._captured = {number: at for number, at in self._captured.items() if _capture_of(at[0]) == number}
+            elif last[0] != stream:
+                _wait(here, last[1])  # it is still in this capture: a stream leaves one with the capture's end alone
+            self._captured[capture] = (stream, here)
         elif self._eager is None or self._eager[0] != stream:
             here = torch.cuda.current_stream(self._device)
             if self._eager is not None:
                 if _capture_of(self._eager[0]):
                     # An event recorded there now would draw this stream into the capture.
                     raise RuntimeError(
-                        "the last launch outside of a CUDA graph was on a stream that is being captured now, and this one "
-                        "on another stream cannot wait for it: launch here before that capture begins, or after its end"
+                        "the last launch outside of a CUDA graph was on a stream that is being captured now, and this "
+                        "one on another stream cannot wait for it: launch before that capture begins, or after its end"
                     )
                 _wait(here, self._eager[1])
             self._eager = (stream, here)

@@ -199,6 +199,11 @@ class Workspace:
             )
         if record.kind == 4:
             return IndexError(f"count: {record.value} entries are not within 0 to {record.limit}, those there are")
+        if record.kind == 6:
+            return ValueError(
+                f"indices: entry {record.bag} is row {record.value}, behind row {record.limit}, in what was said to be "
+                "coalesced; the sums are wrong"
+            )
         return CapacityError(
             f"out_values: the PEs have {record.value} rows together, capacity {record.limit}: "
             f"{record.value - record.limit} too many; nothing was written"

@@ -1,8 +1,12 @@
 // Runs the host build of gemv_all_reduce with all PEs as threads of one process, launch after launch, and checks every
 // output. Built with -fsanitize=thread, as embedding_driver.cpp: what is not ordered by the protocol is a data race.
 //
-// Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort; ThreadSanitizer adds its own.
+// A WG's room for incoming packets is small here, so that three vectors of some tens of rows take several passes.
+//
+// Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort that was not expected (or one that was, and
+// did not come), 5 a launch behind an aborted one took part; ThreadSanitizer adds its own.
 
+#include <algorithm>
 #include <barrier>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#define PO_HOST_ROOM 1024
 #include "kernels/gemv_all_reduce.cuh"
 
 namespace {
@@ -23,12 +28,18 @@ using po::gemv_all_reduce::Plan;
 
 constexpr int kWrongOutput = 3;
 constexpr int kAbort = 4;
+constexpr int kTookPart = 5;
 constexpr uint64_t kReadyStride = 64;
 
-std::map<std::string, int64_t> options{
-    {"--pes", 2},      {"--rows", 85},      {"--columns", 40},     {"--vectors", 3}, {"--wgs", 1},
-    {"--threads", 1},  {"--epochs", 8},     {"--first-epoch", 1},  {"--staged", 0},  {"--delay-us", 0},
-    {"--slow-pe", -1}, {"--slow-us", 3000}, {"--timeout-ms", 4000}};
+std::map<std::string, int64_t>
+    options{{"--pes", 2},         {"--rows", 85},         {"--columns", 40}, {"--vectors", 3},
+            {"--wgs", 1},         {"--threads", 1},       {"--epochs", 8},   {"--first-epoch", 1},
+            {"--staged", 0},      {"--delay-us", 0},       // longest delay of an operation of the network
+            {"--slow-pe", -1},                             // sleeps before each of its launches ...
+            {"--slow-us", 3000},  {"--timeout-ms", 4000},  // of one wait
+            {"--stop-pe", -1},                             // does not launch at ...
+            {"--trouble-at", -1},                          // ... this launch (from 0); then all recover and go on
+            {"--queued", 0}};  // launches behind that one that do not look at errors, as in a GPU's queue
 
 // Small whole numbers: sums are exact in fp32.
 float weight_value(int pe, int64_t row, int64_t k) { return static_cast<float>((row * 7 + k * 3 + pe) % 9 - 4); }
@@ -36,13 +47,19 @@ float x_value(int pe, int64_t n, int64_t k, int64_t launch) {
   return static_cast<float>((n * 5 + k + pe * 2 + launch * 11) % 7 - 3);
 }
 
+// What the PEs tell each other on the host.
+struct World {
+  explicit World(int size) : meeting(size), epochs(static_cast<size_t>(size)) {}
+
+  std::barrier<> meeting;
+  std::vector<uint64_t> epochs;  // of each PE: the last launch that it may have taken part in
+};
+
 struct Pe {
-  Pe(int rank_in, int size_in) : rank(rank_in), size(size_in) {
+  Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t k = 0; k < columns; ++k) weight.push_back(weight_value(rank, row, k));
     }
-    const int64_t tiles = po::ceil_div<int64_t>(rows, po::kTileRows);
-    const int64_t items = vectors * Config::kItemsPerVector;
     uint64_t bytes = 0;
     auto take = [&](uint64_t length) {
       const uint64_t offset = bytes;
@@ -53,10 +70,11 @@ struct Pe {
     team.grants_offset = take(static_cast<uint64_t>(size + 2) * sizeof(po::Grant));
     team.ready_offset = take(static_cast<uint64_t>(size) * kReadyStride * 8);
     team.abort_offset = take(static_cast<uint64_t>(size) * 8);
-    plan.partials_bytes = static_cast<uint64_t>(size * tiles * items * Config::kPacketsPerItem) * sizeof(po::Packet);
-    plan.partials_offset = take(2 * plan.partials_bytes);
-    plan.results_bytes = static_cast<uint64_t>(tiles * items) * sizeof(po::Packet);
-    plan.results_offset = take(2 * plan.results_bytes);
+    plan.packets.partials_bytes =
+        static_cast<uint64_t>(size * tiles * items * Config::kPacketsPerItem) * sizeof(po::Packet);
+    plan.packets.partials_offset = take(2 * plan.packets.partials_bytes);
+    plan.packets.results_bytes = static_cast<uint64_t>(tiles * items) * sizeof(po::Packet);
+    plan.packets.results_offset = take(2 * plan.packets.results_bytes);
     heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
     std::memset(heap, 0, bytes);
     team.rank = rank;
@@ -68,9 +86,9 @@ struct Pe {
     team.input_error = &input_error;
     team.timeout_ns = static_cast<uint64_t>(options["--timeout-ms"]) * 1000000;
     team.contract_hash = 0x5a5a;
-    plan.num_tiles = tiles;
-    plan.output_stride = rows;
-    plan.all_reachable = size == 1 || options["--staged"] == 0;
+    plan.output.num_tiles = tiles;
+    plan.output.stride = rows;
+    plan.packets.all_reachable = size == 1 || options["--staged"] == 0;
     local.epoch = static_cast<uint64_t>(options["--first-epoch"]) - 1;
   }
 
@@ -78,9 +96,9 @@ struct Pe {
     std::vector<uint64_t> heaps;
     for (int pe = 0; pe < size; ++pe) {
       heaps.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
-      plan.heaps[pe] = plan.all_reachable || pe == rank ? heaps.back() : 0;
+      plan.packets.heaps[pe] = plan.packets.all_reachable || pe == rank ? heaps.back() : 0;
     }
-    plan.team.peer_heaps = plan.heaps;
+    plan.team.peer_heaps = plan.packets.heaps;
     network = std::make_unique<po::DelayedNetwork>(heaps.data(), size, static_cast<uint64_t>(options["--delay-us"]),
                                                    static_cast<uint64_t>(rank + 1));
     plan.team.network = network.get();
@@ -89,18 +107,12 @@ struct Pe {
   void run() {
     for (int64_t launch = 0; launch < options["--epochs"]; ++launch) {
       if (rank == options["--slow-pe"]) usleep(static_cast<useconds_t>(options["--slow-us"]));
-      std::vector<float> x;
-      for (int64_t n = 0; n < vectors; ++n) {
-        for (int64_t k = 0; k < columns; ++k) x.push_back(x_value(rank, n, k, launch));
+      if (launch == options["--trouble-at"]) {
+        if (rank != options["--stop-pe"]) run_into_trouble(launch);
+        recover();
+        continue;
       }
-      std::vector<float> output(static_cast<size_t>(vectors * rows), -1e9f);
-      const auto shape = static_cast<uint64_t>(rows) | static_cast<uint64_t>(rank) << 17 |
-                         static_cast<uint64_t>(size) << 23 | static_cast<uint64_t>(vectors - 1) << 30 |
-                         static_cast<uint64_t>(columns) << 34;
-      const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(weight.data()),
-                                              reinterpret_cast<uint64_t>(x.data()),
-                                              reinterpret_cast<uint64_t>(output.data()), 0, shape};
-      po::run_on_host<Kernel>(&plan, words, static_cast<int>(options["--wgs"]), static_cast<int>(options["--threads"]));
+      const std::vector<float> output = run_kernel(launch);
       if (error.state != 0) {
         std::fprintf(stderr, "PE %d, launch %ld: aborted, phase %lu, peer %lu\n", rank, launch, error.phase,
                      error.peer);
@@ -108,6 +120,87 @@ struct Pe {
       }
       check(output, launch);
     }
+  }
+
+  std::vector<float> run_kernel(int64_t launch) {
+    std::vector<float> x;
+    for (int64_t n = 0; n < vectors; ++n) {
+      for (int64_t k = 0; k < columns; ++k) x.push_back(x_value(rank, n, k, launch));
+    }
+    std::vector<float> output(static_cast<size_t>(vectors * rows), -1e9f);
+    const auto shape = static_cast<uint64_t>(rows) | static_cast<uint64_t>(rank) << 17 |
+                       static_cast<uint64_t>(size) << 23 | static_cast<uint64_t>(vectors - 1) << 30 |
+                       static_cast<uint64_t>(columns) << 34;
+    const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(weight.data()),
+                                            reinterpret_cast<uint64_t>(x.data()),
+                                            reinterpret_cast<uint64_t>(output.data()), 0, shape};
+    po::run_on_host<Kernel>(&plan, words, static_cast<int>(options["--wgs"]), static_cast<int>(options["--threads"]));
+    return output;
+  }
+
+  // A launch that a PE stays away from, and some behind it: all end, and no row has a value, as every row needs that PE.
+  void run_into_trouble(int64_t launch) {
+    for (int64_t i = 0; i <= options["--queued"]; ++i) {
+      const std::vector<float> output = run_kernel(launch + i);
+      if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
+        std::fprintf(stderr, "PE %d, launch %ld: did not notice the trouble, or not as it should\n", rank, launch + i);
+        std::_Exit(kAbort);
+      }
+      for (size_t place = 0; place < output.size(); ++place) {
+        if (po::float_bits(output[place]) != 0xffffffffu) {
+          std::fprintf(stderr, "PE %d, launch %ld: element %zu is %g, not poisoned\n", rank, launch + i, place,
+                       output[place]);
+          std::_Exit(kWrongOutput);
+        }
+      }
+    }
+  }
+
+  // What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
+  void recover() {
+    world.epochs[static_cast<size_t>(rank)] = error.state != 0 ? error.epoch : local.epoch;
+    world.meeting.arrive_and_wait();
+    network->quiet();
+    world.meeting.arrive_and_wait();
+    check_traces();
+    const uint64_t behind = static_cast<uint64_t>(options["--queued"]) + 2;
+    const uint64_t epoch = *std::max_element(world.epochs.begin(), world.epochs.end()) + behind;
+    std::memset(heap + plan.team.abort_offset, 0, static_cast<size_t>(size) * 8);
+    local = {};
+    local.epoch = epoch;
+    error.state = 0;
+    world.meeting.arrive_and_wait();
+  }
+
+  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
+  void check_traces() const {
+    const po::Team& team = plan.team;
+    for (int sender = 0; sender < size; ++sender) {
+      check_trace("credit", sender, *po::local_word(team, po::grant_offset(team, sender)));
+      for (uint64_t i = 0; i < kReadyStride; ++i) {
+        check_trace("sliceRdy word", sender, *po::local_word(team, po::ready_word_offset(team, sender, i)));
+      }
+    }
+    for (uint64_t parity = 0; parity < 2; ++parity) {
+      const auto* sums = reinterpret_cast<const po::Packet*>(heap + plan.packets.partials_offset +
+                                                             parity * plan.packets.partials_bytes);
+      const auto* results =
+          reinterpret_cast<const po::Packet*>(heap + plan.packets.results_offset + parity * plan.packets.results_bytes);
+      const int64_t per_sender = tiles * items * Config::kPacketsPerItem;
+      for (int64_t i = 0; i < size * per_sender; ++i) {
+        check_trace("sum", static_cast<int>(i / per_sender), sums[i].flag);
+      }
+      for (int64_t i = 0; i < tiles * items; ++i) {
+        check_trace("result", po::RowTiles::owner_of(static_cast<int>(i / items), size), results[i].flag);
+      }
+    }
+  }
+
+  void check_trace(const char* what, int sender, uint64_t flag) const {
+    if (po::epoch_of(flag) <= world.epochs[static_cast<size_t>(sender)]) return;
+    std::fprintf(stderr, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu\n", rank, what, sender,
+                 po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
+    std::_Exit(kTookPart);
   }
 
   void check(const std::vector<float>& output, int64_t launch) const {
@@ -127,11 +220,14 @@ struct Pe {
     }
   }
 
+  World& world;
   const int rank;
   const int size;
   const int64_t rows = options["--rows"];
   const int64_t columns = options["--columns"];
   const int64_t vectors = options["--vectors"];
+  const int64_t tiles = po::ceil_div<int64_t>(rows, po::kTileRows);
+  const int64_t items = vectors * Config::kItemsPerVector;  // of a tile
   std::vector<float> weight;
   Plan plan{};
   uint8_t* heap = nullptr;
@@ -154,8 +250,9 @@ int main(int argc, char** argv) {
     options[argument.substr(0, equals)] = std::stoll(argument.substr(equals + 1));
   }
   const auto size = static_cast<int>(options["--pes"]);
+  World world(size);
   std::vector<std::unique_ptr<Pe>> pes;
-  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(rank, size));
+  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(world, rank, size));
   for (auto& pe : pes) pe->connect(pes);
   std::vector<std::thread> threads;
   for (auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });

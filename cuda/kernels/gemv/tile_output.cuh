@@ -1,0 +1,68 @@
+// What becomes of a tile's sums: bias, residual, the one rounding, and the place of each element in the output.
+//
+// An item is what one thread finishes: kItem rows of one vector, as many results as a packet holds.
+#pragma once
+
+#include "sched/row_tiles.cuh"
+
+namespace po::gemv_all_reduce {
+
+// A part of the plan.
+struct OutputPlan {
+  int64_t num_tiles;    // of this launch's rows
+  int64_t stride;       // elements from one vector of the output, or the residual, to the next
+  const uint8_t* bias;  // null, or the bias of this launch's first row
+};
+
+template <class Config, class Call>
+class TileOutput {
+ public:
+  using Scalar = typename Config::Scalar;
+  using Storage = typename Scalar::Storage;
+  using Results = Storage[Config::kItem];
+
+  PO_FN TileOutput(const OutputPlan& plan, const Call& call) : plan_(plan), call_(call) {}
+  PO_FN int64_t num_tiles() const { return plan_.num_tiles; }
+
+  // Stores an item's results, and returns them.
+  PO_FN void finish(int tile, int item, const float (&sums)[Config::kItem], Results& results) const {
+    const auto* bias = reinterpret_cast<const Storage*>(plan_.bias);
+    const auto* residual = reinterpret_cast<const Storage*>(call_.residual);
+    for_each_element(tile, item, [&](int i, int64_t row, int64_t place) {
+      float sum = sums[i];
+      if (bias != nullptr) sum += Scalar::to_float(bias[row]);
+      if (residual != nullptr) sum += Scalar::to_float(residual[place]);
+      results[i] = Scalar::from_float(sum);
+      output()[place] = results[i];
+    });
+  }
+
+  // Stores what the owner of the tile has finished.
+  PO_FN void store(int tile, int item, const Results& results) const {
+    for_each_element(tile, item, [&](int i, int64_t, int64_t place) { output()[place] = results[i]; });
+  }
+
+  // All bits set: NaN in fp32, fp16 and bf16.
+  PO_FN void poison(int tile, int item) const {
+    for_each_element(tile, item, [&](int, int64_t, int64_t place) { output()[place] = static_cast<Storage>(-1); });
+  }
+
+ private:
+  PO_FN Storage* output() const { return reinterpret_cast<Storage*>(call_.output); }
+
+  // use(i, row, place in output and residual) for the item's elements that are rows of the weight.
+  template <class Use>
+  PO_FN void for_each_element(int tile, int item, const Use& use) const {
+    const int64_t first_row = static_cast<int64_t>(tile) * kTileRows + item % Config::kItemsPerVector * Config::kItem;
+    const int64_t place = item / Config::kItemsPerVector * plan_.stride + first_row;
+    PO_UNROLL
+    for (int i = 0; i < Config::kItem; ++i) {
+      if (first_row + i < call_.num_rows()) use(i, first_row + i, place + i);
+    }
+  }
+
+  const OutputPlan& plan_;
+  const Call& call_;
+};
+
+}  // namespace po::gemv_all_reduce

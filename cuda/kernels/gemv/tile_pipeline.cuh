@@ -1,0 +1,131 @@
+// The way of a WG's tiles through its warps. A team of warps multiplies a tile, and each of the team leaves its part of
+// the sums in the tile's slot; a serving warp adds the parts up, sends the sums and gives the slot back.
+//
+// Nobody waits but in the two handovers of a slot (cuda/DESIGN.md, rows 15 and 16). A lone warp (host) does all in turn.
+#pragma once
+
+#include "platform/groups.cuh"
+#include "sched/row_tiles.cuh"
+#include "tile/weight_stream.cuh"
+
+namespace po::gemv_all_reduce {
+
+// What the warps of a team make of one tile: a part each.
+template <int kVectors>
+struct TileParts {
+  float* slots;  // [Config::kSlots][count][kVectors][kTileRows]
+  int slot;
+  int count;
+
+  PO_FN float* part(int index) const { return slots + (slot * count + index) * (kVectors * kTileRows); }
+
+  // Some values of the tile: the warps' parts of them, added up in the warps' order.
+  template <int kCount>
+  PO_FN void add_up(int first_value, float (&sums)[kCount]) const {
+    constexpr int kBatch = 4;  // parts that are loaded together
+    PO_UNROLL
+    for (int i = 0; i < kCount; ++i) sums[i] = 0;
+    for (int first = 0; first < count; first += kBatch) {
+      float parts[kBatch][kCount];
+      PO_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        const float* values = part(min_of(first + i, count - 1)) + first_value;
+        PO_UNROLL
+        for (int j = 0; j < kCount; ++j) parts[i][j] = first + i < count ? values[j] : 0.0f;
+      }
+      PO_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        PO_UNROLL
+        for (int j = 0; j < kCount; ++j) sums[j] += parts[i][j];
+      }
+    }
+  }
+};
+
+template <class Config>
+class TilePipeline {
+ public:
+  using Share = WarpShare<typename Config::Scalar>;
+  using Stream = typename Config::Stream;
+  using Vectors = typename Stream::VectorsOf;
+  using Parts = TileParts<Config::kVectors>;
+
+  struct Shared {
+    Handover stored[Config::kSlots];  // from all warps of a team to the one that sends: their parts are in the slot
+    Handover sent[Config::kSlots];    // back: the slot is free
+  };
+
+  PO_FN TilePipeline(const WorkGroup& wg, Shared& shared, const RowTiles& tiles, const Vectors& vectors)
+      : wg_(wg),
+        shared_(shared),
+        tiles_(tiles),
+        vectors_(vectors),
+        slots_(reinterpret_cast<float*>(vectors.own + vectors.own_bytes(vectors.num_columns))),
+        share_(share(wg, vectors.num_columns)) {}
+
+  // The last warps send and multiply nothing; the first of them also grants and awaits credit. A lone warp does all.
+  static PO_FN int num_serving(const WorkGroup& wg) { return min_of(Config::kServing, max_of(wg.num_warps() - 1, 1)); }
+  static PO_FN int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - num_serving(wg), 1); }
+  // 0 is the first serving warp; below 0: this one multiplies.
+  static PO_FN int serving_index(const WorkGroup& wg) { return wg.warp_index() - (wg.num_warps() - num_serving(wg)); }
+  static PO_FN Share share(const WorkGroup& wg, int num_columns) {
+    return Share::of_warp(num_columns, wg.warp_index(), num_computing(wg));
+  }
+
+  // The arena: the ring of the weights, which is the room for incoming packets later; the vectors; the warps' parts.
+  static PO_FN int ring_bytes([[maybe_unused]] const WorkGroup& wg) {
+#if PO_ON_DEVICE
+    return num_computing(wg) * Stream::kBytesPerWarp;
+#else
+    return Config::kHostRoom;
+#endif
+  }
+
+  // A sync must follow.
+  PO_FN void start_handovers() {
+    for (int i = wg_.rank(); i < Config::kSlots; i += wg_.size()) {
+      shared_.stored[i].start(share_.num_parts);
+      shared_.sent[i].start(1);
+    }
+  }
+
+  // Multiplies all tiles of the WG and sends each, by send(tile, parts, warp), as soon as its team of warps has stored all
+  // parts of it. The teams wait for nobody, except for a slot to be free again.
+  template <class Send>
+  PO_FN void run(Stream& stream, const Send& send) {
+    const Warp warp;
+    const int served = serving_index(wg_);
+    const bool serves = served >= 0;
+    const bool computes = share_.team < share_.num_teams && wg_.warp_index() < num_computing(wg_);
+    // A warp that multiplies goes from tile to tile of its team, one that serves to every so many; a lone one sees all.
+    const int stride = serves ? num_serving(wg_) : share_.num_teams;
+    for (int position = serves ? served : share_.team; position < tiles_.count; position += stride) {
+      const int slot = position % Config::kSlots;
+      const auto round = static_cast<uint32_t>(position / Config::kSlots);
+      if (computes) {
+        if (round != 0) shared_.sent[slot].await(round - 1);
+        stream.multiply(vectors_, parts_of(slot).part(share_.part));
+        warp.sync();
+        if (warp.rank() == 0) shared_.stored[slot].arrive();
+      }
+      if (serves) {
+        shared_.stored[slot].await(round);
+        send(tiles_.tile_at(position), parts_of(slot), warp);
+        warp.sync();
+        if (warp.rank() == 0) shared_.sent[slot].arrive();
+      }
+    }
+  }
+
+ private:
+  PO_FN Parts parts_of(int slot) const { return {slots_, slot, share_.num_parts}; }
+
+  const WorkGroup& wg_;
+  Shared& shared_;
+  const RowTiles tiles_;
+  const Vectors vectors_;
+  float* const slots_;
+  const Share share_;
+};
+
+}  // namespace po::gemv_all_reduce

@@ -1,0 +1,44 @@
+"""Telling the calls that may go to the kernel at once from those that torch's dispatcher has to see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["is_plain"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may have a __torch_function__ of its own
+
+
+def is_plain(
+    tensors: tuple[torch.Tensor, ...],
+    optional: tuple[torch.Tensor | None, ...] = (),
+    tables: Sequence[torch.Tensor] = (),
+) -> bool:
+    """Return whether nobody but the kernel wants to see a call: no autograd, mode, transform or tensor subclass.
+
+    By-passing the dispatcher saves most of the host's share of an eager call, which this is therefore a part of.
+
+    Args:
+        tensors: that the call must have. What is no tensor makes it not plain: the slow path checks and complains.
+        optional: that it may have.
+        tables: of which there may be many: asked for gradients alone, and only where they are recorded.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    is_recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or (is_recording and tensor.requires_grad):
+            return False
+    for other in optional:
+        if other is not None and (type(other) not in _PLAIN or (is_recording and other.requires_grad)):
+            return False
+    if is_recording:
+        try:
+            for table in tables:
+                if table.requires_grad:
+                    return False
+        except (AttributeError, TypeError):
+            return False
+    return True
