@@ -64,6 +64,7 @@ def sparse_all_reduce(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a sparse tensor, got {type(x).__name__}")
+    check_choices(op, algorithm, ALGORITHMS)
     if not async_op:
         return torch.ops.persistent_ops.sparse_all_reduce(x, op, algorithm)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and x.requires_grad:
@@ -118,6 +119,8 @@ def sparse_all_reduce_into(
         named = (("out_indices", out_indices), ("out_values", out_values), ("out_count", out_count), ("count", count))
         check_tensors(*named[:3], *named[3:] if count is not None else ())
         check_entries(indices, values, num_rows, _world.current().backend.device)
+        check_choices(op, algorithm, ALGORITHMS[:-1])
+        _check_buffers(values, count, out_indices, out_values, out_count)
     torch.ops.persistent_ops.sparse_all_reduce_into(
         indices,
         values,
@@ -492,6 +495,8 @@ def _check_buffers(
     capacity = out_values.shape[0]
     if out_values.dtype != values.dtype:
         raise TypeError(f"out_values: expected the values' dtype {values.dtype}, got {out_values.dtype}")
+    if out_values.device != values.device:
+        raise ValueError(f"out_values: expected a tensor on {values.device}, got one on {out_values.device}")
     shapes = (("out_indices", out_indices, (capacity,)), ("out_count", out_count, (1,)), ("count", count, (1,)))
     for name, tensor, shape in shapes:
         if tensor is None:
