@@ -38,6 +38,7 @@ PO_FN void get([[maybe_unused]] const Team& team, [[maybe_unused]] int peer, [[m
   team.network->get(peer, offset, target, bytes);
 #elif PO_WITH_NVSHMEM
   nvshmem_getmem(target, team.heap + offset, bytes, peer);
+  fence_acq_rel_sys();  // the network wrote it behind this multiprocessor's back
 #endif
 }
 

@@ -214,7 +214,7 @@ class Worker {
           if (!is_shared(slot)) return put_row(number, pe);
           if (Config::kGathers) put_gathered(number, pe);
         });
-    tell_progress(union_of_lanes(adders), block + 1);
+    tell_progress(warp_.union_of(adders), block + 1);
   }
 
   // Adds up the shared rows of a block, as their owner or, gathering, as everybody.
@@ -230,7 +230,7 @@ class Worker {
          number += warp_.size()) {
       collect(slot_of(number), number);
     }
-    senders = union_of_lanes(senders);
+    senders = warp_.union_of(senders);
     if (senders == 0) return true;
     if (!await_progress(senders, block + 1, kPhaseShare)) return false;
     for_each_slot(
@@ -259,13 +259,6 @@ class Worker {
   }
 
   // ---- progress ---------------------------------------------------------------------------------------------------
-
-  // Lanes have bits of their own; returns those of all.
-  PO_FN uint64_t union_of_lanes(uint64_t bits) const {
-    uint64_t all = 0;
-    for (int lane = 0; lane < warp_.size(); ++lane) all |= warp_.shuffle(bits, lane);
-    return all;
-  }
 
   PO_FN uint64_t progress_offset(int sender) const {
     return plan_.progress_offset + static_cast<uint64_t>(sender * plan_.num_workers + number_) * sizeof(uint64_t);

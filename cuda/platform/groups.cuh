@@ -56,6 +56,13 @@ struct Lanes {
   // Of how many lanes `condition` is true.
   PO_FN int count(bool condition) const { return __popc(__ballot_sync(mask(), condition)); }
 
+  // The bits that any lane has.
+  PO_FN uint64_t union_of(uint64_t bits) const {
+    const unsigned low = __reduce_or_sync(mask(), static_cast<unsigned>(bits));
+    const unsigned high = __reduce_or_sync(mask(), static_cast<unsigned>(bits >> 32));
+    return static_cast<uint64_t>(high) << 32 | low;
+  }
+
   // The sum of `value` over the lanes up to this one.
   PO_FN uint64_t sum_through(uint64_t value) const {
     PO_UNROLL
@@ -110,6 +117,7 @@ struct Lanes {
     return value;
   }
   int count(bool condition) const { return condition ? 1 : 0; }
+  uint64_t union_of(uint64_t bits) const { return bits; }
   uint64_t sum_through(uint64_t value) const { return value; }
 };
 

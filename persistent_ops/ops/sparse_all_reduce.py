@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..runtime import world as _world
-from ..runtime.errors import PeerTimeoutError
-from .sparse_plan import GIVEN_UP, MAX_ROWS, OPS, SCALARS, TUNING, Layout, SparsePlan, SparseState, Tuning, state_of
+from .sparse_launch import Entries, PendingSum, Wanted, find_plan, refuse_capture, sorted_entries, start
+from .sparse_plan import MAX_ROWS, OPS, SCALARS, TUNING, Layout, Tuning, state_of
 
 __all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into"]
 
@@ -138,11 +137,9 @@ def sparse_all_reduce_into(
 class SparseWork:
     """A sum under way, as torch.distributed's Work."""
 
-    def __init__(self, world: _world.World, pending: _Pending | None, result: torch.Tensor | None, stream: Any) -> None:
-        self._world = world
+    def __init__(self, pending: PendingSum | None, result: torch.Tensor | None) -> None:
         self._pending = pending
         self._result = result
-        self._stream = stream
 
     def wait(self) -> torch.Tensor:
         """Let the current stream wait for the sum, and return it; raise what the launch reported.
@@ -150,19 +147,17 @@ class SparseWork:
         Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
         PEs.
         """
-        if self._result is None:
-            assert self._pending is not None
-            self._result = self._pending.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._world.backend.device).wait_stream(self._stream)
-            self._stream = None
+        if self._pending is not None:
+            if self._result is None:
+                self._result = self._pending.result()
+            else:
+                self._pending.pair()  # for a stream that has not waited yet
+        assert self._result is not None
         return self._result
 
     def is_completed(self) -> bool:
         """Return whether `wait` would neither wait nor launch."""
-        if self._result is None and self._pending is not None and not self._pending.is_known():
-            return False
-        return self._stream is None or bool(self._stream.query())
+        return self._pending is None or self._pending.is_completed()
 
     def result(self) -> torch.Tensor:
         """Return the sum; RuntimeError before `wait`."""
@@ -174,213 +169,27 @@ class SparseWork:
 # ---- launch --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entries:
-    """One PE's part of a sum.
-
-    Attributes:
-        rows: `[n]`, ascending.
-        order: `[n]`, int64, which of the values belongs to an entry; None: they are in order and each row occurs once.
-        values: `[n, ...]`, contiguous.
-    """
-
-    rows: torch.Tensor
-    order: torch.Tensor | None
-    values: torch.Tensor
-
-
-def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> Entries:
-    """Return entries in order of rows, those of one row in order of occurrence, those behind `count` last."""
-    if count is not None:
-        number = torch.arange(indices.numel(), dtype=torch.int64, device=indices.device)
-        indices = torch.where(number < count, indices, torch.iinfo(indices.dtype).max)
-    rows, order = torch.sort(indices, stable=True)
-    return Entries(rows, order, values)
-
-
-class _Pending:
-    """A launch into room that may turn out to be too small. Made, and resolved, in the same order on all PEs."""
-
-    def __init__(
-        self, world: _world.World, state: SparseState, layout: Layout, entries: Entries, gathers: bool
-    ) -> None:
-        self._world = world
-        self._state = state
-        self._layout = layout
-        self._entries: Entries | None = entries
-        self._gathers = gathers
-        self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
-        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._error: Exception | None = None
-        if state.unresolved is not None:
-            state.unresolved.resolve()  # its report is about to be used again
-        self._launch(entries)
-        state.unresolved = self
-
-    def is_known(self) -> bool:
-        """Return whether `resolve` would not wait."""
-        return self._entries is None or bool(self._plan.report.state)
-
-    def resolve(self) -> None:
-        """Wait for the number of rows, and launch again where there is no room for so many."""
-        if self._entries is None:
-            return
-        entries, self._entries = self._entries, None
-        if self._state.unresolved is self:
-            self._state.unresolved = None
-        try:
-            num_rows, shares = self._plan.await_report(self._world, self._is_over)
-            capacity = self._plan.capacity
-            room = max(64, -(-(num_rows + num_rows // 16) // 64) * 64)
-            room = min(room, max(self._layout.num_rows, 1))
-            is_kept = num_rows <= capacity <= 2 * room
-            self._state.rooms[self._layout] = (capacity if is_kept else room, shares)
-            if num_rows > capacity:
-                self._launch(entries)
-                num_rows, _ = self._plan.await_report(self._world, self._is_over)
-        except Exception as error:
-            self._error = error
-            return
-        self._result = self._views(num_rows)
-
-    def fail(self) -> None:
-        """Give up: the launch is of a time before a failure."""
-        self._entries = None
-        self._state.unresolved = None
-        self._error = PeerTimeoutError(GIVEN_UP)
-
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return row numbers and values; raise what made the launch give up."""
-        self.resolve()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-    def result(self) -> torch.Tensor:
-        """Return the sum; raise what the launch reported."""
-        rows, values = self.pair()
-        self._world.workspace.raise_pending()
-        size = (self._layout.num_rows, *self._layout.row_shape)
-        return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
-
-    def _launch(self, entries: Entries) -> None:
-        if self._stream is None:
-            self._launch_here(entries)
-            return
-        with torch.cuda.stream(self._stream):
-            self._launch_here(entries)
-            self._ended = torch.cuda.Event()
-            self._ended.record()
-
-    def _launch_here(self, entries: Entries) -> None:
-        world, layout = self._world, self._layout
-        capacity, _ = self._state.rooms.get(layout, (0, 0.0))
-        self._plan = _plan(
-            world,
-            self._state,
-            layout,
-            capacity,
-            entries,
-            gathers=self._gathers and capacity > 0,
-            is_aligned=not (layout.row_bytes | entries.values.data_ptr()) & 15,
-        )
-        self._values_bytes = -(-capacity * layout.row_bytes // 8) * 8
-        nbytes = max(self._values_bytes + 8 * capacity, 512)
-        slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
-        self._buffer = slot.tensor(torch.uint8, (nbytes,))
-        self._plan.launch(world, entries.rows, entries.order, entries.values, slot.offset, raises_input_errors=False)
-
-    def _is_over(self) -> bool:
-        return self._stream is None or bool(self._ended.query())
-
-    def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        layout, buffer = self._layout, self._buffer
-        values = buffer[: num_rows * layout.row_bytes].view(layout.dtype).view(num_rows, *layout.row_shape)
-        rows = buffer[self._values_bytes : self._values_bytes + 8 * num_rows].view(torch.int64)
-        return rows, values
-
-
-_MAX_PLANS = 256
-
-
-def _plan(
-    world: _world.World,
-    state: SparseState,
-    layout: Layout,
-    capacity: int,
-    entries: Entries,
-    *,
-    gathers: bool,
-    is_aligned: bool,
-    outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
-    count: torch.Tensor | None = None,
-) -> SparsePlan:
-    has_order = entries.order is not None
-    places = tuple(0 if t is None else t.data_ptr() for t in (*(outputs or ()), count))
-    signature = (layout, capacity, entries.rows.dtype, gathers, is_aligned, has_order, places)
-    plan = state.plans.get(signature)
-    if plan is None:
-        plan = SparsePlan(
-            world,
-            layout,
-            capacity,
-            entries.rows.dtype,
-            is_aligned=is_aligned,
-            gathers=gathers,
-            has_order=has_order,
-            outputs=outputs,
-            count=count,
-        )
-        if len(state.plans) >= _MAX_PLANS:
-            state.plans.pop(next(iter(state.plans)))
-        state.plans[signature] = plan
-    return plan
-
-
-def start(
-    world: _world.World, layout: Layout, indices: torch.Tensor, values: torch.Tensor, algorithm: str, *, in_order: bool
-) -> _Pending:
-    """Launch a sum over this PE's entries; `in_order`: their rows are ascending and each occurs once."""
-    if world.workspace.is_capturing():
-        raise RuntimeError(
-            "sparse_all_reduce: the size of its result is known on the host only; capture sparse_all_reduce_into"
-        )
-    state = state_of(world)
-    values = values.contiguous()
-    entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
-    return _Pending(world, state, layout, entries, _gathers(world, state, layout, algorithm))
-
-
-def _gathers(world: _world.World, state: SparseState, layout: Layout, algorithm: str) -> bool:
-    if algorithm != "auto":
-        return algorithm == "allgather"
-    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
-    room, shares = state.rooms.get(layout, (0, 0.0))
-    nbytes = world.size * room * layout.columns * 4
-    return 0 < nbytes <= tuning.gather_bytes and shares <= tuning.gather_share
-
-
 def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
     """Check, launch, and leave the waiting to the caller."""
     world = _world.current()
-    layout = _check(x, op, algorithm, world.backend.device)
+    device = world.backend.device
+    layout = _check(x, op, algorithm, device)
+    refuse_capture(world)
     if algorithm == "dense":
-        return SparseWork(world, None, _through_dense(world, layout, x), None)
-    state = state_of(world)
+        return SparseWork(None, _through_dense(world, layout, x))
     if world.backend.name != "cuda":
-        return SparseWork(world, _start_here(world, layout, x, algorithm), None, None)
+        return SparseWork(_start_here(world, layout, x, algorithm), None)
+    state = state_of(world)
     if state.stream is None:
-        state.stream = torch.cuda.Stream(world.backend.device)
-    state.stream.wait_stream(torch.cuda.current_stream(world.backend.device))
+        state.stream = torch.cuda.Stream(device)
+    state.stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(state.stream):
         for tensor in (x._indices(), x._values()):
             tensor.record_stream(state.stream)
-        pending = _start_here(world, layout, x, algorithm)
-    return SparseWork(world, pending, None, state.stream)
+        return SparseWork(_start_here(world, layout, x, algorithm), None)
 
 
-def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str) -> _Pending:
+def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str) -> PendingSum:
     return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced())
 
 
@@ -389,16 +198,20 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     numbers = x._indices()[0]
     inside = (numbers >= 0) & (numbers < layout.num_rows)
     is_bad = bool((~inside).any())
-    own = torch.sparse_coo_tensor(
-        x._indices()[:, inside], x._values()[inside].float(), x.shape, check_invariants=False
-    ).coalesce()
-    everywhere = torch.arange(layout.num_rows, dtype=torch.int64, device=x.device)
+    numbers_inside, values = numbers[inside], x._values()[inside].float()
+    rows = torch.unique(numbers_inside)
     marks = Layout(layout.num_rows, (), torch.float32, "sum")
-    present = torch.ones(own._nnz(), device=x.device)
-    union, _ = start(world, marks, own._indices()[0], present, "owner", in_order=True).pair()
+    present = torch.ones(rows.numel(), device=x.device)
+    union, _ = start(world, marks, rows, present, "owner", in_order=True).pair()
     union = union.clone()
+    everywhere = torch.arange(layout.num_rows, dtype=torch.int64, device=x.device)
+    dense = torch.zeros((layout.num_rows, *layout.row_shape), device=x.device)
+    # Of the ways to add up in order of occurrence, each device has one.
+    if x.is_cuda:
+        dense.index_put_((numbers_inside,), values, accumulate=True)
+    else:
+        dense.index_add_(0, numbers_inside, values)
     whole = Layout(layout.num_rows, layout.row_shape, torch.float32, layout.op)
-    dense = own.to_dense()
     _, sums = start(world, whole, everywhere, dense, "owner", in_order=True).pair()
     world.workspace.raise_pending()
     if is_bad:
@@ -513,6 +326,15 @@ def _check_buffers(
     return capacity
 
 
+def _check_places(values: torch.Tensor, out_values: torch.Tensor) -> None:
+    """Raise for buffers that lie where the kernel cannot use them."""
+    if out_values.data_ptr() % 16:
+        raise ValueError("out_values: expected a tensor that begins at a multiple of 16 bytes, as from po.empty()")
+    first, out_first = values.data_ptr(), out_values.data_ptr()
+    if out_first < first + values.nbytes and first < out_first + out_values.nbytes:
+        raise ValueError("out_values: expected memory of its own, but it overlaps values")
+
+
 # ---- torch operators -----------------------------------------------------------------------------------------------
 
 
@@ -542,23 +364,15 @@ def _run_into(
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
     capacity = _check_buffers(values, count, out_indices, out_values, out_count)
     output_offset = world.heap.offset_of(out_values, "out_values")
+    _check_places(values, out_values)
     layout = Layout(num_rows, row_shape, values.dtype, op)
     entries = Entries(indices.contiguous(), None, values) if is_coalesced else sorted_entries(indices, values, count)
     tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
     gathers = algorithm == "allgather"
     if algorithm == "auto":
         gathers = world.size * capacity * layout.columns * 4 <= tuning.gather_bytes
-    plan = _plan(
-        world,
-        state_of(world),
-        layout,
-        capacity,
-        entries,
-        gathers=gathers,
-        is_aligned=not (layout.row_bytes | values.data_ptr() | out_values.data_ptr()) & 15,
-        outputs=(out_indices, out_count),
-        count=count,
-    )
+    is_aligned = not (layout.row_bytes | values.data_ptr()) & 15
+    plan = find_plan(world, Wanted(layout, capacity, gathers, entries, is_aligned, (out_indices, out_count), count))
     if world.workspace.is_capturing() and plan not in world.captured:
         world.captured.append(plan)  # the graph's replays read it
     plan.launch(world, entries.rows, entries.order, values, output_offset, raises_input_errors=True)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
-from .sparse_all_reduce import check_choices, check_entries, start
+from .sparse_all_reduce import check_choices, check_entries, check_num_rows
+from .sparse_launch import PendingSum, start
 from .sparse_plan import Layout
 
 __all__ = ["sparse_all_reduce_buffers"]
@@ -92,7 +93,7 @@ class BuffersWork:
         alloc_fn: AllocFn | None,
         fn_ctx: Any,
     ) -> None:
-        self.pending: Any = None
+        self.pending: PendingSum | None = None
         self.result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._world = world
         self._index_dtype = index_dtype
@@ -103,13 +104,16 @@ class BuffersWork:
 
     def is_completed(self) -> bool:
         """Return whether the callback has been called, or `wait` would call it at once."""
-        return self._is_done or self.result is not None or self.pending.is_known()
+        return self._is_done or self.pending is None or self.pending.is_completed()
 
     def wait(self) -> None:
         """Call the callback, once; raise what the launch reported. In the same order on all PEs."""
         if self._is_done:
             return
-        indices, values = self.pending.pair() if self.result is None else self.result
+        if self.pending is not None:
+            self.result = self.pending.pair()
+        assert self.result is not None
+        indices, values = self.result
         self._world.workspace.raise_pending()
         self._is_done = True
         indices = indices.to(self._index_dtype)
@@ -124,10 +128,11 @@ class BuffersWork:
         row_shape = tuple(values.shape[1:])
         targets = self._alloc_fn(indices.shape[0], indices.dtype, row_shape, values.dtype, self._fn_ctx)
         for name, target, source in zip(("indices", "values"), targets, (indices, values), strict=True):
-            if target.shape != source.shape or target.dtype != source.dtype:
+            is_alike = target.shape == source.shape and target.dtype == source.dtype
+            if not is_alike or target.device != source.device:
                 raise ValueError(
-                    f"alloc_fn: expected {name} of shape {list(source.shape)} and dtype {source.dtype}, got "
-                    f"{list(target.shape)}, {target.dtype}"
+                    f"alloc_fn: expected {name} of shape {list(source.shape)} and dtype {source.dtype} on "
+                    f"{source.device}, got {list(target.shape)}, {target.dtype} on {target.device}"
                 )
             target.copy_(source)
 
@@ -140,15 +145,16 @@ def _concatenate(world: _world.World, indices: torch.Tensor, values: torch.Tenso
     counts_layout = Layout(world.size, (2,), torch.float32, "sum")
     _, counted = start(world, counts_layout, own_number, halves, "owner", in_order=True).pair()
     counts = [int(high) << 16 | int(low) for high, low in counted.tolist()]
-    first = sum(counts[: world.rank])
+    total, first = sum(counts), sum(counts[: world.rank])
+    check_num_rows("indices", total)
+    num_places = 1 << max(total - 1, 0).bit_length()  # few layouts, as the total changes from call to call
     places = torch.arange(first, first + indices.numel(), device=device)
     # A row number travels as four numbers of 16 bits, which fp32 holds as they are.
     shifts = torch.tensor([48, 32, 16, 0], device=device)
     pieces = (indices.long().unsqueeze(1) >> shifts & 0xFFFF).float()
-    _, gathered = start(
-        world, Layout(sum(counts), (4,), torch.float32, "sum"), places, pieces, "owner", in_order=True
-    ).pair()
+    pieces_layout = Layout(num_places, (4,), torch.float32, "sum")
+    _, gathered = start(world, pieces_layout, places, pieces, "owner", in_order=True).pair()
     all_indices = (gathered.long() << shifts).sum(1)
-    layout = Layout(sum(counts), tuple(values.shape[1:]), values.dtype, "sum")
+    layout = Layout(num_places, tuple(values.shape[1:]), values.dtype, "sum")
     _, all_values = start(world, layout, places, values, "owner", in_order=True).pair()
     return all_indices, all_values

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +24,14 @@ __all__ = [
     "OPS",
     "SCALARS",
     "TUNING",
+    "Areas",
     "Layout",
     "Report",
     "SparsePlan",
     "SparseState",
     "Tuning",
     "kernel_request",
+    "reserve",
     "state_of",
 ]
 
@@ -41,10 +45,23 @@ _ROWS_PER_WORD = 64
 _THREADS = 256
 GIVEN_UP = "sparse_all_reduce: this launch was given up before po.recover()"
 _HOST_WORK_GROUPS = 2
+_HOST_WARPS = 64  # of a WG, at most: a thread each
 _VECTOR_BYTES = 16
 register(
     _NAME,
-    ("world_size", "rows", "columns", "dtype", "mean", "gathers", "capacity", "work_groups"),
+    (
+        "world_size",
+        "rows",
+        "columns",
+        "row_shape",
+        "dtype",
+        "mean",
+        "gathers",
+        "capacity",
+        "work_groups",
+        "planes",
+        "gather_area",
+    ),
 )
 
 
@@ -136,46 +153,65 @@ class Layout:
 
 
 @dataclass
+class Areas:
+    """Symmetric memory of the operator, and what goes with it. Grows; a CUDA graph keeps what it was captured with.
+
+    Attributes:
+        headers, progress: symmetric.
+        totals, listed: private.
+        plane_words: of one PE's row set.
+        planes: symmetric, a row set per PE.
+        first_entry: private, a 32-bit number per word.
+        gather: symmetric, all PEs' rows in fp32; None before "allgather" was used.
+    """
+
+    headers: torch.Tensor
+    progress: torch.Tensor
+    totals: torch.Tensor
+    listed: torch.Tensor
+    plane_words: int
+    planes: torch.Tensor
+    first_entry: torch.Tensor
+    gather: torch.Tensor | None = None
+
+
+@dataclass
 class SparseState:
     """What a world keeps for this operator.
 
     Attributes:
         grid: WGs of every launch.
         workers: warps of all WGs.
-        headers, progress: symmetric memory.
-        planes: symmetric memory for the row sets of all PEs, as many words for each as `plane_words`.
-        first_entry: private, of the same length.
-        totals, listed: private.
+        areas: None before the first call.
+        low: room for lower halves of this PE's sums, and its offset; None before it is needed.
+        kernels: that were loaded.
         plans: by signature.
         rooms: by layout, the rows that results had room for, and the shares per row seen last; the same on every PE.
         unresolved: the launch whose count of rows the host has not read yet.
         stream: of asynchronous launches.
+        generation: how often the world has recovered.
     """
 
     grid: int
     workers: int
-    headers: torch.Tensor
-    progress: torch.Tensor
-    totals: torch.Tensor
-    listed: torch.Tensor
-    planes: torch.Tensor | None = None
-    first_entry: torch.Tensor | None = None
-    plane_words: int = 0
-    gather: torch.Tensor | None = None
+    areas: Areas | None = None
+    low: tuple[torch.Tensor, int] | None = None
+    kernels: dict[KernelRequest, Kernel] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], SparsePlan] = field(default_factory=dict)
     rooms: dict[Layout, tuple[int, float]] = field(default_factory=dict)
     unresolved: Any = None
     stream: Any = None
+    generation: int = 0
 
     def forget(self) -> None:
         """Drop what PEs learned from launches of which some were given up."""
         self.rooms.clear()
-        if self.unresolved is not None:
-            self.unresolved.fail()
+        self.unresolved = None
+        self.generation += 1
 
 
 def state_of(world: World) -> SparseState:
-    """Return the world's state of this operator; collective the first time."""
+    """Return the world's state of this operator; it has no areas yet the first time."""
     state: SparseState | None = world.operator_state.get(_NAME)
     if state is None:
         tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
@@ -184,53 +220,91 @@ def state_of(world: World) -> SparseState:
         warps = _THREADS // 32
         if backend.name == "host":
             grid = tuning.work_groups or _HOST_WORK_GROUPS
-            warps = 64  # at most: a thread each
+            warps = _HOST_WARPS
         grid = min(grid, world.workspace.max_ready_words)
-        headers = world.heap.empty((world.size,), torch.int64)
-        progress = world.heap.empty((world.size * grid * warps,), torch.int64)
-        for area in (headers, progress):
-            area.zero_()
-        backend.synchronize()
-        world.bootstrap.exchange("sparse-areas", b"")  # no flag comes before the areas are zero
-        state = SparseState(
-            grid, grid * warps, headers, progress, backend.private_words(2 * grid), backend.private_words(grid)
-        )
-        world.operator_state[_NAME] = state
+        state = world.operator_state[_NAME] = SparseState(grid, grid * warps)
     return state
 
 
-def _reserve_planes(world: World, state: SparseState, num_words: int) -> None:
-    """Make room for row sets of `num_words`; collective where it grows. Earlier plans keep what they were made with."""
-    if state.plane_words >= num_words:
-        return
-    words = 1 << (num_words - 1).bit_length()
-    state.planes = world.heap.empty((world.size * words,), torch.int64)
-    state.first_entry = world.backend.private_words((words + 1) // 2)
-    state.plane_words = words
+def reserve(world: World, state: SparseState, layout: Layout, capacity: int, *, gathers: bool) -> Areas:
+    """Make room for a launch; collective where something must grow, which it does on all PEs at once, or on none."""
+    num_words = _num_words(layout)
+    gather_bytes = max(8, world.size * capacity * layout.columns * 4) if gathers else 0
+    areas = state.areas
+    has_gather = not gathers or (areas is not None and areas.gather is not None and areas.gather.nbytes >= gather_bytes)
+    if areas is not None and areas.plane_words >= num_words and has_gather:
+        return areas
+    world.meet(_contract(world, state, layout, capacity, gathers=gathers))
+    # Plans of graphs live on with the areas that they know.
+    state.plans.clear()
+    if areas is None:
+        headers = world.heap.empty((world.size,), torch.int64)
+        progress = world.heap.empty((world.size * state.workers,), torch.int64)
+        for flags in (headers, progress):
+            flags.zero_()
+    if areas is None or areas.plane_words < num_words:
+        words = 1 << (num_words - 1).bit_length()
+        first_entry = world.backend.private_words((words + 1) // 2)
+        planes = world.heap.empty((world.size * words,), torch.int64)
+        if areas is None:
+            private = world.backend.private_words
+            areas = Areas(headers, progress, private(2 * state.grid), private(state.grid), words, planes, first_entry)
+        else:
+            areas = dataclasses.replace(areas, plane_words=words, planes=planes, first_entry=first_entry)
+    if gathers and (areas.gather is None or areas.gather.nbytes < gather_bytes):
+        last = 0 if areas.gather is None else areas.gather.nbytes
+        room = max(gather_bytes, last + last // 2)
+        areas = dataclasses.replace(areas, gather=world.heap.empty((-(-room // 8),), torch.int64))
+    world.backend.synchronize()
+    world.bootstrap.exchange("sparse-areas", b"")  # no flag comes before the areas are zero
+    state.areas = areas
+    return areas
 
 
-def _reserve_gather(world: World, state: SparseState, nbytes: int) -> None:
-    """Make room for all PEs' rows in fp32; collective where it grows. The old room goes where no graph uses it."""
-    if state.gather is not None and state.gather.nbytes >= nbytes:
-        return
-    users = {key for key, plan in state.plans.items() if plan.gathers}
-    if state.gather is not None and not any(state.plans[key] in world.captured for key in users):
-        world.backend.synchronize()
-        for key in users:
-            del state.plans[key]
-        world.heap.free(state.gather)
-    state.gather = world.heap.empty((-(-nbytes // 8),), torch.int64)
+def _reserve_low(world: World, state: SparseState, nbytes: int) -> int:
+    """Make room for lower halves on this PE; return its offset."""
+    if state.low is None or state.low[0].nbytes < nbytes:
+        world.backend.synchronize()  # launches in flight may still use the last room
+        state.plans = {key: plan for key, plan in state.plans.items() if not plan.uses_low}
+        state.low = None
+        slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
+        state.low = slot.tensor(torch.uint8, (nbytes,)), slot.offset
+    return state.low[1]
+
+
+def _num_words(layout: Layout) -> int:
+    return max(1, -(-layout.num_rows // _ROWS_PER_WORD))
+
+
+def _contract(world: World, state: SparseState, layout: Layout, capacity: int, *, gathers: bool) -> Contract:
+    areas, base = state.areas, world.backend.heap_base
+    values = (
+        world.size,
+        layout.num_rows,
+        layout.columns,
+        zlib.crc32(repr(layout.row_shape).encode()),
+        list(SCALARS).index(layout.dtype),
+        int(layout.op == "mean"),
+        int(gathers),
+        capacity,
+        state.grid,
+        0 if areas is None else areas.planes.data_ptr() - base,
+        0 if areas is None or areas.gather is None or not gathers else areas.gather.data_ptr() - base,
+    )
+    return Contract(_NAME, values)
 
 
 class SparsePlan:
-    """One signature's kernel and plan. Made by all PEs together.
+    """One signature's kernel and plan; there is room for it already (`reserve`).
 
     Attributes:
         layout, capacity, gathers: see below.
+        uses_low: whether it refers to `SparseState.low`.
         report: what the last launch told.
 
     Args:
         world: of this PE.
+        state: of the operator.
         layout: what the PEs agree on.
         capacity: rows that the result has room for.
         index_dtype: of the sorted row numbers.
@@ -244,6 +318,7 @@ class SparsePlan:
     def __init__(
         self,
         world: World,
+        state: SparseState,
         layout: Layout,
         capacity: int,
         index_dtype: torch.dtype,
@@ -254,24 +329,11 @@ class SparsePlan:
         outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
         count: torch.Tensor | None = None,
     ) -> None:
-        if world.workspace.is_capturing():
-            raise RuntimeError(
-                "sparse_all_reduce: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
-                "capture cannot do: call it once before the capture, with the same buffers"
-            )
-        state = state_of(world)
-        backend = world.backend
-        num_words = max(1, -(-layout.num_rows // _ROWS_PER_WORD))
-        _reserve_planes(world, state, num_words)
+        backend, areas = world.backend, state.areas
+        assert areas is not None
         is_narrow = layout.dtype.itemsize == 2
-        low_offset = 0
-        self._low: torch.Tensor | None = None
-        if is_narrow and not gathers and (has_order or not world.all_reachable) and capacity:
-            slot = world.outputs.take(capacity * layout.row_bytes, backend.stream(), is_captured=False)
-            self._low = slot.tensor(torch.uint8, (capacity * layout.row_bytes,))
-            low_offset = slot.offset
-        if gathers:
-            _reserve_gather(world, state, max(8, world.size * capacity * layout.columns * 4))
+        self.uses_low = bool(is_narrow and not gathers and (has_order or not world.all_reachable) and capacity)
+        low_offset = _reserve_low(world, state, capacity * layout.row_bytes) if self.uses_low else 0
         request = kernel_request(
             layout.dtype,
             index_dtype,
@@ -280,51 +342,42 @@ class SparsePlan:
             gathers=gathers,
             is_host=backend.name == "host",
         )
-        self._kernel: Kernel = backend.load(request)
+        if request not in state.kernels:
+            state.kernels[request] = backend.load(request)
+        self._kernel = state.kernels[request]
         if backend.name == "cuda" and self._kernel.max_blocks_per_sm() * backend.num_sms < state.grid:
             raise ValueError(f"work_groups: {state.grid} WGs of this kernel do not fit the GPU at once")
         # What the plan points to must live as long as it does.
-        self._held = (state.planes, state.first_entry, state.gather, outputs, count)
+        self._held = (areas, state.low, outputs, count)
         self._grid = state.grid
         self.layout = layout
         self.capacity = capacity
         self.gathers = gathers
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(Report))
         self.report = Report.from_address(self._mailbox.data_ptr())
-        values = (
-            world.size,
-            layout.num_rows,
-            layout.columns,
-            list(SCALARS).index(layout.dtype),
-            int(layout.op == "mean"),
-            int(gathers),
-            capacity,
-            state.grid,
-        )
         base = backend.heap_base
-        assert state.planes is not None and state.first_entry is not None
         plan = _Plan(
-            team=world.workspace.team(Contract(_NAME, values)),
+            team=world.workspace.team(_contract(world, state, layout, capacity, gathers=gathers)),
             sets=_RowSets(
                 num_rows=layout.num_rows,
-                num_words=num_words,
-                planes_offset=state.planes.data_ptr() - base,
-                headers_offset=state.headers.data_ptr() - base,
-                first_entry=state.first_entry.data_ptr(),
-                totals=state.totals.data_ptr(),
-                listed=state.listed.data_ptr(),
+                num_words=_num_words(layout),
+                planes_offset=areas.planes.data_ptr() - base,
+                headers_offset=areas.headers.data_ptr() - base,
+                first_entry=areas.first_entry.data_ptr(),
+                totals=areas.totals.data_ptr(),
+                listed=areas.listed.data_ptr(),
             ),
             row_bytes=layout.row_bytes,
             capacity=capacity,
-            progress_offset=state.progress.data_ptr() - base,
+            progress_offset=areas.progress.data_ptr() - base,
             num_workers=state.workers,
-            gather_offset=0 if state.gather is None else state.gather.data_ptr() - base,
+            gather_offset=0 if areas.gather is None else areas.gather.data_ptr() - base,
             low_offset=low_offset,
             rows_out=0 if outputs is None else outputs[0].data_ptr(),
             num_rows_out=0 if outputs is None else outputs[1].data_ptr(),
             num_entries=0 if count is None else count.data_ptr(),
             report=ctypes.addressof(self.report),
-            splits_partials=int(is_narrow and has_order and low_offset != 0),
+            splits_partials=int(self.uses_low and has_order),
             reports_overflow=int(outputs is not None),
             divisor=world.size if layout.op == "mean" else 1,
             all_reachable=int(world.all_reachable),

@@ -115,15 +115,18 @@ class Workspace:
     ) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
-        Without `raises_input_errors` those wait for the next `raise_pending`: the peers count on this launch.
+        A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised behind
+        the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`.
         """
         with self.lock:
-            if self._failure is not None or self._error.state or (raises_input_errors and self._input_error.state):
-                self.raise_pending()
+            if self._failure is not None or self._error.state:
+                self.raise_failure()
             if self._backend.name == "cuda":
                 self._order.follow(self._backend.stream())
             kernel.launch(grid, plan, words)
-        if self._backend.name == "host" and (raises_input_errors or self._error.state):
+        if self._backend.name == "host" and self._error.state:
+            self.raise_failure()
+        if raises_input_errors and self._input_error.state:
             self.raise_pending()
 
     def is_capturing(self) -> bool:

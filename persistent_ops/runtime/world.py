@@ -74,6 +74,18 @@ class World:
         kernel, plan = self._barrier
         self.workspace.launch(kernel, 1, plan.data_ptr(), ())
 
+    def meet(self, contract: Contract) -> None:
+        """Wait, on the host too, for every PE to come to a launch under the same contract.
+
+        What follows may be collective on the host, where PEs that do not match would wait for each other in vain.
+        """
+        team = self.workspace.team(contract)
+        kernel = self.backend.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
+        plan = upload(self.backend, bytes(team))
+        self.workspace.launch(kernel, 1, plan.data_ptr(), (), raises_input_errors=False)
+        self.backend.synchronize()
+        self.workspace.raise_failure()
+
     def barrier(self) -> None:
         """Wait, on the host too, until every PE has come here and this PE's launches before it have completed."""
         self.enqueue_barrier()

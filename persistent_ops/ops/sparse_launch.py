@@ -1,0 +1,248 @@
+"""Launches of sparse_all_reduce: entries in order, plans, and the wait for a number of rows nobody knows beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..runtime.errors import PeerTimeoutError
+from ..runtime.world import World
+from .sparse_plan import GIVEN_UP, TUNING, Layout, SparsePlan, SparseState, Tuning, reserve, state_of
+
+__all__ = ["Entries", "PendingSum", "Wanted", "find_plan", "refuse_capture", "sorted_entries", "start"]
+
+_MAX_PLANS = 256
+_LEAST_ROOM = 64  # rows
+
+
+@dataclass(frozen=True)
+class Entries:
+    """One PE's part of a sum.
+
+    Attributes:
+        rows: `[n]`, ascending.
+        order: `[n]`, int64, which of the values belongs to an entry; None: they are in order and each row occurs once.
+        values: `[n, ...]`, contiguous.
+    """
+
+    rows: torch.Tensor
+    order: torch.Tensor | None
+    values: torch.Tensor
+
+
+def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> Entries:
+    """Return entries in order of rows, those of one row in order of occurrence, those behind `count` last."""
+    if count is not None:
+        number = torch.arange(indices.numel(), dtype=torch.int64, device=indices.device)
+        indices = torch.where(number < count, indices, torch.iinfo(indices.dtype).max)
+    rows, order = torch.sort(indices, stable=True)
+    return Entries(rows, order, values)
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a launch is to be: a plan's signature, with the tensors behind it.
+
+    Attributes:
+        layout, capacity, gathers: see `SparsePlan`.
+        entries: of this PE.
+        is_aligned: see `SparsePlan`.
+        outputs, count: see `SparsePlan`.
+    """
+
+    layout: Layout
+    capacity: int
+    gathers: bool
+    entries: Entries
+    is_aligned: bool
+    outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+    count: torch.Tensor | None = None
+
+    def signature(self) -> tuple[object, ...]:
+        """Return what tells plans apart."""
+        tensors = (*(self.outputs or ()), self.count)
+        places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        has_order = self.entries.order is not None
+        return (self.layout, self.capacity, self.gathers, self.entries.rows.dtype, has_order, self.is_aligned, places)
+
+
+def find_plan(world: World, wanted: Wanted) -> SparsePlan:
+    """Return the plan of a launch; collective, on all PEs alike, where areas must grow for it.
+
+    Raises:
+        RuntimeError: it would have to be made in a CUDA-graph capture.
+    """
+    state = state_of(world)
+    signature = wanted.signature()
+    plan = state.plans.get(signature)
+    if plan is not None:
+        return plan
+    if world.workspace.is_capturing():
+        raise RuntimeError(
+            "sparse_all_reduce: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
+            "capture cannot do: call it once before the capture, with the same buffers"
+        )
+    reserve(world, state, wanted.layout, wanted.capacity, gathers=wanted.gathers)
+    plan = SparsePlan(
+        world,
+        state,
+        wanted.layout,
+        wanted.capacity,
+        wanted.entries.rows.dtype,
+        is_aligned=wanted.is_aligned,
+        gathers=wanted.gathers,
+        has_order=wanted.entries.order is not None,
+        outputs=wanted.outputs,
+        count=wanted.count,
+    )
+    if len(state.plans) >= _MAX_PLANS:
+        world.backend.synchronize()  # one that is queued still reads its plan
+        state.plans.pop(next(iter(state.plans)))
+    state.plans[signature] = plan
+    return plan
+
+
+# ---- results of a size that is not known ---------------------------------------------------------------------------
+
+
+class PendingSum:
+    """A launch into room that may turn out to be too small. Made, and resolved, in the same order on all PEs."""
+
+    def __init__(self, world: World, layout: Layout, entries: Entries, *, gathers: bool) -> None:
+        self._world = world
+        self._state = state_of(world)
+        self._layout = layout
+        self._entries: Entries | None = entries
+        self._gathers = gathers
+        self._generation = self._state.generation
+        self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
+        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._error: Exception | None = None
+        self._launch(entries)
+        self._state.unresolved = self
+
+    def is_completed(self) -> bool:
+        """Return whether `pair` would neither wait nor launch, and the rows have come, or will not come any more."""
+        if self._entries is not None:
+            report = self._plan.report
+            if report.state and report.num_rows > self._plan.capacity:
+                return False
+        return self._is_over()
+
+    def resolve(self) -> None:
+        """Wait for the number of rows, and launch again where there is no room for so many."""
+        if self._entries is None:
+            return
+        entries, self._entries = self._entries, None
+        if self._state.unresolved is self:
+            self._state.unresolved = None
+        try:
+            self._check_generation()
+            num_rows, shares = self._plan.await_report(self._world, self._is_over)
+            capacity = self._plan.capacity
+            room = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // 64) * 64)
+            room = min(room, max(self._layout.num_rows, 1))
+            is_kept = num_rows <= capacity <= 2 * room
+            self._state.rooms[self._layout] = (capacity if is_kept else room, shares)
+            if num_rows > capacity:
+                self._launch(entries)
+                num_rows, _ = self._plan.await_report(self._world, self._is_over)
+        except Exception as error:
+            self._error = error
+            return
+        self._result = self._views(num_rows)
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return row numbers and values, ordered before what the current stream does next.
+
+        Raises:
+            PersistentOpsError: the launch was given up, now or before a recovery.
+        """
+        self.resolve()
+        if self._error is not None:
+            raise self._error
+        self._check_generation()
+        if self._stream is not None:
+            here = torch.cuda.current_stream(self._world.backend.device)
+            if here != self._stream:
+                here.wait_event(self._ended)
+        assert self._result is not None
+        return self._result
+
+    def result(self) -> torch.Tensor:
+        """Return the sum; raise what the launch reported."""
+        rows, values = self.pair()
+        self._world.workspace.raise_pending()
+        size = (self._layout.num_rows, *self._layout.row_shape)
+        return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
+
+    def _check_generation(self) -> None:
+        if self._generation != self._state.generation:
+            raise PeerTimeoutError(GIVEN_UP)
+
+    def _launch(self, entries: Entries) -> None:
+        if self._stream is None:
+            self._launch_here(entries)
+            return
+        here = torch.cuda.current_stream(self._world.backend.device)
+        if here != self._stream:
+            self._stream.wait_stream(here)  # which may still read what lay in the room that comes
+        with torch.cuda.stream(self._stream):
+            self._launch_here(entries)
+            self._ended = torch.cuda.Event()
+            self._ended.record()
+
+    def _launch_here(self, entries: Entries) -> None:
+        world, layout = self._world, self._layout
+        capacity, _ = self._state.rooms.get(layout, (0, 0.0))
+        is_aligned = not (layout.row_bytes | entries.values.data_ptr()) & 15
+        wanted = Wanted(layout, capacity, self._gathers and capacity > 0, entries, is_aligned)
+        self._plan = find_plan(world, wanted)
+        self._values_bytes = -(-capacity * layout.row_bytes // 8) * 8
+        nbytes = max(self._values_bytes + 8 * capacity, 512)
+        slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
+        self._buffer = slot.tensor(torch.uint8, (nbytes,))
+        self._plan.launch(world, entries.rows, entries.order, entries.values, slot.offset, raises_input_errors=False)
+
+    def _is_over(self) -> bool:
+        return self._stream is None or bool(self._ended.query())
+
+    def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layout, buffer = self._layout, self._buffer
+        values = buffer[: num_rows * layout.row_bytes].view(layout.dtype).view(num_rows, *layout.row_shape)
+        rows = buffer[self._values_bytes : self._values_bytes + 8 * num_rows].view(torch.int64)
+        return rows, values
+
+
+def start(
+    world: World, layout: Layout, indices: torch.Tensor, values: torch.Tensor, algorithm: str, *, in_order: bool
+) -> PendingSum:
+    """Launch a sum over this PE's entries; `in_order`: their rows are ascending and each occurs once."""
+    refuse_capture(world)
+    state = state_of(world)
+    if state.unresolved is not None:
+        state.unresolved.resolve()  # its report is about to be used again, and what it says counts below
+    values = values.contiguous()
+    entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
+    return PendingSum(world, layout, entries, gathers=_gathers(world, state, layout, algorithm))
+
+
+def refuse_capture(world: World) -> None:
+    """Raise where the current stream is being captured into a CUDA graph."""
+    if world.workspace.is_capturing():
+        raise RuntimeError(
+            "sparse_all_reduce: the size of its result is known on the host only; capture sparse_all_reduce_into"
+        )
+
+
+def _gathers(world: World, state: SparseState, layout: Layout, algorithm: str) -> bool:
+    if algorithm != "auto":
+        return algorithm == "allgather"
+    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
+    room, shares = state.rooms.get(layout, (0, 0.0))
+    nbytes = world.size * room * layout.columns * 4
+    return 0 < nbytes <= tuning.gather_bytes and shares <= tuning.gather_share

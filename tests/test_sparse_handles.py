@@ -1,0 +1,309 @@
+"""sparse_all_reduce in flight: handles of asynchronous calls; and the entry with buffers and callbacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sparse_cases import (
+    ALGORITHMS,
+    Case,
+    Entries,
+    Rows,
+    disjoint,
+    expected,
+    form_problem,
+    identical,
+    in_world,
+    make_inputs,
+    padded,
+    rows_problem,
+    taken_apart,
+    to_sparse,
+    uniform,
+    wanted,
+)
+
+import persistent_ops as po
+
+# ---- handles ---------------------------------------------------------------------------------------------------------
+
+_FLIGHT = [
+    Case("flight: fp32", 400, uniform(60, 90), (16,)),
+    Case("flight: bf16, mean", 64, uniform(50, 30), (5,), torch.bfloat16, "mean"),
+    Case("flight: nothing on rank 0", 200, uniform(0, 25), ()),
+    Case("flight: fp16", 999, disjoint(80), (2, 4), torch.float16),
+    Case("flight: fp32 again", 400, identical(120), (16,)),
+]
+
+
+def _in_flight() -> list[str]:
+    problems = []
+    rank, world = po.rank(), po.world_size()
+    first: dict[str, po.SparseWork] = {}
+    for iteration in range(8):
+        works = []
+        for number, case in enumerate(_FLIGHT):
+            x = to_sparse(case, make_inputs(case, world, iteration % 6)[rank])
+            if (rank + number + iteration) % 4 == 0:
+                time.sleep(0.002)
+            algorithm = ("auto", *ALGORITHMS)[(number + iteration) % 4]
+            works.append((case, algorithm, po.sparse_all_reduce(x, op=case.op, algorithm=algorithm, async_op=True)))
+            shape = x._values().shape
+            del x
+            # The input is nobody's but the operator's now. Other memory of its size, written at once, must not be it.
+            torch.full(shape, float("nan"), dtype=case.dtype, device=po.device())
+        if iteration % 3 == 1:
+            po.barrier()
+        order = works if iteration % 2 else works[::-1]  # the same on all PEs
+        for case, algorithm, work in order:
+            result = work.wait()
+            want = wanted(case, world, iteration % 6)
+            found = form_problem(result, case)
+            found = found or rows_problem(taken_apart(result), want, zeros_have_signs=False)
+            deadline = time.monotonic() + 20
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if not work.is_completed():
+                found = found or "not completed, though its result was read"
+            if work.result() is not result or work.wait() is not result:
+                found = found or "result() or a second wait() is another tensor"
+            if found is not None:
+                problems.append(f"iteration {iteration}, {case.name}, {algorithm}: {found}")
+        if iteration == 0:
+            first = {case.name: work for case, _, work in works}
+    for case in _FLIGHT:
+        if rows_problem(taken_apart(first[case.name].result()), wanted(case, world, 0), zeros_have_signs=False):
+            problems.append(f"{case.name}: a result changed while its handle was held")
+    return problems
+
+
+TRANSPORTS = [
+    pytest.param({}, id="direct"),
+    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
+]
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_several_in_flight(backend: str, options: dict[str, Any]) -> None:
+    assert in_world(_in_flight, 3, backend, **options) == [[]] * 3
+
+
+def _outgrown() -> list[str]:
+    """Start calls whose unions outgrow what the ones before needed, and wait for them afterwards."""
+    problems = []
+    rank, world = po.rank(), po.world_size()
+    for algorithm in ALGORITHMS:
+        cases = [Case(f"outgrown {count}", 5000, uniform(count), (8,)) for count in (5, 60, 700, 4000)]
+        works = []
+        for case in cases:
+            x = to_sparse(case, make_inputs(case, world, 0)[rank])
+            works.append(po.sparse_all_reduce(x, algorithm=algorithm, async_op=True))
+        for case, work in zip(cases, works, strict=True):
+            found = rows_problem(
+                taken_apart(work.wait()), wanted(case, world, 0), zeros_have_signs=algorithm != "dense"
+            )
+            if found is not None:
+                problems.append(f"{case.name}, {algorithm}: {found}")
+    return problems
+
+
+def test_unions_that_outgrow_their_room(backend: str) -> None:
+    assert in_world(_outgrown, 2, backend) == [[], []]
+
+
+# ---- the entry with buffers ------------------------------------------------------------------------------------------
+
+_BUFFERS = [
+    Case("buffers: fp32", 300, uniform(50, 0, 70), (6,)),
+    Case("buffers: bf16, int32", 40, uniform(60, 45), (8,), torch.bfloat16, index_dtype=torch.int32),
+    Case("buffers: fp16, mean", 100, uniform(80, 45), (), torch.float16, "mean"),
+    Case("buffers: nothing", 100, uniform(0), (2, 4), index_dtype=torch.int32),
+]
+_COALESCE = ("regular", "keep_precision", "disable")
+
+
+class Taken:
+    """Callbacks of one call, and what they were given."""
+
+    def __init__(self, case: Case, coalesce: str) -> None:
+        self.case = case
+        self.value_dtype = torch.float32 if coalesce == "keep_precision" else case.dtype
+        self.context = object()
+        self.problems: list[str] = []
+        self.calls = 0
+        self.rows: Rows | None = None
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def complete(self, indices: torch.Tensor, values: torch.Tensor, context: object) -> None:
+        self.calls += 1
+        if context is not self.context:
+            self.problems.append("completion_fn: another context")
+        self._take(indices, values)
+
+    def allocate(
+        self, count: int, index_dtype: torch.dtype, row_shape: Any, value_dtype: torch.dtype, context: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        kind = (type(count), index_dtype, tuple(row_shape), value_dtype)
+        if kind != (int, self.case.index_dtype, self.case.row_shape, self.value_dtype) or context is not self.context:
+            self.problems.append(f"alloc_fn: {kind}, {context}")
+        device = po.device()
+        self.given = (
+            torch.full((count,), -7, dtype=index_dtype, device=device),
+            torch.full((count, *row_shape), float("nan"), dtype=value_dtype, device=device),
+        )
+        return self.given
+
+    def take_allocated(self) -> None:
+        if self.given is None:
+            self.problems.append("alloc_fn was not called")
+        else:
+            self._take(*self.given)
+
+    def _take(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        kind = (indices.dtype, values.dtype, indices.device, values.device, indices.dim(), tuple(values.shape[1:]))
+        device = po.device()
+        if kind != (self.case.index_dtype, self.value_dtype, device, device, 1, self.case.row_shape):
+            self.problems.append(f"got {kind}")
+        self.rows = Rows(indices.cpu().long().clone(), values.cpu().clone())
+
+    def problem(self, want: Rows) -> str | None:
+        if self.problems or self.calls != 1 or self.rows is None:
+            return f"{self.calls} calls; {self.problems}"
+        return rows_problem(self.rows, want)
+
+
+def _buffers_wanted(case: Case, inputs: list[Entries], coalesce: str) -> Rows:
+    if coalesce == "disable":
+        return Rows(*(torch.cat(parts) for parts in zip(*inputs, strict=True)))
+    return expected(inputs, case.op, torch.float32 if coalesce == "keep_precision" else None)
+
+
+def _buffers() -> list[str]:
+    problems = []
+    rank, world = po.rank(), po.world_size()
+    for iteration in range(3):
+        for case in _BUFFERS:
+            inputs = make_inputs(case, world, iteration)
+            indices, values, _ = padded(case, inputs[rank], len(inputs[rank].indices))
+            for coalesce in _COALESCE:
+                if coalesce == "disable" and case.op == "mean":
+                    continue
+                want = _buffers_wanted(case, inputs, coalesce)
+                for way in ("completion_fn", "alloc_fn"):
+                    for async_op in (False, True):
+                        taken = Taken(case, coalesce)
+                        callback = taken.complete if way == "completion_fn" else taken.allocate
+                        work = po.sparse_all_reduce_buffers(
+                            indices,
+                            values,
+                            num_rows=case.rows,
+                            fn_ctx=taken.context,
+                            coalesce=coalesce,
+                            op=case.op,
+                            async_op=async_op,
+                            **{way: callback},  # type: ignore[arg-type]
+                        )
+                        if (work is not None) != async_op:
+                            problems.append(f"{case.name}, async_op {async_op}: returned {work}")
+                        if work is not None:
+                            work.wait()
+                        if way == "alloc_fn":
+                            taken.take_allocated()
+                        if (found := taken.problem(want)) is not None:
+                            problems.append(f"{case.name}, {coalesce}, {way}, async_op {async_op}: {found}")
+    return problems
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_buffers(backend: str, options: dict[str, Any]) -> None:
+    assert in_world(_buffers, 3, backend, **options) == [[]] * 3
+
+
+def _callback_problems() -> dict[str, Any]:
+    """Callbacks that fail, or hand back what cannot be filled; calls go on after them."""
+    case = _BUFFERS[0]
+    inputs = make_inputs(case, po.world_size(), 1)
+    indices, values, _ = padded(case, inputs[po.rank()], len(inputs[po.rank()].indices))
+    seen: dict[str, Any] = {}
+
+    def fail(*_: object) -> Any:
+        raise KeyError("the callback's own")
+
+    def allocate(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., Any]:
+        def allocated(count: int, index_dtype: Any, row_shape: Any, value_dtype: Any, context: object) -> Any:
+            device = po.device()
+            rows = torch.empty(count, dtype=index_dtype, device=device)
+            return change(rows, torch.empty(count, *row_shape, dtype=value_dtype, device=device))
+
+        return allocated
+
+    callbacks: dict[str, dict[str, Any]] = {
+        "completion_fn fails": {"completion_fn": fail},
+        "alloc_fn fails": {"alloc_fn": fail},
+        "too few rows": {"alloc_fn": allocate(lambda i, v: (i[1:], v[1:]))},
+        "other indices": {"alloc_fn": allocate(lambda i, v: (i.int(), v))},
+        "other values": {"alloc_fn": allocate(lambda i, v: (i, v.half()))},
+        "other rows": {"alloc_fn": allocate(lambda i, v: (i, v[:, 1:].contiguous()))},
+        "elsewhere": {"alloc_fn": allocate(lambda i, v: (i, v.to("meta")))},
+        "nothing": {"alloc_fn": allocate(lambda i, v: None)},
+    }
+    for name, options in callbacks.items():
+        try:
+            po.sparse_all_reduce_buffers(indices, values, num_rows=case.rows, **options)
+        except Exception as error:
+            seen[name] = (type(error).__name__, str(error))
+        taken = Taken(case, "regular")
+        po.sparse_all_reduce_buffers(
+            indices, values, num_rows=case.rows, completion_fn=taken.complete, fn_ctx=taken.context
+        )
+        assert taken.problem(expected(inputs)) is None, name
+    return seen
+
+
+def test_callbacks_that_fail(backend: str) -> None:
+    for seen in in_world(_callback_problems, 2, backend):
+        for name in ("completion_fn fails", "alloc_fn fails"):
+            kind, text = seen.pop(name)
+            assert kind == "KeyError" and "the callback's own" in text
+        assert set(seen) == {"too few rows", "other indices", "other values", "other rows", "elsewhere", "nothing"}
+        for name, (kind, text) in seen.items():
+            assert kind in ("ValueError", "TypeError") and text.startswith("alloc_fn: "), (name, kind, text)
+
+
+def _several_buffers_in_flight() -> list[str]:
+    rank, world = po.rank(), po.world_size()
+    problems = []
+    for iteration in range(4):
+        flight = []
+        for number, case in enumerate(_BUFFERS):
+            case = dataclasses.replace(case, op="sum")
+            inputs = make_inputs(case, world, iteration)
+            coalesce = _COALESCE[(number + iteration) % 3]
+            taken = Taken(case, coalesce)
+            indices, values, _ = padded(case, inputs[rank], len(inputs[rank].indices))
+            work = po.sparse_all_reduce_buffers(
+                indices,
+                values,
+                num_rows=case.rows,
+                completion_fn=taken.complete,
+                fn_ctx=taken.context,
+                coalesce=coalesce,
+                async_op=True,
+            )
+            assert work is not None
+            flight.append((case, coalesce, taken, work, _buffers_wanted(case, inputs, coalesce)))
+        for case, coalesce, taken, work, want in flight:
+            work.wait()
+            if (found := taken.problem(want)) is not None:
+                problems.append(f"iteration {iteration}, {case.name}, {coalesce}: {found}")
+    return problems
+
+
+def test_several_calls_with_buffers_in_flight(backend: str) -> None:
+    assert in_world(_several_buffers_in_flight, 2, backend) == [[], []]
