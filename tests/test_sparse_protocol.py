@@ -501,13 +501,15 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             where = f"PE {rank}, {kind}: {name}: {text}"
             assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
             assert "sparse_all_reduce" in text, where
+            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
+            if "nothing yet" in text:  # a PE that was only told of it may not have been told by what
+                continue
             for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else []:
                 assert field in text, where
             if kind in ("barrier", "gemv_all_reduce"):
                 assert kind in text, where
             if kind == "capacity":
                 assert "90" in text and "96" in text, where
-            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------

@@ -127,7 +127,11 @@ class BuffersWork:
         assert self._alloc_fn is not None
         row_shape = tuple(values.shape[1:])
         targets = self._alloc_fn(indices.shape[0], indices.dtype, row_shape, values.dtype, self._fn_ctx)
+        if not (isinstance(targets, (tuple, list)) and len(targets) == 2):
+            raise TypeError(f"alloc_fn: expected it to return two tensors, got {type(targets).__name__}")
         for name, target, source in zip(("indices", "values"), targets, (indices, values), strict=True):
+            if not isinstance(target, torch.Tensor):
+                raise TypeError(f"alloc_fn: expected a tensor for {name}, got {type(target).__name__}")
             is_alike = target.shape == source.shape and target.dtype == source.dtype
             if not is_alike or target.device != source.device:
                 raise ValueError(
