@@ -68,8 +68,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("driver", [*ALGORITHMS, "bfloat16", "small_chunks"])
-@pytest.mark.parametrize("case", CASES)
+OTHER_BUILDS = ("three", "many_occurrences", "staged_late")
+
+
+@pytest.mark.parametrize(
+    ("driver", "case"),
+    [(algorithm, case) for algorithm in ALGORITHMS for case in CASES]
+    + [(build, case) for build in ("bfloat16", "small_chunks") for case in OTHER_BUILDS],
+)
 def test_no_race(drivers: dict[str, Path], run: Run, case: str, driver: str) -> None:
     check_silent(run(drivers[driver], CASES[case]))
 
