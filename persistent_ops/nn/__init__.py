@@ -1,5 +1,6 @@
-"""Modules that drop into a model: tensor-parallel linear layers for decoding."""
+"""What drops into a model: tensor-parallel linear layers for decoding, sparse gradients under DDP."""
 
+from .ddp import allow_unused_sparse as allow_unused_sparse
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,
 )

@@ -123,7 +123,7 @@ class PendingSum:
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
         self._launch(entries)
-        self._state.unresolved = self
+        self._state.unresolved[layout] = self
 
     def is_completed(self) -> bool:
         """Return whether `pair` would neither wait nor launch, and the rows have come, or will not come any more."""
@@ -138,8 +138,8 @@ class PendingSum:
         if self._entries is None:
             return
         entries, self._entries = self._entries, None
-        if self._state.unresolved is self:
-            self._state.unresolved = None
+        if self._state.unresolved.get(self._layout) is self:
+            del self._state.unresolved[self._layout]
         try:
             self._check_generation()
             num_rows, shares = self._plan.await_report(self._world, self._is_over)
@@ -224,8 +224,8 @@ def start(
     """Launch a sum over this PE's entries; `in_order`: their rows are ascending and each occurs once."""
     refuse_capture(world)
     state = state_of(world)
-    if state.unresolved is not None:
-        state.unresolved.resolve()  # its report is about to be used again, and what it says counts below
+    if layout in state.unresolved:
+        state.unresolved[layout].resolve()  # its report is about to be used again, and what it says counts below
     values = values.contiguous()
     entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
     return PendingSum(world, layout, entries, gathers=_gathers(world, state, layout, algorithm))

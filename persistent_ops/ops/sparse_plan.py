@@ -187,7 +187,7 @@ class SparseState:
         kernels: that were loaded.
         plans: by signature.
         rooms: by layout, the rows that results had room for, and the shares per row seen last; the same on every PE.
-        unresolved: the launch whose count of rows the host has not read yet.
+        unresolved: by layout, the launch whose number of rows the host has not read yet.
         stream: of asynchronous launches.
         generation: how often the world has recovered.
     """
@@ -199,14 +199,14 @@ class SparseState:
     kernels: dict[KernelRequest, Kernel] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], SparsePlan] = field(default_factory=dict)
     rooms: dict[Layout, tuple[int, float]] = field(default_factory=dict)
-    unresolved: Any = None
+    unresolved: dict[Layout, Any] = field(default_factory=dict)
     stream: Any = None
     generation: int = 0
 
     def forget(self) -> None:
         """Drop what PEs learned from launches of which some were given up."""
         self.rooms.clear()
-        self.unresolved = None
+        self.unresolved.clear()
         self.generation += 1
 
 
