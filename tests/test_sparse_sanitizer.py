@@ -16,6 +16,7 @@ from test_protocol_sanitizer import run as run  # the fixture
 
 KERNEL = "kernels/sparse_all_reduce.cuh"
 UNION = "comm/row_union.cuh"
+EXCHANGE = "kernels/sparse/row_exchange.cuh"
 SCAN = "platform/scan.cuh"
 MEMORY = "platform/memory.cuh"
 ALGORITHMS = ("owner", "allgather")
@@ -118,33 +119,29 @@ MUTATIONS = {
         (Edit(KERNEL, "if (pe != team.rank && !await_credit(team, pe)) is_granted = false;", ""),), LATE
     ),
     "shares_are_not_awaited": Mutation(
-        (
-            Edit(
-                KERNEL, "await_progress(senders, block + 1, kPhaseShare)", "await_progress(senders, block, kPhaseShare)"
-            ),
-        ),
+        (Edit(EXCHANGE, "(block) + 1, kPhaseShare", "(block), kPhaseShare"),),
         SHARED,
     ),
     "shares_are_announced_before_they_are_left": Mutation(
         (
             Edit(
-                KERNEL,
+                EXCHANGE,
                 "    uint64_t adders = 0;\n",
-                "    tell_progress(all_pes(), block + 1);\n    uint64_t adders = 0;\n",
+                "    tell_progress(all_pes(), static_cast<uint64_t>(block) + 1);\n    uint64_t adders = 0;\n",
             ),
         ),
         SHARED,
     ),
     "rows_are_not_awaited": Mutation(
-        (Edit(KERNEL, "return await_progress(all_pes(), Config::kAllBlocks, kPhaseRows);", "return true;"),), LATE
+        (Edit(EXCHANGE, "return await_progress(all_pes(), kAllBlocks, kPhaseRows);", "return true;"),), LATE
     ),
     "done_before_the_last_sums": Mutation(
         (
             Edit(
-                KERNEL,
-                "    for (int64_t block = 0; block <= num_blocks; ++block) {\n",
-                "    for (int64_t block = 0; block <= num_blocks; ++block) {\n"
-                "      if (block == num_blocks) tell_progress(all_pes(), Config::kAllBlocks);\n",
+                EXCHANGE,
+                "    for (int64_t block = 0; block <= blocks_.count; ++block) {\n",
+                "    for (int64_t block = 0; block <= blocks_.count; ++block) {\n"
+                "      if (block == blocks_.count) tell_progress(all_pes(), kAllBlocks);\n",
             ),
         ),
         SHARED,
@@ -156,7 +153,7 @@ MUTATIONS = {
         (Edit(MEMORY, "return __atomic_load_n(flag, __ATOMIC_ACQUIRE);", "return __atomic_load_n(flag, 0);"),), PLAIN
     ),
     "progress_before_what_was_put": Mutation(
-        (Edit(KERNEL, "    put_fence(team_);\n    for (int hop", "    for (int hop"),), STAGED
+        (Edit(EXCHANGE, "    put_fence(team_);\n    for (int hop", "    for (int hop"),), STAGED
     ),
     "sets_before_what_was_put": Mutation(
         (Edit(UNION, "sizeof(uint64_t));\n    put_fence(team_);\n", "sizeof(uint64_t));\n"),), STAGED

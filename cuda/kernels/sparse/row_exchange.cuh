@@ -1,0 +1,234 @@
+// The rows of a union, from those who have them to everybody: one warp's work.
+//
+// Warps take blocks of slots, the same on every PE. Of each block a warp first sends or leaves this PE's rows and tells its
+// counterparts on the other PEs, then adds up, of the block before, what is its PE's to add up. In the end it tells all that
+// its rows are stored, and waits for theirs (cuda/DESIGN.md, rows 24 to 27).
+#pragma once
+
+#include "kernels/sparse/row_transfer.cuh"
+#include "sched/slot_blocks.cuh"
+
+namespace po {
+
+template <class Config, class Plan>
+class RowExchange {
+ public:
+  using Transfer = RowTransfer<Config, Plan>;
+  using Chunk = Config::Chunk;
+  using Group = Chunk::Group;
+
+  struct Shared {
+    Outputs outputs;
+    Slot window[Config::kMostWarps][kWarpSize];
+  };
+
+  // `rows_of_slots`: of the `num_union` rows of the result.
+  PO_FN RowExchange(const WorkGroup& wg, const Plan& plan, Shared& shared, const Config::Entries& entries,
+                    const int64_t* rows_of_slots, int64_t num_union)
+      : plan_(plan),
+        team_(plan.team),
+        entries_(entries),
+        transfer_(plan, shared.outputs, entries),
+        rows_of_slots_(rows_of_slots),
+        num_union_(num_union),
+        window_(shared.window[wg.warp_index()]),
+        number_(static_cast<int64_t>(wg.warp_index()) * wg.count() + wg.index()),
+        blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union)) {}
+
+  // A block behind: what peers have left of it, they have left by then.
+  PO_FN bool run() {
+    for (int64_t block = 0; block <= blocks_.count; ++block) {
+      if (block < blocks_.count) contribute(block);
+      if (block > 0 && !reduce(block - 1)) return false;
+    }
+    tell_progress(all_pes(), kAllBlocks);
+    return await_progress(all_pes(), kAllBlocks, kPhaseRows);
+  }
+
+ private:
+  static constexpr uint64_t kAllBlocks = 0xffff;
+
+  PO_FN uint64_t bit_of(int pe) const { return 1ull << pe; }
+  PO_FN uint64_t all_pes() const { return team_.size == 64 ? ~0ull : bit_of(team_.size) - 1; }
+  // Gathering, everybody adds up what several have.
+  PO_FN bool adds_up(const Slot& slot, int64_t number) const {
+    return slot.is_shared() && (Config::kGathers || owner_in_turn(slot.contributors, number) == team_.rank);
+  }
+
+  // Whether this PE has to send the row, or to leave it for somebody.
+  PO_FN bool gives(const Slot& slot, int64_t number) const {
+    return slot.is_of(team_.rank) && (Config::kGathers || !adds_up(slot, number));
+  }
+
+  // Of the slots of a block: each is looked at by a lane, look(slot, number); a group of lanes works on those that `want`
+  // wants, work(slot, number); then a single lane puts what has to go where nobody can store to, put(number, peer).
+  template <class Look, class Want, class Work, class Put>
+  PO_FN void for_each_slot(int64_t block, const Look& look, const Want& want, const Work& work, const Put& put) {
+    const int64_t end = end_of(block);
+    for (int64_t base = blocks_.begin(block); base < end; base += kWarpSize) {
+      const auto count = static_cast<int>(min_of<int64_t>(kWarpSize, end - base));
+      warp_.sync();  // the window has been read
+      if (warp_.rank() < count) {
+        const Slot slot = slot_of(base + warp_.rank());
+        look(slot, base + warp_.rank());
+        window_[warp_.rank()] = slot;
+      }
+      warp_.sync();
+      for (int i = Group{}.index(); i < count; i += Group::kPerWarp) {
+        if (want(window_[i], base + i)) work(window_[i], base + i);
+      }
+      if (plan_.all_reachable != 0) continue;
+      fence_acq_rel_sys();  // each lane's stores are out for the network
+      warp_.sync();
+      for (int i = 0; i < count && warp_.rank() == 0; ++i) {
+        if (!want(window_[i], base + i)) continue;
+        for (int hop = 1; hop < team_.size; ++hop) {
+          const int pe = (team_.rank + hop) % team_.size;
+          if (!is_reachable(team_, pe)) put(window_[i], base + i, pe);
+        }
+      }
+    }
+    warp_.sync();
+  }
+
+  PO_FN Slot slot_of(int64_t number) const {
+    const int64_t row = rows_of_slots_[number];
+    const RowPlace place = find_row(team_, plan_.sets, entries_.rows, entries_.count, row);
+    Slot slot{place.contributors, place.first_entry, 0};
+    if (slot.is_of(team_.rank)) {
+      const int64_t end = lower_bound_near(entries_.rows, slot.first_entry + 1, entries_.count, row + 1);
+      slot.num_entries = end - slot.first_entry;
+    }
+    return slot;
+  }
+
+  PO_FN int64_t end_of(int64_t block) const { return min_of(blocks_.begin(block) + blocks_.slots, num_union_); }
+
+  // Sends this PE's rows of a block: to all where nobody else has the row, else to who adds up.
+  PO_FN void contribute(int64_t block) {
+    uint64_t adders = 0;
+    for_each_slot(
+        block,
+        [&](const Slot& slot, int64_t number) {
+          if (!slot.is_of(team_.rank) || !slot.is_shared()) return;
+          adders |= Config::kGathers ? all_pes() : bit_of(owner_in_turn(slot.contributors, number));
+        },
+        [&](const Slot& slot, int64_t number) { return gives(slot, number); },
+        [&](const Slot& slot, int64_t number) {
+          for_each_chunk([&](Chunk& chunk, int64_t) {
+            transfer_.sum_own(slot, chunk);
+            if (!slot.is_shared()) return send(chunk, number);
+            Config::kGathers ? transfer_.gather(chunk, number) : transfer_.leave(chunk, number);
+          });
+        },
+        [&](const Slot& slot, int64_t number, int pe) {
+          if (!slot.is_shared()) return transfer_.put_row(number, pe);
+          if (Config::kGathers) transfer_.put_gathered(number, pe);
+        });
+    tell_progress(warp_.union_of(adders), static_cast<uint64_t>(block) + 1);
+  }
+
+  // Adds up the rows of a block that are this PE's to add up.
+  PO_FN bool reduce(int64_t block) {
+    uint64_t givers = 0;
+    for (int64_t number = blocks_.begin(block) + warp_.rank(); number < end_of(block); number += warp_.size()) {
+      const Slot slot = slot_of(number);
+      if (adds_up(slot, number)) givers |= slot.contributors;
+    }
+    givers = warp_.union_of(givers);
+    if (givers == 0) return true;
+    if (!await_progress(givers, static_cast<uint64_t>(block) + 1, kPhaseShare)) return false;
+    for_each_slot(
+        block, [](const Slot&, int64_t) {}, [&](const Slot& slot, int64_t number) { return adds_up(slot, number); },
+        [&](const Slot& slot, int64_t number) {
+          for_each_chunk([&](Chunk& chunk, int64_t offset) {
+            uint64_t rest = slot.contributors;
+            transfer_.take(slot, number, lowest_bit(rest), offset, chunk);
+            for (rest &= rest - 1; rest != 0; rest &= rest - 1) {
+              Chunk addend(offset, plan_.row_bytes);
+              transfer_.take(slot, number, lowest_bit(rest), offset, addend);
+              chunk.add(addend);
+            }
+            send(chunk, number, Config::kGathers);
+          });
+        },
+        [&](const Slot&, int64_t number, int pe) {
+          if (!Config::kGathers) transfer_.put_row(number, pe);
+        });
+    return true;
+  }
+
+  template <class Use>
+  PO_FN void for_each_chunk(const Use& use) const {
+    for (int64_t offset = 0; offset < plan_.row_bytes; offset += Chunk::kChunkBytes) {
+      Chunk chunk(offset, plan_.row_bytes);
+      use(chunk, offset);
+    }
+  }
+
+  // A sum that is whole. A row that everybody has added up stays here.
+  PO_FN void send(Chunk& chunk, int64_t number, bool is_everywhere = false) const {
+    if (plan_.divisor != 1) chunk.divide_by(static_cast<float>(plan_.divisor));
+    is_everywhere ? transfer_.store_here(chunk, number) : transfer_.store_everywhere(chunk, number);
+  }
+
+  // ---- progress ---------------------------------------------------------------------------------------------------
+
+  PO_FN uint64_t progress_offset(int sender) const {
+    return plan_.progress_offset + static_cast<uint64_t>(sender * plan_.num_workers + number_) * sizeof(uint64_t);
+  }
+
+  // What this warp has stored so far is there for the PEs in `receivers`.
+  PO_FN void tell_progress(uint64_t receivers, uint64_t progress) {
+    warp_.sync();  // the stores of all lanes are before
+    if (plan_.all_reachable == 0) return tell_progress_by_put(receivers, progress);
+    for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
+      if (pe == team_.rank || (receivers >> pe & 1) == 0) continue;
+      signal(team_, pe, progress_offset(team_.rank), flag_value(team_.epoch, progress));
+    }
+  }
+
+  // By the lane whose puts must come first.
+  PO_FN void tell_progress_by_put(uint64_t receivers, uint64_t progress) {
+    if (warp_.rank() != 0) return;
+    fence_acq_rel_sys();  // what peers fetch from here is out as well
+    put_fence(team_);
+    for (int hop = 1; hop < team_.size; ++hop) {
+      const int pe = (team_.rank + hop) % team_.size;
+      if ((receivers >> pe & 1) == 0) continue;
+      signal(team_, pe, progress_offset(team_.rank), flag_value(team_.epoch, progress));
+    }
+  }
+
+  // Waits until the counterparts of this warp on the PEs in `senders` have come so far.
+  PO_FN bool await_progress(uint64_t senders, uint64_t progress, Phase phase) {
+    const uint64_t expected = flag_value(team_.epoch, progress);
+    bool is_there = true;
+    for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
+      if (pe == team_.rank || (senders >> pe & 1) == 0) continue;
+      const uint64_t* word = local_word(team_, progress_offset(pe));
+      const bool has_come = await(team_, phase, pe, static_cast<uint64_t>(number_), [&](uint64_t* seen) {
+        *seen = flag_load_acquire_sys(word);
+        return *seen >= expected;
+      });
+      if (has_come && !is_reachable(team_, pe)) put_acquire(word, expected);
+      is_there = is_there && has_come;
+    }
+    const int num_there = warp_.count(is_there);
+    warp_.sync();  // what a lane has acquired is there for all
+    return num_there == warp_.size();
+  }
+
+  const Plan& plan_;
+  const Team& team_;
+  const Config::Entries& entries_;
+  const Transfer transfer_;
+  const int64_t* rows_of_slots_;
+  const int64_t num_union_;
+  Slot* window_;
+  const int64_t number_;  // of this warp, the same on every PE
+  const SlotBlocks blocks_;
+  Warp warp_;
+};
+
+}  // namespace po

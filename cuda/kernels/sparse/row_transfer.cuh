@@ -1,0 +1,152 @@
+// A row on its way: from this PE's entries to its slot on every PE, or to whoever adds it up.
+//
+// A row that several PEs have is left by each in its own slot, in its own heap, and fetched from there by its owner. A PE's
+// sum of several 16-bit entries is an fp32 number: its upper half lies in the slot, its lower half in a second area.
+// Gathering, fp32 sums go to an area in every heap instead.
+#pragma once
+
+#include "comm/row_union.cuh"
+#include "tile/row_chunk.cuh"
+
+namespace po {
+
+// One PE's part of a sum.
+template <class Index>
+struct RowEntries {
+  const Index* rows;     // ascending
+  const int64_t* order;  // which of the values belongs to an entry; null: the entry's own number
+  const uint8_t* values;
+  int64_t count;
+};
+
+// What is known of a row of the result.
+struct Slot {
+  uint64_t contributors;  // a bit per PE
+  int64_t first_entry;    // of this PE, where it is one of them
+  int64_t num_entries;
+
+  PO_FN bool is_of(int pe) const { return contributors >> pe & 1; }
+  PO_FN bool is_shared() const { return (contributors & (contributors - 1)) != 0; }
+};
+
+// Where each PE's result is.
+struct Outputs {
+  uint8_t* mapped[kMaxPes];  // as mapped here; null: not within reach
+  uint64_t offsets[kMaxPes];
+};
+
+// `number`: of a slot; `offset`: where a chunk begins in its row.
+template <class Config, class Plan>
+class RowTransfer {
+ public:
+  using Chunk = Config::Chunk;
+  using Group = Chunk::Group;
+
+  PO_FN RowTransfer(const Plan& plan, const Outputs& outputs, const Config::Entries& entries)
+      : plan_(plan), team_(plan.team), outputs_(outputs), entries_(entries) {}
+
+  // Of this PE, in order of occurrence.
+  PO_FN void sum_own(const Slot& slot, Chunk& chunk) const {
+    chunk.load(values_of(slot.first_entry));
+    for (int64_t i = 1; i < slot.num_entries; ++i) chunk.add(values_of(slot.first_entry + i));
+  }
+
+  // The next PE first and this one last.
+  PO_FN void store_everywhere(const Chunk& chunk, int64_t number) const {
+    for (int hop = 1; hop <= team_.size; ++hop) {
+      const int pe = team_.rank + hop < team_.size ? team_.rank + hop : team_.rank + hop - team_.size;
+      if (outputs_.mapped[pe] != nullptr) chunk.store(place_at(pe, number));
+    }
+  }
+
+  // The same to a PE that is not within reach, from this PE's own slot. One thread.
+  PO_FN void put_row(int64_t number, int pe) const {
+    const auto bytes = static_cast<uint64_t>(plan_.row_bytes);
+    put_nbi(team_, pe, outputs_.offsets[pe] + static_cast<uint64_t>(number) * bytes, place_at(team_.rank, number),
+            bytes);
+  }
+
+  // Leaves this PE's sum in its own slot, for the owner to fetch.
+  PO_FN void leave(const Chunk& chunk, int64_t number) const {
+    uint8_t* place = place_at(team_.rank, number);
+    if constexpr (Chunk::kIsNarrow) {
+      if (plan_.splits_partials != 0) {
+        return chunk.store_split(place, team_.heap + plan_.low_offset + number * plan_.row_bytes);
+      }
+    }
+    chunk.store(place);
+  }
+
+  // This PE's sum, to everybody's gather area.
+  PO_FN void gather(const Chunk& chunk, int64_t number) const {
+    for (int hop = 1; hop <= team_.size; ++hop) {
+      const int pe = (team_.rank + hop) % team_.size;
+      if (is_reachable(team_, pe)) chunk.store_floats(peer_address(team_, pe, gathered_offset(team_.rank, number)));
+    }
+  }
+
+  PO_FN void put_gathered(int64_t number, int pe) const {
+    const uint64_t offset = gathered_offset(team_.rank, number);
+    put_nbi(team_, pe, offset, team_.heap + offset, static_cast<uint64_t>(plan_.row_bytes * kFloatsPerScalar));
+  }
+
+  // A contributor's sum of its entries.
+  PO_FN void take(const Slot& slot, int64_t number, int pe, int64_t offset, Chunk& chunk) const {
+    if constexpr (Config::kGathers) {
+      chunk.load_floats(team_.heap + gathered_offset(pe, number));
+    } else if (pe == team_.rank) {
+      sum_own(slot, chunk);
+    } else if (is_reachable(team_, pe)) {
+      const uint64_t low = Chunk::kIsNarrow ? low_offset_of(pe) : 0;
+      chunk.load_shared(place_at(pe, number),
+                        low == 0 ? nullptr : peer_address(team_, pe, low) + number * plan_.row_bytes);
+    } else {
+      fetch(number, pe, offset, chunk);
+    }
+  }
+
+  // Of a row that everybody adds up.
+  PO_FN void store_here(const Chunk& chunk, int64_t number) const { chunk.store(place_at(team_.rank, number)); }
+
+ private:
+  static constexpr int64_t kFloatsPerScalar = 4 / static_cast<int64_t>(sizeof(typename Config::Scalar::Storage));
+
+  PO_FN const uint8_t* values_of(int64_t entry) const {
+    const int64_t number = entries_.order == nullptr ? entry : entries_.order[entry];
+    return entries_.values + number * plan_.row_bytes;
+  }
+
+  PO_FN uint8_t* place_at(int pe, int64_t number) const { return outputs_.mapped[pe] + number * plan_.row_bytes; }
+
+  PO_FN uint64_t low_offset_of(int pe) const {
+    return *local_word(team_, plan_.sets.headers_offset + static_cast<uint64_t>(pe) * sizeof(uint64_t));
+  }
+
+  PO_FN uint64_t gathered_offset(int contributor, int64_t number) const {
+    const int64_t row = contributor * plan_.capacity + number;
+    return plan_.gather_offset + static_cast<uint64_t>(row * plan_.row_bytes * kFloatsPerScalar);
+  }
+
+  // From a PE that is not within reach, by way of this PE's own slot, which is free until the sum comes.
+  PO_FN void fetch(int64_t number, int pe, int64_t offset, Chunk& chunk) const {
+    const auto bytes = static_cast<uint64_t>(min_of(Chunk::kChunkBytes, plan_.row_bytes - offset));
+    const uint64_t skipped = static_cast<uint64_t>(number * plan_.row_bytes + offset);
+    const uint64_t low = Chunk::kIsNarrow ? low_offset_of(pe) : 0;
+    uint8_t* own_low = low == 0 ? nullptr : team_.heap + plan_.low_offset + number * plan_.row_bytes;
+    Group{}.sync();  // the last piece has been read
+    if (Group{}.rank() == 0) {
+      get(team_, pe, outputs_.offsets[pe] + skipped, place_at(team_.rank, number) + offset, bytes);
+      if (own_low != nullptr) get(team_, pe, low + skipped, own_low + offset, bytes);
+    }
+    Group{}.sync();
+    chunk.load_shared(place_at(team_.rank, number), own_low);
+    Group{}.sync();
+  }
+
+  const Plan& plan_;
+  const Team& team_;
+  const Outputs& outputs_;
+  const Config::Entries& entries_;
+};
+
+}  // namespace po

@@ -1,0 +1,57 @@
+"""The blocks of slots that workers take, and the owners of rows: pure functions, the same on every PE."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from host_driver.build import load_shim
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    library = load_shim("slots_shim.cpp", Path(tmp_path_factory.mktemp("slots")))
+    library.blocks_of_worker.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p]
+    library.owner.argtypes = [ctypes.c_uint64, ctypes.c_int64]
+    return library
+
+
+def _blocks(shim: ctypes.CDLL, worker: int, num_workers: int, num_slots: int) -> tuple[int, int, int, int]:
+    found = (ctypes.c_int64 * 4)()
+    shim.blocks_of_worker(worker, num_workers, num_slots, found)
+    return tuple(found)  # type: ignore[return-value]
+
+
+@given(num_workers=st.integers(1, 40), num_slots=st.integers(0, 3000))
+@settings(deadline=None, max_examples=60)
+def test_every_slot_is_in_one_block(shim: ctypes.CDLL, num_workers: int, num_slots: int) -> None:
+    seen: Counter[int] = Counter()
+    for worker in range(num_workers):
+        first, stride, slots, count = _blocks(shim, worker, num_workers, num_slots)
+        for block in range(count):
+            begin = first + block * stride
+            assert begin < num_slots
+            seen.update(range(begin, min(begin + slots, num_slots)))
+    assert seen == Counter(range(num_slots))
+
+
+@pytest.mark.parametrize(("num_workers", "num_slots"), [(1, 2**31), (2, 2**31 - 1), (2112, 2**31), (2112, 384_000)])
+def test_progress_can_count_the_blocks(shim: ctypes.CDLL, num_workers: int, num_slots: int) -> None:
+    counts = [_blocks(shim, worker, num_workers, num_slots)[3] for worker in {0, num_workers // 2, num_workers - 1}]
+    assert max(counts) <= 65000 and max(counts) - min(counts) <= 1
+
+
+@given(contributors=st.integers(1, 2**64 - 1), slot=st.integers(0, 2**31 - 1))
+@settings(deadline=None)
+def test_owner_is_a_contributor(shim: ctypes.CDLL, contributors: int, slot: int) -> None:
+    assert contributors >> shim.owner(contributors, slot) & 1
+
+
+@pytest.mark.parametrize("contributors", [0b1, 0b1010, 0b11111111, 2**63 + 1, 2**64 - 1])
+def test_contributors_own_in_turn(shim: ctypes.CDLL, contributors: int) -> None:
+    pes = [pe for pe in range(64) if contributors >> pe & 1]
+    assert [shim.owner(contributors, slot) for slot in range(2 * len(pes))] == 2 * pes
