@@ -210,6 +210,10 @@ CASES = [
     Case("all rows of few, coalesced", 64, ordered(distinct(64)), is_coalesced=True),
     Case("one row again and again", 50, lambda d: torch.full((200 + d.rank,), 17 + d.iteration), (9,)),
     Case("one row again and again, bf16", 50, lambda d: torch.full((100,), 17 + d.rank % 2), dtype=_BF16),
+    # More occurrences than one warp adds up alone.
+    Case("hot rows", 9, uniform(900, 0, 700), (33,)),
+    Case("hot rows, bf16", 12, uniform(700, 900), (40,), _BF16),
+    Case("hot rows among others, fp16, mean", 2000, zipf(1500), (70,), _FP16, "mean"),
     Case("duplicates", 20, uniform(150, 90), (12,)),
     Case("duplicates, fp16", 20, uniform(90, 120), (10,), _FP16),
     Case("duplicates, bf16, mean", 33, uniform(100, 75), (16,), _BF16, "mean"),

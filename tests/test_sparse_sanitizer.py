@@ -26,6 +26,7 @@ SMALL_CHUNKS = Edit(UNION, "inline constexpr int kChunkWords = 1024;", "inline c
 def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32") -> None:
     choices = {"INDEX": "int32_t", "GATHERS": str(algorithm == "allgather").lower(), "LANES": "32"}
     choices |= {"SCALAR": scalar, "BYTES": "16" if scalar == "Float32" else "2"}
+    choices |= {"HOT_ENTRIES": "3"}  # so that few occurrences make a row hot
     # The other drivers' macros are given as well; ours come last.
     flags = [flag for name, value in choices.items() for flag in (f"-UPO_{name}", f"-DPO_{name}={value}")]
     compile_source("sparse_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
@@ -61,6 +62,8 @@ CASES = {
     "capacity_too_small": "--pes=2 --capacity=100",
     "one_has_none": "--pes=3 --empty-pe=1",
     "many_occurrences": "--pes=2 --repeats=9 --wgs=3",
+    "many_occurrences_of_shared_rows": "--pes=3 --repeats=9 --threads=2 --overlap=8 --columns=72",
+    "many_occurrences_staged": "--pes=2 --repeats=9 --staged=1 --delay-us=100",
     "epoch_passes_2^32": "--pes=2 --first-epoch=4294967293",
     "late_pe": "--pes=3 --slow-pe=1",
     "staged": "--pes=3 --staged=1 --delay-us=100",
@@ -84,6 +87,7 @@ def test_no_race(drivers: dict[str, Path], run: Run, case: str, driver: str) -> 
 PLAIN = "--pes=3 --threads=2 --epochs=12"
 ONE_WG = "--pes=2 --wgs=1 --threads=4 --epochs=12"
 LATE = "--pes=2 --threads=2 --slow-pe=1 --slow-us=2000 --epochs=12"
+HOT = "--pes=2 --threads=2 --repeats=9 --epochs=12"
 SHARED = "--pes=4 --overlap=8 --threads=2 --slow-pe=2 --slow-us=2000 --epochs=12"
 STAGED = "--pes=2 --threads=2 --staged=1 --delay-us=300 --epochs=12"
 MUTATIONS = {
@@ -102,18 +106,19 @@ MUTATIONS = {
         (Edit(SCAN, "  wg.sync();  // the last sums have been read\n", ""),), ONE_WG
     ),
     "rows_are_announced_before_they_are_listed": Mutation(
-        (
-            Edit(
-                UNION,
-                "    wg_.sync();  // the rows of all threads, and the planes as this WG has seen them, are before the "
-                "flag\n",
-                "",
-            ),
-        ),
-        PLAIN,
+        (Edit(UNION, "    wg_.sync();  // what all threads have written and seen is before the flag\n", ""),), HOT
     ),
     "listed_rows_are_not_awaited": Mutation(
-        (Edit(UNION, "flag_load_acquire_sys(sets_.listed + other)) >= team_.epoch", "team_.epoch) >= 0"),), PLAIN
+        (Edit(UNION, "flag_load_acquire_sys(flags + other)) >= team_.epoch", "team_.epoch) >= 0"),), PLAIN
+    ),
+    "hot_rows_are_summed_before_all_are_found": Mutation(
+        (Edit(KERNEL, "      if (!rows.meet(kMeetFound)) return;\n", ""),), HOT
+    ),
+    "hot_rows_are_sent_before_they_are_summed": Mutation(
+        (Edit(KERNEL, "      if (!rows.meet(kMeetSummed)) return;\n", ""),), HOT
+    ),
+    "hot_list_is_not_cleared": Mutation(
+        (Edit(KERNEL, "if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);", ""),), HOT
     ),
     "rows_without_credit": Mutation(
         (Edit(KERNEL, "if (pe != team.rank && !await_credit(team, pe)) is_granted = false;", ""),), LATE

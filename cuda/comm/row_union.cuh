@@ -23,10 +23,13 @@ struct RowSets {
   uint64_t headers_offset;  // in every heap: uint64_t[size], a word that each PE tells all others
   uint32_t* first_entry;    // private, [num_words]: the first entry of this PE in a word, where it has any
   Packet* totals;           // private, [WGs]
-  uint64_t* listed;         // private, [WGs]: flags
+  uint64_t* met;            // private, [kNumMeetings][WGs]: flags
 };
 
-enum Check { kCheckAborted, kCheckCredits, kCheckSets, kCheckTotals, kCheckListed, kNumChecks };
+enum Check { kCheckAborted, kCheckCredits, kCheckSets, kCheckTotals, kCheckMet, kNumChecks = kCheckMet + 3 };
+enum Meeting { kMeetListed, kMeetFound, kMeetSummed, kNumMeetings };
+static_assert(static_cast<int>(kNumChecks) - static_cast<int>(kCheckMet) == static_cast<int>(kNumMeetings),
+              "each meeting has a check of its own");
 
 struct UnionShared {
   uint64_t words[kChunkWords];
@@ -137,15 +140,21 @@ class RowUnion {
       for (; bits != 0; bits &= bits - 1) *place++ = word * kRowsPerWord + lowest_bit(bits);
       slot += static_cast<int64_t>(count);
     }
-    wg_.sync();  // the rows of all threads, and the planes as this WG has seen them, are before the flag
-    if (wg_.rank() == 0) flag_store_release_sys(sets_.listed + wg_.index(), launch_flag(team_));
+    return meet(kMeetListed);
+  }
+
+  // Waits for all WGs of this PE, each of which sees then what all have written, and what they have seen of peers. False:
+  // gave up.
+  PO_FN bool meet(Meeting meeting) const {
+    uint64_t* flags = sets_.met + meeting * wg_.count();
+    wg_.sync();  // what all threads have written and seen is before the flag
+    if (wg_.rank() == 0) flag_store_release_sys(flags + wg_.index(), launch_flag(team_));
     bool is_there = true;
     for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
       is_there =
-          await_own(team_, [&] { return epoch_of(flag_load_acquire_sys(sets_.listed + other)) >= team_.epoch; }) &&
-          is_there;
+          await_own(team_, [&] { return epoch_of(flag_load_acquire_sys(flags + other)) >= team_.epoch; }) && is_there;
     }
-    return all_threads(kCheckListed, is_there);
+    return all_threads(static_cast<Check>(static_cast<int>(kCheckMet) + static_cast<int>(meeting)), is_there);
   }
 
   // Whether all threads of the WG pass `is_good`.

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "comm/row_union.cuh"
+#include "kernels/sparse/hot_rows.cuh"
 #include "kernels/sparse/row_exchange.cuh"
 #include "platform/entry.cuh"
 #include "tile/row_chunk.cuh"
@@ -41,6 +42,7 @@ struct Config {
   static constexpr int kVectors =
       PO_LANES == 32 ? min_of(16 * static_cast<int>(sizeof(Scalar::Storage)) / PO_BYTES, 4) : 1;
   using Chunk = RowChunk<Scalar, PO_LANES, kVectors, PO_BYTES>;
+  using Piece = RowChunk<Scalar, PO_LANES, 1, PO_BYTES>;
   using Entries = RowEntries<Index>;
 };
 
@@ -66,6 +68,7 @@ struct Plan {
   int64_t* rows_out;           // [capacity], or null: behind the values
   int64_t* num_rows_out;       // or null
   const int64_t* num_entries;  // null, or how many of the entries are valid
+  HotList* hot;
   Report* report;
   int64_t splits_partials;   // this PE's sums of duplicates need more than their 16 bits
   int64_t reports_overflow;  // as an error; otherwise the host asks for the count
@@ -82,6 +85,7 @@ struct Call {
 };
 
 using Exchange = RowExchange<Config, Plan>;
+using Hot = HotRows<Config, Plan>;
 
 struct Shared {
   Plan plan;
@@ -169,10 +173,20 @@ struct Kernel {
     if (rows.num_union() > plan.capacity) return;  // on every PE
     int64_t* listed = plan.rows_out;
     if (listed == nullptr) listed = reinterpret_cast<int64_t*>(team.heap + call.output_offset + values_bytes(plan));
+    if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);
     if (!rows.list(listed)) return;
     mark(wg, plan, 2);
     const Config::Entries entries{call.rows, call.order, call.values, num_entries};
-    Exchange(wg, plan, shared.exchange, entries, listed, rows.num_union()).run();
+    const int64_t hot_entries = Hot::least_entries(plan, entries);
+    if (hot_entries != Hot::kNever) {
+      const Hot::Transfer transfer(plan, shared.exchange.outputs, entries, hot_entries);
+      const Hot hot(wg, plan, entries, transfer, hot_entries);
+      hot.find(listed, rows.num_union());
+      if (!rows.meet(kMeetFound)) return;
+      hot.sum();
+      if (!rows.meet(kMeetSummed)) return;
+    }
+    Exchange(wg, plan, shared.exchange, entries, listed, rows.num_union(), hot_entries).run();
   }
 
   static PO_FN uint64_t values_bytes(const Plan& plan) {

@@ -30,14 +30,16 @@ class RowChunk {
 
   // += row
   PO_FN void add(const uint8_t* row) {
-    Vector<kBytes> vectors[kVectors] = {};
-    for_each_vector([&](int v, int64_t offset) { vectors[v] = load_vector<kBytes>(row + offset); });
-    for_each_vector([&](int v, int64_t) {
-      Storage x[kCount];
-      __builtin_memcpy(x, &vectors[v], kBytes);
-      PO_UNROLL
-      for (int i = 0; i < kCount; ++i) values_[v][i] += Scalar::to_float(x[i]);
-    });
+    add_together<1>([&](int) { return row; });
+  }
+
+  // += the rows row_at(first) to row_at(last - 1), one after the other, with kTogether of them under way.
+  template <int kTogether, class RowAt>
+  PO_FN void add_all(int64_t first, int64_t last, const RowAt& row_at) {
+    for (; first + kTogether <= last; first += kTogether) {
+      add_together<kTogether>([&](int i) { return row_at(first + i); });
+    }
+    for (; first < last; ++first) add(row_at(first));
   }
 
   // = row, which another PE wrote; `low`: null, or the low halves of its fp32 values.
@@ -124,6 +126,25 @@ class RowChunk {
   }
 
  private:
+  template <int kRows, class RowAt>
+  PO_FN void add_together(const RowAt& row_at) {
+    Vector<kBytes> vectors[kRows][kVectors] = {};
+    PO_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const uint8_t* row = row_at(i);
+      for_each_vector([&](int v, int64_t offset) { vectors[i][v] = load_vector<kBytes>(row + offset); });
+    }
+    PO_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      for_each_vector([&](int v, int64_t) {
+        Storage x[kCount];
+        __builtin_memcpy(x, &vectors[i][v], kBytes);
+        PO_UNROLL
+        for (int e = 0; e < kCount; ++e) values_[v][e] += Scalar::to_float(x[e]);
+      });
+    }
+  }
+
   template <class Use>
   PO_FN void for_each_vector(const Use& use) const {
     PO_UNROLL

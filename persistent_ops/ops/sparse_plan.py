@@ -43,6 +43,8 @@ _NAME = "sparse_all_reduce"
 _INDICES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _ROWS_PER_WORD = 64
 _THREADS = 256
+_MEETINGS = 3  # of a launch's WGs
+_MOST_HOT = 8192  # rows of a PE that all of its warps add up
 GIVEN_UP = "sparse_all_reduce: this launch was given up before po.recover()"
 _HOST_WORK_GROUPS = 2
 _HOST_WARPS = 64  # of a WG, at most: a thread each
@@ -100,7 +102,7 @@ class _RowSets(ctypes.Structure):
         ("headers_offset", ctypes.c_uint64),
         ("first_entry", ctypes.c_uint64),
         ("totals", ctypes.c_uint64),
-        ("listed", ctypes.c_uint64),
+        ("met", ctypes.c_uint64),
     )
 
 
@@ -117,6 +119,7 @@ class _Plan(ctypes.Structure):
         ("rows_out", ctypes.c_uint64),
         ("num_rows_out", ctypes.c_uint64),
         ("num_entries", ctypes.c_uint64),
+        ("hot", ctypes.c_uint64),
         ("report", ctypes.c_uint64),
         ("splits_partials", ctypes.c_int64),
         ("reports_overflow", ctypes.c_int64),
@@ -158,7 +161,7 @@ class Areas:
 
     Attributes:
         headers, progress: symmetric.
-        totals, listed: private.
+        totals, met, hot: private.
         plane_words: of one PE's row set.
         planes: symmetric, a row set per PE.
         first_entry: private, a 32-bit number per word.
@@ -168,7 +171,8 @@ class Areas:
     headers: torch.Tensor
     progress: torch.Tensor
     totals: torch.Tensor
-    listed: torch.Tensor
+    met: torch.Tensor
+    hot: torch.Tensor
     plane_words: int
     planes: torch.Tensor
     first_entry: torch.Tensor
@@ -248,7 +252,16 @@ def reserve(world: World, state: SparseState, layout: Layout, capacity: int, *, 
         planes = world.heap.empty((world.size * words,), torch.int64)
         if areas is None:
             private = world.backend.private_words
-            areas = Areas(headers, progress, private(2 * state.grid), private(state.grid), words, planes, first_entry)
+            areas = Areas(
+                headers,
+                progress,
+                private(2 * state.grid),
+                private(_MEETINGS * state.grid),
+                private(1 + _MOST_HOT),
+                words,
+                planes,
+                first_entry,
+            )
         else:
             areas = dataclasses.replace(areas, plane_words=words, planes=planes, first_entry=first_entry)
     if gathers and (areas.gather is None or areas.gather.nbytes < gather_bytes):
@@ -365,7 +378,7 @@ class SparsePlan:
                 headers_offset=areas.headers.data_ptr() - base,
                 first_entry=areas.first_entry.data_ptr(),
                 totals=areas.totals.data_ptr(),
-                listed=areas.listed.data_ptr(),
+                met=areas.met.data_ptr(),
             ),
             row_bytes=layout.row_bytes,
             capacity=capacity,
@@ -376,6 +389,7 @@ class SparsePlan:
             rows_out=0 if outputs is None else outputs[0].data_ptr(),
             num_rows_out=0 if outputs is None else outputs[1].data_ptr(),
             num_entries=0 if count is None else count.data_ptr(),
+            hot=areas.hot.data_ptr(),
             report=ctypes.addressof(self.report),
             splits_partials=int(self.uses_low and has_order),
             reports_overflow=int(outputs is not None),

@@ -119,7 +119,7 @@ int main() {
   FIELD(RowSets, headers_offset);
   FIELD(RowSets, first_entry);
   FIELD(RowSets, totals);
-  FIELD(RowSets, listed);
+  FIELD(RowSets, met);
 
   STRUCT(SparsePlan);
   FIELD(SparsePlan, team);
@@ -133,6 +133,7 @@ int main() {
   FIELD(SparsePlan, rows_out);
   FIELD(SparsePlan, num_rows_out);
   FIELD(SparsePlan, num_entries);
+  FIELD(SparsePlan, hot);
   FIELD(SparsePlan, report);
   FIELD(SparsePlan, splits_partials);
   FIELD(SparsePlan, reports_overflow);

@@ -89,11 +89,12 @@ struct Pe {
     std::memset(heap, 0, bytes);
     first_entry.resize(static_cast<size_t>(plan.sets.num_words));
     totals.resize(static_cast<size_t>(options["--wgs"]));
-    listed.resize(totals.size());
+    met.resize(totals.size() * po::kNumMeetings);
     rows_out.resize(static_cast<size_t>(capacity));
     plan.sets.first_entry = first_entry.data();
     plan.sets.totals = totals.data();
-    plan.sets.listed = listed.data();
+    plan.sets.met = met.data();
+    plan.hot = &hot;
     plan.rows_out = rows_out.data();
     plan.num_rows_out = &num_rows_out;
     plan.report = &report;
@@ -195,7 +196,8 @@ struct Pe {
   std::vector<uint64_t> seen_heaps;
   std::vector<uint32_t> first_entry;
   std::vector<po::Packet> totals;
-  std::vector<uint64_t> listed;
+  std::vector<uint64_t> met;
+  po::HotList hot{};
   std::vector<int64_t> rows_out;
   int64_t num_rows_out = -1;
   Report report{};

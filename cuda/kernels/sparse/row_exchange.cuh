@@ -22,13 +22,13 @@ class RowExchange {
     Slot window[Config::kMostWarps][kWarpSize];
   };
 
-  // `rows_of_slots`: of the `num_union` rows of the result.
+  // `rows_of_slots`: of the `num_union` rows of the result. `hot_entries`: see RowTransfer.
   PO_FN RowExchange(const WorkGroup& wg, const Plan& plan, Shared& shared, const Config::Entries& entries,
-                    const int64_t* rows_of_slots, int64_t num_union)
+                    const int64_t* rows_of_slots, int64_t num_union, int64_t hot_entries)
       : plan_(plan),
         team_(plan.team),
         entries_(entries),
-        transfer_(plan, shared.outputs, entries),
+        transfer_(plan, shared.outputs, entries, hot_entries),
         rows_of_slots_(rows_of_slots),
         num_union_(num_union),
         window_(shared.window[wg.warp_index()]),
@@ -116,7 +116,7 @@ class RowExchange {
         [&](const Slot& slot, int64_t number) { return gives(slot, number); },
         [&](const Slot& slot, int64_t number) {
           for_each_chunk([&](Chunk& chunk, int64_t) {
-            transfer_.sum_own(slot, chunk);
+            transfer_.sum_own(slot, number, chunk);
             if (!slot.is_shared()) return send(chunk, number);
             Config::kGathers ? transfer_.gather(chunk, number) : transfer_.leave(chunk, number);
           });

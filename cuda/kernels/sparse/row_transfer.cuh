@@ -42,13 +42,30 @@ class RowTransfer {
   using Chunk = Config::Chunk;
   using Group = Chunk::Group;
 
-  PO_FN RowTransfer(const Plan& plan, const Outputs& outputs, const Config::Entries& entries)
-      : plan_(plan), team_(plan.team), outputs_(outputs), entries_(entries) {}
+  // Rows of `hot_entries` or more have been summed already (`store_hot`).
+  PO_FN RowTransfer(const Plan& plan, const Outputs& outputs, const Config::Entries& entries, int64_t hot_entries)
+      : plan_(plan), team_(plan.team), outputs_(outputs), entries_(entries), hot_entries_(hot_entries) {}
 
-  // Of this PE, in order of occurrence.
-  PO_FN void sum_own(const Slot& slot, Chunk& chunk) const {
+  // = the sum of this PE's entries, in order of occurrence.
+  PO_FN void sum_own(const Slot& slot, int64_t number, Chunk& chunk) const {
+    if (slot.num_entries >= hot_entries_) return load_hot(number, chunk);
     chunk.load(values_of(slot.first_entry));
     for (int64_t i = 1; i < slot.num_entries; ++i) chunk.add(values_of(slot.first_entry + i));
+  }
+
+  PO_FN const uint8_t* values_of(int64_t entry) const {
+    const int64_t number = entries_.order == nullptr ? entry : entries_.order[entry];
+    return entries_.values + number * plan_.row_bytes;
+  }
+
+  // Where a sum of this PE's entries waits until the row's turn: where it is left for others anyway.
+  template <class AnyChunk>
+  PO_FN void store_hot(const AnyChunk& chunk, int64_t number) const {
+    if constexpr (Config::kGathers) {
+      chunk.store_floats(team_.heap + gathered_offset(team_.rank, number));
+    } else {
+      leave(chunk, number);
+    }
   }
 
   // The next PE first and this one last.
@@ -67,7 +84,8 @@ class RowTransfer {
   }
 
   // Leaves this PE's sum in its own slot, for the owner to fetch.
-  PO_FN void leave(const Chunk& chunk, int64_t number) const {
+  template <class AnyChunk>
+  PO_FN void leave(const AnyChunk& chunk, int64_t number) const {
     uint8_t* place = place_at(team_.rank, number);
     if constexpr (Chunk::kIsNarrow) {
       if (plan_.splits_partials != 0) {
@@ -95,7 +113,7 @@ class RowTransfer {
     if constexpr (Config::kGathers) {
       chunk.load_floats(team_.heap + gathered_offset(pe, number));
     } else if (pe == team_.rank) {
-      sum_own(slot, chunk);
+      sum_own(slot, number, chunk);
     } else if (is_reachable(team_, pe)) {
       const uint64_t low = Chunk::kIsNarrow ? low_offset_of(pe) : 0;
       chunk.load_shared(place_at(pe, number),
@@ -111,9 +129,14 @@ class RowTransfer {
  private:
   static constexpr int64_t kFloatsPerScalar = 4 / static_cast<int64_t>(sizeof(typename Config::Scalar::Storage));
 
-  PO_FN const uint8_t* values_of(int64_t entry) const {
-    const int64_t number = entries_.order == nullptr ? entry : entries_.order[entry];
-    return entries_.values + number * plan_.row_bytes;
+  PO_FN void load_hot(int64_t number, Chunk& chunk) const {
+    if constexpr (Config::kGathers) {
+      chunk.load_floats(team_.heap + gathered_offset(team_.rank, number));
+    } else {
+      const bool is_split = Chunk::kIsNarrow && plan_.splits_partials != 0;
+      chunk.load_shared(place_at(team_.rank, number),
+                        is_split ? team_.heap + plan_.low_offset + number * plan_.row_bytes : nullptr);
+    }
   }
 
   PO_FN uint8_t* place_at(int pe, int64_t number) const { return outputs_.mapped[pe] + number * plan_.row_bytes; }
@@ -147,6 +170,7 @@ class RowTransfer {
   const Team& team_;
   const Outputs& outputs_;
   const Config::Entries& entries_;
+  const int64_t hot_entries_;
 };
 
 }  // namespace po
