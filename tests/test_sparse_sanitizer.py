@@ -18,15 +18,16 @@ KERNEL = "kernels/sparse_all_reduce.cuh"
 UNION = "comm/row_union.cuh"
 EXCHANGE = "kernels/sparse/row_exchange.cuh"
 SCAN = "platform/scan.cuh"
+SLOTS = "sched/slot_blocks.cuh"
 MEMORY = "platform/memory.cuh"
 ALGORITHMS = ("owner", "allgather")
 SMALL_CHUNKS = Edit(UNION, "inline constexpr int kChunkWords = 1024;", "inline constexpr int kChunkWords = 1;")
 
 
-def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32") -> None:
+def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32", window: int = 32) -> None:
     choices = {"INDEX": "int32_t", "GATHERS": str(algorithm == "allgather").lower(), "LANES": "32"}
     choices |= {"SCALAR": scalar, "BYTES": "16" if scalar == "Float32" else "2"}
-    choices |= {"HOT_ENTRIES": "3"}  # so that few occurrences make a row hot
+    choices |= {"WINDOW": str(window), "HOT_ENTRIES": "3"}  # so that few occurrences make a row hot
     # The other drivers' macros are given as well; ours come last.
     flags = [flag for name, value in choices.items() for flag in (f"-UPO_{name}", f"-DPO_{name}={value}")]
     compile_source("sparse_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
@@ -49,7 +50,9 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for algorithm in ALGORITHMS:
         _compile(CUDA, folder / algorithm, algorithm)
     _compile(CUDA, folder / "bfloat16", "owner", "BFloat16")
-    _compile(_mutated(folder, (SMALL_CHUNKS,)), folder / "small_chunks", "owner")
+    # More chunks than one, and, as few WGs with far larger unions have them, blocks of several windows.
+    several = (SMALL_CHUNKS, Edit(SLOTS, "kMost = 65000;", "kMost = 5;"))
+    _compile(_mutated(folder, several), folder / "small_chunks", "owner", window=2)
     return {name: folder / name for name in (*ALGORITHMS, "bfloat16", "small_chunks")}
 
 
@@ -172,7 +175,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
     mutation = MUTATIONS[name]
-    _compile(_mutated(tmp_path, mutation.edits), tmp_path / "driver", "owner")
+    # Small windows, so that warps have several blocks.
+    _compile(_mutated(tmp_path, mutation.edits), tmp_path / "driver", "owner", window=4)
     # A race is reported only where the threads meet; where nothing is reported, they get another chance.
     if all(run(tmp_path / "driver", mutation.arguments).returncode == 0 for _ in range(6)):
         pytest.fail(f"{name} went unnoticed")

@@ -7,10 +7,15 @@
 
 #include "platform/bits.cuh"
 
+#ifndef PO_WINDOW
+#define PO_WINDOW 32
+#endif
+
 namespace po {
 
 struct SlotBlocks {
-  static constexpr int64_t kMost = 65000;  // of a worker; its progress has 16 bits beside the epoch
+  static constexpr int kWindow = PO_WINDOW;  // slots that a warp looks up at once
+  static constexpr int64_t kMost = 65000;    // of a worker; its progress has 16 bits beside the epoch
 
   int64_t first;   // slot of the worker's first block
   int64_t stride;  // from one of its blocks to the next
@@ -18,9 +23,10 @@ struct SlotBlocks {
   int64_t count;   // blocks of the worker
 
   static PO_FN SlotBlocks of_worker(int64_t worker, int64_t num_workers, int64_t num_slots) {
-    // A few blocks for each, so that the last ones end together.
-    const int64_t few = min_of<int64_t>(max_of<int64_t>(num_slots / (4 * num_workers), 1), 32);
-    const int64_t slots = max_of(few, ceil_div(num_slots, num_workers * kMost));
+    // As large as a warp can look up at once, but equally many for each worker.
+    const int64_t most = max_of<int64_t>(kWindow, ceil_div(num_slots, num_workers * kMost));
+    const int64_t rounds = max_of<int64_t>(ceil_div(num_slots, num_workers * most), 1);
+    const int64_t slots = max_of<int64_t>(ceil_div(num_slots, num_workers * rounds), 1);
     const int64_t first = worker * slots;
     const int64_t stride = num_workers * slots;
     return {first, stride, slots, first < num_slots ? (num_slots - 1 - first) / stride + 1 : 0};

@@ -19,7 +19,7 @@ class RowExchange {
 
   struct Shared {
     Outputs outputs;
-    Slot window[Config::kMostWarps][kWarpSize];
+    Slot windows[Config::kMostWarps][2][SlotBlocks::kWindow];  // of the block at hand and the one before
   };
 
   // `rows_of_slots`: of the `num_union` rows of the result. `hot_entries`: see RowTransfer.
@@ -31,7 +31,7 @@ class RowExchange {
         transfer_(plan, shared.outputs, entries, hot_entries),
         rows_of_slots_(rows_of_slots),
         num_union_(num_union),
-        window_(shared.window[wg.warp_index()]),
+        windows_(shared.windows[wg.warp_index()]),
         number_(static_cast<int64_t>(wg.warp_index()) * wg.count() + wg.index()),
         blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union)) {}
 
@@ -60,35 +60,42 @@ class RowExchange {
     return slot.is_of(team_.rank) && (Config::kGathers || !adds_up(slot, number));
   }
 
-  // Of the slots of a block: each is looked at by a lane, look(slot, number); a group of lanes works on those that `want`
-  // wants, work(slot, number); then a single lane puts what has to go where nobody can store to, put(number, peer).
-  template <class Look, class Want, class Work, class Put>
-  PO_FN void for_each_slot(int64_t block, const Look& look, const Want& want, const Work& work, const Put& put) {
-    const int64_t end = end_of(block);
-    for (int64_t base = blocks_.begin(block); base < end; base += kWarpSize) {
-      const auto count = static_cast<int>(min_of<int64_t>(kWarpSize, end - base));
-      warp_.sync();  // the window has been read
-      if (warp_.rank() < count) {
-        const Slot slot = slot_of(base + warp_.rank());
-        look(slot, base + warp_.rank());
-        window_[warp_.rank()] = slot;
+  // Calls use(window, first slot, count) for the slots of a block, which are looked up where the block is new, or has more
+  // of them than a window.
+  template <class Use>
+  PO_FN void for_each_window(int64_t block, bool is_new, const Use& use) {
+    Slot* window = windows_[block % 2];
+    const int64_t end = min_of(blocks_.begin(block) + blocks_.slots, num_union_);
+    for (int64_t base = blocks_.begin(block); base < end; base += SlotBlocks::kWindow) {
+      const auto count = static_cast<int>(min_of<int64_t>(SlotBlocks::kWindow, end - base));
+      if (is_new || blocks_.slots > SlotBlocks::kWindow) {
+        warp_.sync();  // the window has been read
+        for (int i = warp_.rank(); i < count; i += warp_.size()) window[i] = slot_of(base + i);
+        warp_.sync();
       }
-      warp_.sync();
-      for (int i = Group{}.index(); i < count; i += Group::kPerWarp) {
-        if (want(window_[i], base + i)) work(window_[i], base + i);
-      }
-      if (plan_.all_reachable != 0) continue;
-      fence_acq_rel_sys();  // each lane's stores are out for the network
-      warp_.sync();
-      for (int i = 0; i < count && warp_.rank() == 0; ++i) {
-        if (!want(window_[i], base + i)) continue;
-        for (int hop = 1; hop < team_.size; ++hop) {
-          const int pe = (team_.rank + hop) % team_.size;
-          if (!is_reachable(team_, pe)) put(window_[i], base + i, pe);
-        }
-      }
+      use(window, base, count);
     }
     warp_.sync();
+  }
+
+  // A group of lanes works on each slot that `want` wants, work(slot, number); then a single lane puts what has to go where
+  // nobody can store to, put(slot, number, peer).
+  template <class Want, class Work, class Put>
+  PO_FN void for_each_slot(const Slot* window, int64_t base, int count, const Want& want, const Work& work,
+                           const Put& put) {
+    for (int i = Group{}.index(); i < count; i += Group::kPerWarp) {
+      if (want(window[i], base + i)) work(window[i], base + i);
+    }
+    if (plan_.all_reachable != 0) return;
+    fence_acq_rel_sys();  // each lane's stores are out for the network
+    warp_.sync();
+    for (int i = 0; i < count && warp_.rank() == 0; ++i) {
+      if (!want(window[i], base + i)) continue;
+      for (int hop = 1; hop < team_.size; ++hop) {
+        const int pe = (team_.rank + hop) % team_.size;
+        if (!is_reachable(team_, pe)) put(window[i], base + i, pe);
+      }
+    }
   }
 
   PO_FN Slot slot_of(int64_t number) const {
@@ -102,59 +109,61 @@ class RowExchange {
     return slot;
   }
 
-  PO_FN int64_t end_of(int64_t block) const { return min_of(blocks_.begin(block) + blocks_.slots, num_union_); }
-
   // Sends this PE's rows of a block: to all where nobody else has the row, else to who adds up.
   PO_FN void contribute(int64_t block) {
     uint64_t adders = 0;
-    for_each_slot(
-        block,
-        [&](const Slot& slot, int64_t number) {
-          if (!slot.is_of(team_.rank) || !slot.is_shared()) return;
-          adders |= Config::kGathers ? all_pes() : bit_of(owner_in_turn(slot.contributors, number));
-        },
-        [&](const Slot& slot, int64_t number) { return gives(slot, number); },
-        [&](const Slot& slot, int64_t number) {
-          for_each_chunk([&](Chunk& chunk, int64_t) {
-            transfer_.sum_own(slot, number, chunk);
-            if (!slot.is_shared()) return send(chunk, number);
-            Config::kGathers ? transfer_.gather(chunk, number) : transfer_.leave(chunk, number);
+    for_each_window(block, true, [&](const Slot* window, int64_t base, int count) {
+      for (int i = warp_.rank(); i < count; i += warp_.size()) {
+        if (!window[i].is_of(team_.rank) || !window[i].is_shared()) continue;
+        adders |= Config::kGathers ? all_pes() : bit_of(owner_in_turn(window[i].contributors, base + i));
+      }
+      for_each_slot(
+          window, base, count, [&](const Slot& slot, int64_t number) { return gives(slot, number); },
+          [&](const Slot& slot, int64_t number) {
+            for_each_chunk([&](Chunk& chunk, int64_t) {
+              transfer_.sum_own(slot, number, chunk);
+              if (!slot.is_shared()) return send(chunk, number);
+              Config::kGathers ? transfer_.gather(chunk, number) : transfer_.leave(chunk, number);
+            });
+          },
+          [&](const Slot& slot, int64_t number, int pe) {
+            if (!slot.is_shared()) return transfer_.put_row(number, pe);
+            if (Config::kGathers) transfer_.put_gathered(number, pe);
           });
-        },
-        [&](const Slot& slot, int64_t number, int pe) {
-          if (!slot.is_shared()) return transfer_.put_row(number, pe);
-          if (Config::kGathers) transfer_.put_gathered(number, pe);
-        });
+    });
     tell_progress(warp_.union_of(adders), static_cast<uint64_t>(block) + 1);
   }
 
   // Adds up the rows of a block that are this PE's to add up.
   PO_FN bool reduce(int64_t block) {
     uint64_t givers = 0;
-    for (int64_t number = blocks_.begin(block) + warp_.rank(); number < end_of(block); number += warp_.size()) {
-      const Slot slot = slot_of(number);
-      if (adds_up(slot, number)) givers |= slot.contributors;
-    }
+    for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
+      for (int i = warp_.rank(); i < count; i += warp_.size()) {
+        if (adds_up(window[i], base + i)) givers |= window[i].contributors;
+      }
+    });
     givers = warp_.union_of(givers);
     if (givers == 0) return true;
     if (!await_progress(givers, static_cast<uint64_t>(block) + 1, kPhaseShare)) return false;
-    for_each_slot(
-        block, [](const Slot&, int64_t) {}, [&](const Slot& slot, int64_t number) { return adds_up(slot, number); },
-        [&](const Slot& slot, int64_t number) {
-          for_each_chunk([&](Chunk& chunk, int64_t offset) {
-            uint64_t rest = slot.contributors;
-            transfer_.take(slot, number, lowest_bit(rest), offset, chunk);
-            for (rest &= rest - 1; rest != 0; rest &= rest - 1) {
-              Chunk addend(offset, plan_.row_bytes);
-              transfer_.take(slot, number, lowest_bit(rest), offset, addend);
-              chunk.add(addend);
-            }
-            send(chunk, number, Config::kGathers);
+    for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
+      for_each_slot(
+          window, base, count, [&](const Slot& slot, int64_t number) { return adds_up(slot, number); },
+          [&](const Slot& slot, int64_t number) {
+            for_each_chunk([&](Chunk& chunk, int64_t offset) {
+              uint64_t rest = slot.contributors;
+              transfer_.take(slot, number, lowest_bit(rest), offset, chunk);
+              for (rest &= rest - 1; rest != 0; rest &= rest - 1) {
+                Chunk addend(offset, plan_.row_bytes);
+                transfer_.take(slot, number, lowest_bit(rest), offset, addend);
+                chunk.add(addend);
+              }
+              send(chunk, number, Config::kGathers);
+            });
+          },
+          [&](const Slot&, int64_t number, int pe) {
+            if (!Config::kGathers) transfer_.put_row(number, pe);
           });
-        },
-        [&](const Slot&, int64_t number, int pe) {
-          if (!Config::kGathers) transfer_.put_row(number, pe);
-        });
+    });
     return true;
   }
 
@@ -225,7 +234,7 @@ class RowExchange {
   const Transfer transfer_;
   const int64_t* rows_of_slots_;
   const int64_t num_union_;
-  Slot* window_;
+  Slot (*windows_)[SlotBlocks::kWindow];
   const int64_t number_;  // of this warp, the same on every PE
   const SlotBlocks blocks_;
   Warp warp_;
