@@ -113,15 +113,19 @@ class RowChunk {
     });
   }
 
+  // = row, one of floats.
   PO_FN void load_floats(const uint8_t* row) {
-    for_each_vector([&](int v, int64_t offset) {
-      constexpr int kFloatBytes = kBytes < 16 ? kCount * 4 : 16;
-      const uint8_t* place = row + offset / static_cast<int64_t>(sizeof(Storage)) * 4;
+    for_each_float_vector(
+        row, [&](float* values, const auto& vector) { __builtin_memcpy(values, &vector, sizeof(vector)); });
+  }
+
+  // += row, one of floats.
+  PO_FN void add_floats(const uint8_t* row) {
+    for_each_float_vector(row, [&](float* values, const auto& vector) {
+      float addends[sizeof(vector) / 4];
+      __builtin_memcpy(addends, &vector, sizeof(vector));
       PO_UNROLL
-      for (int part = 0; part < kCount * 4 / kFloatBytes; ++part) {
-        const auto vector = load_shared_vector<kFloatBytes>(place + part * kFloatBytes);
-        __builtin_memcpy(&values_[v][part * kFloatBytes / 4], &vector, kFloatBytes);
-      }
+      for (int i = 0; i < static_cast<int>(sizeof(vector) / 4); ++i) values[i] += addends[i];
     });
   }
 
@@ -152,6 +156,19 @@ class RowChunk {
       const int64_t offset = first_ + v * kStrideBytes;
       if (offset < row_bytes_) use(v, offset);
     }
+  }
+
+  // Calls use(values, vector) with each vector of a row of floats and the values that it belongs to.
+  template <class Use>
+  PO_FN void for_each_float_vector(const uint8_t* row, const Use& use) {
+    for_each_vector([&](int v, int64_t offset) {
+      constexpr int kFloatBytes = kBytes < 16 ? kCount * 4 : 16;
+      const uint8_t* place = row + offset / static_cast<int64_t>(sizeof(Storage)) * 4;
+      PO_UNROLL
+      for (int part = 0; part < kCount * 4 / kFloatBytes; ++part) {
+        use(&values_[v][part * kFloatBytes / 4], load_shared_vector<kFloatBytes>(place + part * kFloatBytes));
+      }
+    });
   }
 
   PO_FN void set(int v, const Vector<kBytes>& vector) {

@@ -32,7 +32,7 @@ class RowExchange {
         rows_of_slots_(rows_of_slots),
         num_union_(num_union),
         windows_(shared.windows[wg.warp_index()]),
-        number_(static_cast<int64_t>(wg.warp_index()) * wg.count() + wg.index()),
+        number_(wg.warp_index() * wg.count() + wg.index()),
         blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union)) {}
 
   // A block behind: what peers have left of it, they have left by then.
@@ -153,9 +153,7 @@ class RowExchange {
               uint64_t rest = slot.contributors;
               transfer_.take(slot, number, lowest_bit(rest), offset, chunk);
               for (rest &= rest - 1; rest != 0; rest &= rest - 1) {
-                Chunk addend(offset, plan_.row_bytes);
-                transfer_.take(slot, number, lowest_bit(rest), offset, addend);
-                chunk.add(addend);
+                transfer_.add(slot, number, lowest_bit(rest), offset, chunk);
               }
               send(chunk, number, Config::kGathers);
             });
@@ -235,7 +233,7 @@ class RowExchange {
   const int64_t* rows_of_slots_;
   const int64_t num_union_;
   Slot (*windows_)[SlotBlocks::kWindow];
-  const int64_t number_;  // of this warp, the same on every PE
+  const int32_t number_;  // of this warp, the same on every PE
   const SlotBlocks blocks_;
   Warp warp_;
 };

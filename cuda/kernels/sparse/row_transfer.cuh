@@ -97,9 +97,10 @@ class RowTransfer {
 
   // This PE's sum, to everybody's gather area.
   PO_FN void gather(const Chunk& chunk, int64_t number) const {
+    const uint64_t offset = gathered_offset(team_.rank, number);
     for (int hop = 1; hop <= team_.size; ++hop) {
       const int pe = (team_.rank + hop) % team_.size;
-      if (is_reachable(team_, pe)) chunk.store_floats(peer_address(team_, pe, gathered_offset(team_.rank, number)));
+      if (is_reachable(team_, pe)) chunk.store_floats(peer_address(team_, pe, offset));
     }
   }
 
@@ -120,6 +121,17 @@ class RowTransfer {
                         low == 0 ? nullptr : peer_address(team_, pe, low) + number * plan_.row_bytes);
     } else {
       fetch(number, pe, offset, chunk);
+    }
+  }
+
+  // += a contributor's sum.
+  PO_FN void add(const Slot& slot, int64_t number, int pe, int64_t offset, Chunk& chunk) const {
+    if constexpr (Config::kGathers) {
+      chunk.add_floats(team_.heap + gathered_offset(pe, number));
+    } else {
+      Chunk addend(offset, plan_.row_bytes);
+      take(slot, number, pe, offset, addend);
+      chunk.add(addend);
     }
   }
 
