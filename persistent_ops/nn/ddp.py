@@ -147,11 +147,7 @@ def _communication(world: _world.World) -> contextlib.AbstractContextManager[Any
     device = world.backend.device
     if device.type != "cuda":
         return contextlib.nullcontext()
-    state = state_of(world)
-    if state.stream is None:
-        state.stream = torch.cuda.Stream(device)
-    state.stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(state.stream)
+    return torch.cuda.stream(state_of(world).side_stream(device))
 
 
 def _is_after_all_nodes() -> bool:

@@ -179,13 +179,10 @@ def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
         return SparseWork(None, _through_dense(world, layout, x))
     if world.backend.name != "cuda":
         return SparseWork(_start_here(world, layout, x, algorithm), None)
-    state = state_of(world)
-    if state.stream is None:
-        state.stream = torch.cuda.Stream(device)
-    state.stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(state.stream):
+    stream = state_of(world).side_stream(device)
+    with torch.cuda.stream(stream):
         for tensor in (x._indices(), x._values()):
-            tensor.record_stream(state.stream)
+            tensor.record_stream(stream)
         return SparseWork(_start_here(world, layout, x, algorithm), None)
 
 

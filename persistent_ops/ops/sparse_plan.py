@@ -207,6 +207,13 @@ class SparseState:
     stream: Any = None
     generation: int = 0
 
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of asynchronous launches, ordered behind the current one."""
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        return self.stream  # type: ignore[no-any-return]
+
     def forget(self) -> None:
         """Drop what PEs learned from launches of which some were given up."""
         self.rooms.clear()
