@@ -5,6 +5,7 @@ What needs no graph runs on both backends, and the loop of replays runs eagerly 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +133,37 @@ def _replayed(replays: int) -> list[str]:
 def test_a_thousand_replays_with_changing_rows_and_counts(backend: str) -> None:
     pes = _pes(backend)
     assert in_world(_replayed, pes, backend, _replays(backend), heap_size=128 * MB) == [[]] * pes
+
+
+def _ready_for_capture(algorithm: str) -> list[str | None]:
+    """Call each shape once, of which each needs more room than the last, then all where nothing can be made any more."""
+    cases = [Case(f"rows of {rows}", rows, uniform(rows // 3), (8,), torch.bfloat16) for rows in (90, 900, 9000, 300)]
+    instances = [Instance(case, algorithm) for case in cases]
+    for instance in instances:
+        instance.call()
+    po.check()
+    workspace = po.runtime.world.current().workspace
+    with pytest.MonkeyPatch.context() as patch:
+        if po.backend() == "host":  # which has no captures
+            patch.setattr(workspace, "is_capturing", lambda: True)
+            run = functools.partial(_call_all, instances)
+        else:
+            run = _captured(functools.partial(_call_all, instances))
+        for instance in instances:
+            instance.load(1)
+            instance.room.reset()
+        run()
+        return [instance.problem(1) for instance in instances]
+
+
+def _call_all(instances: list[Instance]) -> None:
+    for instance in instances:
+        instance.call()
+
+
+@pytest.mark.parametrize("algorithm", INTO_ALGORITHMS)
+def test_one_call_of_each_shape_is_enough_before_a_capture(backend: str, algorithm: str) -> None:
+    assert in_world(_ready_for_capture, 2, backend, algorithm) == [[None] * 4] * 2
 
 
 def _two_graphs(replays: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -246,8 +247,6 @@ def reserve(world: World, state: SparseState, layout: Layout, capacity: int, *, 
     if areas is not None and areas.plane_words >= num_words and has_gather:
         return areas
     world.meet(_contract(world, state, layout, capacity, gathers=gathers))
-    # Plans of graphs live on with the areas that they know.
-    state.plans.clear()
     if areas is None:
         headers = world.heap.empty((world.size,), torch.int64)
         progress = world.heap.empty((world.size * state.workers,), torch.int64)
@@ -278,6 +277,8 @@ def reserve(world: World, state: SparseState, layout: Layout, capacity: int, *, 
     world.backend.synchronize()
     world.bootstrap.exchange("sparse-areas", b"")  # no flag comes before the areas are zero
     state.areas = areas
+    # Plans of graphs live on with the areas that they know; all others are to name the same as on the other PEs.
+    state.plans = {signature: plan.renewed(world, state) for signature, plan in state.plans.items()}
     return areas
 
 
@@ -285,10 +286,11 @@ def _reserve_low(world: World, state: SparseState, nbytes: int) -> int:
     """Make room for lower halves on this PE; return its offset."""
     if state.low is None or state.low[0].nbytes < nbytes:
         world.backend.synchronize()  # launches in flight may still use the last room
-        state.plans = {key: plan for key, plan in state.plans.items() if not plan.uses_low}
-        state.low = None
         slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
         state.low = slot.tensor(torch.uint8, (nbytes,)), slot.offset
+        for signature, plan in state.plans.items():
+            if plan.uses_low:
+                state.plans[signature] = plan.renewed(world, state)
     return state.low[1]
 
 
@@ -367,8 +369,19 @@ class SparsePlan:
         self._kernel = state.kernels[request]
         if backend.name == "cuda" and self._kernel.max_blocks_per_sm() * backend.num_sms < state.grid:
             raise ValueError(f"work_groups: {state.grid} WGs of this kernel do not fit the GPU at once")
+        self._remake = functools.partial(
+            SparsePlan,
+            layout=layout,
+            capacity=capacity,
+            index_dtype=index_dtype,
+            is_aligned=is_aligned,
+            gathers=gathers,
+            has_order=has_order,
+            outputs=outputs,
+            count=count,
+        )
         # What the plan points to must live as long as it does.
-        self._held = (areas, state.low, outputs, count)
+        self._held = (areas, state.low)
         self._grid = state.grid
         self.layout = layout
         self.capacity = capacity
@@ -405,6 +418,10 @@ class SparsePlan:
         )
         self._words = upload(backend, bytes(plan))
         self._address = self._words.data_ptr()
+
+    def renewed(self, world: World, state: SparseState) -> SparsePlan:
+        """Return the same plan for the areas that there are now."""
+        return self._remake(world, state)
 
     def launch(
         self,
