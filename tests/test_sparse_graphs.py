@@ -136,7 +136,7 @@ def test_a_thousand_replays_with_changing_rows_and_counts(backend: str) -> None:
 
 
 def _ready_for_capture(algorithm: str) -> list[str | None]:
-    """Call each shape once, of which each needs more room than the last, then all where nothing can be made any more."""
+    """Call each shape once, most of which need more room than the last, then all where nothing can be made any more."""
     cases = [Case(f"rows of {rows}", rows, uniform(rows // 3), (8,), torch.bfloat16) for rows in (90, 900, 9000, 300)]
     instances = [Instance(case, algorithm) for case in cases]
     for instance in instances:

@@ -72,8 +72,7 @@ def reference(world: World, rows: RowSet, union: torch.Tensor) -> tuple[Referenc
     worst = 0.0
     for begin in range(0, dim, columns):
         everyones = _gathered(world, rows.values[:, begin : begin + columns].contiguous())
-        # A row's sum begins with zero: it changes no value but -0.0, which is not drawn.
-        summed = everyones.new_zeros(union.numel(), everyones.shape[2])
+        summed = everyones.new_full((union.numel(), everyones.shape[2]), -0.0)  # which changes no value added to it
         exact = torch.zeros_like(summed, dtype=torch.float64)
         for own, part in zip(slots, everyones, strict=True):
             summed[own] += part  # a PE's rows are distinct

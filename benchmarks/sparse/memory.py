@@ -6,20 +6,21 @@ from collections.abc import Callable
 
 import torch
 
+from persistent_ops.ops.sparse_plan import state_of
 from persistent_ops.runtime.world import World
 
 from .methods import EAGER, OURS, Methods
 
 __all__ = ["MemoryMeter"]
 
-_ROOMY = ("allgather", "into_allgather", "dense")  # these keep room for themselves in the symmetric heap
+_GATHERING = ("allgather", "into_allgather")
 
 
 class MemoryMeter:
     """Tells what the operator keeps from what the benchmark has allocated. It measures on GPUs only.
 
     Make it before the first call of the operator in a world. Call `case_begins` and `case_ready` around the making of a
-    case's buffers, and make every method's first call in a case through `first_call`.
+    case's buffers.
 
     Args:
         world: of this PE.
@@ -30,30 +31,30 @@ class MemoryMeter:
         self._at_start = self._allocated()
         self._kept_before = 0
         self._ready = 0
-        self._roomy = 0
+        self._left_over = 0
+        self._gather_before: torch.Tensor | None = None
 
     def case_begins(self) -> None:
-        """Note what the operator has kept from earlier cases: nothing else is left of them."""
+        """Note what earlier cases have left: what the operator keeps, and what their graphs hold on to."""
         self._kept_before = max(0, self._allocated() - self._at_start)
+        areas = state_of(self._world).areas
+        kept = () if areas is None else (areas.headers, areas.progress, areas.planes)
+        self._left_over = self._heap_in_use() - sum(tensor.nbytes for tensor in kept)
+        self._gather_before = None if areas is None else areas.gather
 
     def case_ready(self) -> None:
         """Note where the case's buffers have been allocated."""
         self._ready = self._allocated()
 
-    def first_call(self, name: str, call: Callable[[], object]) -> None:
-        """Call a method, and note how much of the symmetric heap it keeps from now on."""
-        before = self._heap_in_use()
-        call()
-        self._world.check()
-        if name in _ROOMY:
-            self._roomy += self._heap_in_use() - before
-
     def measure(self, methods: Methods, name: str, call: Callable[[], object]) -> int:
         """Return the bytes that a method has beside its input at its peak, its result among them.
 
         These are its buffers, what torch allocates meanwhile and, for the operator, all of the symmetric heap that is
-        in use while the result is held: also what it keeps from call to call and from case to case, but for the room
-        that other algorithms keep for themselves because they were asked for.
+        in use while the result is held, also what it keeps from call to call and from case to case. Not among them is
+        what graphs of earlier cases hold, and the room that "allgather" keeps once it was asked for, except for that
+        algorithm itself.
+
+        `call`: made once before, so that what it keeps is there.
         """
         world = self._world
         self._heap_in_use()
@@ -64,12 +65,22 @@ class MemoryMeter:
         nbytes = torch.cuda.max_memory_allocated(world.backend.device) - before + methods.kept_bytes(name)
         if name in OURS:
             nbytes += self._kept_before + before - self._ready
-            nbytes += world.heap.free_list.size - world.heap.free_list.free_bytes
-            nbytes -= 0 if name in _ROOMY else self._roomy
+            nbytes += world.heap.free_list.size - world.heap.free_list.free_bytes - self._left_over
+            nbytes += self._gather_bytes(is_used=name in _GATHERING)
         if name in EAGER:
             nbytes -= methods.symmetric_bytes
         del result
         return nbytes
+
+    def _gather_bytes(self, *, is_used: bool) -> int:
+        """Return what to add to what this case has taken of the heap, for the room that rows are gathered in."""
+        areas = state_of(self._world).areas
+        gather = None if areas is None else areas.gather
+        nbytes = 0 if gather is None else gather.nbytes
+        is_of_this_case = gather is not self._gather_before
+        if is_used:
+            return 0 if is_of_this_case else nbytes
+        return -nbytes if is_of_this_case else 0
 
     def _heap_in_use(self) -> int:
         self._world.check()

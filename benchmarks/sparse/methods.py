@@ -211,6 +211,7 @@ class Methods:
             out_values=self._buffers["symmetric_out"],
             out_count=self._buffers["count_out"],
             algorithm=algorithm,
+            is_coalesced=True,
         )
 
     def gloo(self, rows: RowSet) -> torch.Tensor:

@@ -274,7 +274,7 @@ def _warm_up(bench: Bench, situation: _Situation, chosen: list[str]) -> list[str
         lacks: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, SymmetricHeapError)
         lacks = lacks if name in OURS else (*lacks, RuntimeError)
         try:
-            bench.memory.first_call(name, lambda name=name: methods.run(name, 0))  # type: ignore[misc]
+            methods.run(name, 0)
             if world.backend.name == "cuda" and name != "gloo":
                 nbytes = bench.memory.measure(methods, name, lambda name=name: methods.run(name, 0))  # type: ignore[misc]
         except lacks as error:

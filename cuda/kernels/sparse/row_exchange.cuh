@@ -33,7 +33,8 @@ class RowExchange {
         num_union_(num_union),
         windows_(shared.windows[wg.warp_index()]),
         number_(wg.warp_index() * wg.count() + wg.index()),
-        blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union)) {}
+        blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union,
+                                      plan.row_bytes)) {}
 
   // A block behind: what peers have left of it, they have left by then.
   PO_FN bool run() {
