@@ -15,29 +15,36 @@ from hypothesis import strategies as st
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = load_shim("slots_shim.cpp", Path(tmp_path_factory.mktemp("slots")))
-    library.blocks_of_worker.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_void_p]
+    library.blocks_of_worker.argtypes = [ctypes.c_int64] * 5 + [ctypes.c_void_p]
     library.owner.argtypes = [ctypes.c_uint64, ctypes.c_int64]
     return library
 
 
 def _blocks(
-    shim: ctypes.CDLL, worker: int, num_workers: int, num_slots: int, row_bytes: int
+    shim: ctypes.CDLL, worker: int, num_workers: int, num_slots: int, num_shares: int, row_bytes: int
 ) -> tuple[int, int, int, int]:
     found = (ctypes.c_int64 * 4)()
-    shim.blocks_of_worker(worker, num_workers, num_slots, row_bytes, found)
+    shim.blocks_of_worker(worker, num_workers, num_slots, num_shares, row_bytes, found)
     return tuple(found)  # type: ignore[return-value]
 
 
 ROW_BYTES = st.sampled_from([0, 2, 512, 3000, 8192, 1 << 20])
 
 
-@given(num_workers=st.integers(1, 40), num_slots=st.integers(0, 3000), row_bytes=ROW_BYTES)
+@given(
+    num_workers=st.integers(1, 40),
+    num_slots=st.integers(0, 3000),
+    shares=st.sampled_from([1, 2, 8]),
+    row_bytes=ROW_BYTES,
+)
 @settings(deadline=None, max_examples=60)
-def test_every_slot_is_in_one_block(shim: ctypes.CDLL, num_workers: int, num_slots: int, row_bytes: int) -> None:
+def test_every_slot_is_in_one_block(
+    shim: ctypes.CDLL, num_workers: int, num_slots: int, shares: int, row_bytes: int
+) -> None:
     seen: Counter[int] = Counter()
     for worker in range(num_workers):
-        first, stride, slots, count = _blocks(shim, worker, num_workers, num_slots, row_bytes)
-        assert slots == 1 or (slots <= 32 and slots * row_bytes <= 16384)
+        first, stride, slots, count = _blocks(shim, worker, num_workers, num_slots, shares * num_slots, row_bytes)
+        assert slots == 1 or (slots <= 32 and (shares == 1 or slots * row_bytes <= 8192))
         for block in range(count):
             begin = first + block * stride
             assert begin < num_slots
@@ -49,7 +56,7 @@ def test_every_slot_is_in_one_block(shim: ctypes.CDLL, num_workers: int, num_slo
 @pytest.mark.parametrize(("num_workers", "num_slots"), [(1, 2**31), (2, 2**31 - 1), (2112, 2**31), (2112, 384_000)])
 def test_progress_can_count_the_blocks(shim: ctypes.CDLL, num_workers: int, num_slots: int, row_bytes: int) -> None:
     workers = {0, num_workers // 2, num_workers - 1}
-    counts = [_blocks(shim, worker, num_workers, num_slots, row_bytes)[3] for worker in workers]
+    counts = [_blocks(shim, worker, num_workers, num_slots, 2 * num_slots, row_bytes)[3] for worker in workers]
     assert max(counts) <= 65000 and max(counts) - min(counts) <= 1
 
 

@@ -24,6 +24,19 @@ PO_FN bool is_aborted(const Team& team) { return flag_load_relaxed_sys(&team.loc
 
 // ---- errors ---------------------------------------------------------------------------------------------------------
 
+// What is wrong with this PE's own input: the first that a launch finds. The launch goes on.
+PO_NOINLINE inline void report_input_error(const Team& team, InputErrorKind kind, int64_t table, int64_t bag,
+                                           int64_t value, int64_t limit) {
+  if (atomic_exchange_acq_rel_gpu(&team.local->input_error_claimed, 1) != 0) return;
+  InputErrorRecord& record = *team.input_error;
+  record.kind = kind;
+  record.table = table;
+  record.bag = bag;
+  record.value = value;
+  record.limit = limit;
+  flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
+}
+
 PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index,
                                     uint64_t seen, uint64_t waited_ns) {
   if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {

@@ -87,17 +87,9 @@ struct Shared {
 
 // ---- bad input ------------------------------------------------------------------------------------------------------
 
-PO_NOINLINE inline void report_input_error(const Plan& plan, InputErrorKind kind, int64_t table, int64_t bag,
-                                           int64_t value, int64_t limit) {
-  if (!plan.reports_bad_input) return;
-  if (atomic_exchange_acq_rel_gpu(&plan.team.local->input_error_claimed, 1) != 0) return;
-  InputErrorRecord& record = *plan.team.input_error;
-  record.kind = kind;
-  record.table = table;
-  record.bag = bag;
-  record.value = value;
-  record.limit = limit;
-  flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
+PO_FN void report_bad_input(const Plan& plan, InputErrorKind kind, int64_t table, int64_t bag, int64_t value,
+                            int64_t limit) {
+  if (plan.reports_bad_input) report_input_error(plan.team, kind, table, bag, value, limit);
 }
 
 // The bags of one task, or of the part of it that one of the warp's `num_parts` groups of lanes takes.
@@ -124,16 +116,16 @@ PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, 
   const BagRange bags = bags_of(plan.order, task, part, num_parts);
   const auto* offsets = static_cast<const PO_OFFSET*>(all_offsets) + task.table * plan.batch + bags.first;
   if (findings.bad_bag >= 0) {
-    report_input_error(plan, kBadOffset, task.table, bags.first + findings.bad_bag,
-                       static_cast<int64_t>(offsets[findings.bad_bag + 1]), num_indices);
+    report_bad_input(plan, kBadOffset, task.table, bags.first + findings.bad_bag,
+                     static_cast<int64_t>(offsets[findings.bad_bag + 1]), num_indices);
   }
   if (findings.bad_index >= 0) {
     const int64_t place = min_of(max_of<int64_t>(offsets[0], 0), num_indices) + findings.bad_index;
     int32_t bag = 0;
     while (bag + 1 < bags.count && static_cast<int64_t>(offsets[bag + 1]) <= place) ++bag;
-    report_input_error(plan, kBadIndex, task.table, bags.first + bag,
-                       static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[place]),
-                       plan.tables[task.table].num_rows);
+    report_bad_input(plan, kBadIndex, task.table, bags.first + bag,
+                     static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[place]),
+                     plan.tables[task.table].num_rows);
   }
 }
 
@@ -142,10 +134,10 @@ PO_FN void check_outer_offsets(const Plan& plan, const Call& call) {
   const auto* offsets = static_cast<const PO_OFFSET*>(call.offsets);
   const int64_t last = plan.order.num_tables * plan.batch;
   if (last == 0) return;
-  if (offsets[0] != 0) report_input_error(plan, kBadOffset, 0, 0, static_cast<int64_t>(offsets[0]), call.num_indices);
+  if (offsets[0] != 0) report_bad_input(plan, kBadOffset, 0, 0, static_cast<int64_t>(offsets[0]), call.num_indices);
   if (offsets[last] != call.num_indices) {
-    report_input_error(plan, kBadOffset, plan.order.num_tables - 1, plan.batch - 1, static_cast<int64_t>(offsets[last]),
-                       call.num_indices);
+    report_bad_input(plan, kBadOffset, plan.order.num_tables - 1, plan.batch - 1, static_cast<int64_t>(offsets[last]),
+                     call.num_indices);
   }
 }
 

@@ -96,18 +96,6 @@ struct Shared {
 
 // ---- input ----------------------------------------------------------------------------------------------------------
 
-PO_NOINLINE inline void report_input_error(const Plan& plan, InputErrorKind kind, int64_t entry, int64_t value,
-                                           int64_t limit) {
-  if (atomic_exchange_acq_rel_gpu(&plan.team.local->input_error_claimed, 1) != 0) return;
-  InputErrorRecord& record = *plan.team.input_error;
-  record.kind = kind;
-  record.table = 0;
-  record.bag = entry;
-  record.value = value;
-  record.limit = limit;
-  flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
-}
-
 // How many of the entries are valid. They are sorted, so rows out of range are the first or the last ones.
 PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& call) {
   const bool reports = wg.index() == 0 && wg.rank() == 0;
@@ -115,7 +103,7 @@ PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& c
   if (plan.num_entries != nullptr) {
     const int64_t given = *plan.num_entries;
     count = min_of(max_of<int64_t>(given, 0), call.num_entries);
-    if (reports && given != count) report_input_error(plan, kBadCount, 0, given, call.num_entries);
+    if (reports && given != count) report_input_error(plan.team, kBadCount, 0, 0, given, call.num_entries);
   }
   // Nobody has sorted them: a wrong promise must not become a wrong sum.
   const auto stride = static_cast<int64_t>(wg.count()) * wg.size();
@@ -123,13 +111,14 @@ PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& c
        call.order == nullptr && entry < count; entry += stride) {
     const auto row = static_cast<int64_t>(call.rows[entry]);
     if (row > static_cast<int64_t>(call.rows[entry - 1])) continue;
-    report_input_error(plan, kNotAscending, entry, row, static_cast<int64_t>(call.rows[entry - 1]));
+    report_input_error(plan.team, kNotAscending, 0, entry, row, static_cast<int64_t>(call.rows[entry - 1]));
   }
   if (!reports || count == 0) return count;
   for (const int64_t entry : {int64_t{0}, count - 1}) {
     const auto row = static_cast<int64_t>(call.rows[entry]);
     if (row >= 0 && row < plan.sets.num_rows) continue;
-    report_input_error(plan, kBadRow, call.order == nullptr ? entry : call.order[entry], row, plan.sets.num_rows);
+    report_input_error(plan.team, kBadRow, 0, call.order == nullptr ? entry : call.order[entry], row,
+                       plan.sets.num_rows);
   }
   return count;
 }
@@ -186,7 +175,7 @@ struct Kernel {
       hot.sum();
       if (!rows.meet(kMeetSummed)) return;
     }
-    Exchange(wg, plan, shared.exchange, entries, listed, rows.num_union(), hot_entries).run();
+    Exchange(wg, plan, shared.exchange, entries, listed, rows.num_union(), rows.num_shares(), hot_entries).run();
   }
 
   static PO_FN uint64_t values_bytes(const Plan& plan) {
@@ -209,7 +198,7 @@ struct Kernel {
   static PO_FN void tell_host(const Plan& plan, int64_t num_rows, int64_t num_shares) {
     if (plan.num_rows_out != nullptr) *plan.num_rows_out = num_rows;
     if (plan.reports_overflow != 0 && num_rows > plan.capacity) {
-      report_input_error(plan, kTooManyRows, 0, num_rows, plan.capacity);
+      report_input_error(plan.team, kTooManyRows, 0, 0, num_rows, plan.capacity);
     }
     if (plan.report == nullptr) return;
     plan.report->num_rows = num_rows;

@@ -11,25 +11,29 @@
 #define PO_WINDOW 32
 #endif
 #ifndef PO_BLOCK_BYTES
-#define PO_BLOCK_BYTES 16384
+#define PO_BLOCK_BYTES 8192
 #endif
 
 namespace po {
 
 struct SlotBlocks {
-  static constexpr int kWindow = PO_WINDOW;  // slots that a warp looks up at once
-  static constexpr int64_t kBytes = PO_BLOCK_BYTES;  // of a block's rows, for which others wait
-  static constexpr int64_t kMost = 65000;  // of a worker; its progress has 16 bits beside the epoch
+  static constexpr int kWindow = PO_WINDOW;          // slots that a warp looks up at once
+  static constexpr int64_t kBytes = PO_BLOCK_BYTES;  // of a block's rows, where most rows have several contributors
+  static constexpr int64_t kMost = 65000;            // of a worker; its progress has 16 bits beside the epoch
 
   int64_t first;   // slot of the worker's first block
   int64_t stride;  // from one of its blocks to the next
   int64_t slots;   // of a block
   int64_t count;   // blocks of the worker
 
-  static PO_FN SlotBlocks of_worker(int64_t worker, int64_t num_workers, int64_t num_slots, int64_t row_bytes) {
-    // As large as that, and as a warp can look up at once, but equally many for each worker.
-    const int64_t fitting = min_of<int64_t>(kWindow, max_of<int64_t>(kBytes / max_of<int64_t>(row_bytes, 1), 1));
-    const int64_t most = max_of(fitting, ceil_div(num_slots, num_workers * kMost));
+  // `num_shares`: rows of all PEs together.
+  static PO_FN SlotBlocks of_worker(int64_t worker, int64_t num_workers, int64_t num_slots, int64_t num_shares,
+                                    int64_t row_bytes) {
+    // Where rows are left for others to fetch, blocks are small, so that the links do not idle meanwhile; where few are,
+    // counterparts had better not wait for each other often. Equally many blocks for each worker.
+    const int64_t few = max_of<int64_t>(kBytes / max_of<int64_t>(row_bytes, 1), 1);
+    const int64_t fitting = num_shares >= 2 * num_slots ? min_of<int64_t>(kWindow, few) : kWindow;
+    const int64_t most = max_of<int64_t>(fitting, ceil_div(num_slots, num_workers * kMost));
     const int64_t rounds = max_of<int64_t>(ceil_div(num_slots, num_workers * most), 1);
     const int64_t slots = max_of<int64_t>(ceil_div(num_slots, num_workers * rounds), 1);
     const int64_t first = worker * slots;

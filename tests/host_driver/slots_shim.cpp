@@ -3,8 +3,9 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void blocks_of_worker(int64_t worker, int64_t num_workers, int64_t num_slots, int64_t row_bytes, int64_t* found) {
-  const auto blocks = po::SlotBlocks::of_worker(worker, num_workers, num_slots, row_bytes);
+EXPORT void blocks_of_worker(int64_t worker, int64_t num_workers, int64_t num_slots, int64_t num_shares,
+                             int64_t row_bytes, int64_t* found) {
+  const auto blocks = po::SlotBlocks::of_worker(worker, num_workers, num_slots, num_shares, row_bytes);
   found[0] = blocks.first;
   found[1] = blocks.stride;
   found[2] = blocks.slots;

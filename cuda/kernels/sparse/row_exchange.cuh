@@ -22,9 +22,10 @@ class RowExchange {
     Slot windows[Config::kMostWarps][2][SlotBlocks::kWindow];  // of the block at hand and the one before
   };
 
-  // `rows_of_slots`: of the `num_union` rows of the result. `hot_entries`: see RowTransfer.
+  // `rows_of_slots`: of the `num_union` rows of the result. `num_shares`: rows of all PEs together. `hot_entries`: see
+  // RowTransfer.
   PO_FN RowExchange(const WorkGroup& wg, const Plan& plan, Shared& shared, const Config::Entries& entries,
-                    const int64_t* rows_of_slots, int64_t num_union, int64_t hot_entries)
+                    const int64_t* rows_of_slots, int64_t num_union, int64_t num_shares, int64_t hot_entries)
       : plan_(plan),
         team_(plan.team),
         entries_(entries),
@@ -33,7 +34,7 @@ class RowExchange {
         num_union_(num_union),
         windows_(shared.windows[wg.warp_index()]),
         number_(wg.warp_index() * wg.count() + wg.index()),
-        blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union,
+        blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union, num_shares,
                                       plan.row_bytes)) {}
 
   // A block behind: what peers have left of it, they have left by then.
