@@ -36,6 +36,7 @@ from sparse_cases import (
     to_sparse,
     uniform,
     wanted,
+    zeros_have_signs,
 )
 
 import persistent_ops as po
@@ -226,7 +227,7 @@ def _random(cases: list[dict[str, Any]]) -> list[str]:
             else:
                 result = po.sparse_all_reduce(to_sparse(case, entries), op=case.op, algorithm=algorithm)
                 found = form_problem(result, case)
-                found = found or rows_problem(taken_apart(result), want, zeros_have_signs=algorithm != "dense")
+                found = found or rows_problem(taken_apart(result), want, zeros_have_signs=zeros_have_signs(algorithm))
             if found is not None:
                 problems.append(f"{entry} {algorithm}: {found}")
         room.free()
@@ -313,7 +314,7 @@ def _specials() -> list[str]:
                 else:
                     output = po.sparse_all_reduce(to_sparse(case, inputs[po.rank()]), op=op, algorithm=algorithm)
                     result = taken_apart(output)
-                found = rows_problem(_without_nan(result), want, zeros_have_signs=algorithm not in ("dense", "auto"))
+                found = rows_problem(_without_nan(result), want, zeros_have_signs=zeros_have_signs(algorithm))
                 if found is not None:
                     problems.append(f"{dtype}, {op}, {entry} {algorithm}: {found}")
         room.free()

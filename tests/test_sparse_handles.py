@@ -26,6 +26,7 @@ from sparse_cases import (
     to_sparse,
     uniform,
     wanted,
+    zeros_have_signs,
 )
 
 import persistent_ops as po
@@ -105,7 +106,7 @@ def _outgrown() -> list[str]:
             works.append(po.sparse_all_reduce(x, algorithm=algorithm, async_op=True))
         for case, work in zip(cases, works, strict=True):
             found = rows_problem(
-                taken_apart(work.wait()), wanted(case, world, 0), zeros_have_signs=algorithm != "dense"
+                taken_apart(work.wait()), wanted(case, world, 0), zeros_have_signs=zeros_have_signs(algorithm)
             )
             if found is not None:
                 problems.append(f"{case.name}, {algorithm}: {found}")

@@ -22,12 +22,12 @@
 #define PO_SCALAR BFloat16
 #define PO_SUM_SCALAR Float32
 #define PO_VECTORS 1
-#define PO_DEPTH 5
+#define PO_DEPTH 4
 #define PO_ALIGNED true
 #define PO_RESIDENT true
 #define PO_TWO_PHASE false
 #define PO_OVERLAPS false
-#define PO_WARPS 16
+#define PO_WARPS 12
 #endif
 #ifndef PO_HOST_ROOM
 #define PO_HOST_ROOM (64 << 10)
@@ -90,8 +90,7 @@ struct Kernel {
   using Call = gemv_all_reduce::Call;
   using Shared = gemv_all_reduce::Shared;
   static constexpr int kThreads = (PO_WARPS + Config::kServing) * 32;
-  // Beside the WG of a launch that overlaps others, its successor's may begin.
-  static constexpr int kBlocksPerSm = Config::kVectors == 1 && Config::kOverlaps ? 2 : 1;
+  static constexpr int kBlocksPerSm = Config::kVectors == 1 ? 2 : 1;  // beside one WG, a successor's may begin
   static constexpr size_t kHostArenaBytes =
       Config::kHostRoom + 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
 

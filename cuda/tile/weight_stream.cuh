@@ -1,8 +1,8 @@
 // Rows of a weight times a few vectors, one WG: each warp has a share of the columns and streams it, tile after tile,
 // through a ring in the WG's own memory that is always being refilled.
 //
-// A lane multiplies 16 bytes of row g at a time, as lane 4 g + t. It copies others, so that neighbouring lanes read on in the
-// same row: whole lines of memory. The order in which a vector's products are added depends on the columns and the warps alone: not on how many
+// A lane copies exactly the pieces that it will use itself (16 bytes of row g, in lane 4 g + t), so the ring needs no
+// barrier. The order in which a vector's products are added depends on the columns and the warps alone: not on how many
 // vectors share the pass, and not on the vectors beside it.
 #pragma once
 
@@ -126,19 +126,17 @@ class WeightStream {
   using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident>;
   static constexpr int kBatch = 2;  // steps that are copied and awaited together
   static constexpr int kBytesPerWarp = kDepth * kBatch * kWarpSize * 16;
-  static constexpr int kBatchesAhead = kDepth - 1;
-  static_assert(kDepth >= 2);
+  static constexpr int kBatchesAhead = kDepth;
 
   // Starts the first copies, of the tiles at the positions of this warp's team. `ring` has kBytesPerWarp for each warp.
   PO_FN WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t* ring, int warp)
       : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {
-    row_in_tile_ = lanes_.rank() / 4;
-    t_ = lanes_.rank() % 4;
-    copied_row_ = lanes_.rank() / kLanesPerRow;
-    copied_piece_ = lanes_.rank() % kLanesPerRow;
-    ring_ = ring + warp * kBytesPerWarp;
+    const Warp lanes;
+    row_in_tile_ = lanes.rank() / 4;
+    t_ = lanes.rank() % 4;
+    slots_ = ring + warp * kBytesPerWarp + lanes.rank() * 16;
     begin_tile();
-    for (int batch = 0; batch < kDepth - 1; ++batch) copy_next(batch);
+    for (int batch = 0; batch < kDepth; ++batch) copy_next(batch);
   }
 
   // Multiplies the next tile, and stores this warp's part of its results: partial[n * kTileRows + row].
@@ -181,22 +179,14 @@ class WeightStream {
   }
 
  private:
-  // What a copying instruction of the warp covers: so many rows of a batch.
-  static constexpr int kLanesPerRow = 4 * kBatch;
-  static constexpr int kRowsPerCopy = kWarpSize / kLanesPerRow;
-  static_assert(kRowsPerCopy % 2 == 0, "the rows of a lane are all even or all odd: see place");
-
   template <class Use>
   PO_FN void for_each_step(const Use& use) {
     for (int step = 0; step < share_.num_steps; step += kBatch) {
-      copy_async_wait<kDepth - 2>();
-      lanes_.sync();  // what other lanes have copied is there, and nobody reads the batch before any more
-      copy_next(batch_ == 0 ? kDepth - 1 : batch_ - 1);
+      copy_async_wait<kDepth - 1>();
       Vector<16> w[kBatch];
       PO_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        w[i] = *reinterpret_cast<const Vector<16>*>(place(batch_, row_in_tile_, 4 * i + t_));
-      }
+      for (int i = 0; i < kBatch; ++i) w[i] = *reinterpret_cast<const Vector<16>*>(slot(batch_, i));
+      copy_next(batch_);
       PO_UNROLL
       for (int i = 0; i < kBatch; ++i) {
         if (step + i < share_.num_steps) use(w[i], share_.first_step + step + i);
@@ -205,32 +195,24 @@ class WeightStream {
     }
   }
 
-  // Where a batch's piece of a row lies. Odd rows have their pieces crossed over, so that eight lanes with the pieces of a
-  // step of two rows meet in no bank.
-  PO_FN uint8_t* place(int batch, int row, int piece) const {
-    return ring_ + ((batch * kTileRows + row) * kLanesPerRow + (piece ^ (row & 1) * 4)) * 16;
-  }
+  PO_FN uint8_t* slot(int batch, int i) const { return slots_ + (batch * kBatch + i) * kWarpSize * 16; }
 
   PO_FN void begin_tile() {
     if (position_ >= tiles_.count) return;
-    row_ = tiles_.tile_at(position_) * kTileRows + copied_row_;
-    const int k = share_.first_step * Share::kStep + copied_piece_ * Share::kPiece;
-    source_ = reinterpret_cast<const Storage*>(weight_.elements) + static_cast<int64_t>(row_) * weight_.num_columns + k;
-    left_ = weight_.num_columns - k;
+    const int row = tiles_.tile_at(position_) * kTileRows + row_in_tile_;
+    const int k = share_.first_step * Share::kStep + t_ * Share::kPiece;
+    source_ = reinterpret_cast<const Storage*>(weight_.elements) + static_cast<int64_t>(row) * weight_.num_columns + k;
+    left_ = row < weight_.num_rows ? weight_.num_columns - k : 0;
     step_ = 0;
   }
 
   // Starts the next batch of copies, of whichever tile they are.
   PO_FN void copy_next(int batch) {
     if (position_ < tiles_.count && share_.num_steps != 0) {
-      if (step_ + copied_piece_ / 4 < share_.num_steps) {
-        PO_UNROLL
-        for (int i = 0; i < kBatch; ++i) {
-          const int row = i * kRowsPerCopy;
-          copy_piece(place(batch, copied_row_ + row, copied_piece_),
-                     source_ + static_cast<int64_t>(row) * weight_.num_columns,
-                     row_ + row < weight_.num_rows ? left_ : 0);
-        }
+      PO_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        if (step_ + i < share_.num_steps)
+          copy_piece(slot(batch, i), source_ + i * Share::kStep, left_ - i * Share::kStep);
       }
       step_ += kBatch;
       source_ += kBatch * Share::kStep;
@@ -260,17 +242,13 @@ class WeightStream {
   const Weight weight_;
   const RowTiles tiles_;
   const Share share_;
-  Warp lanes_;
   int row_in_tile_;
   int t_;
-  int copied_row_;  // of a tile, and piece of a batch: the first that this lane copies
-  int copied_piece_;
-  uint8_t* ring_;
+  uint8_t* slots_;
   int batch_ = 0;  // that is used next
   int position_;   // of the tile, and step in it, that is copied next
   int step_ = 0;
-  int row_ = 0;  // of the weight, and its elements, that this lane copies first
-  const Storage* source_ = nullptr;
+  const Storage* source_ = nullptr;  // this lane's piece of that step
   int left_ = 0;
 };
 

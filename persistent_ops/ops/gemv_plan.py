@@ -40,7 +40,6 @@ _PACKET_BYTES = 16  # half of it data
 _SLOTS = 4  # tiles of a WG under way in its own memory
 _STEP_BYTES = 64  # of a row, in one step of a warp
 _BATCH_BYTES = 1024  # of the ring, per warp: two steps
-_LEAST_DEPTH = 3  # of a ring that shrinks to make room for the vectors
 _MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
 _STATIC_BYTES = 3072  # what the kernel has beside its arena, rounded up
@@ -55,17 +54,15 @@ class Tuning:
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
-        warps: that multiply, per WG; None for 16, or 8 in float32, whose lanes need more registers. It decides the
+        warps: that multiply, per WG; None for 12, or 8 in float32, whose lanes need more registers. It decides the
             order of sums: all calls whose bits are compared need the same.
-        depth: batches of 1 KiB in a warp's ring, of which all but one are under way; at least 2. More makes the
-            vectors, and the first tile, come later. Where the vectors fit beside a ring of fewer batches only, it has
-            fewer, down to 3.
+        depth: batches of 1 KiB that a warp copies ahead. More makes the vectors, and the first tile, come later.
         work_groups: None for one per SM, or per tile where there are fewer. All PEs must agree.
         one_shot_bytes: the most bytes that a PE sends, to all others together, before "auto" takes two phases.
     """
 
     warps: int | None = None
-    depth: int = 5
+    depth: int = 4
     work_groups: int | None = None
     one_shot_bytes: int = 4 << 20
 
@@ -203,35 +200,25 @@ class GemvPlan:
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
         warps = tuning.warps or default_warps(dtype)
-        least_ring = world.size * tile_bytes // 2  # the ring is also the room for a tile's packets from all PEs
-        if warps * tuning.depth * _BATCH_BYTES < least_ring or tuning.depth < 2:
+        ring_bytes = warps * tuning.depth * _BATCH_BYTES
+        if ring_bytes < world.size * tile_bytes // 2:  # the ring is also the room for a tile's packets from all PEs
             raise ValueError(
-                f"warps, depth: a ring of {warps * tuning.depth * _BATCH_BYTES} bytes, or fewer than 2 batches, has no "
-                f"room for the sums of {world.size} PEs and {num_vectors} vectors, {least_ring} bytes"
+                f"warps, depth: a ring of {ring_bytes} bytes has no room for the sums of {world.size} PEs and "
+                f"{num_vectors} vectors, {world.size * tile_bytes // 2} bytes"
             )
         steps = -(-columns * element // _STEP_BYTES)
-        rings = [
-            depth * warps * _BATCH_BYTES for depth in (tuning.depth, *range(tuning.depth - 1, _LEAST_DEPTH - 1, -1))
-        ]
-        arenas = [
-            _Arena(
-                world.backend.arena_bytes - _STATIC_BYTES,
-                ring_bytes=ring_bytes,
-                parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * _SLOTS,
-                vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
-            )
-            for ring_bytes in rings
-            if ring_bytes >= least_ring
-        ]
-        fits = next((arena for arena in arenas if arena.is_resident), arenas[0])
-        if not fits.fits:
-            raise ValueError(f"warps, depth: {fits.arena_bytes} bytes of shared memory per WG are more than an SM has")
+        fits = _Arena(
+            world.backend.arena_bytes - _STATIC_BYTES,
+            ring_bytes=ring_bytes,
+            parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * _SLOTS,
+            vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
+        )
         request = kernel_request(
             dtype,
             comm_dtype,
             kernel_vectors,
             warps=warps,
-            depth=fits.ring_bytes // (warps * _BATCH_BYTES),
+            depth=tuning.depth,
             arena_bytes=fits.arena_bytes,
             is_aligned=is_aligned,
             is_resident=fits.is_resident,
@@ -300,10 +287,10 @@ class _Arena:
     """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors where there is room."""
 
     def __init__(self, room: int, *, ring_bytes: int, parts_bytes: int, vectors_bytes: int) -> None:
-        self.ring_bytes = ring_bytes
         self.is_resident = ring_bytes + parts_bytes + vectors_bytes <= room
         self.arena_bytes = ring_bytes + parts_bytes + (vectors_bytes if self.is_resident else 0)
-        self.fits = self.arena_bytes <= room
+        if self.arena_bytes > room:
+            raise ValueError(f"depth: {self.arena_bytes} bytes of shared memory per WG, an SM has room for {room}")
 
 
 def kernel_request(
@@ -343,4 +330,4 @@ def kernel_request(
 
 def default_warps(dtype: torch.dtype) -> int:
     """Return the warps of a WG that multiply."""
-    return 8 if dtype == torch.float32 else 16
+    return 8 if dtype == torch.float32 else 12

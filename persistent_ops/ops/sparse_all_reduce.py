@@ -31,7 +31,7 @@ def sparse_all_reduce(
 
     Sums are in fp32, and in one order: a PE's entries of a row as they occur, the PEs' sums by rank, from the first PE
     that has the row; what comes out is rounded once. So every PE gets the same bits, on every run and with every
-    algorithm (but "dense" may make a -0.0 a 0.0).
+    algorithm (but "dense", on a GPU, may make a -0.0 a 0.0 where a PE has a row more than once).
 
     Args:
         x: sparse COO `[R, ...]` with one sparse dimension and rows of any dense shape; float32, float16 or bfloat16;
@@ -202,7 +202,8 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     union, _ = start(world, marks, rows, present, "owner", in_order=True).pair()
     union = union.clone()
     everywhere = torch.arange(layout.num_rows, dtype=torch.int64, device=x.device)
-    dense = torch.zeros((layout.num_rows, *layout.row_shape), device=x.device)
+    # Of all numbers, -0.0 is the one that changes none that is added to it.
+    dense = torch.full((layout.num_rows, *layout.row_shape), -0.0, device=x.device)
     # Of the ways to add up in order of occurrence, each device has one.
     if x.is_cuda:
         dense.index_put_((numbers_inside,), values, accumulate=True)

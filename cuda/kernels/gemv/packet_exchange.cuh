@@ -210,7 +210,7 @@ class PacketExchange {
 
   // Waits for all PEs' packets of some own tiles and keeps their data. All threads, each with packets of its own.
   PO_FN void take_partials(int first_position, int num_tiles) {
-    constexpr int kBatch = Config::kVectors == 1 ? 1 : Config::kTwoPhase ? 3 : 4;  // that a thread looks at together
+    constexpr int kBatch = Config::kVectors == 1 ? 1 : 4;  // packets that a thread looks at together
     const int num_packets = num_tiles * team_.size * packets_per_tile();
     for (int first = wg_.rank(); first < num_packets; first += kBatch * wg_.size()) {
       const Packet* places[kBatch];
