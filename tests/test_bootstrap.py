@@ -267,6 +267,15 @@ def test_two_ranks_zero(pool: list[Worker]) -> None:
     assert_all_failed(answers, SLACK, "two processes claim rank 0")
 
 
+def test_a_rank_that_comes_after_the_failure_learns_why(pool: list[Worker]) -> None:
+    job = next(JOB_NUMBERS)
+    for worker in pool[:2]:
+        worker.tell("connect", environ=srun(0, 3, job), timeout=30)
+    time.sleep(0.3)  # Both have met and failed by now; the one that serves the store waits for rank 1.
+    pool[2].tell("connect", environ=srun(1, 3, job), timeout=30)
+    assert_all_failed([worker.answer() for worker in pool], SLACK, "two processes claim rank 0")
+
+
 def test_world_size_disagrees(pool: list[Worker]) -> None:
     assert_all_failed(connect_all(pool, [(0, 3), (1, 3), (2, 4)], 20), SLACK, "world size differs", "3", "4")
 
@@ -399,6 +408,21 @@ def test_from_group(pool: list[Worker]) -> None:
             assert sorted(answer["value"][0] for answer in answers[1:]) == [0, 1]
             assert [answer["value"] for answer in all_do(pool[1:], "exchange")] == [["0", "1"]] * 2
             all_do(pool[1:], "close")
+
+
+def test_the_store_waits_for_every_rank_also_where_one_has_left_and_ended(pool: list[Worker]) -> None:
+    third = Worker()
+    try:
+        assert third.process.stdout is not None
+        assert third.process.stdout.readline() == "ready\n", "".join(third.log)
+        connect_all([*pool[:2], third], [(0, 3), (1, 3), (2, 3)], 20)
+        all_do([third], "close")
+    finally:
+        third.end()
+    pool[0].tell("close")
+    time.sleep(0.5)
+    all_do([pool[1]], "close")
+    assert pool[0].answer()["seconds"] >= 0.4
 
 
 def test_killed_rank_is_named_long_before_the_timeout(pool: list[Worker]) -> None:

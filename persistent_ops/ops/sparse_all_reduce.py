@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
+from .plain_call import is_plain
 from .sparse_launch import Entries, PendingSum, Wanted, find_plan, refuse_capture, sorted_entries, start
 from .sparse_plan import MAX_ROWS, OPS, SCALARS, TUNING, Layout, Tuning, state_of
 
@@ -63,8 +64,10 @@ def sparse_all_reduce(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a sparse tensor, got {type(x).__name__}")
-    check_choices(op, algorithm, ALGORITHMS)
     if not async_op:
+        if not torch.compiler.is_compiling() and is_plain((x,)):
+            return _run(x, op, algorithm)
+        check_choices(op, algorithm, ALGORITHMS)
         return torch.ops.persistent_ops.sparse_all_reduce(x, op, algorithm)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError(_NO_GRADIENT)
@@ -117,6 +120,10 @@ def sparse_all_reduce_into(
     if not torch.compiler.is_compiling():
         named = (("out_indices", out_indices), ("out_values", out_values), ("out_count", out_count), ("count", count))
         check_tensors(*named[:3], *named[3:] if count is not None else ())
+        outputs = {"out_indices": out_indices, "out_values": out_values, "out_count": out_count}
+        if is_plain((indices, values, *outputs.values()), (count,)):
+            return _run_into(indices, values, num_rows, count, op, algorithm, is_coalesced, **outputs)
+        # A meta tensor would go to the fake kernel unseen.
         check_entries(indices, values, num_rows, _world.current().backend.device)
         check_choices(op, algorithm, ALGORITHMS[:-1])
         _check_buffers(values, count, out_indices, out_values, out_count)

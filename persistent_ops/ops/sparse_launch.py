@@ -189,12 +189,14 @@ class PendingSum:
             self._launch_here(entries)
             return
         here = torch.cuda.current_stream(self._world.backend.device)
-        if here != self._stream:
-            self._stream.wait_stream(here)  # which may still read what lay in the room that comes
-        with torch.cuda.stream(self._stream):
+        if here == self._stream:
             self._launch_here(entries)
-            self._ended = torch.cuda.Event()
-            self._ended.record()
+        else:
+            self._stream.wait_stream(here)  # which may still read what lay in the room that comes
+            with torch.cuda.stream(self._stream):
+                self._launch_here(entries)
+        self._ended = torch.cuda.Event()
+        self._ended.record(self._stream)
 
     def _launch_here(self, entries: Entries) -> None:
         world, layout = self._world, self._layout

@@ -40,7 +40,7 @@ __all__ = ["Bootstrap", "connect", "fail_all", "from_group", "from_threads"]
 _LONGEST_PAUSE_S = 0.02  # between two looks at the board: bounds the load of many waiters, and the delay of a failure
 _LOOK_AT_PROCESSES_S = 0.2
 _LONGEST_FAREWELL_S = 10.0  # how long the PE that serves the store waits for the others to leave first
-_FAREWELL_AFTER_FAILURE_S = 1.0
+_FAREWELL_AFTER_FAILURE_S = 1.0  # how long it waits after a failure, also for ranks that have not come yet
 
 _live: set[Bootstrap] = set()
 _attempts: Counter[str] = Counter()
@@ -139,7 +139,8 @@ class Bootstrap:
         """Leave the job; exchanges that other PEs begin later raise.
 
         The PE that serves the store waits for the others to leave, at most 10 s, so that what they have not read yet
-        does not vanish under them.
+        does not vanish under them. After a failure it waits 1 s at most, also for ranks that are still on their way, so
+        that they find out why.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -153,10 +154,12 @@ class Bootstrap:
         with suppress(BootstrapError):
             longest = _FAREWELL_AFTER_FAILURE_S if failed else min(self.timeout, _LONGEST_FAREWELL_S)
             deadline = time.monotonic() + longest
+            board.put(f"left/{self.rank}", b"", deadline)
             left = board.add("left", 1, deadline)
             while self._serves and time.monotonic() < deadline:
-                dead = sum(map(self._is_dead, self._identities))
-                if left + dead >= board.add("joined", 0, deadline):
+                gone = [rank for rank, identity in enumerate(self._identities) if self._is_dead(identity)]
+                dead = sum(not board.has(f"left/{rank}", deadline) for rank in gone)
+                if left + dead >= max(board.add("joined", 0, deadline), self.world_size):
                     break
                 board.pause(_LONGEST_PAUSE_S)
                 left = board.add("left", 0, deadline)
