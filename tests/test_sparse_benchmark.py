@@ -169,7 +169,7 @@ def test_failures_give_exit_code_1_and_are_printed(
         recorder.write("check", pes=num_pes, case="a case", failures=["PE 1, owner: wrong"], largest_difference=0.0)
         return num_pes != 2
 
-    monkeypatch.setattr(module("sparse_all_reduce"), "run_on_pes", fail)
+    monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
     assert run("--worlds", "3,2", "--out", str(tmp_path)) == 1
     assert "WRONG: 2 checks failed; the first: 3 PEs, a case: PE 1, owner: wrong" in capsys.readouterr().out
 
@@ -182,7 +182,7 @@ def test_an_error_still_prints_what_was_measured(
         recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="a processor")
         raise RuntimeError("a PE is gone")
 
-    monkeypatch.setattr(module("sparse_all_reduce"), "run_on_pes", fail)
+    monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
     assert run("--out", str(tmp_path)) == 1
     printed = capsys.readouterr()
     assert "a PE is gone" in printed.err
@@ -198,7 +198,7 @@ def test_an_error_still_prints_what_was_measured(
         (["--worlds", "2,1"], "expected numbers of at least 2"),
         (["--pes", "0"], "expected numbers of at least 2"),
         (["--worlds", "two"], "invalid literal"),
-        (["--rounds", "0"], "expected a number of at least 1"),
+        (["--rounds", "0"], "expected numbers of at least 1"),
         (["--nonsense"], "unrecognized arguments"),
     ],
 )
