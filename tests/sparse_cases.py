@@ -509,27 +509,3 @@ def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> di
         return {case.name: check_case(case) for case in CASES if case.name in names}
     finally:
         po.finalize()
-
-
-def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, **options: Any) -> list[Any]:
-    """Run a program in a world; on the host its PEs are threads, which cost nothing.
-
-    Args:
-        program: called as `program(*args)` on every PE.
-        world: number of PEs.
-        backend: "host" or "cuda".
-        args: of the program.
-        options: of po.init.
-    """
-    threads = backend == "host"
-    return po.launch(_in_a_world, world, program, backend, options, *args, threads=threads, timeout=250)
-
-
-def _in_a_world(program: Callable[..., Any], backend: str, options: dict[str, Any], *args: Any) -> Any:
-    po.init(backend, **{"timeout": 30.0, "heap_size": 64 << 20, **options})
-    try:
-        result = program(*args)
-        po.check()
-        return result
-    finally:
-        po.finalize()

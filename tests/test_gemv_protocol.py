@@ -5,11 +5,8 @@ And what shares a workspace: shapes, algorithms and operators that follow one an
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
+import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import embedding_cases
 import pytest
 import torch
 from gemv_cases import ALGORITHMS, Case, difference, expected_bits, make_inputs
+from worlds import BUSY_S, dead_peer, error_of, gave_up
 
 import persistent_ops as po
 
@@ -40,15 +38,6 @@ def _checked(iteration: int, case: Case = _CASE, **options: Any) -> bool:
     output = _call(iteration, case, **options)
     po.check()
     return _is_right(output, iteration, case)
-
-
-def _error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
-    start = time.monotonic()
-    try:
-        action()
-    except Exception as error:  # the test asserts which
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
 
 
 def _threads(backend: str) -> bool:
@@ -182,23 +171,21 @@ def _absent_then_recovered(
     po.init(backend, timeout=timeout, heap_size=32 * MB, **options)
     seen: dict[str, Any] = {"first": [_checked(0, algorithm=each) for each in ALGORITHMS]}
     if po.rank() == 0:  # comes when the others have given up, however busy the machine is
-        deadline = time.monotonic() + 60
-        while len(list(folder.glob("gave_up_*"))) < po.world_size() - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        gave_up(folder, po.world_size() - 1)
     out = torch.ones(_CASE.shape, dtype=_CASE.dtype, device=po.device())
 
     def call() -> None:
         _call(1, algorithm=algorithm, out=out)
         po.check()
 
-    seen["error"] = _error_of(call)
+    seen["error"] = error_of(call)
     (folder / f"gave_up_{po.rank()}").touch()
     want = expected_bits(make_inputs(_CASE, po.world_size(), 1))
     seen["poisoned"] = bool(out.isnan().all())
     seen["right or poisoned"] = bool((out.isnan().cpu() | (out.cpu() == want)).all())
     # Who came too late may have found all of its peers' packets of that launch, but finds none of the next one.
-    seen["again"] = _error_of(lambda: [_call(2), po.check()])
-    seen["barrier"] = _error_of(po.barrier)
+    seen["again"] = error_of(lambda: [_call(2), po.check()])
+    seen["barrier"] = error_of(po.barrier)
     po.recover()
     seen["after"] = [_checked(iteration, algorithm=ALGORITHMS[iteration % 2]) for iteration in range(3, 9)]
     po.finalize()
@@ -226,7 +213,7 @@ def test_timeout_names_the_peer_and_recovery_works(
     for rank in (1, 2):
         name, text, seconds = results[rank]["error"]
         assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text, text
-        assert seconds < timeout + 8.0  # far more PEs than cores may be spinning
+        assert seconds < timeout + BUSY_S
         assert results[rank]["poisoned"], "rows that never came are no NaN"
     name, text, _ = results[0]["error"]
     assert name == "" or (name == "PeerTimeoutError" and "gave up" in text), "the late PE waits for nobody itself"
@@ -250,7 +237,7 @@ _MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
 
 
 def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
-    po.init(backend, timeout=8.0, heap_size=32 * MB)
+    po.init(backend, timeout=60.0, heap_size=32 * MB)
     errors = {}
     for number, (kind, (other, algorithm, _)) in enumerate(_MISMATCHES.items()):
         case, algorithm = (other, algorithm) if po.rank() == 1 else (_OTHER, "one_shot")
@@ -259,7 +246,7 @@ def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
             _call(1, case, algorithm=algorithm)
             po.check()
 
-        errors[kind] = _error_of(act)
+        errors[kind] = error_of(act)
         po.recover()
         assert _checked(number, algorithm=ALGORITHMS[number % 2]), kind
     for kind in ("barrier", "embedding_all_to_all"):
@@ -273,7 +260,7 @@ def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
                 _exchange(1)
             po.check()
 
-        errors[kind] = _error_of(act_as)
+        errors[kind] = error_of(act_as)
         po.recover()
         assert _checked(2), kind
     po.finalize()
@@ -289,7 +276,7 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             assert "gemv_all_reduce(world_size=3, " in text, where
             for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else [kind]:
                 assert field in text, where
-            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
+            assert seconds < 40.0, f"a mismatch is not a time-out: {where}"
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------
@@ -342,52 +329,14 @@ def test_packets_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
 # ---- dead peers ------------------------------------------------------------------------------------------------------
 
 
-def _dies(backend: str, how: int, algorithm: str, folder: str) -> None:
-    po.init(backend, timeout=20.0, heap_size=32 * MB)
-    po.runtime.world.current().workspace.timeout = 3.0  # of kernels alone: processes may start one after the other
-    assert _checked(0, algorithm=algorithm)
-    Path(folder, f"{po.rank()}.pid").write_text(str(os.getpid()))
-    po.barrier()
-    if po.rank() == 1:  # in the middle of whatever it then does
-        threading.Timer(0.2, os.kill, (os.getpid(), how)).start()
-
-    def call() -> None:
-        while True:
-            for iteration in range(6):
-                assert _checked(iteration, algorithm=algorithm)
-
-    name, text, seconds = _error_of(call)
-    Path(folder, f"{po.rank()}.partial").write_text(f"{name}|{seconds:.1f}|{text}")
-    os.rename(f"{folder}/{po.rank()}.partial", f"{folder}/{po.rank()}.error")
-    deadline = time.monotonic() + 10
-    others = [rank for rank in range(po.world_size()) if rank != 1]
-    while not all(os.path.exists(f"{folder}/{rank}.error") for rank in others) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    raise RuntimeError("both survivors have noticed")
-
-
 @pytest.mark.parametrize(
     ("how", "algorithm"),
     [
-        pytest.param(signal.SIGSTOP, "two_phase", id="stopped-two_phase"),
-        pytest.param(signal.SIGSTOP, "one_shot", id="stopped-one_shot", marks=pytest.mark.gpu),
-        pytest.param(signal.SIGKILL, "one_shot", id="killed-one_shot"),
+        pytest.param("stopped", "two_phase", id="stopped-two_phase"),
+        pytest.param("stopped", "one_shot", id="stopped-one_shot", marks=pytest.mark.gpu),
+        pytest.param("killed", "one_shot", id="killed-one_shot"),
     ],
 )
-def test_dead_peer(backend: str, how: signal.Signals, algorithm: str, tmp_path: Path) -> None:
-    stopped = how == signal.SIGSTOP
-    world = 3 if stopped else 2
-    with pytest.raises(RuntimeError, match="both survivors have noticed" if stopped else "rank 1|PE 1"):
-        po.launch(_dies, world, backend, int(how), algorithm, str(tmp_path), timeout=60)
-    if stopped:  # nobody but the survivors can tell: they did, by themselves
-        for rank in (0, 2):
-            name, seconds, text = (tmp_path / f"{rank}.error").read_text().split("|", 2)
-            assert name == "PeerTimeoutError" and "PE 1" in text, (rank, name, text)
-            assert float(seconds) < 6.0
-    for rank in range(world):
-        pid = int((tmp_path / f"{rank}.pid").read_text())
-        for _ in range(50):
-            if not os.path.exists(f"/proc/{pid}"):
-                break
-            time.sleep(0.1)
-        assert not os.path.exists(f"/proc/{pid}"), f"PE {rank} is left over"
+def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> None:
+    for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
+        assert "PE 1" in survivor.text, survivor

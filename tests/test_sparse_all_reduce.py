@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from sparse_cases import (
     edges,
     expected,
     form_problem,
-    in_world,
     make_inputs,
     rows_problem,
     run_cases,
@@ -38,6 +35,7 @@ from sparse_cases import (
     wanted,
     zeros_have_signs,
 )
+from worlds import CaseWorld, CaseWorlds, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.sparse_all_reduce import reference
@@ -46,71 +44,29 @@ MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _SMALL = [case for case in FEW if case.rows <= 100]
-# (world, options of init, cases). The staged transport of the host delays and reorders; several threads per WG share
-# its rows, as warps do on a GPU.
-WORLDS: dict[str, tuple[int, dict[str, Any], list[Case]]] = {
-    "1": (1, {}, CASES),
-    "2": (2, {}, CASES),
-    "3": (3, {}, FEW),
-    "4": (4, {}, CASES),
-    "5": (5, {}, FEW),
-    "8": (8, {}, FEW),
-    "2-staged": (2, {"transport": "staged"}, FEW[::2]),
-    "3-staged-slow": (3, {"transport": "staged", "host_options": {"network_delay_us": 1000}}, _SMALL[::3]),
-    "2-wg4": (2, {"host_options": {"wg_size": 4}}, FEW[::2]),
-    "3-wg3": (3, {"host_options": {"wg_size": 3}}, FEW[1::4]),
-    "2-wg5-staged": (2, {"transport": "staged", "host_options": {"wg_size": 5}}, FEW[3::6]),
-}
+# The staged transport of the host delays and reorders; several threads per WG share its rows, as warps do on a GPU.
+WORLDS = CaseWorlds(
+    run_cases,
+    {
+        "1": CaseWorld(1, {}, CASES),
+        "2": CaseWorld(2, {}, CASES),
+        "3": CaseWorld(3, {}, FEW),
+        "4": CaseWorld(4, {}, CASES),
+        "5": CaseWorld(5, {}, FEW),
+        "8": CaseWorld(8, {}, FEW),
+        "2-staged": CaseWorld(2, {"transport": "staged"}, FEW[::2]),
+        "3-staged-slow": CaseWorld(3, {"transport": "staged", "host_options": {"network_delay_us": 1000}}, _SMALL[::3]),
+        "2-wg4": CaseWorld(2, {"host_options": {"wg_size": 4}}, FEW[::2]),
+        "3-wg3": CaseWorld(3, {"host_options": {"wg_size": 3}}, FEW[1::4]),
+        "2-wg5-staged": CaseWorld(2, {"transport": "staged", "host_options": {"wg_size": 5}}, FEW[3::6]),
+    },
+    halved_by=torch.float32,
+)
 
 
-def _world_params() -> list[Any]:
-    params = []
-    for name, (world, options, cases) in WORLDS.items():
-        marks = [pytest.mark.gpu] if world > 4 else [pytest.mark.host] if options else []
-        for case in cases:
-            params.append(pytest.param(name, case, id=f"{name}-{case.name}", marks=marks))
-    return params
-
-
-@functools.cache
-def _results(backend: str, name: str) -> list[dict[str, tuple[str | None, int]]] | Exception:
-    """Run a world's cases. What the launch raised is kept too, so that it is not launched again for every case."""
-    world, options, cases = WORLDS[name]
-    threads = backend == "host"
-
-    def launch(chosen: list[Case]) -> list[Any]:
-        names = [case.name for case in chosen]
-        return po.launch(run_cases, world, backend, names, options, threads=threads, timeout=280)
-
-    try:
-        if not threads or world > 1:
-            return launch(cases)
-        # It is the compiler that takes the time here, for kernels that all the other worlds find: two run side by side.
-        halves = ([c for c in cases if (c.dtype == torch.float32) == is_first] for is_first in (True, False))
-        with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(launch, halves)
-        return [first[0] | second[0]]
-    except Exception as error:
-        return error
-
-
-def _skip_without_gpus_for(world: int) -> None:
-    """PEs may share GPUs, equally many on each, but take turns there: beyond four of them that is too slow."""
-    count = torch.cuda.device_count()
-    if world > 4 and count < world and (count == 1 or world % count):
-        pytest.skip(f"{world} PEs need {world} GPUs, or a smaller number that divides it; this machine has {count}")
-
-
-@pytest.mark.parametrize(("name", "case"), _world_params())
+@pytest.mark.parametrize(("name", "case"), WORLDS.params())
 def test_bits(backend: str, name: str, case: Case) -> None:
-    _skip_without_gpus_for(WORLDS[name][0])
-    found = _results(backend, name)
-    if isinstance(found, Exception):
-        raise found
-    results = [of_pe[case.name] for of_pe in found]
-    for rank, (problem, _) in enumerate(results):
-        assert problem is None, f"PE {rank}: {problem}"
-    assert len({digest for _, digest in results}) == 1, "the PEs have different bits"
+    WORLDS.assert_bits(backend, name, case)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from sparse_cases import (
     Rows,
     disjoint,
     expected,
-    in_world,
     make_inputs,
     padded,
     rows_problem,
@@ -31,6 +30,7 @@ from sparse_cases import (
     where,
     zipf,
 )
+from worlds import in_world
 
 import persistent_ops as po
 

@@ -18,7 +18,6 @@ from sparse_cases import (
     expected,
     form_problem,
     identical,
-    in_world,
     make_inputs,
     padded,
     rows_problem,
@@ -28,6 +27,7 @@ from sparse_cases import (
     wanted,
     zeros_have_signs,
 )
+from worlds import in_world
 
 import persistent_ops as po
 

@@ -5,9 +5,7 @@ And what shares a workspace: shapes, algorithms and operators that follow one an
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +28,6 @@ from sparse_cases import (
     distinct,
     expected,
     identical,
-    in_world,
     make_inputs,
     rows_problem,
     taken_apart,
@@ -39,6 +36,7 @@ from sparse_cases import (
     wanted,
     zipf,
 )
+from worlds import BUSY_S, dead_peer, error_of, gave_up, in_world
 
 import persistent_ops as po
 
@@ -63,15 +61,6 @@ def _checked(iteration: int, case: Case = _CASE, algorithm: str = "auto") -> boo
     output = _call(iteration, case, algorithm)
     po.check()
     return _problem(output, iteration, case) is None
-
-
-def _error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
-    start = time.monotonic()
-    try:
-        action()
-    except Exception as error:  # the test asserts which
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
 
 
 # ---- late and busy PEs -----------------------------------------------------------------------------------------------
@@ -240,7 +229,7 @@ def _bad_rows() -> list[str]:
                     results.append(po.sparse_all_reduce(to_sparse(case, entries), algorithm=algorithm))  # noqa: B023
                 po.check()
 
-            kind, text, _ = _error_of(call)
+            kind, text, _ = error_of(call)
             found = None
             if is_bad and (kind != "IndexError" or str(bad) not in text or "100" not in text):
                 found = f"{kind or 'no error'}: {text}"
@@ -284,7 +273,7 @@ def _only_bad_rows() -> list[str]:
                 results.append(po.sparse_all_reduce(to_sparse(case, entries), algorithm=algorithm))  # noqa: B023
                 po.check()
 
-            kind, text, _ = _error_of(call)
+            kind, text, _ = error_of(call)
             if kind != ("IndexError" if is_bad else ""):
                 problems.append(f"{algorithm}, all {are_all}: {kind}: {text}")
             elif results and rows_problem(taken_apart(results[0]), expected([nothing, *left]), zeros_have_signs=False):
@@ -310,7 +299,7 @@ def _bad_rows_behind_a_handle() -> list[tuple[str, str]]:
             work.wait()
         po.check()
 
-    kind, text, _ = _error_of(call)
+    kind, text, _ = error_of(call)
     return [(kind, text), ("", "") if _checked(1) else ("", "the call behind it is wrong")]
 
 
@@ -350,7 +339,7 @@ def _not_coalesced() -> list[str]:
                     po.sparse_all_reduce(to_sparse(case, entries), algorithm=algorithm)
                 po.check()
 
-            kind, text, _ = _error_of(call)
+            kind, text, _ = error_of(call)
             if kind != ("ValueError" if is_bad else "") or (is_bad and "coalesced" not in text):
                 problems.append(f"{name}, {entry} {algorithm}: {kind}: {text}")
             if not _checked(number % 5):
@@ -377,9 +366,7 @@ def _absent_then_recovered(
     call_into(_CASE, entries[0], room, algorithm if entry == "into" else "auto", 120)
     room.reset()
     if po.rank() == 0:  # comes when the others have given up, however busy the machine is
-        deadline = time.monotonic() + 60
-        while len(list(folder.glob("gave_up_*"))) < po.world_size() - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        gave_up(folder, po.world_size() - 1)
 
     def call() -> None:
         if entry == "into":
@@ -388,12 +375,12 @@ def _absent_then_recovered(
             _call(1, algorithm=algorithm)
         po.check()
 
-    seen["error"] = _error_of(call)
+    seen["error"] = error_of(call)
     (folder / f"gave_up_{po.rank()}").touch()
     seen["poisoned"] = bool(room.values.isnan().all())
     # Who came too late may have found all that its peers sent in that launch, but finds none of the next one.
-    seen["again"] = _error_of(lambda: [_call(2), po.check()])
-    seen["barrier"] = _error_of(po.barrier)
+    seen["again"] = error_of(lambda: [_call(2), po.check()])
+    seen["barrier"] = error_of(po.barrier)
     po.recover()
     seen["after"] = [_checked(iteration, algorithm=ALGORITHMS[iteration % 3]) for iteration in range(6)]
     room.reset()
@@ -426,7 +413,7 @@ def test_timeout_names_the_peer_and_recovery_works(
     for rank in (1, 2):
         kind, text, seconds = results[rank]["error"]
         assert kind == "PeerTimeoutError" and "PE 0" in text and "recover" in text, (kind, text)
-        assert seconds < timeout + 8.0  # far more PEs than cores may be spinning
+        assert seconds < timeout + BUSY_S
         assert results[rank]["poisoned"] or entry != "into", "values that never came are no NaN"
     kind, text, _ = results[0]["error"]
     assert kind == "" or (kind == "PeerTimeoutError" and "gave up" in text), "the late PE waits for nobody itself"
@@ -451,7 +438,7 @@ _MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
 
 
 def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
-    po.init(backend, timeout=8.0, heap_size=64 * MB)
+    po.init(backend, timeout=60.0, heap_size=64 * MB)
     errors = {}
     # Kernels are compiled and other operators agree before PEs wait for each other in what does not match.
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -460,7 +447,7 @@ def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
     assert _product(0) and _product(1)
 
     def note(kind: str, act: Callable[[], Any]) -> None:
-        errors[kind] = _error_of(lambda: [act(), po.check()])
+        errors[kind] = error_of(lambda: [act(), po.check()])
         po.recover()
         assert _checked(len(errors) % 6, algorithm=ALGORITHMS[len(errors) % 3]), kind
 
@@ -501,7 +488,7 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             where = f"PE {rank}, {kind}: {name}: {text}"
             assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
             assert "sparse_all_reduce" in text, where
-            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
+            assert seconds < 40.0, f"a mismatch is not a time-out: {where}"
             if "nothing yet" in text:  # a PE that was only told of it may not have been told by what
                 continue
             for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else []:
@@ -563,54 +550,15 @@ def test_flags_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
 # ---- dead peers ------------------------------------------------------------------------------------------------------
 
 
-def _dies(backend: str, how: int, algorithm: str, folder: str) -> None:
-    po.init(backend, timeout=20.0, heap_size=64 * MB)
-    po.runtime.world.current().workspace.timeout = 3.0  # of kernels alone: processes may start one after the other
-    for iteration in range(6):  # all that the unions below need has been set aside
-        assert _checked(iteration, algorithm=algorithm)
-    Path(folder, f"{po.rank()}.pid").write_text(str(os.getpid()))
-    po.barrier()
-    if po.rank() == 1:  # in the middle of whatever it then does
-        threading.Timer(0.2, os.kill, (os.getpid(), how)).start()
-
-    def call() -> None:
-        while True:
-            for iteration in range(6):
-                assert _checked(iteration, algorithm=algorithm)
-
-    name, text, seconds = _error_of(call)
-    Path(folder, f"{po.rank()}.partial").write_text(f"{name}|{seconds:.1f}|{text}")
-    os.rename(f"{folder}/{po.rank()}.partial", f"{folder}/{po.rank()}.error")
-    deadline = time.monotonic() + 10
-    others = [rank for rank in range(po.world_size()) if rank != 1]
-    while not all(os.path.exists(f"{folder}/{rank}.error") for rank in others) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    raise RuntimeError("both survivors have noticed")
-
-
 @pytest.mark.parametrize(
     ("how", "algorithm"),
     [
-        pytest.param(signal.SIGSTOP, "owner", id="stopped-owner"),
-        pytest.param(signal.SIGSTOP, "allgather", id="stopped-allgather", marks=pytest.mark.gpu),
-        pytest.param(signal.SIGKILL, "allgather", id="killed-allgather"),
+        pytest.param("stopped", "owner", id="stopped-owner"),
+        pytest.param("stopped", "allgather", id="stopped-allgather", marks=pytest.mark.gpu),
+        pytest.param("killed", "allgather", id="killed-allgather"),
     ],
 )
-def test_dead_peer(backend: str, how: signal.Signals, algorithm: str, tmp_path: Path) -> None:
-    stopped = how == signal.SIGSTOP
-    world = 3 if stopped else 2
-    with pytest.raises(RuntimeError, match="both survivors have noticed" if stopped else "rank 1|PE 1"):
-        po.launch(_dies, world, backend, int(how), algorithm, str(tmp_path), timeout=60)
-    if stopped:  # nobody but the survivors can tell: they did, by themselves
-        for rank in (0, 2):
-            name, seconds, text = (tmp_path / f"{rank}.error").read_text().split("|", 2)
-            # Not always PE 1 by name: one survivor may have all that it needs of it, and wait for the other.
-            assert name == "PeerTimeoutError" and "PE " in text, (rank, name, text)
-            assert float(seconds) < 10.0
-    for rank in range(world):
-        pid = int((tmp_path / f"{rank}.pid").read_text())
-        for _ in range(50):
-            if not os.path.exists(f"/proc/{pid}"):
-                break
-            time.sleep(0.1)
-        assert not os.path.exists(f"/proc/{pid}"), f"PE {rank} is left over"
+def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> None:
+    for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
+        # Not always PE 1 by name: one survivor may have all that it needs of it, and wait for the other.
+        assert "PE " in survivor.text, survivor

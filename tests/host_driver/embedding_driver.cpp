@@ -8,23 +8,20 @@
 
 #include <algorithm>
 #include <barrier>
-#include <cstdarg>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "driver.h"
 #include "kernels/embedding_all_to_all.cuh"
 
 namespace {
 
 using Kernel = po::embedding_all_to_all::Kernel;
+using driver::fail;
 using po::embedding_all_to_all::Plan;
 using po::embedding_all_to_all::Table;
 
@@ -37,73 +34,30 @@ constexpr uint8_t kGuard = 0xa5;
 constexpr uint64_t kGuardBytes = 128;
 constexpr uint64_t kReadyStride = 64;
 
-[[noreturn]] void fail(int status, const char* format, ...) {
-  static std::mutex mutex;
-  mutex.lock();  // never released: the first failure is the one that is told
-  va_list arguments;
-  va_start(arguments, format);
-  std::vfprintf(stderr, format, arguments);
-  va_end(arguments);
-  std::fputc('\n', stderr);
-  std::fflush(stderr);
-  std::_Exit(status);
-}
-
 // ---- options --------------------------------------------------------------------------------------------------------
 
-class Options {
- public:
-  Options(int argc, char** argv) {
-    for (int i = 1; i < argc; ++i) {
-      const std::string argument = argv[i];
-      const size_t equals = argument.find('=');
-      const std::string name = argument.substr(0, equals);
-      if (equals == std::string::npos || values_.find(name) == values_.end()) {
-        fail(2, "unknown option %s", argument.c_str());
-      }
-      values_[name] = argument.substr(equals + 1);
-    }
-  }
-
-  const std::string& text(const std::string& name) const { return values_.at(name); }
-  int64_t number(const std::string& name) const { return std::stoll(values_.at(name)); }
-
-  std::vector<int64_t> list(const std::string& name) const {
-    std::vector<int64_t> numbers;
-    const std::string& value = values_.at(name);
-    for (size_t begin = 0; begin < value.size();) {
-      const size_t end = std::min(value.find(',', begin), value.size());
-      numbers.push_back(std::stoll(value.substr(begin, end - begin)));
-      begin = end + 1;
-    }
-    return numbers;
-  }
-
- private:
-  std::map<std::string, std::string> values_{
-      {"--tables", "2,2"},           // tables of each PE; as many entries as there are PEs
-      {"--batch", "5,4"},            // samples of each PE
-      {"--dims", "wide"},            // wide: rows of whole vectors; odd: any width
-      {"--wgs", "1"},                // WGs per launch
-      {"--threads", "1"},            // threads per WG
-      {"--slice", "2"},              // samples per slice
-      {"--epochs", "6"},             // launches
-      {"--first-epoch", "1"},        // epoch of the first launch
-      {"--schedule", "aware"},       // aware | oblivious
-      {"--local-delay", "0"},        // rounds; -1 for all
-      {"--transport", "direct"},     // direct | staged | mixed: PEs of equal parity reach each other
-      {"--delay-us", "0"},           // longest delay of an operation of the network
-      {"--slow-pes", ""},            // the first sleeps before each of its launches, the second twice as long, ...
-      {"--slow-us", "0"},            // ... between half of this and this
-      {"--heavy-pe", "-1"},          // has huge bags
-      {"--timeout-ms", "20000"},     // of one wait
-      {"--stop-pe", "-1"},           // does not launch at ...
-      {"--late-pe", "-1"},           // does not launch before all others have given up at ...
-      {"--mismatch-pe", "-1"},       // launches under another contract at ...
-      {"--trouble-at", "-1"},        // ... this launch (from 0); then all recover and go on
-      {"--queued", "0"},             // launches behind that one that do not look at errors, as in a GPU's queue
-      {"--expect-reported", "-1"}};  // leaves because a peer gave up, not by its own time-out
-};
+driver::Options options({{"--tables", "2,2"},        // tables of each PE; as many entries as there are PEs
+                         {"--batch", "5,4"},         // samples of each PE
+                         {"--dims", "wide"},         // wide: rows of whole vectors; odd: any width
+                         {"--wgs", "1"},             // WGs per launch
+                         {"--threads", "1"},         // threads per WG
+                         {"--slice", "2"},           // samples per slice
+                         {"--epochs", "6"},          // launches
+                         {"--first-epoch", "1"},     // epoch of the first launch
+                         {"--schedule", "aware"},    // aware | oblivious
+                         {"--local-delay", "0"},     // rounds; -1 for all
+                         {"--transport", "direct"},  // direct | staged | mixed: PEs of equal parity reach each other
+                         {"--delay-us", "0"},        // longest delay of an operation of the network
+                         {"--slow-pes", ""},  // the first sleeps before each of its launches, the second twice as long
+                         {"--slow-us", "0"},  // between half of this and this
+                         {"--heavy-pe", "-1"},       // has huge bags
+                         {"--timeout-ms", "20000"},  // of one wait
+                         {"--stop-pe", "-1"},        // does not launch at ...
+                         {"--late-pe", "-1"},        // does not launch before all others have given up at ...
+                         {"--mismatch-pe", "-1"},    // launches under another contract at ...
+                         {"--trouble-at", "-1"},     // ... this launch (from 0); then all recover and go on
+                         {"--queued", "0"},  // launches behind that one that look at no errors, as in a GPU's queue
+                         {"--expect-reported", "-1"}});  // leaves because a peer gave up, not by its own time-out
 
 // ---- data: pure functions of (PE, table, place, launch), so that every PE can compute what another sends ------------
 
@@ -128,7 +82,7 @@ int64_t row_of(int pe, int64_t table, int64_t bag, int64_t place, int64_t launch
 }
 
 struct World {
-  const Options& options;
+  const driver::Options& options;
   std::vector<int64_t> tables = options.list("--tables");
   std::vector<int64_t> batch = options.list("--batch");
   int size = static_cast<int>(tables.size());
@@ -138,7 +92,7 @@ struct World {
   std::vector<uint64_t> epochs = std::vector<uint64_t>(static_cast<size_t>(size));  // for recovery
   std::barrier<> meeting{size};
 
-  explicit World(const Options& options_in) : options(options_in) {
+  explicit World(const driver::Options& options_in) : options(options_in) {
     if (batch.size() != tables.size() || tables.empty()) fail(2, "--tables and --batch need one entry per PE");
     std::partial_sum(batch.begin(), batch.end(), batch_start.begin() + 1);
     for (int pe = 0; pe < size; ++pe) {
@@ -195,7 +149,7 @@ class Pe {
   }
 
   void run() {
-    const Options& options = world_.options;
+    const driver::Options& options = world_.options;
     for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
       const bool is_trouble = launch == options.number("--trouble-at");
       nap(launch);
@@ -276,7 +230,7 @@ class Pe {
   }
 
   void fill_plan() {
-    const Options& options = world_.options;
+    const driver::Options& options = world_.options;
     const bool is_direct = options.text("--transport") == "direct";
     const int64_t slice = options.number("--slice");
     auto num_tasks = [&](int pe) { return po::ceil_div(world_.batch[pe], slice) * world_.tables[rank_]; };
@@ -388,7 +342,7 @@ class Pe {
   // A launch in which one PE stayed away, came too late or came with another contract: everybody left, knows why, and
   // has no data from that PE. A late PE has no data at all: the others had left before it began.
   void check_trouble(int64_t launch) {
-    const Options& options = world_.options;
+    const driver::Options& options = world_.options;
     const auto stopped = static_cast<int>(options.number("--stop-pe"));
     const auto late = static_cast<int>(options.number("--late-pe"));
     const auto mismatched = static_cast<int>(options.number("--mismatch-pe"));
@@ -464,14 +418,12 @@ class Pe {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const Options options(argc, argv);
+  options.parse(argc, argv);
   World world(options);
   std::vector<std::unique_ptr<Pe>> pes;
   for (int rank = 0; rank < world.size; ++rank) pes.push_back(std::make_unique<Pe>(world, rank));
   for (auto& pe : pes) pe->connect();
-  std::vector<std::thread> threads;
-  for (auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
-  for (std::thread& thread : threads) thread.join();
+  driver::run_side_by_side(pes);
   for (auto& pe : pes) pe->close();
   for (auto& pe : pes) pe->check_remains();
   return 0;

@@ -8,14 +8,12 @@
 
 #include <algorithm>
 #include <barrier>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
-#include <string>
-#include <thread>
 #include <vector>
+
+#include "driver.h"
 
 #define PO_HOST_ROOM 1024
 #include "kernels/gemv_all_reduce.cuh"
@@ -31,15 +29,23 @@ constexpr int kAbort = 4;
 constexpr int kTookPart = 5;
 constexpr uint64_t kReadyStride = 64;
 
-std::map<std::string, int64_t>
-    options{{"--pes", 2},         {"--rows", 85},         {"--columns", 40}, {"--vectors", 3},
-            {"--wgs", 1},         {"--threads", 1},       {"--epochs", 8},   {"--first-epoch", 1},
-            {"--staged", 0},      {"--delay-us", 0},       // longest delay of an operation of the network
-            {"--slow-pe", -1},                             // sleeps before each of its launches ...
-            {"--slow-us", 3000},  {"--timeout-ms", 4000},  // of one wait
-            {"--stop-pe", -1},                             // does not launch at ...
-            {"--trouble-at", -1},                          // ... this launch (from 0); then all recover and go on
-            {"--queued", 0}};  // launches behind that one that do not look at errors, as in a GPU's queue
+driver::Options options({{"--pes", "2"},
+                         {"--rows", "85"},
+                         {"--columns", "40"},
+                         {"--vectors", "3"},
+                         {"--wgs", "1"},
+                         {"--threads", "1"},
+                         {"--epochs", "8"},
+                         {"--first-epoch", "1"},
+                         {"--staged", "0"},
+                         {"--delay-us", "0"},  // longest delay of an operation of the network
+                         {"--slow-pe", "-1"},  // sleeps before each of its launches ...
+                         {"--slow-us", "3000"},
+                         {"--timeout-ms", "4000"},  // of one wait
+                         {"--stop-pe", "-1"},       // does not launch at ...
+                         {"--trouble-at", "-1"},    // ... this launch (from 0); then all recover and go on
+                         {"--queued",
+                          "0"}});  // launches behind that one that do not look at errors, as in a GPU's queue
 
 // Small whole numbers: sums are exact in fp32.
 float weight_value(int pe, int64_t row, int64_t k) { return static_cast<float>((row * 7 + k * 3 + pe) % 9 - 4); }
@@ -84,12 +90,12 @@ struct Pe {
     team.local = &local;
     team.error = &error;
     team.input_error = &input_error;
-    team.timeout_ns = static_cast<uint64_t>(options["--timeout-ms"]) * 1000000;
+    team.timeout_ns = static_cast<uint64_t>(options.number("--timeout-ms")) * 1000000;
     team.contract_hash = 0x5a5a;
     plan.output.num_tiles = tiles;
     plan.output.stride = rows;
-    plan.packets.all_reachable = size == 1 || options["--staged"] == 0;
-    local.epoch = static_cast<uint64_t>(options["--first-epoch"]) - 1;
+    plan.packets.all_reachable = size == 1 || options.number("--staged") == 0;
+    local.epoch = static_cast<uint64_t>(options.number("--first-epoch")) - 1;
   }
 
   void connect(const std::vector<std::unique_ptr<Pe>>& all) {
@@ -99,24 +105,22 @@ struct Pe {
       plan.packets.heaps[pe] = plan.packets.all_reachable || pe == rank ? heaps.back() : 0;
     }
     plan.team.peer_heaps = plan.packets.heaps;
-    network = std::make_unique<po::DelayedNetwork>(heaps.data(), size, static_cast<uint64_t>(options["--delay-us"]),
-                                                   static_cast<uint64_t>(rank + 1));
+    network = std::make_unique<po::DelayedNetwork>(
+        heaps.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
     plan.team.network = network.get();
   }
 
   void run() {
-    for (int64_t launch = 0; launch < options["--epochs"]; ++launch) {
-      if (rank == options["--slow-pe"]) usleep(static_cast<useconds_t>(options["--slow-us"]));
-      if (launch == options["--trouble-at"]) {
-        if (rank != options["--stop-pe"]) run_into_trouble(launch);
+    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
+      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
+      if (launch == options.number("--trouble-at")) {
+        if (rank != options.number("--stop-pe")) run_into_trouble(launch);
         recover();
         continue;
       }
       const std::vector<float> output = run_kernel(launch);
       if (error.state != 0) {
-        std::fprintf(stderr, "PE %d, launch %ld: aborted, phase %lu, peer %lu\n", rank, launch, error.phase,
-                     error.peer);
-        std::_Exit(kAbort);
+        driver::fail(kAbort, "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch, error.phase, error.peer);
       }
       check(output, launch);
     }
@@ -134,23 +138,22 @@ struct Pe {
     const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(weight.data()),
                                             reinterpret_cast<uint64_t>(x.data()),
                                             reinterpret_cast<uint64_t>(output.data()), 0, shape};
-    po::run_on_host<Kernel>(&plan, words, static_cast<int>(options["--wgs"]), static_cast<int>(options["--threads"]));
+    po::run_on_host<Kernel>(&plan, words, static_cast<int>(options.number("--wgs")),
+                            static_cast<int>(options.number("--threads")));
     return output;
   }
 
   // A launch that a PE stays away from, and some behind it: all end, and no row has a value, as every row needs that PE.
   void run_into_trouble(int64_t launch) {
-    for (int64_t i = 0; i <= options["--queued"]; ++i) {
+    for (int64_t i = 0; i <= options.number("--queued"); ++i) {
       const std::vector<float> output = run_kernel(launch + i);
       if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
-        std::fprintf(stderr, "PE %d, launch %ld: did not notice the trouble, or not as it should\n", rank, launch + i);
-        std::_Exit(kAbort);
+        driver::fail(kAbort, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank, launch + i);
       }
       for (size_t place = 0; place < output.size(); ++place) {
         if (po::float_bits(output[place]) != 0xffffffffu) {
-          std::fprintf(stderr, "PE %d, launch %ld: element %zu is %g, not poisoned\n", rank, launch + i, place,
+          driver::fail(kWrongOutput, "PE %d, launch %ld: element %zu is %g, not poisoned", rank, launch + i, place,
                        output[place]);
-          std::_Exit(kWrongOutput);
         }
       }
     }
@@ -163,7 +166,7 @@ struct Pe {
     network->quiet();
     world.meeting.arrive_and_wait();
     check_traces();
-    const uint64_t behind = static_cast<uint64_t>(options["--queued"]) + 2;
+    const uint64_t behind = static_cast<uint64_t>(options.number("--queued")) + 2;
     const uint64_t epoch = *std::max_element(world.epochs.begin(), world.epochs.end()) + behind;
     std::memset(heap + plan.team.abort_offset, 0, static_cast<size_t>(size) * 8);
     local = {};
@@ -198,9 +201,8 @@ struct Pe {
 
   void check_trace(const char* what, int sender, uint64_t flag) const {
     if (po::epoch_of(flag) <= world.epochs[static_cast<size_t>(sender)]) return;
-    std::fprintf(stderr, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu\n", rank, what, sender,
+    driver::fail(kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", rank, what, sender,
                  po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
-    std::_Exit(kTookPart);
   }
 
   void check(const std::vector<float>& output, int64_t launch) const {
@@ -212,9 +214,8 @@ struct Pe {
         }
         const float found = output[static_cast<size_t>(n * rows + row)];
         if (found != expected) {
-          std::fprintf(stderr, "PE %d, launch %ld: vector %ld, row %ld is %g, not %g\n", rank, launch, n, row, found,
-                       expected);
-          std::_Exit(kWrongOutput);
+          driver::fail(kWrongOutput, "PE %d, launch %ld: vector %ld, row %ld is %g, not %g", rank, launch, n, row,
+                       found, expected);
         }
       }
     }
@@ -223,9 +224,9 @@ struct Pe {
   World& world;
   const int rank;
   const int size;
-  const int64_t rows = options["--rows"];
-  const int64_t columns = options["--columns"];
-  const int64_t vectors = options["--vectors"];
+  const int64_t rows = options.number("--rows");
+  const int64_t columns = options.number("--columns");
+  const int64_t vectors = options.number("--vectors");
   const int64_t tiles = po::ceil_div<int64_t>(rows, po::kTileRows);
   const int64_t items = vectors * Config::kItemsPerVector;  // of a tile
   std::vector<float> weight;
@@ -240,23 +241,13 @@ struct Pe {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    const size_t equals = argument.find('=');
-    if (equals == std::string::npos || options.find(argument.substr(0, equals)) == options.end()) {
-      std::fprintf(stderr, "unknown option %s\n", argument.c_str());
-      return 2;
-    }
-    options[argument.substr(0, equals)] = std::stoll(argument.substr(equals + 1));
-  }
-  const auto size = static_cast<int>(options["--pes"]);
+  options.parse(argc, argv);
+  const auto size = static_cast<int>(options.number("--pes"));
   World world(size);
   std::vector<std::unique_ptr<Pe>> pes;
   for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(world, rank, size));
   for (auto& pe : pes) pe->connect(pes);
-  std::vector<std::thread> threads;
-  for (auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
-  for (std::thread& thread : threads) thread.join();
+  driver::run_side_by_side(pes);
   for (auto& pe : pes) pe->network.reset();
   for (auto& pe : pes) std::free(pe->heap);
   return 0;

@@ -4,16 +4,12 @@
 //
 // Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort; ThreadSanitizer adds its own.
 
-#include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
-#include <string>
-#include <thread>
 #include <vector>
 
+#include "driver.h"
 #include "kernels/sparse_all_reduce.cuh"
 
 namespace {
@@ -29,11 +25,22 @@ constexpr int kAbort = 4;
 constexpr uint64_t kReadyStride = 64;
 
 // --overlap: of 8 rows, how many all PEs may have; the others belong to one each. --repeats: the most times that a row occurs on a PE.
-std::map<std::string, int64_t> options{
-    {"--pes", 2},       {"--rows", 300},   {"--columns", 12},   {"--capacity", 300},
-    {"--wgs", 2},       {"--threads", 1},  {"--epochs", 8},     {"--first-epoch", 1},
-    {"--staged", 0},    {"--delay-us", 0}, {"--overlap", 4},    {"--repeats", 2},
-    {"--empty-pe", -1}, {"--slow-pe", -1}, {"--slow-us", 3000}, {"--timeout-ms", 4000}};
+driver::Options options({{"--pes", "2"},
+                         {"--rows", "300"},
+                         {"--columns", "12"},
+                         {"--capacity", "300"},
+                         {"--wgs", "2"},
+                         {"--threads", "1"},
+                         {"--epochs", "8"},
+                         {"--first-epoch", "1"},
+                         {"--staged", "0"},
+                         {"--delay-us", "0"},
+                         {"--overlap", "4"},
+                         {"--repeats", "2"},
+                         {"--empty-pe", "-1"},
+                         {"--slow-pe", "-1"},
+                         {"--slow-us", "3000"},
+                         {"--timeout-ms", "4000"}});
 
 uint64_t mixed(uint64_t x) {
   x = (x ^ x >> 31) * 0x7fb5d329728ea185ull;
@@ -43,14 +50,14 @@ uint64_t mixed(uint64_t x) {
 
 // Whether a PE has a row in a launch, and how often.
 int64_t times(int pe, int64_t row, int64_t launch, int64_t size) {
-  if (pe == options["--empty-pe"]) return 0;
+  if (pe == options.number("--empty-pe")) return 0;
   const uint64_t chance = mixed(static_cast<uint64_t>(row * 1000003 + launch * 7919));
   if (chance % 3 == 0) return 0;
-  const bool may_be_shared = static_cast<int64_t>(chance / 8 % 8) < options["--overlap"];
+  const bool may_be_shared = static_cast<int64_t>(chance / 8 % 8) < options.number("--overlap");
   const bool has = may_be_shared ? mixed(chance + static_cast<uint64_t>(pe)) % 4 != 0
                                  : static_cast<int64_t>(chance / 64 % static_cast<uint64_t>(size)) == pe;
   return has ? 1 + static_cast<int64_t>(mixed(chance * 31 + static_cast<uint64_t>(pe)) %
-                                        static_cast<uint64_t>(options["--repeats"]))
+                                        static_cast<uint64_t>(options.number("--repeats")))
              : 0;
 }
 
@@ -78,7 +85,7 @@ struct Pe {
     plan.sets.headers_offset = take(pes * 8);
     plan.row_bytes = columns * static_cast<int64_t>(sizeof(Storage));
     plan.capacity = capacity;
-    plan.num_workers = options["--wgs"] * options["--threads"];
+    plan.num_workers = options.number("--wgs") * options.number("--threads");
     plan.progress_offset = take(pes * static_cast<uint64_t>(plan.num_workers) * 8);
     plan.gather_offset = take(pes * static_cast<uint64_t>(capacity * columns) * 4);
     plan.low_offset = take(static_cast<uint64_t>(capacity * plan.row_bytes));
@@ -88,7 +95,7 @@ struct Pe {
     heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
     std::memset(heap, 0, bytes);
     first_entry.resize(static_cast<size_t>(plan.sets.num_words));
-    totals.resize(static_cast<size_t>(options["--wgs"]));
+    totals.resize(static_cast<size_t>(options.number("--wgs")));
     met.resize(totals.size() * po::kNumMeetings);
     rows_out.resize(static_cast<size_t>(capacity));
     plan.sets.first_entry = first_entry.data();
@@ -100,7 +107,7 @@ struct Pe {
     plan.report = &report;
     plan.splits_partials = sizeof(Storage) == 2;
     plan.divisor = 1;
-    plan.all_reachable = size == 1 || options["--staged"] == 0;
+    plan.all_reachable = size == 1 || options.number("--staged") == 0;
     team.rank = rank;
     team.size = size;
     team.heap = heap;
@@ -108,9 +115,9 @@ struct Pe {
     team.local = &local;
     team.error = &error;
     team.input_error = &input_error;
-    team.timeout_ns = static_cast<uint64_t>(options["--timeout-ms"]) * 1000000;
+    team.timeout_ns = static_cast<uint64_t>(options.number("--timeout-ms")) * 1000000;
     team.contract_hash = 0x5a5a;
-    local.epoch = static_cast<uint64_t>(options["--first-epoch"]) - 1;
+    local.epoch = static_cast<uint64_t>(options.number("--first-epoch")) - 1;
   }
 
   void connect(const std::vector<std::unique_ptr<Pe>>& all) {
@@ -120,14 +127,14 @@ struct Pe {
       seen_heaps.push_back(plan.all_reachable || pe == rank ? heaps.back() : 0);
     }
     plan.team.peer_heaps = seen_heaps.data();
-    network = std::make_unique<po::DelayedNetwork>(heaps.data(), size, static_cast<uint64_t>(options["--delay-us"]),
-                                                   static_cast<uint64_t>(rank + 1));
+    network = std::make_unique<po::DelayedNetwork>(
+        heaps.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
     plan.team.network = network.get();
   }
 
   void run() {
-    for (int64_t launch = 0; launch < options["--epochs"]; ++launch) {
-      if (rank == options["--slow-pe"]) usleep(static_cast<useconds_t>(options["--slow-us"]));
+    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
+      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
       std::vector<Config::Index> entries;
       std::vector<int64_t> order;
       std::vector<Storage> values;
@@ -143,11 +150,10 @@ struct Pe {
       const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(entries.data()),
                                               reinterpret_cast<uint64_t>(order.data()),
                                               reinterpret_cast<uint64_t>(values.data()), entries.size(), output_offset};
-      po::run_on_host<Kernel>(&plan, words, static_cast<int>(options["--wgs"]), static_cast<int>(options["--threads"]));
+      po::run_on_host<Kernel>(&plan, words, static_cast<int>(options.number("--wgs")),
+                              static_cast<int>(options.number("--threads")));
       if (error.state != 0) {
-        std::fprintf(stderr, "PE %d, launch %ld: aborted, phase %lu, peer %lu\n", rank, launch, error.phase,
-                     error.peer);
-        std::_Exit(kAbort);
+        driver::fail(kAbort, "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch, error.phase, error.peer);
       }
       check(launch);
       std::memset(heap + output_offset, 0xff, static_cast<size_t>(capacity * plan.row_bytes));  // it is the user's now
@@ -181,15 +187,14 @@ struct Pe {
   }
 
   void fail(int64_t launch, const char* what, int64_t where) const {
-    std::fprintf(stderr, "PE %d, launch %ld: wrong %s %ld\n", rank, launch, what, where);
-    std::_Exit(kWrongOutput);
+    driver::fail(kWrongOutput, "PE %d, launch %ld: wrong %s %ld", rank, launch, what, where);
   }
 
   const int rank;
   const int size;
-  const int64_t rows = options["--rows"];
-  const int64_t columns = options["--columns"];
-  const int64_t capacity = options["--capacity"];
+  const int64_t rows = options.number("--rows");
+  const int64_t columns = options.number("--columns");
+  const int64_t capacity = options.number("--capacity");
   Plan plan{};
   uint8_t* heap = nullptr;
   uint64_t output_offset = 0;
@@ -210,22 +215,12 @@ struct Pe {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    const size_t equals = argument.find('=');
-    if (equals == std::string::npos || options.find(argument.substr(0, equals)) == options.end()) {
-      std::fprintf(stderr, "unknown option %s\n", argument.c_str());
-      return 2;
-    }
-    options[argument.substr(0, equals)] = std::stoll(argument.substr(equals + 1));
-  }
-  const auto size = static_cast<int>(options["--pes"]);
+  options.parse(argc, argv);
+  const auto size = static_cast<int>(options.number("--pes"));
   std::vector<std::unique_ptr<Pe>> pes;
   for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(rank, size));
   for (auto& pe : pes) pe->connect(pes);
-  std::vector<std::thread> threads;
-  for (auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
-  for (std::thread& thread : threads) thread.join();
+  driver::run_side_by_side(pes);
   for (auto& pe : pes) pe->network.reset();
   for (auto& pe : pes) std::free(pe->heap);
   return 0;
