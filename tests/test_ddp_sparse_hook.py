@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
 from persistent_ops.demo.unfused import process_group
+from persistent_ops.nn import ddp
 from persistent_ops.nn.ddp import allow_unused_sparse, ddp_sparse_hook
+from persistent_ops.ops.sparse_plan import Layout, state_of
 from persistent_ops.runtime import world as po_world
 
 WORLDS = (1, 2, 3, 4)
@@ -335,6 +337,50 @@ def check_two_modules() -> list[str]:
     return problems
 
 
+def check_tables_of_one_shape() -> list[str]:
+    """Sums of equal layout must not wait for each other, nor take each other's room for results."""
+    world, rank = po.world_size(), po.rank()
+    tables = torch.nn.ModuleList([Tables(1000, 3) for _ in range(4)])
+
+    class Each(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = tables
+
+        def forward(self, batches: list[torch.Tensor]) -> torch.Tensor:
+            return sum(table(rows) for table, rows in zip(self.tables, batches, strict=True))
+
+    module = wrapped(Each())
+    state = state_of(po_world.current())
+    layout = Layout(1000, (3,), torch.float32, "mean")
+    under_way = []
+    finish = ddp._finish
+
+    def counted(exchanges: list[Any], group: Any) -> None:
+        under_way.append(len(state.unresolved[layout]))
+        finish(exchanges, group)
+
+    ddp._finish = counted
+    problems = []
+    try:
+        for step in range(4):
+            module.zero_grad()
+            used = [torch.arange(count, device=po.device())[rank::world] + step for count in (900, 3, 300, 1)]
+            module(used).backward()
+            for number, count in enumerate((900, 3, 300, 1)):
+                expected = torch.zeros(1000, 3)
+                expected[step : step + count] = 1.0 / world
+                gradient = tables[number].tables[0].weight.grad
+                if not torch.equal(dense(gradient).float(), expected):
+                    problems.append(f"step {step}, table {number}: {gradient}")
+    finally:
+        ddp._finish = finish
+    rooms = [state.room(layout, table.tables[0].weight).rows for table in tables]
+    if rooms != [960, 64, 320, 64]:
+        problems.append(f"room for results: {rooms}")
+    return problems if under_way == [4] * 4 else [*problems, f"under way at the end of backward passes: {under_way}"]
+
+
 def check_uneven_inputs() -> list[str]:
     """PEs with fewer batches join: what the others send must arrive, the joined ones' own gradients count as 0."""
     problems = []
@@ -431,6 +477,7 @@ CHECKS = {
         check_dense_bits,
         check_dtypes,
         check_two_modules,
+        check_tables_of_one_shape,
         check_uneven_inputs,
         check_after_an_aborted_pass,
         check_no_synchronisation,

@@ -30,6 +30,7 @@ from sparse_cases import (
 from worlds import in_world
 
 import persistent_ops as po
+from persistent_ops.ops.sparse_plan import Layout, Room, state_of
 
 # ---- handles ---------------------------------------------------------------------------------------------------------
 
@@ -115,6 +116,88 @@ def _outgrown() -> list[str]:
 
 def test_unions_that_outgrow_their_room(backend: str) -> None:
     assert in_world(_outgrown, 2, backend) == [[], []]
+
+
+def _counted_launches() -> list[int]:
+    """Return a list to which every launch of this PE adds its plan."""
+    workspace, seen = po.runtime.world.current().workspace, []
+    launch = workspace.launch
+
+    def counted(kernel: Any, grid: int, plan: int, words: Any, **options: Any) -> None:
+        seen.append(plan)
+        launch(kernel, grid, plan, words, **options)
+
+    workspace.launch = counted
+    return seen
+
+
+def _of_many_sizes() -> dict[str, int]:
+    """Sums of one layout whose unions have very different sizes, in turn: how many launches they took."""
+    rank, world = po.rank(), po.world_size()
+    cases = [Case(f"sizes {count}", 5000, uniform(count), (8,)) for count in (900, 5, 60)]
+    xs = [to_sparse(case, make_inputs(case, world, 0)[rank]) for case in cases]
+    for x in xs:
+        po.sparse_all_reduce(x)
+    seen = _counted_launches()
+    for x, case in list(zip(xs, cases, strict=True)) * 8:
+        result = taken_apart(po.sparse_all_reduce(x))
+        assert rows_problem(result, wanted(case, world, 0), zeros_have_signs=False) is None
+    counts = {"launches": len(seen)}
+    for _ in range(40):
+        po.sparse_all_reduce(xs[1])
+    room = state_of(po.runtime.world.current()).room(Layout(5000, (8,), torch.float32, "sum"), None)
+    return counts | {"room": room.rows}
+
+
+def test_sizes_that_differ_do_not_launch_twice(backend: str) -> None:
+    # Small results in between do not take the room of large ones away; many in a row do.
+    assert in_world(_of_many_sizes, 2, backend) == [{"launches": 24, "room": 128}] * 2
+
+
+def test_room_for_large_results_shrinks_at_once() -> None:
+    layout = Layout(1 << 20, (64,), torch.float32, "sum")
+    room = Room()
+    room.learn(layout, 400_000, 1.0)
+    assert room.rows == 425_024
+    room.learn(layout, 210_000, 1.0)
+    assert room.rows == 425_024, "more than half was needed"
+    room.learn(layout, 100_000, 1.5)
+    assert (room.rows, room.shares) == (106_304, 1.5)
+
+
+_MANY = 40  # more than may be under way at once
+
+
+def _many_in_flight() -> dict[str, Any]:
+    """Start many sums of one layout before the first is waited for: who reads their numbers of rows, and when."""
+    rank, world = po.rank(), po.world_size()
+    case = Case("many", 300, uniform(40, 70), (6,))
+    xs = [to_sparse(case, make_inputs(case, world, iteration)[rank]) for iteration in range(_MANY)]
+    state, layout = state_of(po.runtime.world.current()), Layout(300, (6,), torch.float32, "sum")
+    for _ in range(2):  # all that these sums need has been set aside then
+        po.sparse_all_reduce(xs[0])
+    seen = _counted_launches()
+    in_flight, works = [], []
+    for x in xs:
+        works.append(po.sparse_all_reduce(x, async_op=True))
+        in_flight.append(len(state.unresolved[layout]))
+    plans = len(set(seen))
+    problems = [
+        rows_problem(taken_apart(work.wait()), wanted(case, world, iteration), zeros_have_signs=False)
+        for iteration, work in enumerate(works)
+    ]
+    for x in xs[:5]:
+        po.sparse_all_reduce(x)
+    left = len(state.unresolved[layout])
+    return {"in flight": in_flight, "plans": plans, "problems": problems, "left": left, "all": len(set(seen))}
+
+
+def test_sums_of_one_layout_do_not_wait_for_each_other(backend: str) -> None:
+    for found in in_world(_many_in_flight, 2, backend):
+        assert found["problems"] == [None] * _MANY
+        assert found["in flight"] == [*range(1, 33), *[32] * (_MANY - 32)]
+        # Each reports to a place of its own; a place is used again when its report has been read.
+        assert found["plans"] == found["all"] == 32 and found["left"] == 0
 
 
 # ---- the entry with buffers ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ops.sparse_all_reduce import SparseWork, sparse_all_reduce
+from ..ops.sparse_all_reduce import SparseWork, start_sum
 from ..ops.sparse_plan import state_of
 from ..runtime import world as _world
 
@@ -61,11 +61,12 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
     future: torch.futures.Future[torch.Tensor]
     if gradient.is_sparse:
         (parameter,) = bucket.parameters()
-        # One that is left over from a backward pass that was aborted has nobody who waits for it.
-        pending.pop(id(parameter), None)
+        left_over = pending.pop(id(parameter), None)
+        if left_over is not None:  # from a backward pass that was aborted: nobody waits for it
+            with contextlib.suppress(Exception):
+                left_over.work.wait()
         with _communication(world):
-            work = sparse_all_reduce(gradient, op="mean", async_op=True)
-        assert isinstance(work, SparseWork)
+            work = start_sum(gradient, "mean", owner=parameter)
         future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
         pending[id(parameter)] = _Exchange(parameter, gradient, work, future)
     else:

@@ -12,7 +12,7 @@ from .plain_call import is_plain
 from .sparse_launch import Entries, PendingSum, Wanted, find_plan, refuse_capture, sorted_entries, start
 from .sparse_plan import MAX_ROWS, OPS, SCALARS, TUNING, Layout, Tuning, state_of
 
-__all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into"]
+__all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into", "start_sum"]
 
 ALGORITHMS = ("auto", "owner", "allgather", "dense")
 _NAME = "sparse_all_reduce"
@@ -43,12 +43,14 @@ def sparse_all_reduce(
             summed up by one of them. "allgather" sends the latter to every PE, which sums up for itself: a latency
             less, more bytes and room. "dense" goes through dense tensors `[R, ...]` in fp32. "auto" takes "owner" or
             "allgather" by the size and overlap of the last call with such a tensor.
-        async_op: return a `SparseWork` at once. On "cuda" the kernel then runs on a stream of its own.
+        async_op: return a `SparseWork` at once. On "cuda" the kernel then runs on a stream of its own. Of a layout at
+            most 32 can be under way; the next call waits for the number of rows of the oldest.
 
     Returns:
         The sum, of x's shape and dtype: coalesced, indices int64, sorted, unique. It lies in a buffer of the symmetric
         heap's pool, which is used again when no tensor shares it, and counts against `heap_size`: values, row numbers,
-        and room for a few percent more rows, so that the next result likely fits without asking.
+        and room for more rows, so that the next result likely fits without asking: a few percent beyond this one or,
+        up to 64 MB, beyond the largest of the last 32 with such a layout.
 
     Raises:
         TypeError, ValueError: an argument's type, layout, shape, dtype or device; before anything is launched.
@@ -71,7 +73,7 @@ def sparse_all_reduce(
         return torch.ops.persistent_ops.sparse_all_reduce(x, op, algorithm)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError(_NO_GRADIENT)
-    return _start(x, op, algorithm)
+    return start_sum(x, op, algorithm)
 
 
 def sparse_all_reduce_into(
@@ -176,8 +178,8 @@ class SparseWork:
 # ---- launch --------------------------------------------------------------------------------------------------------
 
 
-def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
-    """Check, launch, and leave the waiting to the caller."""
+def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, owner: torch.Tensor | None = None) -> SparseWork:
+    """Check, launch, and leave the waiting to the caller; `owner` as in `sparse_launch.start`."""
     world = _world.current()
     device = world.backend.device
     layout = _check(x, op, algorithm, device)
@@ -185,16 +187,18 @@ def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
     if algorithm == "dense":
         return SparseWork(None, _through_dense(world, layout, x))
     if world.backend.name != "cuda":
-        return SparseWork(_start_here(world, layout, x, algorithm), None)
+        return SparseWork(_start_here(world, layout, x, algorithm, owner), None)
     stream = state_of(world).side_stream(device)
     with torch.cuda.stream(stream):
         for tensor in (x._indices(), x._values()):
             tensor.record_stream(stream)
-        return SparseWork(_start_here(world, layout, x, algorithm), None)
+        return SparseWork(_start_here(world, layout, x, algorithm, owner), None)
 
 
-def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str) -> PendingSum:
-    return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced())
+def _start_here(
+    world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str, owner: torch.Tensor | None = None
+) -> PendingSum:
+    return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced(), owner=owner)
 
 
 def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torch.Tensor:

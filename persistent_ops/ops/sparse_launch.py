@@ -8,12 +8,12 @@ import torch
 
 from ..runtime.errors import PeerTimeoutError
 from ..runtime.world import World
-from .sparse_plan import GIVEN_UP, TUNING, Layout, SparsePlan, SparseState, Tuning, reserve, state_of
+from .sparse_plan import GIVEN_UP, TUNING, Layout, Room, SparsePlan, Tuning, reserve, state_of
 
 __all__ = ["Entries", "PendingSum", "Wanted", "find_plan", "refuse_capture", "sorted_entries", "start"]
 
-_MAX_PLANS = 256
-_LEAST_ROOM = 64  # rows
+_MAX_PLANS = 1024
+_MAX_IN_FLIGHT = 32  # sums of one layout whose number of rows has not been read
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Wanted:
         entries: of this PE.
         is_aligned: see `SparsePlan`.
         outputs, count: see `SparsePlan`.
+        turn: tells plans apart that are the same but for where they report.
     """
 
     layout: Layout
@@ -61,13 +62,15 @@ class Wanted:
     is_aligned: bool
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
     count: torch.Tensor | None = None
+    turn: int = 0
 
     def signature(self) -> tuple[object, ...]:
         """Return what tells plans apart."""
         tensors = (*(self.outputs or ()), self.count)
         places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         has_order = self.entries.order is not None
-        return (self.layout, self.capacity, self.gathers, self.entries.rows.dtype, has_order, self.is_aligned, places)
+        kind = (self.capacity, self.gathers, self.entries.rows.dtype, has_order, self.is_aligned)
+        return (self.layout, *kind, *places, self.turn)
 
 
 def find_plan(world: World, wanted: Wanted) -> SparsePlan:
@@ -112,8 +115,9 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
 class PendingSum:
     """A launch into room that may turn out to be too small. Made, and resolved, in the same order on all PEs."""
 
-    def __init__(self, world: World, layout: Layout, entries: Entries, *, gathers: bool) -> None:
+    def __init__(self, world: World, layout: Layout, entries: Entries, room: Room, *, gathers: bool) -> None:
         self._world = world
+        self._room = room
         self._state = state_of(world)
         self._layout = layout
         self._entries: Entries | None = entries
@@ -122,8 +126,10 @@ class PendingSum:
         self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
+        in_flight = self._state.unresolved.setdefault(layout, {})
+        self._turn = next(turn for turn in range(len(in_flight) + 1) if turn not in in_flight)
         self._launch(entries)
-        self._state.unresolved[layout] = self
+        in_flight[self._turn] = self
 
     def is_completed(self) -> bool:
         """Return whether `pair` would neither wait nor launch, and the rows have come, or will not come any more."""
@@ -138,17 +144,14 @@ class PendingSum:
         if self._entries is None:
             return
         entries, self._entries = self._entries, None
-        if self._state.unresolved.get(self._layout) is self:
-            del self._state.unresolved[self._layout]
+        in_flight = self._state.unresolved.get(self._layout, {})
+        if in_flight.get(self._turn) is self:
+            del in_flight[self._turn]
         try:
             self._check_generation()
             num_rows, shares = self._plan.await_report(self._world, self._is_over)
-            capacity = self._plan.capacity
-            room = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // 64) * 64)
-            room = min(room, max(self._layout.num_rows, 1))
-            is_kept = num_rows <= capacity <= 2 * room
-            self._state.rooms[self._layout] = (capacity if is_kept else room, shares)
-            if num_rows > capacity:
+            self._room.learn(self._layout, num_rows, shares)
+            if num_rows > self._plan.capacity:
                 self._launch(entries)
                 num_rows, _ = self._plan.await_report(self._world, self._is_over)
         except Exception as error:
@@ -200,9 +203,10 @@ class PendingSum:
 
     def _launch_here(self, entries: Entries) -> None:
         world, layout = self._world, self._layout
-        capacity, _ = self._state.rooms.get(layout, (0, 0.0))
+        capacity = self._room.rows
         is_aligned = not (layout.row_bytes | entries.values.data_ptr()) & 15
-        wanted = Wanted(layout, capacity, self._gathers and capacity > 0, entries, is_aligned)
+        gathers = self._gathers and capacity > 0
+        wanted = Wanted(layout, capacity, gathers, entries, is_aligned, turn=self._turn)
         self._plan = find_plan(world, wanted)
         self._values_bytes = -(-capacity * layout.row_bytes // 8) * 8
         nbytes = max(self._values_bytes + 8 * capacity, 512)
@@ -221,16 +225,34 @@ class PendingSum:
 
 
 def start(
-    world: World, layout: Layout, indices: torch.Tensor, values: torch.Tensor, algorithm: str, *, in_order: bool
+    world: World,
+    layout: Layout,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    algorithm: str,
+    *,
+    in_order: bool,
+    owner: torch.Tensor | None = None,
 ) -> PendingSum:
-    """Launch a sum over this PE's entries; `in_order`: their rows are ascending and each occurs once."""
+    """Launch a sum over this PE's entries.
+
+    Args:
+        world: of this PE.
+        layout: of the sum.
+        indices, values: see `Entries`, in any order.
+        algorithm: not "dense".
+        in_order: their rows are ascending and each occurs once.
+        owner: a tensor whose sums have a `Room` of their own, on all PEs alike.
+    """
     refuse_capture(world)
     state = state_of(world)
-    if layout in state.unresolved:
-        state.unresolved[layout].resolve()  # its report is about to be used again, and what it says counts below
+    in_flight = state.unresolved.get(layout)
+    if in_flight and len(in_flight) >= _MAX_IN_FLIGHT:
+        next(iter(in_flight.values())).resolve()  # the oldest: nobody may be waiting for it any more
+    room = state.room(layout, owner)
     values = values.contiguous()
     entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
-    return PendingSum(world, layout, entries, gathers=_gathers(world, state, layout, algorithm))
+    return PendingSum(world, layout, entries, room, gathers=_gathers(world, layout, room, algorithm))
 
 
 def refuse_capture(world: World) -> None:
@@ -241,10 +263,9 @@ def refuse_capture(world: World) -> None:
         )
 
 
-def _gathers(world: World, state: SparseState, layout: Layout, algorithm: str) -> bool:
+def _gathers(world: World, layout: Layout, room: Room, algorithm: str) -> bool:
     if algorithm != "auto":
         return algorithm == "allgather"
     tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
-    room, shares = state.rooms.get(layout, (0, 0.0))
-    nbytes = world.size * room * layout.columns * 4
-    return 0 < nbytes <= tuning.gather_bytes and shares <= tuning.gather_share
+    nbytes = world.size * room.rows * layout.columns * 4
+    return 0 < nbytes <= tuning.gather_bytes and room.shares <= tuning.gather_share

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Contract, register
@@ -28,6 +29,7 @@ __all__ = [
     "Areas",
     "Layout",
     "Report",
+    "Room",
     "SparsePlan",
     "SparseState",
     "Tuning",
@@ -50,6 +52,9 @@ GIVEN_UP = "sparse_all_reduce: this launch was given up before po.recover()"
 _HOST_WORK_GROUPS = 2
 _HOST_WARPS = 64  # of a WG, at most: a thread each
 _VECTOR_BYTES = 16
+_LEAST_ROOM = 64  # rows
+_PATIENT_BYTES = 64 << 20
+_PATIENCE = 32
 register(
     _NAME,
     (
@@ -181,6 +186,39 @@ class Areas:
 
 
 @dataclass
+class Room:
+    """How many rows the next result gets room for: what the last ones had, the same on every PE.
+
+    A result that outgrows it costs a second launch, and room that is not used costs memory. So it grows at once, and
+    shrinks when results have needed less than half of it: 32 in a row up to 64 MB, one beyond.
+
+    Attributes:
+        rows: 0 before the first result.
+        shares: the shares per row seen last.
+    """
+
+    rows: int = 0
+    shares: float = 0.0
+    _num_small: int = 0  # results in a row that needed less than half
+    _most_of_small: int = 0
+
+    def learn(self, layout: Layout, num_rows: int, shares: float) -> None:
+        """Take in a result's number of rows."""
+        self.shares = shares
+        fitting = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // _ROWS_PER_WORD) * _ROWS_PER_WORD)
+        fitting = min(fitting, max(layout.num_rows, 1))
+        if num_rows <= self.rows and self.rows > 2 * fitting:
+            self._num_small += 1
+            self._most_of_small = max(self._most_of_small, fitting)
+            if self._num_small < _PATIENCE and self.rows * layout.row_bytes <= _PATIENT_BYTES:
+                return
+            fitting = self._most_of_small
+        elif num_rows <= self.rows:
+            fitting = self.rows
+        self.rows, self._num_small, self._most_of_small = fitting, 0, 0
+
+
+@dataclass
 class SparseState:
     """What a world keeps for this operator.
 
@@ -191,8 +229,9 @@ class SparseState:
         low: room for lower halves of this PE's sums, and its offset; None before it is needed.
         kernels: that were loaded.
         plans: by signature.
-        rooms: by layout, the rows that results had room for, and the shares per row seen last; the same on every PE.
-        unresolved: by layout, the launch whose number of rows the host has not read yet.
+        rooms: by layout.
+        rooms_of_owners: the same for each tensor whose gradients have a room of their own.
+        unresolved: by layout and turn, the launches whose number of rows the host has not read yet, oldest first.
         stream: of asynchronous launches.
         generation: how often the world has recovered.
     """
@@ -203,8 +242,9 @@ class SparseState:
     low: tuple[torch.Tensor, int] | None = None
     kernels: dict[KernelRequest, Kernel] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], SparsePlan] = field(default_factory=dict)
-    rooms: dict[Layout, tuple[int, float]] = field(default_factory=dict)
-    unresolved: dict[Layout, Any] = field(default_factory=dict)
+    rooms: dict[Layout, Room] = field(default_factory=dict)
+    rooms_of_owners: Any = field(default_factory=WeakTensorKeyDictionary)
+    unresolved: dict[Layout, dict[int, Any]] = field(default_factory=dict)
     stream: Any = None
     generation: int = 0
 
@@ -215,9 +255,15 @@ class SparseState:
         self.stream.wait_stream(torch.cuda.current_stream(device))
         return self.stream  # type: ignore[no-any-return]
 
+    def room(self, layout: Layout, owner: torch.Tensor | None) -> Room:
+        """Return what was learned about results of a layout, or about those for one tensor."""
+        rooms = self.rooms if owner is None else self.rooms_of_owners.setdefault(owner, {})
+        return rooms.setdefault(layout, Room())  # type: ignore[no-any-return]
+
     def forget(self) -> None:
         """Drop what PEs learned from launches of which some were given up."""
         self.rooms.clear()
+        self.rooms_of_owners.clear()
         self.unresolved.clear()
         self.generation += 1
 
