@@ -145,7 +145,7 @@ def _of_many_sizes() -> dict[str, int]:
     counts = {"launches": len(seen)}
     for _ in range(40):
         po.sparse_all_reduce(xs[1])
-    room = state_of(po.runtime.world.current()).room(Layout(5000, (8,), torch.float32, "sum"), None)
+    room = state_of(po.runtime.world.current()).rooms[Layout(5000, (8,), torch.float32, "sum"), 0]
     return counts | {"room": room.rows}
 
 
@@ -165,39 +165,96 @@ def test_room_for_large_results_shrinks_at_once() -> None:
     assert (room.rows, room.shares) == (106_304, 1.5)
 
 
-_MANY = 40  # more than may be under way at once
-
-
-def _many_in_flight() -> dict[str, Any]:
-    """Start many sums of one layout before the first is waited for: who reads their numbers of rows, and when."""
+def _bad_row_ends_a_loop() -> dict[str, Any]:
+    """A bad row on PE 0 ends its loop over handles, and it drops them; PE 1 waits for all of its own."""
     rank, world = po.rank(), po.world_size()
-    case = Case("many", 300, uniform(40, 70), (6,))
-    xs = [to_sparse(case, make_inputs(case, world, iteration)[rank]) for iteration in range(_MANY)]
-    state, layout = state_of(po.runtime.world.current()), Layout(300, (6,), torch.float32, "sum")
-    for _ in range(2):  # all that these sums need has been set aside then
-        po.sparse_all_reduce(xs[0])
-    seen = _counted_launches()
-    in_flight, works = [], []
-    for x in xs:
-        works.append(po.sparse_all_reduce(x, async_op=True))
-        in_flight.append(len(state.unresolved[layout]))
-    plans = len(set(seen))
-    problems = [
-        rows_problem(taken_apart(work.wait()), wanted(case, world, iteration), zeros_have_signs=False)
-        for iteration, work in enumerate(works)
-    ]
-    for x in xs[:5]:
-        po.sparse_all_reduce(x)
-    left = len(state.unresolved[layout])
-    return {"in flight": in_flight, "plans": plans, "problems": problems, "left": left, "all": len(set(seen))}
+    cases = [Case(f"loop {number}", 400, uniform(60), (4,)) for number in range(3)]
+    seen: dict[str, Any] = {"error": "", "problems": []}
+    for step in range(3):
+        inputs = [make_inputs(case, world, step)[rank] for case in cases]
+        if step == 1 and rank == 0:
+            inputs[0].indices[0] = 400
+        works = [
+            po.sparse_all_reduce(to_sparse(case, entries), async_op=True)
+            for case, entries in zip(cases, inputs, strict=True)
+        ]
+        try:
+            results = [work.wait() for work in works]
+        except IndexError as error:
+            seen["error"] = str(error)
+            continue
+        if step != 1:
+            found = [
+                rows_problem(taken_apart(result), wanted(case, world, step), zeros_have_signs=False)
+                for case, result in zip(cases, results, strict=True)
+            ]
+            seen["problems"] += [problem for problem in found if problem is not None]
+        del works, results
+    return seen
 
 
-def test_sums_of_one_layout_do_not_wait_for_each_other(backend: str) -> None:
-    for found in in_world(_many_in_flight, 2, backend):
-        assert found["problems"] == [None] * _MANY
-        assert found["in flight"] == [*range(1, 33), *[32] * (_MANY - 32)]
-        # Each reports to a place of its own; a place is used again when its report has been read.
-        assert found["plans"] == found["all"] == 32 and found["left"] == 0
+def test_a_bad_row_that_ends_a_loop_over_handles(backend: str) -> None:
+    first, second = in_world(_bad_row_ends_a_loop, 2, backend)
+    assert "row 400" in first["error"] and second["error"] == ""
+    assert first["problems"] == second["problems"] == []
+
+
+def _too_large() -> list[str]:
+    """A union that the heap has no room for fails; smaller ones behind it do not."""
+    rank, world = po.rank(), po.world_size()
+    small, large = Case("small", 60_000, uniform(50), (128,)), Case("large", 60_000, uniform(50_000), (128,))
+    said = []
+    for case in (small, large, small, large, small):
+        x = to_sparse(case, make_inputs(case, world, 0)[rank])
+        try:
+            result = taken_apart(po.sparse_all_reduce(x))
+            said.append(str(rows_problem(result, wanted(case, world, 0), zeros_have_signs=False)))
+        except po.SymmetricHeapError:
+            said.append("no room")
+    return said
+
+
+def test_a_union_too_large_for_the_heap(backend: str) -> None:
+    found = in_world(_too_large, 2, backend, heap_size=16 << 20)
+    assert found == [["None", "no room", "None", "no room", "None"]] * 2
+
+
+def _over_and_over(step: int) -> list[str]:
+    """Sums of one layout, of which each next one is started before the last is waited for."""
+    problems = []
+    rank, world = po.rank(), po.world_size()
+    works = []
+    for number, count in enumerate((40, 700, 3, 40)):
+        case = Case(f"over {number}", 3000, uniform(count), (6,))
+        x = to_sparse(case, make_inputs(case, world, step)[rank])
+        works.append((case, po.sparse_all_reduce(x, async_op=True)))
+    left = len(state_of(po.runtime.world.current()).unresolved)
+    if left != 1:
+        problems.append(f"{left} sums of a layout are unresolved")
+    for case, work in works:
+        found = rows_problem(taken_apart(work.wait()), wanted(case, world, step), zeros_have_signs=False)
+        if found is not None:
+            problems.append(f"{case.name}: {found}")
+    return problems
+
+
+def _dropped_handles() -> list[str]:
+    """Handles that nobody waits for hold one result per layout, and PEs that waited go on with those that did not."""
+    problems = []
+    rank, world = po.rank(), po.world_size()
+    for step in range(6):
+        case = Case(f"dropped {step}", 3000, uniform(30 + 200 * (step % 2)), (6,))
+        x = to_sparse(case, make_inputs(case, world, step)[rank])
+        work = po.sparse_all_reduce(x, async_op=True)
+        if step % 3 == 2 and rank == 0:
+            work.wait()
+        del work
+        problems += _over_and_over(step)
+    return problems
+
+
+def test_dropped_handles(backend: str) -> None:
+    assert in_world(_dropped_handles, 2, backend) == [[], []]
 
 
 # ---- the entry with buffers ------------------------------------------------------------------------------------------

@@ -56,17 +56,15 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
     """
     world = _world.current()
     group = _group_of(state, world)
-    pending: dict[int, _Exchange] = world.operator_state.setdefault(_NAME, {})
+    pending: _Pending = world.operator_state.setdefault(_NAME, _Pending())
     gradient = bucket.buffer()
     future: torch.futures.Future[torch.Tensor]
     if gradient.is_sparse:
         (parameter,) = bucket.parameters()
-        left_over = pending.pop(id(parameter), None)
-        if left_over is not None:  # from a backward pass that was aborted: nobody waits for it
-            with contextlib.suppress(Exception):
-                left_over.work.wait()
+        # One that is left over from a backward pass that was aborted has nobody who waits for it.
+        pending.pop(id(parameter), None)
         with _communication(world):
-            work = start_sum(gradient, "mean", owner=parameter)
+            work = start_sum(gradient, "mean", tag=1 + bucket.index())
         future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
         pending[id(parameter)] = _Exchange(parameter, gradient, work, future)
     else:
@@ -127,6 +125,14 @@ class _Exchange:
     future: torch.futures.Future[torch.Tensor]
 
 
+class _Pending(dict[int, _Exchange]):
+    """Those of a backward pass, by the parameter's id."""
+
+    def forget(self) -> None:
+        """Drop them: their launches were given up (`World.recover`)."""
+        self.clear()
+
+
 def _group_of(state: Any, world: _world.World) -> Any:
     group = dist.group.WORLD if state is None else state
     if group is None:
@@ -165,8 +171,13 @@ def _only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tens
 
 
 def _finish(exchanges: list[_Exchange], group: Any) -> None:
-    """Take in the sums, in the order of their launches, which is the same on all PEs."""
-    results = [exchange.work.wait() for exchange in exchanges]
+    """Take in the sums, in the order of their launches, which is the same on all PEs.
+
+    What is wrong with this PE's input is raised when the other PEs have all that they need of it.
+    """
+    for exchange in exchanges:
+        exchange.work.resolve()
+    results = [exchange.work.take() for exchange in exchanges]
     empty = [number for number, result in enumerate(results) if result._nnz() == 0]
     unused = set()
     if empty:
@@ -175,6 +186,7 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
         flags = flags.to(results[0].device)
         dist.all_reduce(flags, group=group)
         unused = {number for number, flag in zip(empty, flags.tolist(), strict=True) if not flag}
+    _world.current().workspace.raise_pending()
     for number, (exchange, result) in enumerate(zip(exchanges, results, strict=True)):
         parameter, gradient = exchange.parameter, exchange.gradient
         is_own = parameter.grad is gradient

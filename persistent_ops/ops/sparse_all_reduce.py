@@ -43,14 +43,14 @@ def sparse_all_reduce(
             summed up by one of them. "allgather" sends the latter to every PE, which sums up for itself: a latency
             less, more bytes and room. "dense" goes through dense tensors `[R, ...]` in fp32. "auto" takes "owner" or
             "allgather" by the size and overlap of the last call with such a tensor.
-        async_op: return a `SparseWork` at once. On "cuda" the kernel then runs on a stream of its own. Of a layout at
-            most 32 can be under way; the next call waits for the number of rows of the oldest.
+        async_op: return a `SparseWork` at once. On "cuda" the kernel then runs on a stream of its own. The next call
+            with equal shape, dtype and op waits on the host for this one's number of rows.
 
     Returns:
         The sum, of x's shape and dtype: coalesced, indices int64, sorted, unique. It lies in a buffer of the symmetric
         heap's pool, which is used again when no tensor shares it, and counts against `heap_size`: values, row numbers,
         and room for more rows, so that the next result likely fits without asking: a few percent beyond this one or,
-        up to 64 MB, beyond the largest of the last 32 with such a layout.
+        up to 16 MB, beyond the largest of the last 32 with such a layout.
 
     Raises:
         TypeError, ValueError: an argument's type, layout, shape, dtype or device; before anything is launched.
@@ -156,9 +156,22 @@ class SparseWork:
         Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
         PEs.
         """
+        is_first = self._result is None
+        result = self.take()
+        if is_first and self._pending is not None:
+            self._pending.raise_input_errors()
+        return result
+
+    def resolve(self) -> None:
+        """Do what all PEs must do in the same order, if `wait` was not called: it never raises."""
+        if self._pending is not None:
+            self._pending.resolve()
+
+    def take(self) -> torch.Tensor:
+        """Do as `wait`, but leave bad input of this PE to the next call that raises it."""
         if self._pending is not None:
             if self._result is None:
-                self._result = self._pending.result()
+                self._result = self._pending.tensor()
             else:
                 self._pending.pair()  # for a stream that has not waited yet
         assert self._result is not None
@@ -178,8 +191,8 @@ class SparseWork:
 # ---- launch --------------------------------------------------------------------------------------------------------
 
 
-def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, owner: torch.Tensor | None = None) -> SparseWork:
-    """Check, launch, and leave the waiting to the caller; `owner` as in `sparse_launch.start`."""
+def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0) -> SparseWork:
+    """Check, launch, and leave the waiting to the caller; `tag` as in `sparse_launch.start`."""
     world = _world.current()
     device = world.backend.device
     layout = _check(x, op, algorithm, device)
@@ -187,18 +200,16 @@ def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, owner: torch
     if algorithm == "dense":
         return SparseWork(None, _through_dense(world, layout, x))
     if world.backend.name != "cuda":
-        return SparseWork(_start_here(world, layout, x, algorithm, owner), None)
+        return SparseWork(_start_here(world, layout, x, algorithm, tag), None)
     stream = state_of(world).side_stream(device)
     with torch.cuda.stream(stream):
         for tensor in (x._indices(), x._values()):
             tensor.record_stream(stream)
-        return SparseWork(_start_here(world, layout, x, algorithm, owner), None)
+        return SparseWork(_start_here(world, layout, x, algorithm, tag), None)
 
 
-def _start_here(
-    world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str, owner: torch.Tensor | None = None
-) -> PendingSum:
-    return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced(), owner=owner)
+def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str, tag: int = 0) -> PendingSum:
+    return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced(), tag=tag)
 
 
 def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torch.Tensor:
@@ -352,7 +363,10 @@ def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
     layout = _check(x, op, algorithm, world.backend.device)
     if algorithm == "dense":
         return _through_dense(world, layout, x)
-    return _start_here(world, layout, x, algorithm).result()
+    pending = _start_here(world, layout, x, algorithm)
+    result = pending.tensor()
+    pending.raise_input_errors()
+    return result
 
 
 def _run_into(

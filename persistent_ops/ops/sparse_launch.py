@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,6 @@ from .sparse_plan import GIVEN_UP, TUNING, Layout, Room, SparsePlan, Tuning, res
 __all__ = ["Entries", "PendingSum", "Wanted", "find_plan", "refuse_capture", "sorted_entries", "start"]
 
 _MAX_PLANS = 1024
-_MAX_IN_FLIGHT = 32  # sums of one layout whose number of rows has not been read
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Wanted:
         entries: of this PE.
         is_aligned: see `SparsePlan`.
         outputs, count: see `SparsePlan`.
-        turn: tells plans apart that are the same but for where they report.
+        tag: tells plans apart that are the same but for where they report.
     """
 
     layout: Layout
@@ -62,7 +62,7 @@ class Wanted:
     is_aligned: bool
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
     count: torch.Tensor | None = None
-    turn: int = 0
+    tag: int = 0
 
     def signature(self) -> tuple[object, ...]:
         """Return what tells plans apart."""
@@ -70,7 +70,7 @@ class Wanted:
         places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         has_order = self.entries.order is not None
         kind = (self.capacity, self.gathers, self.entries.rows.dtype, has_order, self.is_aligned)
-        return (self.layout, *kind, *places, self.turn)
+        return (self.layout, *kind, *places, self.tag)
 
 
 def find_plan(world: World, wanted: Wanted) -> SparsePlan:
@@ -115,46 +115,56 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
 class PendingSum:
     """A launch into room that may turn out to be too small. Made, and resolved, in the same order on all PEs."""
 
-    def __init__(self, world: World, layout: Layout, entries: Entries, room: Room, *, gathers: bool) -> None:
+    def __init__(self, world: World, layout: Layout, entries: Entries, algorithm: str, tag: int) -> None:
         self._world = world
-        self._room = room
         self._state = state_of(world)
         self._layout = layout
         self._entries: Entries | None = entries
-        self._gathers = gathers
+        self._algorithm = algorithm
+        self._tag = tag
+        self._room = self._state.rooms.setdefault((layout, tag), Room())
         self._generation = self._state.generation
         self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
-        in_flight = self._state.unresolved.setdefault(layout, {})
-        self._turn = next(turn for turn in range(len(in_flight) + 1) if turn not in in_flight)
         self._launch(entries)
-        in_flight[self._turn] = self
+        self._state.unresolved[layout, tag] = self
 
     def is_completed(self) -> bool:
         """Return whether `pair` would neither wait nor launch, and the rows have come, or will not come any more."""
-        if self._entries is not None:
+        if self._entries is not None and self._generation == self._state.generation:
             report = self._plan.report
             if report.state and report.num_rows > self._plan.capacity:
                 return False
         return self._is_over()
 
     def resolve(self) -> None:
-        """Wait for the number of rows, and launch again where there is no room for so many."""
+        """Wait for the number of rows, and launch again where there is no room for so many; never raises.
+
+        Until then the report's place is this launch's. Collective in that all PEs launch again, or none.
+        """
         if self._entries is None:
             return
-        entries, self._entries = self._entries, None
-        in_flight = self._state.unresolved.get(self._layout, {})
-        if in_flight.get(self._turn) is self:
-            del in_flight[self._turn]
+        entries, room = self._entries, self._room
         try:
             self._check_generation()
             num_rows, shares = self._plan.await_report(self._world, self._is_over)
-            self._room.learn(self._layout, num_rows, shares)
+        except Exception as error:
+            self._error = error
+        self._entries = None
+        if self._state.unresolved.get((self._layout, self._tag)) is self:
+            del self._state.unresolved[self._layout, self._tag]
+        if self._error is not None:
+            return
+        before = dataclasses.replace(room)
+        room.learn(self._layout, num_rows, shares)
+        try:
             if num_rows > self._plan.capacity:
                 self._launch(entries)
                 num_rows, _ = self._plan.await_report(self._world, self._is_over)
         except Exception as error:
+            # Too large for the heap on all PEs, or those that go on will miss this one: what comes next need not fail.
+            vars(room).update(vars(before))
             self._error = error
             return
         self._result = self._views(num_rows)
@@ -176,12 +186,15 @@ class PendingSum:
         assert self._result is not None
         return self._result
 
-    def result(self) -> torch.Tensor:
-        """Return the sum; raise what the launch reported."""
+    def tensor(self) -> torch.Tensor:
+        """Return the sum of `pair` as a sparse tensor."""
         rows, values = self.pair()
-        self._world.workspace.raise_pending()
         size = (self._layout.num_rows, *self._layout.row_shape)
         return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
+
+    def raise_input_errors(self) -> None:
+        """Raise what launches have found wrong with this PE's input."""
+        self._world.workspace.raise_pending()
 
     def _check_generation(self) -> None:
         if self._generation != self._state.generation:
@@ -205,8 +218,8 @@ class PendingSum:
         world, layout = self._world, self._layout
         capacity = self._room.rows
         is_aligned = not (layout.row_bytes | entries.values.data_ptr()) & 15
-        gathers = self._gathers and capacity > 0
-        wanted = Wanted(layout, capacity, gathers, entries, is_aligned, turn=self._turn)
+        gathers = _gathers(world, layout, self._room, self._algorithm)
+        wanted = Wanted(layout, capacity, gathers, entries, is_aligned, tag=self._tag)
         self._plan = find_plan(world, wanted)
         self._values_bytes = -(-capacity * layout.row_bytes // 8) * 8
         nbytes = max(self._values_bytes + 8 * capacity, 512)
@@ -232,7 +245,7 @@ def start(
     algorithm: str,
     *,
     in_order: bool,
-    owner: torch.Tensor | None = None,
+    tag: int = 0,
 ) -> PendingSum:
     """Launch a sum over this PE's entries.
 
@@ -242,17 +255,16 @@ def start(
         indices, values: see `Entries`, in any order.
         algorithm: not "dense".
         in_order: their rows are ascending and each occurs once.
-        owner: a tensor whose sums have a `Room` of their own, on all PEs alike.
+        tag: the same on all PEs. Of each layout and tag one sum is under way: the next waits for its number of rows,
+            whoever else waits for it or not, so that all PEs have learned the same from it.
     """
     refuse_capture(world)
-    state = state_of(world)
-    in_flight = state.unresolved.get(layout)
-    if in_flight and len(in_flight) >= _MAX_IN_FLIGHT:
-        next(iter(in_flight.values())).resolve()  # the oldest: nobody may be waiting for it any more
-    room = state.room(layout, owner)
+    last = state_of(world).unresolved.get((layout, tag))
+    if last is not None:
+        last.resolve()
     values = values.contiguous()
     entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
-    return PendingSum(world, layout, entries, room, gathers=_gathers(world, layout, room, algorithm))
+    return PendingSum(world, layout, entries, algorithm, tag)
 
 
 def refuse_capture(world: World) -> None:
@@ -264,8 +276,10 @@ def refuse_capture(world: World) -> None:
 
 
 def _gathers(world: World, layout: Layout, room: Room, algorithm: str) -> bool:
-    if algorithm != "auto":
-        return algorithm == "allgather"
+    if room.rows == 0 or algorithm == "owner":
+        return False
+    if algorithm == "allgather":
+        return True
     tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
     nbytes = world.size * room.rows * layout.columns * 4
-    return 0 < nbytes <= tuning.gather_bytes and room.shares <= tuning.gather_share
+    return nbytes <= tuning.gather_bytes and room.shares <= tuning.gather_share

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Contract, register
@@ -53,7 +52,7 @@ _HOST_WORK_GROUPS = 2
 _HOST_WARPS = 64  # of a WG, at most: a thread each
 _VECTOR_BYTES = 16
 _LEAST_ROOM = 64  # rows
-_PATIENT_BYTES = 64 << 20
+_PATIENT_BYTES = 16 << 20
 _PATIENCE = 32
 register(
     _NAME,
@@ -190,7 +189,7 @@ class Room:
     """How many rows the next result gets room for: what the last ones had, the same on every PE.
 
     A result that outgrows it costs a second launch, and room that is not used costs memory. So it grows at once, and
-    shrinks when results have needed less than half of it: 32 in a row up to 64 MB, one beyond.
+    shrinks when results have needed less than half of it: 32 in a row up to 16 MB, one beyond.
 
     Attributes:
         rows: 0 before the first result.
@@ -229,9 +228,8 @@ class SparseState:
         low: room for lower halves of this PE's sums, and its offset; None before it is needed.
         kernels: that were loaded.
         plans: by signature.
-        rooms: by layout.
-        rooms_of_owners: the same for each tensor whose gradients have a room of their own.
-        unresolved: by layout and turn, the launches whose number of rows the host has not read yet, oldest first.
+        rooms: by layout and tag.
+        unresolved: by the same, the launch whose number of rows the host has not read yet.
         stream: of asynchronous launches.
         generation: how often the world has recovered.
     """
@@ -242,9 +240,8 @@ class SparseState:
     low: tuple[torch.Tensor, int] | None = None
     kernels: dict[KernelRequest, Kernel] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], SparsePlan] = field(default_factory=dict)
-    rooms: dict[Layout, Room] = field(default_factory=dict)
-    rooms_of_owners: Any = field(default_factory=WeakTensorKeyDictionary)
-    unresolved: dict[Layout, dict[int, Any]] = field(default_factory=dict)
+    rooms: dict[tuple[Layout, int], Room] = field(default_factory=dict)
+    unresolved: dict[tuple[Layout, int], Any] = field(default_factory=dict)
     stream: Any = None
     generation: int = 0
 
@@ -255,15 +252,9 @@ class SparseState:
         self.stream.wait_stream(torch.cuda.current_stream(device))
         return self.stream  # type: ignore[no-any-return]
 
-    def room(self, layout: Layout, owner: torch.Tensor | None) -> Room:
-        """Return what was learned about results of a layout, or about those for one tensor."""
-        rooms = self.rooms if owner is None else self.rooms_of_owners.setdefault(owner, {})
-        return rooms.setdefault(layout, Room())  # type: ignore[no-any-return]
-
     def forget(self) -> None:
         """Drop what PEs learned from launches of which some were given up."""
         self.rooms.clear()
-        self.rooms_of_owners.clear()
         self.unresolved.clear()
         self.generation += 1
 
