@@ -133,7 +133,7 @@ def write_script(path: Path, text: str) -> Path:
     return path
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the other process did not get there in time"

@@ -52,7 +52,7 @@ def test_process_killed_while_compiling_leaves_no_entry_and_no_lock(workshop: Wo
         (workshop.state / "on_compile").unlink()
         started = time.monotonic()
         assert value_of(workshop.build()) == 7
-        assert time.monotonic() - started < 60.0
+        assert time.monotonic() - started < 10.0
         assert list((workshop.cache / "tmp").iterdir()) == []
     finally:
         process.kill()

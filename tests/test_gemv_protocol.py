@@ -14,7 +14,7 @@ import embedding_cases
 import pytest
 import torch
 from gemv_cases import ALGORITHMS, Case, difference, expected_bits, make_inputs
-from worlds import BUSY_S, dead_peer, error_of, gave_up
+from worlds import dead_peer, error_of, gave_up
 
 import persistent_ops as po
 
@@ -213,7 +213,7 @@ def test_timeout_names_the_peer_and_recovery_works(
     for rank in (1, 2):
         name, text, seconds = results[rank]["error"]
         assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text, text
-        assert seconds < timeout + BUSY_S
+        assert seconds < timeout + 8.0  # far more PEs than cores may be spinning
         assert results[rank]["poisoned"], "rows that never came are no NaN"
     name, text, _ = results[0]["error"]
     assert name == "" or (name == "PeerTimeoutError" and "gave up" in text), "the late PE waits for nobody itself"
@@ -237,7 +237,7 @@ _MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
 
 
 def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
-    po.init(backend, timeout=60.0, heap_size=32 * MB)
+    po.init(backend, timeout=8.0, heap_size=32 * MB)
     errors = {}
     for number, (kind, (other, algorithm, _)) in enumerate(_MISMATCHES.items()):
         case, algorithm = (other, algorithm) if po.rank() == 1 else (_OTHER, "one_shot")
@@ -276,7 +276,7 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             assert "gemv_all_reduce(world_size=3, " in text, where
             for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else [kind]:
                 assert field in text, where
-            assert seconds < 40.0, f"a mismatch is not a time-out: {where}"
+            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------
@@ -340,3 +340,4 @@ def test_packets_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
 def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> None:
     for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
         assert "PE 1" in survivor.text, survivor
+        assert survivor.seconds < 6.0

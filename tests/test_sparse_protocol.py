@@ -36,7 +36,7 @@ from sparse_cases import (
     wanted,
     zipf,
 )
-from worlds import BUSY_S, dead_peer, error_of, gave_up, in_world
+from worlds import dead_peer, error_of, gave_up, in_world
 
 import persistent_ops as po
 
@@ -413,7 +413,7 @@ def test_timeout_names_the_peer_and_recovery_works(
     for rank in (1, 2):
         kind, text, seconds = results[rank]["error"]
         assert kind == "PeerTimeoutError" and "PE 0" in text and "recover" in text, (kind, text)
-        assert seconds < timeout + BUSY_S
+        assert seconds < timeout + 8.0  # far more PEs than cores may be spinning
         assert results[rank]["poisoned"] or entry != "into", "values that never came are no NaN"
     kind, text, _ = results[0]["error"]
     assert kind == "" or (kind == "PeerTimeoutError" and "gave up" in text), "the late PE waits for nobody itself"
@@ -438,7 +438,7 @@ _MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
 
 
 def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
-    po.init(backend, timeout=60.0, heap_size=64 * MB)
+    po.init(backend, timeout=8.0, heap_size=64 * MB)
     errors = {}
     # Kernels are compiled and other operators agree before PEs wait for each other in what does not match.
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -488,7 +488,7 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             where = f"PE {rank}, {kind}: {name}: {text}"
             assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
             assert "sparse_all_reduce" in text, where
-            assert seconds < 40.0, f"a mismatch is not a time-out: {where}"
+            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
             if "nothing yet" in text:  # a PE that was only told of it may not have been told by what
                 continue
             for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else []:
@@ -562,3 +562,4 @@ def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> No
     for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
         # Not always PE 1 by name: one survivor may have all that it needs of it, and wait for the other.
         assert "PE " in survivor.text, survivor
+        assert survivor.seconds < 10.0
