@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -25,17 +23,10 @@ _NAME = "embedding_all_to_all"
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; see `run_benchmark`."""
-    benchmark = Benchmark(_NAME, __doc__, _add_options, _options, run_pe, _show, tune=tune_pe, show_tuning=_show_tuning)
+    benchmark = Benchmark(
+        _NAME, __doc__, _add_options, _options, run_pe, draw_figure, print_tables, tune_pe, print_tuning
+    )
     return run_benchmark(benchmark, argv)
-
-
-def _show(lines: list[dict[str, Any]], path: Path) -> None:
-    draw_figure(lines, path.with_suffix(".png"))
-    print_tables(lines, Console(width=120))
-
-
-def _show_tuning(lines: list[dict[str, Any]], path: Path) -> None:
-    print_tuning(lines, Console(width=120))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -24,12 +21,7 @@ _NAME = "sparse_all_reduce"
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(Benchmark(_NAME, __doc__, _add_options, _options, run_pe, _show), argv)
-
-
-def _show(lines: list[dict[str, Any]], path: Path) -> None:
-    draw_figures(lines, path)
-    print_tables(lines, Console(width=120))
+    return run_benchmark(Benchmark(_NAME, __doc__, _add_options, _options, run_pe, draw_figures, print_tables), argv)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +44,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(arguments: argparse.Namespace, argv: list[str]) -> tuple[Options, list[int]]:
-    worlds = chosen_worlds(arguments, smallest=2)  # one PE has nothing to send
+    worlds = chosen_worlds(arguments, smallest=2, why=": one PE has nothing to send")
     at_least("--rounds", [arguments.rounds])
     replays = arguments.replays
     if replays is None and arguments.quick:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from .pes import is_first_process, run_on_pes, started_pes, without_multicast
 from .record import read_lines
@@ -43,9 +44,10 @@ class Benchmark:
         options: makes, of the parsed options and the command's arguments, a dataclass with a field `record_path`, and
             the sizes of the worlds; ValueError for what does not fit.
         measure: what every PE runs, given the dataclass; returns whether all checks passed.
-        show: draws and prints what was recorded, given the lines and the record's path.
+        draw: draws what was recorded, given the lines and the path of the (first) figure.
+        print_tables: prints it.
         tune: in place of `measure` where the dataclass has a `tune`.
-        show_tuning: the same for `show`.
+        print_tuning: prints what that recorded.
         is_fresh: whether a world of one gets a process of its own where several worlds are run.
     """
 
@@ -54,9 +56,10 @@ class Benchmark:
     add_options: Callable[[argparse.ArgumentParser], None]
     options: Callable[[argparse.Namespace, list[str]], tuple[Any, list[int]]]
     measure: Callable[[Any], bool]
-    show: Callable[[list[dict[str, Any]], Path], None]
+    draw: Callable[[list[dict[str, Any]], Path], None]
+    print_tables: Callable[[list[dict[str, Any]], Console], None]
     tune: Callable[[Any], bool] | None = None
-    show_tuning: Callable[[list[dict[str, Any]], Path], None] | None = None
+    print_tuning: Callable[[list[dict[str, Any]], Console], None] | None = None
     is_fresh: bool = False
 
 
@@ -83,10 +86,11 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
-    measure, show, suffix = benchmark.measure, benchmark.show, ""
-    if benchmark.tune is not None and benchmark.show_tuning is not None and options.tune:
-        measure, show, suffix = benchmark.tune, benchmark.show_tuning, "_tuning"
-    path = Path(arguments.out) / f"{benchmark.name}{suffix}.jsonl"
+    measure, print_lines = benchmark.measure, benchmark.print_tables
+    is_tuning = benchmark.tune is not None and benchmark.print_tuning is not None and bool(options.tune)
+    if is_tuning:
+        measure, print_lines = benchmark.tune, benchmark.print_tuning
+    path = Path(arguments.out) / f"{benchmark.name}{'_tuning' if is_tuning else ''}.jsonl"
     is_printer = is_first_process()
     if is_printer:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,8 +106,10 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
             passed = False
             break
     lines = read_lines(path) if is_printer else []
+    if lines and not is_tuning:
+        benchmark.draw(lines, path.with_suffix(".png"))
     if lines:
-        show(lines, path)
+        print_lines(lines, Console(width=120))
     return 0 if passed else 1
 
 
@@ -129,13 +135,17 @@ def add_tuning(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def chosen_worlds(
-    arguments: argparse.Namespace, *, smallest: int = 1, default: Callable[[int], list[int]] = lambda pes: [pes]
+    arguments: argparse.Namespace,
+    *,
+    smallest: int = 1,
+    why: str = "",
+    default: Callable[[int], list[int]] = lambda pes: [pes],
 ) -> list[int]:
     """Return the sizes of the worlds to run.
 
     Args:
         arguments: the parsed options.
-        smallest: world that makes sense.
+        smallest: world that makes sense; `why` is for who asks for a smaller one.
         default: what is run where nothing was asked for, given the number of GPUs, or 2 on the host.
 
     Raises:
@@ -152,14 +162,14 @@ def chosen_worlds(
     else:
         gpus = torch.cuda.device_count() if arguments.backend != "host" else 0
         worlds = default(gpus or _HOST_PES)
-    at_least(_WORLDS, worlds, smallest)
+    at_least(_WORLDS, worlds, smallest, why)
     return worlds
 
 
-def at_least(option: str, numbers: Collection[int | None], smallest: int = 1) -> None:
+def at_least(option: str, numbers: Collection[int | None], smallest: int = 1, why: str = "") -> None:
     """Raise ValueError where a number that was given is too small."""
     if any(number is not None and number < smallest for number in numbers):
-        raise ValueError(f"{option}: expected numbers of at least {smallest}, got {list(numbers)}")
+        raise ValueError(f"{option}: expected numbers of at least {smallest}, got {list(numbers)}{why}")
 
 
 def names(option: str, text: str | None, known: Collection[str], *, or_none: bool = False) -> tuple[str, ...]:
