@@ -358,7 +358,8 @@ def check_tables_of_one_shape() -> list[str]:
     finish = ddp._finish
 
     def counted(exchanges: list[Any], group: Any) -> None:
-        under_way.append(sum(each[0] == layout for each in state.unresolved))
+        rooms = state.rooms.values()
+        under_way.append(sum(room.layout == layout and room.unresolved is not None for room in rooms))
         finish(exchanges, group)
 
     ddp._finish = counted

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ops.sparse_all_reduce import SparseWork, start_sum
+from ..ops.sparse_all_reduce import start_sum
+from ..ops.sparse_launch import PendingSum
 from ..ops.sparse_plan import state_of
 from ..runtime import world as _world
 
@@ -64,9 +65,9 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
         # One that is left over from a backward pass that was aborted has nobody who waits for it.
         pending.pop(id(parameter), None)
         with _communication(world):
-            work = start_sum(gradient, "mean", tag=1 + bucket.index())
+            launched = start_sum(gradient, "mean", tag=1 + bucket.index())
         future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
-        pending[id(parameter)] = _Exchange(parameter, gradient, work, future)
+        pending[id(parameter)] = _Exchange(parameter, gradient, launched, future)
     else:
         gradient.mul_(1.0 / group.size())  # rounds as DDP does, which a division would not
         with _communication(world):
@@ -121,7 +122,7 @@ class _Exchange:
 
     parameter: torch.Tensor
     gradient: torch.Tensor
-    work: SparseWork
+    sum: PendingSum
     future: torch.futures.Future[torch.Tensor]
 
 
@@ -176,8 +177,8 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
     What is wrong with this PE's input is raised when the other PEs have all that they need of it.
     """
     for exchange in exchanges:
-        exchange.work.resolve()
-    results = [exchange.work.take() for exchange in exchanges]
+        exchange.sum.resolve()
+    results = [exchange.sum.tensor() for exchange in exchanges]
     empty = [number for number, result in enumerate(results) if result._nnz() == 0]
     unused = set()
     if empty:

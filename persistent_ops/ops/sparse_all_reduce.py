@@ -73,7 +73,7 @@ def sparse_all_reduce(
         return torch.ops.persistent_ops.sparse_all_reduce(x, op, algorithm)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError(_NO_GRADIENT)
-    return start_sum(x, op, algorithm)
+    return _start(x, op, algorithm)
 
 
 def sparse_all_reduce_into(
@@ -156,22 +156,9 @@ class SparseWork:
         Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
         PEs.
         """
-        is_first = self._result is None
-        result = self.take()
-        if is_first and self._pending is not None:
-            self._pending.raise_input_errors()
-        return result
-
-    def resolve(self) -> None:
-        """Do what all PEs must do in the same order, if `wait` was not called: it never raises."""
-        if self._pending is not None:
-            self._pending.resolve()
-
-    def take(self) -> torch.Tensor:
-        """Do as `wait`, but leave bad input of this PE to the next call that raises it."""
         if self._pending is not None:
             if self._result is None:
-                self._result = self._pending.tensor()
+                self._result = self._pending.result()
             else:
                 self._pending.pair()  # for a stream that has not waited yet
         assert self._result is not None
@@ -191,21 +178,28 @@ class SparseWork:
 # ---- launch --------------------------------------------------------------------------------------------------------
 
 
-def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0) -> SparseWork:
-    """Check, launch, and leave the waiting to the caller; `tag` as in `sparse_launch.start`."""
+def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
+    if algorithm != "dense":
+        return SparseWork(start_sum(x, op, algorithm), None)
+    world = _world.current()
+    layout = _check(x, op, algorithm, world.backend.device)
+    refuse_capture(world)
+    return SparseWork(None, _through_dense(world, layout, x))
+
+
+def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0) -> PendingSum:
+    """Check, launch, and leave the waiting to the caller; "dense" excepted. `tag` as in `sparse_launch.start`."""
     world = _world.current()
     device = world.backend.device
     layout = _check(x, op, algorithm, device)
     refuse_capture(world)
-    if algorithm == "dense":
-        return SparseWork(None, _through_dense(world, layout, x))
     if world.backend.name != "cuda":
-        return SparseWork(_start_here(world, layout, x, algorithm, tag), None)
+        return _start_here(world, layout, x, algorithm, tag)
     stream = state_of(world).side_stream(device)
     with torch.cuda.stream(stream):
         for tensor in (x._indices(), x._values()):
             tensor.record_stream(stream)
-        return SparseWork(_start_here(world, layout, x, algorithm, tag), None)
+        return _start_here(world, layout, x, algorithm, tag)
 
 
 def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str, tag: int = 0) -> PendingSum:
@@ -363,10 +357,7 @@ def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
     layout = _check(x, op, algorithm, world.backend.device)
     if algorithm == "dense":
         return _through_dense(world, layout, x)
-    pending = _start_here(world, layout, x, algorithm)
-    result = pending.tensor()
-    pending.raise_input_errors()
-    return result
+    return _start_here(world, layout, x, algorithm).result()
 
 
 def _run_into(

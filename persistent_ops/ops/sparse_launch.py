@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -115,20 +114,20 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
 class PendingSum:
     """A launch into room that may turn out to be too small. Made, and resolved, in the same order on all PEs."""
 
-    def __init__(self, world: World, layout: Layout, entries: Entries, algorithm: str, tag: int) -> None:
+    def __init__(self, world: World, room: Room, entries: Entries, algorithm: str, tag: int) -> None:
         self._world = world
         self._state = state_of(world)
-        self._layout = layout
+        self._room = room
+        self._layout = room.layout
         self._entries: Entries | None = entries
         self._algorithm = algorithm
         self._tag = tag
-        self._room = self._state.rooms.setdefault((layout, tag), Room())
         self._generation = self._state.generation
         self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
         self._launch(entries)
-        self._state.unresolved[layout, tag] = self
+        room.unresolved = self
 
     def is_completed(self) -> bool:
         """Return whether `pair` would neither wait nor launch, and the rows have come, or will not come any more."""
@@ -152,21 +151,20 @@ class PendingSum:
         except Exception as error:
             self._error = error
         self._entries = None
-        if self._state.unresolved.get((self._layout, self._tag)) is self:
-            del self._state.unresolved[self._layout, self._tag]
+        if room.unresolved is self:
+            room.unresolved = None
         if self._error is not None:
             return
-        before = dataclasses.replace(room)
-        room.learn(self._layout, num_rows, shares)
-        try:
-            if num_rows > self._plan.capacity:
+        room.learn(num_rows, shares)
+        if num_rows > self._plan.capacity:
+            try:
                 self._launch(entries)
                 num_rows, _ = self._plan.await_report(self._world, self._is_over)
-        except Exception as error:
-            # Too large for the heap on all PEs, or those that go on will miss this one: what comes next need not fail.
-            vars(room).update(vars(before))
-            self._error = error
-            return
+            except Exception as error:
+                # Too large for the heap on all PEs, or the others miss this launch: what comes next need not fail.
+                room.rows = 0
+                self._error = error
+                return
         self._result = self._views(num_rows)
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,9 +190,11 @@ class PendingSum:
         size = (self._layout.num_rows, *self._layout.row_shape)
         return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
 
-    def raise_input_errors(self) -> None:
-        """Raise what launches have found wrong with this PE's input."""
+    def result(self) -> torch.Tensor:
+        """Return the sum; raise what the launch reported."""
+        tensor = self.tensor()
         self._world.workspace.raise_pending()
+        return tensor
 
     def _check_generation(self) -> None:
         if self._generation != self._state.generation:
@@ -218,7 +218,7 @@ class PendingSum:
         world, layout = self._world, self._layout
         capacity = self._room.rows
         is_aligned = not (layout.row_bytes | entries.values.data_ptr()) & 15
-        gathers = _gathers(world, layout, self._room, self._algorithm)
+        gathers = _gathers(world, self._room, self._algorithm)
         wanted = Wanted(layout, capacity, gathers, entries, is_aligned, tag=self._tag)
         self._plan = find_plan(world, wanted)
         self._values_bytes = -(-capacity * layout.row_bytes // 8) * 8
@@ -259,12 +259,12 @@ def start(
             whoever else waits for it or not, so that all PEs have learned the same from it.
     """
     refuse_capture(world)
-    last = state_of(world).unresolved.get((layout, tag))
-    if last is not None:
-        last.resolve()
+    room = state_of(world).room(layout, tag)
+    if room.unresolved is not None:
+        room.unresolved.resolve()
     values = values.contiguous()
     entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
-    return PendingSum(world, layout, entries, algorithm, tag)
+    return PendingSum(world, room, entries, algorithm, tag)
 
 
 def refuse_capture(world: World) -> None:
@@ -275,11 +275,11 @@ def refuse_capture(world: World) -> None:
         )
 
 
-def _gathers(world: World, layout: Layout, room: Room, algorithm: str) -> bool:
+def _gathers(world: World, room: Room, algorithm: str) -> bool:
     if room.rows == 0 or algorithm == "owner":
         return False
     if algorithm == "allgather":
         return True
     tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
-    nbytes = world.size * room.rows * layout.columns * 4
+    nbytes = world.size * room.rows * room.layout.columns * 4
     return nbytes <= tuning.gather_bytes and room.shares <= tuning.gather_share

@@ -188,28 +188,34 @@ class Areas:
 class Room:
     """How many rows the next result gets room for: what the last ones had, the same on every PE.
 
+    It also knows the launch whose number of rows the host has not read yet, of which there is one at a time.
+
     A result that outgrows it costs a second launch, and room that is not used costs memory. So it grows at once, and
     shrinks when results have needed less than half of it: 32 in a row up to 16 MB, one beyond.
 
     Attributes:
+        layout: of the results.
         rows: 0 before the first result.
         shares: the shares per row seen last.
+        unresolved: that launch, a `PendingSum`, or None.
     """
 
+    layout: Layout
     rows: int = 0
     shares: float = 0.0
+    unresolved: Any = None
     _num_small: int = 0  # results in a row that needed less than half
     _most_of_small: int = 0
 
-    def learn(self, layout: Layout, num_rows: int, shares: float) -> None:
+    def learn(self, num_rows: int, shares: float) -> None:
         """Take in a result's number of rows."""
         self.shares = shares
         fitting = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // _ROWS_PER_WORD) * _ROWS_PER_WORD)
-        fitting = min(fitting, max(layout.num_rows, 1))
+        fitting = min(fitting, max(self.layout.num_rows, 1))
         if num_rows <= self.rows and self.rows > 2 * fitting:
             self._num_small += 1
             self._most_of_small = max(self._most_of_small, fitting)
-            if self._num_small < _PATIENCE and self.rows * layout.row_bytes <= _PATIENT_BYTES:
+            if self._num_small < _PATIENCE and self.rows * self.layout.row_bytes <= _PATIENT_BYTES:
                 return
             fitting = self._most_of_small
         elif num_rows <= self.rows:
@@ -229,7 +235,6 @@ class SparseState:
         kernels: that were loaded.
         plans: by signature.
         rooms: by layout and tag.
-        unresolved: by the same, the launch whose number of rows the host has not read yet.
         stream: of asynchronous launches.
         generation: how often the world has recovered.
     """
@@ -241,7 +246,6 @@ class SparseState:
     kernels: dict[KernelRequest, Kernel] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], SparsePlan] = field(default_factory=dict)
     rooms: dict[tuple[Layout, int], Room] = field(default_factory=dict)
-    unresolved: dict[tuple[Layout, int], Any] = field(default_factory=dict)
     stream: Any = None
     generation: int = 0
 
@@ -252,10 +256,16 @@ class SparseState:
         self.stream.wait_stream(torch.cuda.current_stream(device))
         return self.stream  # type: ignore[no-any-return]
 
+    def room(self, layout: Layout, tag: int) -> Room:
+        """Return what was learned about results of a layout and tag."""
+        room = self.rooms.get((layout, tag))
+        if room is None:
+            room = self.rooms[layout, tag] = Room(layout)
+        return room
+
     def forget(self) -> None:
         """Drop what PEs learned from launches of which some were given up."""
         self.rooms.clear()
-        self.unresolved.clear()
         self.generation += 1
 
 
