@@ -22,7 +22,7 @@ import torch
 
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
-from persistent_ops.ops.gemv_plan import default_warps, kernel_request
+from persistent_ops.ops.gemv_plan import choose_depth, kernel_request
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.jit import KernelResources, KernelSource, compile_cuda
@@ -117,8 +117,8 @@ class Gemv:
             dtype,
             DTYPES[self.comm_dtype],
             self.vectors,
-            warps=default_warps(dtype),
-            depth=GemvTuning().depth,
+            warps=GemvTuning().warps,
+            depth=choose_depth(1 << 30, self.overlaps),
             arena_bytes=0,
             is_aligned=self.is_aligned,
             is_resident=self.is_resident,

@@ -55,14 +55,14 @@ CASES = {
     "lone_warp": "--pes=3",
     "served": "--pes=2 --threads=2 --wgs=2",
     "two_serve": "--pes=2 --threads=4",
-    "teams": "--pes=2 --threads=6 --columns=5",
+    "teams": "--pes=2 --threads=10 --columns=5",
     "epoch_passes_2^32": "--pes=2 --threads=3 --first-epoch=4294967293",
     "late_pe": "--pes=3 --threads=2 --slow-pe=1",
     "no_columns": "--pes=2 --threads=3 --columns=0",
     "staged": "--pes=2 --threads=2 --rows=30 --staged=1 --delay-us=100",
     "staged_late": "--pes=2 --rows=30 --staged=1 --delay-us=100 --slow-pe=0",
-    "passes": "--pes=2 --threads=5",  # of `receive`; so many threads that one finishes what others have taken
-    "passes_of_many": "--pes=3 --threads=5 --wgs=2 --vectors=7",
+    "many_threads_finish": "--pes=2 --threads=5",
+    "many_vectors": "--pes=3 --threads=5 --wgs=2 --vectors=7",
     "behind_an_aborted_launch": BEHIND_TROUBLE,
     "behind_an_aborted_launch_staged": BEHIND_TROUBLE_STAGED,
 }
@@ -78,7 +78,13 @@ SERVED = "--pes=2 --threads=4 --wgs=1"
 FEW_TILES = "--pes=2 --threads=4 --rows=16"  # so few that no warp has met the serving ones over a slot
 STAGED = "--pes=2 --threads=2 --rows=30 --staged=1 --delay-us=300 --slow-pe=0"
 MUTATIONS = {
-    "parts_are_not_awaited": Mutation((Edit(PIPELINE, "shared_.stored[slot].await(round);", ""),), SERVED),
+    "parts_are_not_awaited": Mutation(
+        (
+            Edit(PIPELINE, "shared_.stored[slot].await(round);\n        exchange.send(", "exchange.send("),
+            Edit(PIPELINE, "slot), warp);\n", "slot), warp);\n        shared_.stored[slot].await(round);\n"),
+        ),
+        SERVED,
+    ),
     "slot_is_free_before_it_is_read": Mutation(
         (
             Edit(PIPELINE, "        warp.sync();\n        if (warp.rank() == 0) shared_.sent[slot].arrive();\n", ""),
@@ -112,21 +118,20 @@ MUTATIONS = {
     ),
     "one_area_for_all_epochs": Mutation((Edit(EXCHANGE, "return team_.epoch % 2;", "return 0;"),), SERVED),
     "any_packet_will_do": Mutation(
-        (Edit(EXCHANGE, "if (packet.flag == flag()) return true;", "if (packet.flag != 1) return true;"),), SERVED
+        (Edit(EXCHANGE, "packets[i][j].flag == expected", "packets[i][j].flag != 1"),), SERVED
     ),
-    "no_sync_before_receive": Mutation(
-        (
-            Edit(
-                KERNEL, "exchange.send(tile, parts, warp); });\n    wg.sync();", "exchange.send(tile, parts, warp); });"
-            ),
-        ),
-        FEW_TILES,
+    "epoch_is_not_awaited": Mutation(
+        (Edit(KERNEL, "    shared.told.await(0);\n    if (served", "    if (served"),), FEW_TILES
     ),
     "staged_packets_before_their_word": Mutation(
         (Edit(EXCHANGE, "    if (is_near(sender)) return true;\n", "    if (sender >= 0) return true;\n"),), STAGED
     ),
-    "no_fence_behind_put_packets": Mutation((Edit(EXCHANGE, "    put_fence(team_);\n", ""),), STAGED),
-    "no_sync_between_passes": Mutation((Edit(EXCHANGE, "      if (first != 0) wg_.sync();\n", ""),), CASES["passes"]),
+    "no_fence_behind_put_packets": Mutation((Edit(EXCHANGE, "  put_fence(team);\n", ""),), STAGED),
+    "results_are_put_before_they_are_there": Mutation(
+        (Edit(EXCHANGE, "    wg_.sync();\n    if (wg_.rank() != 0 ||", "    if (wg_.rank() != 0 ||"),),
+        f"{STAGED} --threads=5",
+        algorithm="two_phase",
+    ),
     "takes_part_behind_an_aborted_launch": Mutation(
         (Edit(LAUNCH, "return aborted == 0 || aborted >= team.epoch;", "return true;"),),
         BEHIND_TROUBLE,
@@ -135,8 +140,8 @@ MUTATIONS = {
         (
             Edit(
                 EXCHANGE,
-                "    if (shared_.takes_part == 0) return;\n    const uint64_t offset = partial_offset(",
-                "    const uint64_t offset = partial_offset(",
+                "    if (shared_.takes_part == 0) return;\n    if (has_packet_per_lane(",
+                "    if (has_packet_per_lane(",
             ),
         ),
         BEHIND_TROUBLE,

@@ -87,10 +87,10 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 
 // ---- waiting --------------------------------------------------------------------------------------------------------
 
-// Calls `look(&seen)`, which reads a flag that `peer` writes, until it returns true. Returns false where the launch was
-// given up instead.
+// Calls `look(&seen)`, which reads flags that `peer` writes, until it returns true. Returns false where the launch was
+// given up instead. A look at several peers' flags says in `peer` whose is missing.
 template <class Look>
-PO_FN bool await(const Team& team, Phase phase, int peer, uint64_t index, const Look& look) {
+PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {

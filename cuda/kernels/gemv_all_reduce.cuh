@@ -22,17 +22,13 @@
 #define PO_SCALAR BFloat16
 #define PO_SUM_SCALAR Float32
 #define PO_VECTORS 1
-#define PO_DEPTH 4
+#define PO_DEPTH 8
 #define PO_ALIGNED true
 #define PO_RESIDENT true
 #define PO_TWO_PHASE false
 #define PO_OVERLAPS false
-#define PO_WARPS 12
+#define PO_WARPS 8
 #endif
-#ifndef PO_HOST_ROOM
-#define PO_HOST_ROOM (64 << 10)
-#endif
-
 namespace po::gemv_all_reduce {
 
 struct Config {
@@ -41,13 +37,14 @@ struct Config {
   static constexpr int kVectors = PO_VECTORS;
   static constexpr bool kTwoPhase = PO_TWO_PHASE;
   static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(SumScalar::Storage));
-  static constexpr int kItem = 8 / static_cast<int>(sizeof(Scalar::Storage));  // results that one thread finishes
+  // Results that one thread finishes: what one packet brings, or, where a packet carries them on, what fills one.
+  static constexpr int kItem = kTwoPhase ? 8 / static_cast<int>(sizeof(Scalar::Storage)) : kSumsPerPacket;
+  static constexpr int kComputing = PO_WARPS;
   static constexpr int kServing = 2;  // warps of a WG that send; kSlots is a multiple, so a slot always meets the same
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
   static constexpr bool kOverlaps = PO_OVERLAPS;             // starts before the kernel before it has ended
-  static constexpr int kSlots = 4;                           // tiles of a WG that may be under way in its own memory
-  static constexpr int kHostRoom = PO_HOST_ROOM;             // for incoming packets, on the host
+  static constexpr int kSlots = kVectors == 1 ? 8 : 4;       // tiles of a WG that may be under way in its own memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
@@ -81,7 +78,7 @@ using Exchange = PacketExchange<Config, Call>;
 struct Shared {
   Plan plan;
   Pipeline::Shared pipeline;
-  Handover told;  // among the serving warps: the epoch, and whether this PE takes part
+  Handover told;  // from the first serving warp to all: the epoch, and whether this PE takes part
   Exchange::Shared exchange;
 };
 
@@ -89,10 +86,9 @@ struct Kernel {
   using Plan = gemv_all_reduce::Plan;
   using Call = gemv_all_reduce::Call;
   using Shared = gemv_all_reduce::Shared;
-  static constexpr int kThreads = (PO_WARPS + Config::kServing) * 32;
+  static constexpr int kThreads = (Config::kComputing + Config::kServing) * 32;
   static constexpr int kBlocksPerSm = Config::kVectors == 1 ? 2 : 1;  // beside one WG, a successor's may begin
-  static constexpr size_t kHostArenaBytes =
-      Config::kHostRoom + 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
+  static constexpr size_t kHostArenaBytes = 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
 
   struct Begun {
     Pipeline::Vectors vectors;
@@ -120,21 +116,17 @@ struct Kernel {
     const Plan& plan = shared.plan;
     const RowTiles tiles = tiles_of(wg, call);
     Pipeline pipeline(wg, shared.pipeline, tiles, begun.vectors);
-    Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call,
-                      Pipeline::ring_bytes(wg));
+    Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call);
     pipeline.start_handovers();
-    if (wg.rank() == 0) {
-      shared.told.start(1);
-      shared.exchange.is_missing = 0;
-    }
-    copy_async_wait<Config::kOverlaps ? 0 : Config::Stream::kBatchesAhead>();  // the vectors
+    if (wg.rank() == 0) shared.told.start(1);
+    copy_async_wait<Config::kOverlaps ? 0 : Config::Stream::kStepsAhead>();  // the vectors
     wg.sync();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
-    pipeline.run(begun.stream,
-                 [&](int tile, const Pipeline::Parts& parts, const Warp& warp) { exchange.send(tile, parts, warp); });
-    wg.sync();
-    if (served == 0 && wg.index() == 0) await_all_credits(plan.team, Warp());
+    pipeline.run(begun.stream, exchange, keeps_credits(wg));
+    if (plan.team.size == 1) return;  // serving warps have finished all
+    shared.told.await(0);
+    if (served == 0 && keeps_credits(wg)) await_all_credits(plan.team, Warp());
     exchange.receive();
     if (plan.packets.all_reachable == 0) put_quiet(plan.team);  // what was put is written again two epochs on
   }
@@ -145,8 +137,10 @@ struct Kernel {
                            Config::kTwoPhase ? call.size() : 1);
   }
 
-  // The first serving warp tells the others the epoch, and the WG's other threads, for behind their next sync; in WG 0 it
-  // grants credit. The serving warps alone.
+  // The last WG grants the PE's credit and awaits the others': where tiles do not come out even it has one less.
+  static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }
+
+  // The first serving warp tells the others the epoch, and in one WG it grants credit. The serving warps alone.
   static PO_FN void open(const WorkGroup& wg, Shared& shared, int served) {
     const Warp warp;
     Team& team = shared.plan.team;
@@ -158,7 +152,7 @@ struct Kernel {
       shared.told.arrive();
     }
     warp.sync();
-    if (wg.index() == 0) grant_credit(team, warp, 0);
+    if (keeps_credits(wg)) grant_credit(team, warp, 0);
     if (warp.rank() == 0) close_epoch(team, wg);
   }
 };

@@ -22,8 +22,8 @@ struct WorkGroup {
   PO_FN int size() const { return static_cast<int>(blockDim.x); }
   PO_FN int index() const { return static_cast<int>(blockIdx.x); }
   PO_FN int count() const { return static_cast<int>(gridDim.x); }
-  PO_FN int warp_index() const { return rank() / kWarpSize; }
-  PO_FN int num_warps() const { return size() / kWarpSize; }
+  PO_FN int warp_index() const { return static_cast<int>(threadIdx.x / kWarpSize); }
+  PO_FN int num_warps() const { return static_cast<int>(blockDim.x / kWarpSize); }
   PO_FN void sync() const { __syncthreads(); }
   // Memory of this WG alone, as many bytes as the launch asked for.
   PO_FN uint8_t* arena() const {
@@ -37,10 +37,10 @@ struct Lanes {
   static constexpr int kSize = kWidth;
   static constexpr int kPerWarp = kWarpSize / kWidth;
 
-  PO_FN int rank() const { return static_cast<int>(threadIdx.x) % kWidth; }
+  PO_FN int rank() const { return static_cast<int>(threadIdx.x % kWidth); }
   PO_FN int size() const { return kWidth; }
   // Which of the warp's kPerWarp groups this is.
-  PO_FN int index() const { return static_cast<int>(threadIdx.x) % kWarpSize / kWidth; }
+  PO_FN int index() const { return static_cast<int>(threadIdx.x % kWarpSize / kWidth); }
   PO_FN void sync() const { __syncwarp(mask()); }
 
   template <class T>

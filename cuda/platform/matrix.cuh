@@ -7,9 +7,9 @@ namespace po {
 
 #if PO_ON_DEVICE
 
-// D += A * B of a warp: A is 16 x 16 (vectors), B is 16 x 8 (a column is a row of the matrix), D is 16 x 8 in fp32.
-// In lane 4 g + t: a[0], a[2] belong to vector g and a[1], a[3] to vector g + 8; b to row g; d[0], d[1] are rows 2 t and
-// 2 t + 1 of vector g, d[2], d[3] the same of vector g + 8. A column of D depends on no other vector.
+// D += A * B of a warp: A is 16 x 16, B is 16 x 8, D is 16 x 8 in fp32. In lane 4 g + t: a[0], a[2] belong to row g of A
+// and a[1], a[3] to row g + 8; b to column g of B; d[0], d[1] are columns 2 t and 2 t + 1 of row g, d[2], d[3] the same of
+// row g + 8. An element of D depends on its row of A and its column of B alone.
 template <class Scalar>
 PO_FN void multiply_accumulate(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

@@ -143,6 +143,14 @@ PO_FN Packet packet_load_sys(const Packet* place, [[maybe_unused]] uint64_t expe
   return packet;
 }
 
+// Returns the pointer; addresses that a loop derives from it are not kept in registers from one round to the next.
+PO_FN const uint8_t* derived_anew(const uint8_t* pointer) {
+#if PO_ON_DEVICE
+  asm volatile("" : "+l"(pointer));
+#endif
+  return pointer;
+}
+
 // ---- flags and atomics --------------------------------------------------------------------------------------------
 
 PO_FN uint64_t flag_load_acquire_sys(const uint64_t* flag) {

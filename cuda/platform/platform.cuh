@@ -11,11 +11,13 @@
 #define PO_FN __device__ __forceinline__
 #define PO_NOINLINE __device__ __noinline__
 #define PO_UNROLL _Pragma("unroll")
+#define PO_NO_UNROLL _Pragma("unroll 1")
 #else
 #define PO_ON_DEVICE 0
 #define PO_FN inline
 #define PO_NOINLINE
 #define PO_UNROLL
+#define PO_NO_UNROLL
 #endif
 
 namespace po {

@@ -1,8 +1,8 @@
 // Which rows of a result a WG computes, and in which order: pure functions of numbers that every PE knows.
 //
-// Rows come in tiles of kTileRows; a WG has a contiguous range of tiles, the same on every PE. Where every tile has an
-// owner (the PE that sums it up), a WG begins with the tiles of the next PE and ends with its own PE's: what must travel
-// goes first, and no two PEs begin with the same receiver.
+// Rows come in tiles of kTileRows, and the WGs take them in turn, the same on every PE: at any time they read rows that lie
+// close together. Where every tile has an owner (the PE that sums it up), a WG begins with the tiles of the next PE and ends
+// with its own PE's: what must travel goes first, and no two PEs begin with the same receiver.
 #pragma once
 
 #include "platform/platform.cuh"
@@ -12,23 +12,23 @@ namespace po {
 inline constexpr int kTileRows = 8;
 
 struct RowTiles {
-  int32_t first;  // tile of the range
-  int32_t count;
+  int32_t wg;
+  int32_t num_wgs;
+  int32_t count;  // of this WG
   int32_t rank;
-  int32_t size;  // PEs that own tiles in turn; 1: nobody does, and the order is ascending
+  int32_t size;  // PEs that own a WG's tiles in turn; 1: nobody does, and the order is ascending
 
-  static PO_FN RowTiles of_wg(int wg_index, int num_wgs, int64_t num_tiles, int rank, int size) {
-    const int64_t first = wg_index * num_tiles / num_wgs;
-    const int64_t last = (wg_index + 1) * num_tiles / num_wgs;
-    return {static_cast<int32_t>(first), static_cast<int32_t>(last - first), rank, size};
+  static PO_FN RowTiles of_wg(int wg, int num_wgs, int num_tiles, int rank, int size) {
+    return {wg, num_wgs, wg < num_tiles ? (num_tiles - 1 - wg) / num_wgs + 1 : 0, rank, size};
   }
 
-  static PO_FN int owner_of(int tile, int size) { return tile % size; }
+  static PO_FN int owner_of(int tile, int num_wgs, int size) { return (tile % num_wgs + tile / num_wgs) % size; }
+  PO_FN int owner_of(int tile) const { return owner_of(tile, num_wgs, size); }
 
-  // Place of this PE's first own tile in the range; not below `count` where it owns none.
+  // Index of this PE's first own tile among the WG's; not below `count` where it owns none.
   PO_FN int first_own() const {
-    const int place = (rank - first) % size;
-    return place < 0 ? place + size : place;
+    const int index = (rank - wg) % size;
+    return index < 0 ? index + size : index;
   }
 
   PO_FN int num_own() const {
@@ -37,15 +37,18 @@ struct RowTiles {
   }
 
   // The tile at a position, 0 to count - 1: the others' first, from behind the first own one round to it, then the own.
-  PO_FN int tile_at(int position) const {
-    if (size == 1) return first + position;
+  PO_FN int tile_at(int position) const { return wg + index_at(position) * num_wgs; }
+
+ private:
+  PO_FN int index_at(int position) const {
+    if (size == 1) return position;
     const int own = first_own();
-    if (own >= count) return first + position;
+    if (own >= count) return position;
     const int num_others = count - num_own();
-    if (position >= num_others) return first + own + (position - num_others) * size;
+    if (position >= num_others) return own + (position - num_others) * size;
     const int num_behind = num_others - own;  // others' tiles behind the first own one
-    if (position >= num_behind) return first + position - num_behind;
-    return first + own + 1 + position / (size - 1) * size + position % (size - 1);
+    if (position >= num_behind) return position - num_behind;
+    return own + 1 + position / (size - 1) * size + position % (size - 1);
   }
 };
 

@@ -1,9 +1,9 @@
 // Rows of a weight times a few vectors, one WG: each warp has a share of the columns and streams it, tile after tile,
 // through a ring in the WG's own memory that is always being refilled.
 //
-// A lane copies exactly the pieces that it will use itself (16 bytes of row g, in lane 4 g + t), so the ring needs no
-// barrier. The order in which a vector's products are added depends on the columns and the warps alone: not on how many
-// vectors share the pass, and not on the vectors beside it.
+// A lane copies exactly the pieces that it will use itself, so the ring needs no barrier; eight lanes read 128 bytes of a
+// row. The order in which a vector's products are added depends on the columns and the warps alone: not on how many vectors
+// share the pass, and not on the vectors beside it.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -20,15 +20,14 @@ struct Weight {
   int num_columns;
 };
 
-// A warp's part in a WG's tiles: it has some of the columns of every so many tiles. A step is kStep elements of each row of
-// a tile, 64 bytes. Warps form teams, and a team shares a tile's columns; with few columns there are several small teams,
-// because a warp should find some steps to do before it turns to its next tile.
+// A warp's part in a WG's tiles. Warps form teams of kTeam or a few more; a tile is a team's, and its warps share the
+// columns. A step is kStep elements of each row of a tile, 128 bytes.
 template <class Scalar>
 struct WarpShare {
   static constexpr int kPiece =
-      16 / static_cast<int>(sizeof(typename Scalar::Storage));  // elements of a lane in a step
-  static constexpr int kStep = 4 * kPiece;
-  static constexpr int kFewestSteps = 8;
+      16 / static_cast<int>(sizeof(typename Scalar::Storage));  // elements of a row that a lane has in a step
+  static constexpr int kStep = 8 * kPiece;
+  static constexpr int kTeam = 4;
   static constexpr int kMaxTeams = 4;
   int num_parts;  // warps in a team
   int num_teams;
@@ -39,13 +38,11 @@ struct WarpShare {
 
   static PO_FN int num_steps_of(int num_columns) { return ceil_div(num_columns, kStep); }
 
+  // On the GPU `num_warps` is a constant, and so is every divisor here.
   static PO_FN WarpShare of_warp(int num_columns, int warp, int num_warps) {
-    const int total = num_steps_of(num_columns);
-    int num_teams = 1;  // a power of two: see Handover
-    while (num_teams < kMaxTeams && 2 * num_teams <= num_warps && total < num_warps / num_teams * kFewestSteps) {
-      num_teams *= 2;
-    }
+    const int num_teams = num_warps >= 4 * kTeam ? 4 : num_warps >= 2 * kTeam ? 2 : 1;  // powers of two: see Handover
     const int num_parts = num_warps / num_teams;
+    const int total = num_steps_of(num_columns);
     const int each = ceil_div(total, num_parts);
     const int first = min_of(warp % num_parts * each, total);
     return {num_parts,
@@ -59,8 +56,9 @@ struct WarpShare {
 
 #if PO_ON_DEVICE
 
-// The vectors, where lanes find them: piece t of step s of vector n at ((s * kVectors + n) * 4 + t) * 16 bytes of the WG's
-// own memory, so that a warp reads 512 bytes in a row; or, where there is no room, in global memory.
+// The vectors, where lanes find them: piece t, 0 to 3, of half h of step s of vector n at
+// (((2 s + h) * kVectors + n) * 4 + t) * 16 bytes of the WG's own memory, so that a warp reads 512 bytes in a row; or, where
+// there is no room, in global memory.
 template <class Scalar, int kVectors, bool kAligned, bool kResident>
 struct Vectors {
   using Storage = typename Scalar::Storage;
@@ -88,14 +86,14 @@ struct Vectors {
   }
 
   static PO_FN int own_bytes(int num_columns) {
-    return kResident ? Share::num_steps_of(num_columns) * kVectors * 64 : 0;
+    return kResident ? Share::num_steps_of(num_columns) * kVectors * 128 : 0;
   }
 
   // Starts bringing all vectors into the WG's own memory, as one batch of copies. All threads; each must await it, and a
   // sync follow.
   PO_FN void fetch(const WorkGroup& wg) const {
     if constexpr (kResident) {
-      const int num_pieces = Share::num_steps_of(num_columns) * 4;
+      const int num_pieces = Share::num_steps_of(num_columns) * 8;
       for (int n = 0; n < kVectors; ++n) {
         for (int piece = wg.rank(); piece < num_pieces; piece += wg.size()) {
           uint8_t* target = own + ((piece / 4 * kVectors + n) * 4 + piece % 4) * 16;
@@ -112,9 +110,9 @@ struct Vectors {
     copy_async_commit();
   }
 
-  PO_FN Vector<16> piece(int n, int step, int t) const {
-    if constexpr (!kResident) return from_memory(n, step * 4 + t);
-    return *reinterpret_cast<const Vector<16>*>(own + ((step * kVectors + n) * 4 + t) * 16);
+  PO_FN Vector<16> piece(int n, int step, int half, int t) const {
+    if constexpr (!kResident) return from_memory(n, (2 * step + half) * 4 + t);
+    return *reinterpret_cast<const Vector<16>*>(own + (((2 * step + half) * kVectors + n) * 4 + t) * 16);
   }
 };
 
@@ -124,117 +122,148 @@ class WeightStream {
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
   using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident>;
-  static constexpr int kBatch = 2;  // steps that are copied and awaited together
-  static constexpr int kBytesPerWarp = kDepth * kBatch * kWarpSize * 16;
-  static constexpr int kBatchesAhead = kDepth;
+  static constexpr bool kOnTensorCores = sizeof(Storage) == 2;
+  static constexpr int kQuad = kTileRows / 2;  // rows that a warp reads at once: two quads make a tile
+  static constexpr int kBytesPerStep = 2 * kWarpSize * 16;
+  static constexpr int kBytesPerWarp = kDepth * kBytesPerStep;
+  static constexpr int kStepsAhead = kDepth;
 
   // Starts the first copies, of the tiles at the positions of this warp's team. `ring` has kBytesPerWarp for each warp.
   PO_FN WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t* ring, int warp)
-      : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {
-    const Warp lanes;
-    row_in_tile_ = lanes.rank() / 4;
-    t_ = lanes.rank() % 4;
-    slots_ = ring + warp * kBytesPerWarp + lanes.rank() * 16;
+      : weight_(weight),
+        tiles_(tiles),
+        share_(share),
+        ring_(ring + warp * kBytesPerWarp + Warp().rank() * 16),
+        next_(ring_),
+        position_(share.num_steps != 0 ? share.team : tiles.count) {
     begin_tile();
-    for (int batch = 0; batch < kDepth; ++batch) copy_next(batch);
+    PO_NO_UNROLL  // little code is there sooner
+        for (int step = 0; step < kDepth; ++step) copy_next();
   }
 
-  // Multiplies the next tile, and stores this warp's part of its results: partial[n * kTileRows + row].
-  PO_FN void multiply(const VectorsOf& vectors, float* partial) {
-    if constexpr (sizeof(Storage) == 2) {
-      float even[4] = {};
-      float odd[4] = {};
-      for_each_step([&](const Vector<16>& w, int step) {
-        Vector<16> low{};
-        Vector<16> high{};
-        if (kVectors > 1 || row_in_tile_ == 0) low = vectors.piece(row_in_tile_, step, t_);
-        if constexpr (kVectors > 8) high = vectors.piece(row_in_tile_ + 8, step, t_);
-        multiply_accumulate<Scalar>(even, {low.words[0], high.words[0], low.words[1], high.words[1]}, w.words[0],
-                                    w.words[1]);
-        multiply_accumulate<Scalar>(odd, {low.words[2], high.words[2], low.words[3], high.words[3]}, w.words[2],
-                                    w.words[3]);
-      });
+  // This warp's part of a tile's results, spread over its lanes.
+  class Sums {
+   public:
+    // partial[n * kTileRows + row]
+    PO_FN void store(float* partial) const {
+      const int lane = Warp().rank();
       PO_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int n = row_in_tile_ + i / 2 * 8;
-        if (n < kVectors) partial[n * kTileRows + 2 * t_ + i % 2] = even[i] + odd[i];
-      }
-    } else {
-      float sums[kVectors] = {};
-      for_each_step([&](const Vector<16>& w, int step) {
-        PO_UNROLL
-        for (int n = 0; n < kVectors; ++n) {
-          const Vector<16> x = vectors.piece(n, step, t_);
+      for (int quad = 0; quad < 2; ++quad) {
+        if constexpr (kOnTensorCores) {
           PO_UNROLL
-          for (int i = 0; i < 4; ++i) sums[n] = __fmaf_rn(bits_float(w.words[i]), bits_float(x.words[i]), sums[n]);
+          for (int group = 0; group < kGroups; ++group) {
+            const int n = 8 * group + lane / 4;
+            const float (&d)[4] = values_[quad][group];
+            if (n < kVectors) partial[n * kTileRows + quad * kQuad + lane % 4] = d[0] + d[3];
+          }
+        } else {
+          const Lanes<8> row;
+          PO_UNROLL
+          for (int n = 0; n < kVectors; ++n) {
+            float sum = values_[quad][n / 4][n % 4];
+            PO_UNROLL
+            for (int distance = 1; distance < row.size(); distance *= 2) sum = row.add_across(sum, distance);
+            if (row.rank() == 0) partial[n * kTileRows + quad * kQuad + row.index()] = sum;
+          }
         }
-      });
-      const Lanes<4> quad;
-      PO_UNROLL
-      for (int n = 0; n < kVectors; ++n) {
-        const float sum = quad.add_across(quad.add_across(sums[n], 1), 2);
-        if (t_ == 0) partial[n * kTileRows + row_in_tile_] = sum;
       }
     }
+
+   private:
+    friend WeightStream;
+    // On tensor cores, of eight vectors each: see multiply_step. Else of four, a sum each.
+    static constexpr int kGroups = ceil_div(kVectors, kOnTensorCores ? 8 : 4);
+    float values_[2][kGroups][4] = {};
+  };
+
+  // Multiplies the next tile.
+  PO_FN Sums multiply(const VectorsOf& vectors) {
+    Sums sums;
+    for (int step = 0; step < share_.num_steps; ++step) {
+      copy_async_wait<kDepth - 1>();
+      const Vector<16> w[2] = {*piece_of(0), *piece_of(1)};
+      copy_next();
+      multiply_step(vectors, share_.first_step + step, w, sums);
+    }
+    return sums;
   }
 
  private:
-  template <class Use>
-  PO_FN void for_each_step(const Use& use) {
-    for (int step = 0; step < share_.num_steps; step += kBatch) {
-      copy_async_wait<kDepth - 1>();
-      Vector<16> w[kBatch];
+  // Lane i has piece i % 8 of row i / 8 of each quad. For the tensor cores that lane is column i / 4 of B, so an even column is the
+  // first half of a row's step and the odd one beside it the second; rows 0 to 7 of A are the vectors' first halves, rows 8
+  // to 15 their second. Of D that leaves d[0], vector and row with the first halves, and d[3], the same with the second.
+  PO_FN void multiply_step(const VectorsOf& vectors, int step, const Vector<16> (&w)[2], Sums& sums) const {
+    const int lane = Warp().rank();
+    if constexpr (kOnTensorCores) {
       PO_UNROLL
-      for (int i = 0; i < kBatch; ++i) w[i] = *reinterpret_cast<const Vector<16>*>(slot(batch_, i));
-      copy_next(batch_);
-      PO_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        if (step + i < share_.num_steps) use(w[i], share_.first_step + step + i);
+      for (int group = 0; group < Sums::kGroups; ++group) {
+        const int n = kVectors == 1 ? 0 : 8 * group + lane / 4;  // a lone vector may stand in all rows
+        const Vector<16> first = vectors.piece(n, step, 0, lane % 4);
+        const Vector<16> second = vectors.piece(n, step, 1, lane % 4);
+        PO_UNROLL
+        for (int i = 0; i < 4; i += 2) {
+          PO_UNROLL
+          for (int quad = 0; quad < 2; ++quad) {
+            multiply_accumulate<Scalar>(sums.values_[quad][group],
+                                        {first.words[i], second.words[i], first.words[i + 1], second.words[i + 1]},
+                                        w[quad].words[i], w[quad].words[i + 1]);
+          }
+        }
       }
-      batch_ = batch_ + 1 == kDepth ? 0 : batch_ + 1;
+    } else {
+      PO_UNROLL
+      for (int n = 0; n < kVectors; ++n) {
+        const Vector<16> x = vectors.piece(n, step, lane % 8 / 4, lane % 4);
+        PO_UNROLL
+        for (int quad = 0; quad < 2; ++quad) {
+          float& sum = sums.values_[quad][n / 4][n % 4];
+          PO_UNROLL
+          for (int i = 0; i < 4; ++i) sum = __fmaf_rn(bits_float(w[quad].words[i]), bits_float(x.words[i]), sum);
+        }
+      }
     }
   }
 
-  PO_FN uint8_t* slot(int batch, int i) const { return slots_ + (batch * kBatch + i) * kWarpSize * 16; }
+  // Of the oldest step in the ring, which the next one will replace.
+  PO_FN Vector<16>* piece_of(int quad) const { return reinterpret_cast<Vector<16>*>(next_ + quad * kWarpSize * 16); }
 
+  // Rows behind the last are read as the last one: nobody looks at their sums.
   PO_FN void begin_tile() {
     if (position_ >= tiles_.count) return;
-    const int row = tiles_.tile_at(position_) * kTileRows + row_in_tile_;
-    const int k = share_.first_step * Share::kStep + t_ * Share::kPiece;
+    const int lane = Warp().rank();
+    const int row = min_of(tiles_.tile_at(position_) * kTileRows + lane / 8, weight_.num_rows - 1);
+    const int k = share_.first_step * Share::kStep + lane % 8 * Share::kPiece;
     source_ = reinterpret_cast<const Storage*>(weight_.elements) + static_cast<int64_t>(row) * weight_.num_columns + k;
-    left_ = row < weight_.num_rows ? weight_.num_columns - k : 0;
-    step_ = 0;
+    to_second_quad_ = static_cast<int64_t>(min_of(kQuad, weight_.num_rows - 1 - row)) * weight_.num_columns;
+    left_ = weight_.num_columns - k;
+    steps_left_ = share_.num_steps;
   }
 
-  // Starts the next batch of copies, of whichever tile they are.
-  PO_FN void copy_next(int batch) {
-    if (position_ < tiles_.count && share_.num_steps != 0) {
-      PO_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        if (step_ + i < share_.num_steps)
-          copy_piece(slot(batch, i), source_ + i * Share::kStep, left_ - i * Share::kStep);
-      }
-      step_ += kBatch;
-      source_ += kBatch * Share::kStep;
-      left_ -= kBatch * Share::kStep;
-      if (step_ >= share_.num_steps) {
+  // Starts the copies of the next step, of whichever tile it is.
+  PO_FN void copy_next() {
+    if (position_ < tiles_.count) {
+      copy_piece(piece_of(0), source_);
+      copy_piece(piece_of(1), source_ + to_second_quad_);
+      source_ += Share::kStep;
+      left_ -= Share::kStep;
+      if (--steps_left_ == 0) {
         position_ += share_.num_teams;
         begin_tile();
       }
     }
     copy_async_commit();
+    next_ += kBytesPerStep;
+    if (next_ == ring_ + kBytesPerWarp) next_ = ring_;
   }
 
-  // `left`: elements from the source to the end of its row; not above 0 where there is nothing to read.
-  PO_FN void copy_piece(uint8_t* target, const Storage* source, int left) const {
-    left = max_of(min_of(left, Share::kPiece), 0);
+  // Zeros behind the row's end.
+  PO_FN void copy_piece(Vector<16>* target, const Storage* source) const {
     if constexpr (kAligned) {
-      const auto* from = left == 0 ? weight_.elements : reinterpret_cast<const uint8_t*>(source);
-      copy_async(target, from, left * static_cast<int>(sizeof(Storage)));
+      copy_async(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(source), left_ > 0 ? 16 : 0);
     } else {
       Storage elements[Share::kPiece];
       PO_UNROLL
-      for (int i = 0; i < Share::kPiece; ++i) elements[i] = i < left ? source[i] : Storage{0};
+      for (int i = 0; i < Share::kPiece; ++i) elements[i] = i < left_ ? source[i] : Storage{0};
       __builtin_memcpy(target, elements, 16);
     }
   }
@@ -242,14 +271,13 @@ class WeightStream {
   const Weight weight_;
   const RowTiles tiles_;
   const Share share_;
-  int row_in_tile_;
-  int t_;
-  uint8_t* slots_;
-  int batch_ = 0;  // that is used next
-  int position_;   // of the tile, and step in it, that is copied next
-  int step_ = 0;
-  const Storage* source_ = nullptr;  // this lane's piece of that step
-  int left_ = 0;
+  uint8_t* const ring_;
+  uint8_t* next_;                    // step of the ring that is used, and then replaced, next
+  int position_;                     // of the tile that is copied
+  int steps_left_ = 0;               // in it
+  const Storage* source_ = nullptr;  // this lane's piece of that step in the tile's first quad
+  int64_t to_second_quad_ = 0;
+  int left_ = 0;  // elements from there to the row's end
 };
 
 #else
@@ -273,22 +301,26 @@ class WeightStream {
   using Share = WarpShare<Scalar>;
   using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident>;
   static constexpr int kBytesPerWarp = 0;
-  static constexpr int kBatchesAhead = 0;
+  static constexpr int kStepsAhead = 0;
 
   WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t*, int)
       : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {}
 
-  void multiply(const VectorsOf& vectors, float* partial) {
+  struct Sums {
+    float values[kVectors][kTileRows];
+    void store(float* partial) const { memcpy(partial, values, sizeof(values)); }
+  };
+
+  Sums multiply(const VectorsOf& vectors) {
+    Sums sums = {};
     const int first_row = tiles_.tile_at(position_) * kTileRows;
     position_ += share_.num_teams;
     const int first = share_.first_step * Share::kStep;
     const int last = min_of(first + share_.num_steps * Share::kStep, weight_.num_columns);
-    for (int row = 0; row < kTileRows; ++row) {
-      for (int n = 0; n < vectors.count; ++n) {
-        float* sum = &partial[n * kTileRows + row];
-        *sum = first_row + row < weight_.num_rows ? dot(vectors, first_row + row, n, first, last) : 0.0f;
-      }
+    for (int row = 0; row < kTileRows && first_row + row < weight_.num_rows; ++row) {
+      for (int n = 0; n < vectors.count; ++n) sums.values[n][row] = dot(vectors, first_row + row, n, first, last);
     }
+    return sums;
   }
 
  private:

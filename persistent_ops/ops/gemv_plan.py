@@ -23,9 +23,10 @@ __all__ = [
     "GemvState",
     "Tuning",
     "choose_algorithm",
-    "default_warps",
+    "choose_depth",
     "kernel_request",
     "plans_of",
+    "slots_of",
     "state_of",
 ]
 
@@ -37,11 +38,11 @@ _NAME = "gemv_all_reduce"
 _TILE_ROWS = 8
 _SERVING_WARPS = 2
 _PACKET_BYTES = 16  # half of it data
-_SLOTS = 4  # tiles of a WG under way in its own memory
-_STEP_BYTES = 64  # of a row, in one step of a warp
-_BATCH_BYTES = 1024  # of the ring, per warp: two steps
+_STEP_BYTES = 128  # of a row, in one step of a warp
+_RING_STEP_BYTES = 1024  # a step of all rows of a tile
 _MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
+_LITTLE_BYTES = 160 << 10
 _STATIC_BYTES = 3072  # what the kernel has beside its arena, rounded up
 register(
     _NAME,
@@ -54,15 +55,15 @@ class Tuning:
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
-        warps: that multiply, per WG; None for 12, or 8 in float32, whose lanes need more registers. It decides the
-            order of sums: all calls whose bits are compared need the same.
-        depth: batches of 1 KiB that a warp copies ahead. More makes the vectors, and the first tile, come later.
+        warps: that multiply, per WG. It decides the order of sums: all calls whose bits are compared need the same.
+        depth: steps of 1 KiB that a warp copies ahead; None for what suits the shape (`choose_depth`). More makes the
+            vectors, and the first tile, come later.
         work_groups: None for one per SM, or per tile where there are fewer. All PEs must agree.
         one_shot_bytes: the most bytes that a PE sends, to all others together, before "auto" takes two phases.
     """
 
-    warps: int | None = None
-    depth: int = 4
+    warps: int = 8
+    depth: int | None = None
     work_groups: int | None = None
     one_shot_bytes: int = 4 << 20
 
@@ -126,6 +127,22 @@ def choose_algorithm(world: World, rows: int, num_vectors: int, comm_dtype: torc
     tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
     sent = (world.size - 1) * rows * num_vectors * 2 * comm_dtype.itemsize
     return "two_phase" if sent > tuning.one_shot_bytes else "one_shot"
+
+
+def choose_depth(bytes_per_wg: int, prefetch_weight: bool) -> int:
+    """Return a ring's steps per warp, as measured on H200 (benchmarks/README.md).
+
+    With little to read, what counts is how soon the vectors come, which queue behind the weights of a deep ring. To a
+    launch that begins early they come last anyway, and the more weights come before, the better.
+    """
+    if bytes_per_wg > _LITTLE_BYTES:
+        return 8
+    return 10 if prefetch_weight else 6
+
+
+def slots_of(kernel_vectors: int) -> int:
+    """Return how many tiles of a WG may be under way in its own memory."""
+    return 8 if kernel_vectors == 1 else 4
 
 
 def _refuse_capture(world: World) -> None:
@@ -199,26 +216,21 @@ class GemvPlan:
         tiles_each = -(-total_tiles // launches)
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
-        warps = tuning.warps or default_warps(dtype)
-        ring_bytes = warps * tuning.depth * _BATCH_BYTES
-        if ring_bytes < world.size * tile_bytes // 2:  # the ring is also the room for a tile's packets from all PEs
-            raise ValueError(
-                f"warps, depth: a ring of {ring_bytes} bytes has no room for the sums of {world.size} PEs and "
-                f"{num_vectors} vectors, {world.size * tile_bytes // 2} bytes"
-            )
+        depth = tuning.depth or choose_depth(-(-tiles_each // grid) * _TILE_ROWS * columns * element, prefetch_weight)
+        ring_bytes = tuning.warps * depth * _RING_STEP_BYTES
         steps = -(-columns * element // _STEP_BYTES)
         fits = _Arena(
             world.backend.arena_bytes - _STATIC_BYTES,
             ring_bytes=ring_bytes,
-            parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * _SLOTS,
+            parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * slots_of(kernel_vectors),
             vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
         )
         request = kernel_request(
             dtype,
             comm_dtype,
             kernel_vectors,
-            warps=warps,
-            depth=tuning.depth,
+            warps=tuning.warps,
+            depth=depth,
             arena_bytes=fits.arena_bytes,
             is_aligned=is_aligned,
             is_resident=fits.is_resident,
@@ -326,8 +338,3 @@ def kernel_request(
         arena_bytes=arena_bytes,
         overlaps_predecessor=overlaps,
     )
-
-
-def default_warps(dtype: torch.dtype) -> int:
-    """Return the warps of a WG that multiply."""
-    return 8 if dtype == torch.float32 else 12

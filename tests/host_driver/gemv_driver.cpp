@@ -1,8 +1,6 @@
 // Runs the host build of gemv_all_reduce with all PEs as threads of one process, launch after launch, and checks every
 // output. Built with -fsanitize=thread, as embedding_driver.cpp: what is not ordered by the protocol is a data race.
 //
-// A WG's room for incoming packets is small here, so that three vectors of some tens of rows take several passes.
-//
 // Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort that was not expected (or one that was, and
 // did not come), 5 a launch behind an aborted one took part; ThreadSanitizer adds its own.
 
@@ -15,7 +13,6 @@
 
 #include "driver.h"
 
-#define PO_HOST_ROOM 1024
 #include "kernels/gemv_all_reduce.cuh"
 
 namespace {
@@ -194,9 +191,13 @@ struct Pe {
         check_trace("sum", static_cast<int>(i / per_sender), sums[i].flag);
       }
       for (int64_t i = 0; i < tiles * items; ++i) {
-        check_trace("result", po::RowTiles::owner_of(static_cast<int>(i / items), size), results[i].flag);
+        check_trace("result", owner_of(i / items), results[i].flag);
       }
     }
+  }
+
+  int owner_of(int64_t tile) const {
+    return po::RowTiles::owner_of(static_cast<int>(tile), static_cast<int>(options.number("--wgs")), size);
   }
 
   void check_trace(const char* what, int sender, uint64_t flag) const {

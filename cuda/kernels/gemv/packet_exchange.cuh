@@ -23,17 +23,12 @@ struct PacketPlan {
   uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
 
-// Waits for the packet of this launch and returns it, or one with another flag where the launch was given up. Out of line:
-// the first look often finds it.
-PO_NOINLINE inline Packet packet_when_there(const Team& team, const Packet* place, Phase phase, int sender,
-                                            uint64_t tile) {
-  Packet packet{};
-  await(team, phase, sender, tile, [&](uint64_t* seen) {
-    packet = packet_load_sys(place, launch_flag(team));
-    *seen = packet.flag;
-    return packet.flag == launch_flag(team);
-  });
-  return packet;
+// The network may tear a packet, so a sliceRdy word says when all have come. One thread, behind its warp's stores. Out of
+// line: within a node nobody calls it.
+PO_NOINLINE inline void put_packets(const Team& team, int pe, uint64_t offset, int count, int ready_index) {
+  put_nbi(team, pe, offset, team.heap + offset, static_cast<uint64_t>(count) * sizeof(Packet));
+  put_fence(team);
+  signal(team, pe, ready_word_offset(team, team.rank, static_cast<uint64_t>(ready_index)), launch_flag(team));
 }
 
 template <class Config, class Call>
@@ -45,65 +40,68 @@ class PacketExchange {
 
   struct Shared {
     uint64_t takes_part;  // 0: this launch is behind an aborted one
-    uint64_t is_missing;  // a packet did not come
   };
 
-  // `room_bytes`: at the beginning of the arena, for the data of incoming packets; a tile's from all PEs must fit.
-  PO_FN PacketExchange(const WorkGroup& wg, Shared& shared, const Team& team, const PacketPlan& plan,
-                       const RowTiles& tiles, const Output& output, const Call& call, int room_bytes)
-      : wg_(wg),
-        shared_(shared),
-        team_(team),
-        plan_(plan),
-        tiles_(tiles),
-        output_(output),
-        call_(call),
-        room_bytes_(room_bytes) {}
+  PO_FN PacketExchange(const WorkGroup& wg, const Shared& shared, const Team& team, const PacketPlan& plan,
+                       const RowTiles& tiles, const Output& output, const Call& call)
+      : wg_(wg), shared_(shared), team_(team), plan_(plan), tiles_(tiles), output_(output), call_(call) {}
+
+  // What a warp that will send a tile can know before there are sums.
+  struct Outgoing {
+    int tile;
+    uint64_t offset;                   // of the tile's packets
+    Packet* place;                     // where this lane's packet goes, if each lane has at most one
+    typename Output::Addends addends;  // of this lane's item, in a world of one
+  };
+
+  PO_FN Outgoing prepare(int tile, const Warp& warp) const {
+    Outgoing outgoing{tile, partial_offset(team_.rank, tile), nullptr, {}};
+    if (team_.size == 1) {
+      if (warp.rank() < items_per_tile()) outgoing.addends = output_.addends(tile, warp.rank());
+    } else if (has_packet_per_lane(warp) && warp.rank() < packets_per_tile() * num_receivers()) {
+      const int pe = receiver(tile, warp.rank() / packets_per_tile());
+      if (sends_to(pe))
+        outgoing.place = packet_at(is_near(pe) ? pe : team_.rank, outgoing.offset) + packet_of_lane(warp);
+    }
+    return outgoing;
+  }
 
   // Adds the parts of a tile up and sends the sums. One warp.
   template <class Parts>
-  PO_FN void send(int tile, const Parts& parts, const Warp& warp) {
-    if (team_.size == 1) return finish_alone(tile, parts, warp);
+  PO_FN void send(const Outgoing& outgoing, const Parts& parts, const Warp& warp) const {
+    const int tile = outgoing.tile;
+    if (team_.size == 1) return finish_alone(outgoing, parts, warp);
     if (shared_.takes_part == 0) return;
-    const uint64_t offset = partial_offset(team_.rank, tile);
-    const int num_receivers = Config::kTwoPhase ? 1 : team_.size;
-    const int num_packets = packets_per_tile();
-    if (num_packets * num_receivers <= warp.size()) {
-      // Each lane has a packet for one receiver.
-      const int hop = warp.rank() / num_packets;
-      const int q = warp.rank() % num_packets;
-      if (hop < num_receivers) send_packet(receiver(tile, hop), offset, q, sums_of(parts, q));
+    if (has_packet_per_lane(warp)) {
+      if (outgoing.place != nullptr) packet_store_sys(outgoing.place, sums_of(parts, packet_of_lane(warp)));
     } else {
-      for (int q = warp.rank(); q < num_packets; q += warp.size()) {
+      for (int q = warp.rank(); q < packets_per_tile(); q += warp.size()) {
         const Packet packet = sums_of(parts, q);
-        for (int hop = 0; hop < num_receivers; ++hop) send_packet(receiver(tile, hop), offset, q, packet);
+        for (int hop = 0; hop < num_receivers(); ++hop) {
+          const int pe = receiver(tile, hop);
+          if (sends_to(pe)) packet_store_sys(packet_at(is_near(pe) ? pe : team_.rank, outgoing.offset) + q, packet);
+        }
       }
     }
     if (plan_.all_reachable != 0) return;
     warp.sync();
     if (warp.rank() == 0) {
-      for (int hop = 0; hop < num_receivers; ++hop) {
+      PO_NO_UNROLL
+      for (int hop = 0; hop < num_receivers(); ++hop) {
         const int pe = receiver(tile, hop);
-        if (!is_near(pe)) put_packets(pe, offset, num_packets, tile);
+        if (!is_near(pe)) put_packets(team_, pe, outgoing.offset, packets_per_tile(), tile);
       }
     }
   }
 
-  // Waits for what peers send of this WG's tiles, and finishes them. All threads, behind a sync that follows the last
-  // `send`.
+  // Waits for what peers send of this WG's tiles, and finishes them. All threads, when they know the epoch; none waits for
+  // another one of the WG.
   PO_FN void receive() {
-    if (team_.size == 1) return;
     const int num_own = Config::kTwoPhase ? tiles_.num_own() : tiles_.count;
     const int num_others = tiles_.count - num_own;
-    const int tiles_per_pass = room_bytes_ / (team_.size * packets_per_tile() * kDataBytes);
-    for (int first = 0; first < num_own; first += tiles_per_pass) {
-      const int num_tiles = min_of(tiles_per_pass, num_own - first);
-      if (first != 0) wg_.sync();
-      take_partials(num_others + first, num_tiles);
-      wg_.sync();
-      for (int i = wg_.rank(); i < num_tiles * items_per_tile(); i += wg_.size()) {
-        reduce_item(num_others + first, i / items_per_tile(), i % items_per_tile());
-      }
+    PO_NO_UNROLL
+    for (int i = wg_.rank(); i < num_own * items_per_tile(); i += wg_.size()) {
+      reduce_item(tiles_.tile_at(num_others + i / items_per_tile()), i % items_per_tile());
     }
     if constexpr (Config::kTwoPhase) {
       if (plan_.all_reachable == 0) put_results(num_others);
@@ -115,8 +113,6 @@ class PacketExchange {
   }
 
  private:
-  static constexpr int kDataBytes = sizeof(Packet::data);
-
   // ---- places --------------------------------------------------------------------------------------------------------
 
   PO_FN int num_vectors() const { return Config::kVectors == 1 ? 1 : call_.num_vectors(); }
@@ -143,10 +139,18 @@ class PacketExchange {
 
   // Who gets this PE's sums of a tile: its owner, or all PEs, the next one first and this one last.
   PO_FN int receiver(int tile, int hop) const {
-    if constexpr (Config::kTwoPhase) return RowTiles::owner_of(tile, team_.size);
+    if constexpr (Config::kTwoPhase) return tiles_.owner_of(tile);
     const int pe = team_.rank + 1 + hop;
     return pe < team_.size ? pe : pe - team_.size;
   }
+
+  PO_FN int num_receivers() const { return Config::kTwoPhase ? 1 : team_.size; }
+
+  // What goes to a PE that is not reachable is put from this PE's own copy; in one shot this PE is a receiver itself.
+  PO_FN bool sends_to(int pe) const { return Config::kTwoPhase || is_near(pe); }
+
+  PO_FN bool has_packet_per_lane(const Warp& warp) const { return packets_per_tile() * num_receivers() <= warp.size(); }
+  PO_FN int packet_of_lane(const Warp& warp) const { return warp.rank() % packets_per_tile(); }
 
   template <class Parts>
   PO_FN Packet sums_of(const Parts& parts, int q) const {
@@ -167,97 +171,94 @@ class PacketExchange {
     return packet;
   }
 
-  // What goes to a PE that is not reachable is put from this PE's own copy.
-  PO_FN void send_packet(int pe, uint64_t offset, int q, const Packet& packet) const {
-    packet_store_sys(packet_at(is_near(pe) ? pe : team_.rank, offset) + q, packet);
-  }
-
-  // The network may tear a packet, so a sliceRdy word says when all have come. One thread, behind its warp's stores.
-  PO_FN void put_packets(int pe, uint64_t offset, int count, int ready_index) const {
-    put_nbi(team_, pe, offset, team_.heap + offset, static_cast<uint64_t>(count) * sizeof(Packet));
-    put_fence(team_);
-    signal(team_, pe, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(ready_index)), flag());
-  }
-
   template <class Parts>
-  PO_FN void finish_alone(int tile, const Parts& parts, const Warp& warp) {
+  PO_FN void finish_alone(const Outgoing& outgoing, const Parts& parts, const Warp& warp) const {
+    auto addends = outgoing.addends;
     for (int item = warp.rank(); item < items_per_tile(); item += warp.size()) {
+      if (item >= warp.size()) addends = output_.addends(outgoing.tile, item);
       float sums[Config::kItem];
       Results results = {};
       parts.add_up(item * Config::kItem, sums);
       PO_UNROLL
       for (int i = 0; i < Config::kItem; ++i) sums[i] = SumScalar::to_float(SumScalar::from_float(sums[i]));
-      output_.finish(tile, item, sums, results);
+      output_.finish(outgoing.tile, item, sums, addends, results);
     }
   }
 
   // ---- waiting -------------------------------------------------------------------------------------------------------
 
+  // A staged packet is read only behind its word: the network may still be writing it.
   PO_FN bool is_announced(int sender, Phase phase, int tile, int ready_index) const {
     if (is_near(sender)) return true;
     const uint64_t* word = local_word(team_, ready_word_offset(team_, sender, static_cast<uint64_t>(ready_index)));
     return await_epoch(team_, word, phase, sender, static_cast<uint64_t>(tile));
   }
 
-  // `packet`: what a first look found there.
-  PO_FN bool await_packet(const Packet* place, Phase phase, int sender, int tile, Packet& packet) const {
-    if (packet.flag == flag()) return true;
-    packet = packet_when_there(team_, place, phase, sender, static_cast<uint64_t>(tile));
-    return packet.flag == flag();
+  PO_FN bool are_announced(int tile) const {
+    if (plan_.all_reachable != 0) return true;
+    bool all = true;
+    PO_NO_UNROLL
+    for (int sender = 0; sender < team_.size; ++sender) all &= is_announced(sender, kPhasePartial, tile, tile);
+    return all;
+  }
+
+  // Waits until packets of this launch lie at `place` and every `stride` bytes behind it, one of each of `count` senders, and
+  // reads them.
+  template <int kRow, int kSenders>
+  PO_FN bool take(const uint8_t* place, uint64_t stride, Phase phase, int first_sender, int count, int tile,
+                  Packet (&packets)[kSenders][kRow]) const {
+    int missing = first_sender;
+    return await(team_, phase, missing, static_cast<uint64_t>(tile), [&](uint64_t* seen) {
+      const uint8_t* base = derived_anew(place);
+      PO_UNROLL
+      for (int i = 0; i < kSenders; ++i) {
+        const auto* row = reinterpret_cast<const Packet*>(base + static_cast<uint64_t>(i) * stride);
+        PO_UNROLL
+        for (int j = 0; j < kRow; ++j) {
+          if (i < count) packets[i][j] = packet_load_sys(row + j, flag());
+        }
+      }
+      const uint64_t expected = flag();
+      *seen = expected;
+      PO_UNROLL
+      for (int i = 0; i < kSenders; ++i) {
+        PO_UNROLL
+        for (int j = 0; j < kRow; ++j) {
+          if (i >= count || packets[i][j].flag == expected) continue;
+          missing = first_sender + i;
+          *seen = packets[i][j].flag;
+        }
+      }
+      return *seen == expected;
+    });
   }
 
   // ---- own tiles: all PEs' sums become results -----------------------------------------------------------------------
 
-  // Waits for all PEs' packets of some own tiles and keeps their data. All threads, each with packets of its own.
-  PO_FN void take_partials(int first_position, int num_tiles) {
-    constexpr int kBatch = Config::kVectors == 1 ? 1 : 4;  // packets that a thread looks at together
-    const int num_packets = num_tiles * team_.size * packets_per_tile();
-    for (int first = wg_.rank(); first < num_packets; first += kBatch * wg_.size()) {
-      const Packet* places[kBatch];
-      Packet packets[kBatch];
-      int senders[kBatch];
-      PO_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        const int index = min_of(first + i * wg_.size(), num_packets - 1);
-        const int tile = tiles_.tile_at(first_position + index / packets_per_tile() / team_.size);
-        senders[i] = index / packets_per_tile() % team_.size;
-        places[i] = packet_at(team_.rank, partial_offset(senders[i], tile)) + index % packets_per_tile();
-        // A staged packet is read only behind its word: the network may still be writing it.
-        if (!is_announced(senders[i], kPhasePartial, tile, tile)) flag_store_relaxed_wg(&shared_.is_missing, 1);
-        packets[i] = packet_load_sys(places[i], flag());
+  // Waits for what all PEs sent of an item, adds it up in rank order, and finishes it; as its owner, tells the others.
+  PO_FN void reduce_item(int tile, int item) {
+    constexpr int kBatch = 8 / Config::kPacketsPerItem;  // senders whose packets are looked at together
+    const auto addends = output_.addends(tile, item);    // on their way while the packets are
+    if (!are_announced(tile)) return output_.poison(tile, item);
+    const uint64_t stride = partial_offset(1, 0) - partial_offset(0, 0);
+    float sums[Config::kItem];
+    PO_UNROLL
+    for (float& sum : sums) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
+    PO_NO_UNROLL
+    for (int first = 0; first < team_.size; first += kBatch) {
+      const int count = min_of(kBatch, team_.size - first);
+      const Packet* place = packet_at(team_.rank, partial_offset(first, tile)) + item * Config::kPacketsPerItem;
+      Packet packets[kBatch][Config::kPacketsPerItem] = {};
+      if (!take(reinterpret_cast<const uint8_t*>(place), stride, kPhasePartial, first, count, tile, packets)) {
+        return output_.poison(tile, item);
       }
       PO_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        const int index = first + i * wg_.size();
-        if (index >= num_packets) break;
-        if (!await_packet(places[i], kPhasePartial, senders[i], tiles_.tile_at(first_position), packets[i])) {
-          flag_store_relaxed_wg(&shared_.is_missing, 1);
-        }
-        __builtin_memcpy(kept(index), packets[i].data, kDataBytes);
-      }
-    }
-  }
-
-  // Where the weights were: all of them have been used.
-  PO_FN uint8_t* kept(int index) const { return wg_.arena() + index * kDataBytes; }
-
-  // Adds up what all PEs sent of an item, in rank order, and finishes it; as its owner, tells the others.
-  PO_FN void reduce_item(int first_position, int tile_index, int item) {
-    const int tile = tiles_.tile_at(first_position + tile_index);
-    if (flag_load_relaxed_wg(&shared_.is_missing) != 0) return output_.poison(tile, item);
-    float sums[Config::kItem] = {};
-    for (int sender = 0; sender < team_.size; ++sender) {
-      const int first = (tile_index * team_.size + sender) * packets_per_tile() + item * Config::kPacketsPerItem;
-      typename SumScalar::Storage values[Config::kItem];
-      __builtin_memcpy(values, kept(first), sizeof(values));
-      PO_UNROLL
-      for (int i = 0; i < Config::kItem; ++i) {
-        const float value = SumScalar::to_float(values[i]);
-        sums[i] = sender == 0 ? value : sums[i] + value;
+        if (i < count) add(packets[i], sums);
       }
     }
     Results results = {};
-    output_.finish(tile, item, sums, results);
+    output_.finish(tile, item, sums, addends, results);
     if constexpr (Config::kTwoPhase) {
       const Packet packet = packet_of(results);
       if (shared_.takes_part == 0) return;
@@ -269,14 +270,27 @@ class PacketExchange {
     }
   }
 
+  static PO_FN void add(const Packet (&packets)[Config::kPacketsPerItem], float (&sums)[Config::kItem]) {
+    typename SumScalar::Storage values[Config::kItem];
+    PO_UNROLL
+    for (int j = 0; j < Config::kPacketsPerItem; ++j) {
+      __builtin_memcpy(&values[j * Config::kSumsPerPacket], packets[j].data, sizeof(packets[j].data));
+    }
+    PO_UNROLL
+    for (int i = 0; i < Config::kItem; ++i) {
+      sums[i] += SumScalar::to_float(values[i]);
+    }
+  }
+
   // Sends the results of the own tiles to the peers that are not reachable. All threads, behind their items.
   PO_FN void put_results(int num_others) const {
     wg_.sync();
     if (wg_.rank() != 0 || shared_.takes_part == 0) return;
     for (int position = num_others; position < tiles_.count; ++position) {
       const int tile = tiles_.tile_at(position);
+      PO_NO_UNROLL
       for (int pe = 0; pe < team_.size; ++pe) {
-        if (!is_near(pe)) put_packets(pe, result_offset(tile, 0), items_per_tile(), ready_index_of_result(tile));
+        if (!is_near(pe)) put_packets(team_, pe, result_offset(tile, 0), items_per_tile(), ready_index_of_result(tile));
       }
     }
   }
@@ -285,25 +299,24 @@ class PacketExchange {
 
   // Takes the result that a tile's owner sent.
   PO_FN void take_result(int tile, int item) {
-    const int owner = RowTiles::owner_of(tile, team_.size);
+    const int owner = tiles_.owner_of(tile);
     const Packet* place = packet_at(team_.rank, result_offset(tile, item));
-    Packet packet{};
+    Packet packets[1][1] = {};
     const bool is_there = is_announced(owner, kPhaseResult, tile, ready_index_of_result(tile)) &&
-                          await_packet(place, kPhaseResult, owner, tile, packet);
+                          take(reinterpret_cast<const uint8_t*>(place), 0, kPhaseResult, owner, 1, tile, packets);
     if (!is_there) return output_.poison(tile, item);
     Results results;
-    __builtin_memcpy(results, packet.data, sizeof(results));
+    __builtin_memcpy(results, packets[0][0].data, sizeof(results));
     output_.store(tile, item, results);
   }
 
   const WorkGroup& wg_;
-  Shared& shared_;
+  const Shared& shared_;
   const Team& team_;
   const PacketPlan& plan_;
   const RowTiles tiles_;
   const Output output_;
   const Call& call_;
-  const int room_bytes_;
 };
 
 }  // namespace po::gemv_all_reduce

@@ -1,6 +1,6 @@
 // What becomes of a tile's sums: bias, residual, the one rounding, and the place of each element in the output.
 //
-// An item is what one thread finishes: kItem rows of one vector, as many results as a packet holds.
+// An item is what one thread finishes: kItem rows of one vector.
 #pragma once
 
 #include "sched/row_tiles.cuh"
@@ -24,14 +24,30 @@ class TileOutput {
   PO_FN TileOutput(const OutputPlan& plan, const Call& call) : plan_(plan), call_(call) {}
   PO_FN int64_t num_tiles() const { return plan_.num_tiles; }
 
-  // Stores an item's results, and returns them.
-  PO_FN void finish(int tile, int item, const float (&sums)[Config::kItem], Results& results) const {
+  // What is added to an item's sums.
+  struct Addends {
+    Storage bias[Config::kItem];
+    Storage residual[Config::kItem];
+  };
+
+  PO_FN Addends addends(int tile, int item) const {
+    Addends found = {};
     const auto* bias = reinterpret_cast<const Storage*>(plan_.bias);
     const auto* residual = reinterpret_cast<const Storage*>(call_.residual);
     for_each_element(tile, item, [&](int i, int64_t row, int64_t place) {
+      if (bias != nullptr) found.bias[i] = bias[row];
+      if (residual != nullptr) found.residual[i] = residual[place];
+    });
+    return found;
+  }
+
+  // Stores an item's results, and returns them.
+  PO_FN void finish(int tile, int item, const float (&sums)[Config::kItem], const Addends& addends,
+                    Results& results) const {
+    for_each_element(tile, item, [&](int i, int64_t, int64_t place) {
       float sum = sums[i];
-      if (bias != nullptr) sum += Scalar::to_float(bias[row]);
-      if (residual != nullptr) sum += Scalar::to_float(residual[place]);
+      if (plan_.bias != nullptr) sum += Scalar::to_float(addends.bias[i]);
+      if (call_.residual != nullptr) sum += Scalar::to_float(addends.residual[i]);
       results[i] = Scalar::from_float(sum);
       output()[place] = results[i];
     });

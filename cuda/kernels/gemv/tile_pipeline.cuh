@@ -64,53 +64,55 @@ class TilePipeline {
         share_(share(wg, vectors.num_columns)) {}
 
   // The last warps send and multiply nothing; the first of them also grants and awaits credit. A lone warp does all.
-  static PO_FN int num_serving(const WorkGroup& wg) { return min_of(Config::kServing, max_of(wg.num_warps() - 1, 1)); }
-  static PO_FN int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - num_serving(wg), 1); }
+#if PO_ON_DEVICE
+  static PO_FN int num_serving(const WorkGroup&) { return Config::kServing; }
+  static PO_FN int num_computing(const WorkGroup&) { return Config::kComputing; }
+#else
+  static int num_serving(const WorkGroup& wg) { return min_of(Config::kServing, max_of(wg.num_warps() - 1, 1)); }
+  static int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - num_serving(wg), 1); }
+#endif
   // 0 is the first serving warp; below 0: this one multiplies.
-  static PO_FN int serving_index(const WorkGroup& wg) { return wg.warp_index() - (wg.num_warps() - num_serving(wg)); }
+  static PO_FN int serving_index(const WorkGroup& wg) {
+    return wg.num_warps() == 1 ? 0 : wg.warp_index() - num_computing(wg);
+  }
   static PO_FN Share share(const WorkGroup& wg, int num_columns) {
     return Share::of_warp(num_columns, wg.warp_index(), num_computing(wg));
   }
 
-  // The arena: the ring of the weights, which is the room for incoming packets later; the vectors; the warps' parts.
-  static PO_FN int ring_bytes([[maybe_unused]] const WorkGroup& wg) {
-#if PO_ON_DEVICE
-    return num_computing(wg) * Stream::kBytesPerWarp;
-#else
-    return Config::kHostRoom;
-#endif
-  }
+  // The arena: the ring of the weights, the vectors, and the warps' parts.
+  static PO_FN int ring_bytes(const WorkGroup& wg) { return num_computing(wg) * Stream::kBytesPerWarp; }
 
-  // A sync must follow.
+  // A sync must follow. Warps take turns: a warp's threads would start them one after the other.
   PO_FN void start_handovers() {
-    for (int i = wg_.rank(); i < Config::kSlots; i += wg_.size()) {
+    for (int i = wg_.warp_index(); i < Config::kSlots && Warp().rank() == 0; i += wg_.num_warps()) {
       shared_.stored[i].start(share_.num_parts);
       shared_.sent[i].start(1);
     }
   }
 
-  // Multiplies all tiles of the WG and sends each, by send(tile, parts, warp), as soon as its team of warps has stored all
-  // parts of it. The teams wait for nobody, except for a slot to be free again.
-  template <class Send>
-  PO_FN void run(Stream& stream, const Send& send) {
+  // Multiplies all tiles of the WG and sends each, by exchange.send(exchange.prepare(tile, warp), parts, warp), as soon as
+  // its team of warps has stored all parts of it. The teams wait for nobody, except for a slot to be free again.
+  // `is_first_busy`: the other serving warps take the turns of the first one, if there are others.
+  template <class Exchange>
+  PO_FN void run(Stream& stream, const Exchange& exchange, bool is_first_busy) {
     const Warp warp;
-    const int served = serving_index(wg_);
-    const bool serves = served >= 0;
+    const bool serves = serving_index(wg_) >= 0;
     const bool computes = share_.team < share_.num_teams && wg_.warp_index() < num_computing(wg_);
-    // A warp that multiplies goes from tile to tile of its team, one that serves to every so many; a lone one sees all.
-    const int stride = serves ? num_serving(wg_) : share_.num_teams;
-    for (int position = serves ? served : share_.team; position < tiles_.count; position += stride) {
+    const Turn turn = this->turn(is_first_busy);
+    for (int position = turn.first; position < tiles_.count; position += turn.num) {
       const int slot = position % Config::kSlots;
       const auto round = static_cast<uint32_t>(position / Config::kSlots);
       if (computes) {
+        const auto sums = stream.multiply(vectors_);
         if (round != 0) shared_.sent[slot].await(round - 1);
-        stream.multiply(vectors_, parts_of(slot).part(share_.part));
+        sums.store(parts_of(slot).part(share_.part));
         warp.sync();
         if (warp.rank() == 0) shared_.stored[slot].arrive();
       }
       if (serves) {
+        const auto outgoing = exchange.prepare(tiles_.tile_at(position), warp);
         shared_.stored[slot].await(round);
-        send(tiles_.tile_at(position), parts_of(slot), warp);
+        exchange.send(outgoing, parts_of(slot), warp);
         warp.sync();
         if (warp.rank() == 0) shared_.sent[slot].arrive();
       }
@@ -118,6 +120,21 @@ class TilePipeline {
   }
 
  private:
+  // Which tiles a warp sees: every num-th from the first one on.
+  struct Turn {
+    int first;
+    int num;
+  };
+
+  // One that multiplies goes from tile to tile of its team, one that serves to every so many; a lone one sees all.
+  PO_FN Turn turn(bool is_first_busy) const {
+    const int served = serving_index(wg_);
+    if (served < 0) return {share_.team, share_.num_teams};
+    const int num = num_serving(wg_);
+    if (!is_first_busy || num == 1) return {served, num};
+    return {served == 0 ? tiles_.count : served - 1, num - 1};
+  }
+
   PO_FN Parts parts_of(int slot) const { return {slots_, slot, share_.num_parts}; }
 
   const WorkGroup& wg_;
