@@ -119,7 +119,7 @@ struct Kernel {
     Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call);
     pipeline.start_handovers();
     if (wg.rank() == 0) shared.told.start(1);
-    copy_async_wait<Config::kOverlaps ? 0 : Config::Stream::kStepsAhead>();  // the vectors
+    begun.vectors.template await_copies<Config::kOverlaps ? 0 : Config::Stream::kStepsAhead>();
     wg.sync();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);

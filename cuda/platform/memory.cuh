@@ -105,6 +105,56 @@ PO_FN void copy_async_wait() {
 #endif
 }
 
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasBulkCopies = true;
+#else
+inline constexpr bool kHasBulkCopies = false;
+#endif
+
+// Bulk copies into a WG's own memory, one delivery of several: a thread starts it, and all may await it behind a sync. Lies
+// in the WG's own memory. Only where kHasBulkCopies.
+struct Delivery {
+  uint64_t word;  // an mbarrier
+
+  // `bytes`: of all copies together.
+  PO_FN void start([[maybe_unused]] int bytes) {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;"
+        "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address_of(&word)),
+        "r"(bytes)
+        : "memory");
+#endif
+  }
+
+  // 16 bytes, or a multiple, from and to addresses that are multiples of 16. By the thread that started.
+  PO_FN void copy([[maybe_unused]] uint8_t* own, [[maybe_unused]] const uint8_t* source, [[maybe_unused]] int bytes) {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     address_of(own)),
+                 "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(address_of(&word))
+                 : "memory");
+#endif
+  }
+
+  PO_FN void await() const {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+    uint32_t is_there = 0;
+    while (is_there == 0) {
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(is_there)
+                   : "r"(address_of(&word))
+                   : "memory");
+    }
+#endif
+  }
+
+ private:
+#if PO_ON_DEVICE
+  static PO_FN uint32_t address_of(const void* own) { return static_cast<uint32_t>(__cvta_generic_to_shared(own)); }
+#endif
+};
+
 // ---- packets ------------------------------------------------------------------------------------------------------
 
 // Data that brings its own flag. On the GPU both travel in one access of 16 bytes, which is single-copy atomic, so a

@@ -56,9 +56,8 @@ struct WarpShare {
 
 #if PO_ON_DEVICE
 
-// The vectors, where lanes find them: piece t, 0 to 3, of half h of step s of vector n at
-// (((2 s + h) * kVectors + n) * 4 + t) * 16 bytes of the WG's own memory, so that a warp reads 512 bytes in a row; or, where
-// there is no room, in global memory.
+// The vectors, as they are in memory, one behind the other in the WG's own; or, where there is no room, in global memory.
+// Between two vectors 64 bytes are left free, so that lanes that read 64 bytes of each of two find them in other banks.
 template <class Scalar, int kVectors, bool kAligned, bool kResident>
 struct Vectors {
   using Storage = typename Scalar::Storage;
@@ -85,35 +84,67 @@ struct Vectors {
     return value;
   }
 
+  static PO_FN int stride(int num_columns) { return Share::num_steps_of(num_columns) * 128 + 64; }
   static PO_FN int own_bytes(int num_columns) {
-    return kResident ? Share::num_steps_of(num_columns) * kVectors * 128 : 0;
+    return kResident ? kVectors * stride(num_columns) + static_cast<int>(sizeof(Delivery)) * 2 : 0;
   }
 
-  // Starts bringing all vectors into the WG's own memory, as one batch of copies. All threads; each must await it, and a
-  // sync follow.
+  // Starts bringing all vectors into the WG's own memory. All threads. Each must await its copies, a sync must follow, and
+  // then whoever reads the vectors must await the delivery.
   PO_FN void fetch(const WorkGroup& wg) const {
     if constexpr (kResident) {
       const int num_pieces = Share::num_steps_of(num_columns) * 8;
-      for (int n = 0; n < kVectors; ++n) {
-        for (int piece = wg.rank(); piece < num_pieces; piece += wg.size()) {
-          uint8_t* target = own + ((piece / 4 * kVectors + n) * 4 + piece % 4) * 16;
-          if constexpr (kAligned) {
-            const bool is_there = n < count && piece * Share::kPiece < num_columns;
-            const int64_t element = is_there ? static_cast<int64_t>(n) * num_columns + piece * Share::kPiece : 0;
-            copy_async(target, elements + element * static_cast<int64_t>(sizeof(Storage)), is_there ? 16 : 0);
-          } else {
-            *reinterpret_cast<Vector<16>*>(target) = from_memory(n, piece);
+      if constexpr (kInBulk) {
+        const int row_bytes = num_columns * static_cast<int>(sizeof(Storage));
+        if (wg.rank() == wg.size() - kWarpSize) {  // of a warp that has no weights to ask for
+          delivery().start(count * row_bytes);
+          PO_NO_UNROLL
+          for (int n = 0; n < count && row_bytes != 0; ++n) {
+            delivery().copy(place(n, 0), elements + static_cast<int64_t>(n) * row_bytes, row_bytes);
+          }
+        }
+        const int first = row_bytes / 16;  // piece behind the row's end
+        for (int i = wg.rank(); i < kVectors * (num_pieces - first); i += wg.size()) {
+          *reinterpret_cast<Vector<16>*>(place(i % kVectors, first + i / kVectors)) = Vector<16>{};
+        }
+      } else {
+        for (int n = 0; n < kVectors; ++n) {
+          for (int piece = wg.rank(); piece < num_pieces; piece += wg.size()) {
+            if constexpr (kAligned) {
+              const bool is_there = n < count && piece * Share::kPiece < num_columns;
+              const int64_t element = is_there ? static_cast<int64_t>(n) * num_columns + piece * Share::kPiece : 0;
+              copy_async(place(n, piece), elements + element * static_cast<int64_t>(sizeof(Storage)),
+                         is_there ? 16 : 0);
+            } else {
+              *reinterpret_cast<Vector<16>*>(place(n, piece)) = from_memory(n, piece);
+            }
           }
         }
       }
     }
-    copy_async_commit();
+    if constexpr (!kInBulk) copy_async_commit();
+  }
+
+  // kBehind: batches of copies that this thread has started behind the vectors.
+  template <int kBehind>
+  PO_FN void await_copies() const {
+    if constexpr (!kInBulk) copy_async_wait<kBehind>();
+  }
+  PO_FN void await_delivery() const {
+    if constexpr (kInBulk) delivery().await();
   }
 
   PO_FN Vector<16> piece(int n, int step, int half, int t) const {
     if constexpr (!kResident) return from_memory(n, (2 * step + half) * 4 + t);
-    return *reinterpret_cast<const Vector<16>*>(own + (((2 * step + half) * kVectors + n) * 4 + t) * 16);
+    return *reinterpret_cast<const Vector<16>*>(place(n, (2 * step + half) * 4 + t));
   }
+
+ private:
+  // A lone vector comes sooner by single copies; many would keep the copying threads from asking for weights.
+  static constexpr bool kInBulk = kAligned && kResident && kHasBulkCopies && kVectors > 1;
+
+  PO_FN uint8_t* place(int n, int piece) const { return own + n * stride(num_columns) + piece * 16; }
+  PO_FN Delivery& delivery() const { return *reinterpret_cast<Delivery*>(own + kVectors * stride(num_columns)); }
 };
 
 template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident>
@@ -292,6 +323,9 @@ struct Vectors {
 
   static int own_bytes(int) { return 0; }
   void fetch(const WorkGroup&) const {}
+  template <int>
+  void await_copies() const {}
+  void await_delivery() const {}
 };
 
 template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident>

@@ -40,6 +40,8 @@ _SERVING_WARPS = 2
 _PACKET_BYTES = 16  # half of it data
 _STEP_BYTES = 128  # of a row, in one step of a warp
 _RING_STEP_BYTES = 1024  # a step of all rows of a tile
+_VECTOR_GAP_BYTES = 64
+_DELIVERY_BYTES = 16  # the word that says that the vectors have come
 _MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
@@ -223,7 +225,7 @@ class GemvPlan:
             world.backend.arena_bytes - _STATIC_BYTES,
             ring_bytes=ring_bytes,
             parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * slots_of(kernel_vectors),
-            vectors_bytes=steps * _STEP_BYTES * kernel_vectors,
+            vectors_bytes=kernel_vectors * (steps * _STEP_BYTES + _VECTOR_GAP_BYTES) + _DELIVERY_BYTES,
         )
         request = kernel_request(
             dtype,

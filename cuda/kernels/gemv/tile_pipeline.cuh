@@ -99,6 +99,7 @@ class TilePipeline {
     const bool serves = serving_index(wg_) >= 0;
     const bool computes = share_.team < share_.num_teams && wg_.warp_index() < num_computing(wg_);
     const Turn turn = this->turn(is_first_busy);
+    if (computes) vectors_.await_delivery();
     for (int position = turn.first; position < tiles_.count; position += turn.num) {
       const int slot = position % Config::kSlots;
       const auto round = static_cast<uint32_t>(position / Config::kSlots);
