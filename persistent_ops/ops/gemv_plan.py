@@ -26,7 +26,6 @@ __all__ = [
     "choose_depth",
     "kernel_request",
     "plans_of",
-    "slots_of",
     "state_of",
 ]
 
@@ -142,7 +141,7 @@ def choose_depth(bytes_per_wg: int, prefetch_weight: bool) -> int:
     return 10 if prefetch_weight else 6
 
 
-def slots_of(kernel_vectors: int) -> int:
+def _slots_of(kernel_vectors: int) -> int:
     """Return how many tiles of a WG may be under way in its own memory."""
     return 8 if kernel_vectors == 1 else 4
 
@@ -224,7 +223,7 @@ class GemvPlan:
         fits = _Arena(
             world.backend.arena_bytes - _STATIC_BYTES,
             ring_bytes=ring_bytes,
-            parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * slots_of(kernel_vectors),
+            parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
             vectors_bytes=kernel_vectors * (steps * _STEP_BYTES + _VECTOR_GAP_BYTES) + _DELIVERY_BYTES,
         )
         request = kernel_request(
