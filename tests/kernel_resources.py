@@ -118,7 +118,7 @@ class Gemv:
             DTYPES[self.comm_dtype],
             self.vectors,
             warps=GemvTuning().warps,
-            depth=choose_depth(1 << 30, self.overlaps),
+            depth=choose_depth(1 << 30, 12 if self.overlaps and self.vectors == 1 else 0),
             arena_bytes=0,
             is_aligned=self.is_aligned,
             is_resident=self.is_resident,

@@ -50,6 +50,9 @@ TROUBLE = "--stop-pe=1 --trouble-at=3 --queued=3 --epochs=6 --timeout-ms=1500"
 BEHIND_TROUBLE = f"--pes=3 --threads=3 --rows=30 {TROUBLE}"
 BEHIND_TROUBLE_STAGED = f"{BEHIND_TROUBLE} --staged=1 --delay-us=100"
 
+NO_ROWS_BETWEEN = "--pes=3 --threads=2 --rows=16 --epochs=40 --empty-between=1 --slow-pe=1 --slow-us=300"
+OTHER_CONTRACT = "--pes=3 --threads=3 --rows=30 --other-pe=1 --trouble-at=3 --epochs=6"
+
 CASES = {
     "alone": "--pes=1 --threads=3",
     "lone_warp": "--pes=3",
@@ -63,8 +66,16 @@ CASES = {
     "staged_late": "--pes=2 --rows=30 --staged=1 --delay-us=100 --slow-pe=0",
     "many_threads_finish": "--pes=2 --threads=5",
     "many_vectors": "--pes=3 --threads=5 --wgs=2 --vectors=7",
+    "some_are_near": "--pes=4 --threads=2 --rows=30 --staged=1 --node=2 --delay-us=100",
+    "some_are_near_late": "--pes=5 --threads=4 --rows=30 --staged=1 --node=2 --delay-us=100 --slow-pe=3",
+    "launches_without_rows": NO_ROWS_BETWEEN,
+    "own_sums_come_late": "--pes=2 --threads=4 --rows=8 --vectors=1 --epochs=1 --long-pe=0 --long-columns=3000000 "
+    "--long-timeout-ms=60",
     "behind_an_aborted_launch": BEHIND_TROUBLE,
     "behind_an_aborted_launch_staged": BEHIND_TROUBLE_STAGED,
+    "behind_an_aborted_launch_some_are_near": f"{BEHIND_TROUBLE_STAGED} --pes=4 --node=2",
+    "another_contract": OTHER_CONTRACT,
+    "another_contract_staged": f"{OTHER_CONTRACT} --staged=1 --delay-us=100",
 }
 
 
@@ -121,7 +132,7 @@ MUTATIONS = {
         (Edit(EXCHANGE, "packets[i][j].flag == expected", "packets[i][j].flag != 1"),), SERVED
     ),
     "epoch_is_not_awaited": Mutation(
-        (Edit(KERNEL, "    shared.told.await(0);\n    if (served", "    if (served"),), FEW_TILES
+        (Edit(KERNEL, "    shared.told.await(0);\n    if (Pipeline", "    if (Pipeline"),), FEW_TILES
     ),
     "staged_packets_before_their_word": Mutation(
         (Edit(EXCHANGE, "    if (is_near(sender)) return true;\n", "    if (sender >= 0) return true;\n"),), STAGED
@@ -131,6 +142,20 @@ MUTATIONS = {
         (Edit(EXCHANGE, "    wg_.sync();\n    if (wg_.rank() != 0 ||", "    if (wg_.rank() != 0 ||"),),
         f"{STAGED} --threads=5",
         algorithm="two_phase",
+    ),
+    "credits_are_not_awaited": Mutation(
+        (Edit(KERNEL, "await_all_credits(plan.team, Warp());", "{}"),), NO_ROWS_BETWEEN
+    ),
+    "packets_of_another_contract_will_do": Mutation(
+        (Edit(EXCHANGE, "return launch_flag(team_);", "return flag_value(team_.epoch, 0);"),), OTHER_CONTRACT
+    ),
+    "one_area_for_all_epochs_results": Mutation(
+        (Edit(EXCHANGE, "plan_.results_offset + parity() * plan_.results_bytes", "plan_.results_offset"),),
+        BEHIND_TROUBLE_STAGED,
+        algorithm="two_phase",
+    ),
+    "own_sums_are_late_like_a_peer_s": Mutation(
+        (Edit(LAUNCH, " && peer != team.rank)", ")"),), CASES["own_sums_come_late"]
     ),
     "takes_part_behind_an_aborted_launch": Mutation(
         (Edit(LAUNCH, "return aborted == 0 || aborted >= team.epoch;", "return true;"),),

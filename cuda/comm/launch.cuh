@@ -88,19 +88,23 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 // ---- waiting --------------------------------------------------------------------------------------------------------
 
 // Calls `look(&seen)`, which reads flags that `peer` writes, until it returns true. Returns false where the launch was
-// given up instead. A look at several peers' flags says in `peer` whose is missing.
+// given up instead. A look at several peers' flags says in `peer` whose is missing: this PE, where only its own are. They
+// come without a bound, as in await_own.
+// `has_given_up`: one look will do.
 template <class Look>
-PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look) {
+PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
+                 bool has_given_up = false) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
     if (look(&seen)) return true;
+    if (has_given_up) return false;
     if (spins % kSpinsPerLook == 0) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
       if (started == 0) started = now;
-      if (now - started > team.timeout_ns) {
+      if (now - started > team.timeout_ns && peer != team.rank) {
         raise_abort(team, kTimeout, phase, peer, index, seen, now - started);
         return false;
       }

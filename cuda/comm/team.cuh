@@ -25,6 +25,7 @@ struct LocalState {
   alignas(128) uint64_t epoch;     // of the last launch that completed; advanced by the last WG to leave
   alignas(128) uint64_t ticket;    // next position of the task order
   alignas(128) uint64_t departed;  // WGs that are done with this launch
+  alignas(128) uint32_t asked;     // WGs that have asked for all their data; 0 when all have (sched/succession.cuh)
   alignas(128) uint64_t abort;     // the epoch that was given up, or 0; not 0: leave without waiting for anybody
   uint64_t error_claimed;          // the first WG to meet an error sets it and writes the record
   uint64_t input_error_claimed;

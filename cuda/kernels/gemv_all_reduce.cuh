@@ -16,6 +16,7 @@
 #include "kernels/gemv/tile_pipeline.cuh"
 #include "platform/entry.cuh"
 #include "sched/row_tiles.cuh"
+#include "sched/succession.cuh"
 #include "tile/weight_stream.cuh"
 
 #ifndef PO_SCALAR
@@ -57,6 +58,7 @@ struct Plan {
   Team team;
   OutputPlan output;
   PacketPlan packets;
+  int64_t lets_successor_in_late;  // else at once
 };
 
 struct Call {
@@ -112,8 +114,9 @@ struct Kernel {
       await_predecessor();
       begun.vectors.fetch(wg);
     }
-    release_successor();
     const Plan& plan = shared.plan;
+    const bool is_late = Config::kOverlaps && plan.lets_successor_in_late != 0;
+    if (!is_late) release_successor();
     const RowTiles tiles = tiles_of(wg, call);
     Pipeline pipeline(wg, shared.pipeline, tiles, begun.vectors);
     Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call);
@@ -123,12 +126,13 @@ struct Kernel {
     wg.sync();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
-    pipeline.run(begun.stream, exchange, keeps_credits(wg));
-    if (plan.team.size == 1) return;  // serving warps have finished all
-    shared.told.await(0);
-    if (served == 0 && keeps_credits(wg)) await_all_credits(plan.team, Warp());
-    exchange.receive();
-    if (plan.packets.all_reachable == 0) put_quiet(plan.team);  // what was put is written again two epochs on
+    Succession succession(&plan.team.local->asked, wg, is_late && wg.warp_index() == 0 ? begun.stream.num_steps() : 0,
+                          Config::Stream::kStepsAhead);
+    pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
+      if constexpr (Config::kOverlaps) succession.step();
+    });
+    if (plan.team.size != 1) finish(wg, shared, exchange);  // in a world of one the serving warps have
+    if (is_late && wg.rank() == 0) succession.await_others();
   }
 
  private:
@@ -139,6 +143,15 @@ struct Kernel {
 
   // The last WG grants the PE's credit and awaits the others': where tiles do not come out even it has one less.
   static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }
+
+  // What is left when a warp has no more tiles.
+  static PO_FN void finish(const WorkGroup& wg, Shared& shared, Exchange& exchange) {
+    const Plan& plan = shared.plan;
+    shared.told.await(0);
+    if (Pipeline::serving_index(wg) == 0 && keeps_credits(wg)) await_all_credits(plan.team, Warp());
+    exchange.receive();
+    if (plan.packets.all_reachable == 0) put_quiet(plan.team);  // what was put is written again two epochs on
+  }
 
   // The first serving warp tells the others the epoch, and in one WG it grants credit. The serving warps alone.
   static PO_FN void open(const WorkGroup& wg, Shared& shared, int served) {

@@ -90,6 +90,20 @@ PO_FN void copy_async(uint8_t* own, const uint8_t* source, int bytes) {
 #endif
 }
 
+// The same for what is not read again soon: in the L2 cache it makes room first.
+PO_FN void copy_async_once(uint8_t* own, const uint8_t* source, int bytes) {
+#if PO_ON_DEVICE
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(own))),
+               "l"(source), "r"(bytes), "l"(policy)
+               : "memory");
+#else
+  copy_async(own, source, bytes);
+#endif
+}
+
 // Closes a batch of this thread's copies.
 PO_FN void copy_async_commit() {
 #if PO_ON_DEVICE
@@ -256,6 +270,27 @@ PO_FN uint64_t atomic_fetch_add_relaxed_gpu(uint64_t* word, uint64_t value) {
   return old;
 #else
   return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
+// Counts up to `last`, and from there to 0.
+PO_FN void atomic_count_relaxed_gpu(uint32_t* word, uint32_t last) {
+#if PO_ON_DEVICE
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(word), "r"(last) : "memory");
+#else
+  uint32_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(word, &old, old >= last ? 0 : old + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+#endif
+}
+
+PO_FN uint32_t count_load_relaxed_gpu(const uint32_t* word) {
+#if PO_ON_DEVICE
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+#else
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
 #endif
 }
 

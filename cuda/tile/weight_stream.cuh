@@ -172,6 +172,12 @@ class WeightStream {
         for (int step = 0; step < kDepth; ++step) copy_next();
   }
 
+  // Of all tiles together.
+  PO_FN int num_steps() const {
+    const int num_tiles = max_of(ceil_div(tiles_.count - share_.team, share_.num_teams), 0);
+    return num_tiles * share_.num_steps;
+  }
+
   // This warp's part of a tile's results, spread over its lanes.
   class Sums {
    public:
@@ -207,13 +213,15 @@ class WeightStream {
     float values_[2][kGroups][4] = {};
   };
 
-  // Multiplies the next tile.
-  PO_FN Sums multiply(const VectorsOf& vectors) {
+  // Multiplies the next tile. in_step() is called in each step, behind the request for the one kStepsAhead further on.
+  template <class InStep>
+  PO_FN Sums multiply(const VectorsOf& vectors, const InStep& in_step) {
     Sums sums;
     for (int step = 0; step < share_.num_steps; ++step) {
       copy_async_wait<kDepth - 1>();
       const Vector<16> w[2] = {*piece_of(0), *piece_of(1)};
       copy_next();
+      in_step();
       multiply_step(vectors, share_.first_step + step, w, sums);
     }
     return sums;
@@ -290,12 +298,15 @@ class WeightStream {
   // Zeros behind the row's end.
   PO_FN void copy_piece(Vector<16>* target, const Storage* source) const {
     if constexpr (kAligned) {
-      copy_async(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(source), left_ > 0 ? 16 : 0);
+      copy_async_once(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(source),
+                      left_ > 0 ? 16 : 0);
     } else {
       Storage elements[Share::kPiece];
       PO_UNROLL
       for (int i = 0; i < Share::kPiece; ++i) elements[i] = i < left_ ? source[i] : Storage{0};
-      __builtin_memcpy(target, elements, 16);
+      Vector<16> piece;  // else every element would be a store of its own
+      __builtin_memcpy(&piece, elements, 16);
+      *target = piece;
     }
   }
 
@@ -340,12 +351,15 @@ class WeightStream {
   WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t*, int)
       : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {}
 
+  int num_steps() const { return 0; }
+
   struct Sums {
     float values[kVectors][kTileRows];
     void store(float* partial) const { memcpy(partial, values, sizeof(values)); }
   };
 
-  Sums multiply(const VectorsOf& vectors) {
+  template <class InStep>
+  Sums multiply(const VectorsOf& vectors, const InStep&) {
     Sums sums = {};
     const int first_row = tiles_.tile_at(position_) * kTileRows;
     position_ += share_.num_teams;

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
@@ -165,7 +166,7 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int
 def _table_sets(world: _world.World) -> TableSets:
     sets = world.operator_state.get(_NAME)
     if sets is None:
-        sets = world.operator_state[_NAME] = TableSets()
+        sets = world.operator_state[_NAME] = TableSets(world.make_room)
     return sets  # type: ignore[no-any-return]
 
 
@@ -232,8 +233,7 @@ def _execute(
         check_types(weights, indices, offsets, per_sample_weights, choices[0], choices[1], out)
         completed = _completed(world, weights, offsets, *choices[:3])
         plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *completed, *choices[3:])
-        if len(tables.plans) >= _MAX_PLANS:
-            tables.plans.pop(next(iter(tables.plans)))
+        world.make_room(tables.plans, _MAX_PLANS)
         tables.plans[signature] = plan
     plan.check_lookups(indices, offsets, per_sample_weights)
     is_captured = world.workspace.is_capturing()
@@ -241,6 +241,7 @@ def _execute(
         world.captured.append(plan)  # the graph's replays read it
     if out is not None:
         plan.check_output(out)
+        increment_version(out)
         plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
         return out
     slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from .gemv_plan import ALGORITHMS, MAX_VECTORS, SCALARS, TUNING, GemvPlan, choose_algorithm, plans_of
@@ -139,13 +140,14 @@ def _execute(
             is_aligned,
             prefetch_weight,
         )
-        if len(plans) >= _MAX_PLANS:
-            plans.pop(next(iter(plans)))
+        world.make_room(plans, _MAX_PLANS)
         plans[signature] = plan
     if world.workspace.is_capturing() and plan not in world.captured:
         world.captured.append(plan)  # the graph's replays read it
     if out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=device)
+    else:
+        increment_version(out)
     plan.launch(world, weight_at, x_at, out.data_ptr(), 0 if residual is None else residual.data_ptr())
     return out
 

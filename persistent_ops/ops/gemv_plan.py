@@ -44,7 +44,8 @@ _DELIVERY_BYTES = 16  # the word that says that the vectors have come
 _MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
-_STATIC_BYTES = 3072  # what the kernel has beside its arena, rounded up
+_STATIC_BYTES = 1536  # what the kernel has beside its arena, rounded up
+_RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
 register(
     _NAME,
     ("world_size", "rows", "vectors", "dtype", "comm_dtype", "two_phase", "work_groups", "first_row"),
@@ -81,6 +82,7 @@ class _Plan(ctypes.Structure):
         ("results_bytes", ctypes.c_uint64),
         ("all_reachable", ctypes.c_int64),
         ("heaps", ctypes.c_uint64 * MAX_PES),
+        ("lets_successor_in_late", ctypes.c_int64),
     )
 
 
@@ -106,10 +108,10 @@ def state_of(world: World) -> GemvState:
         # Enough for every launch: rows that need more are done in several launches.
         nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
         nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
-        partials = world.heap.empty((2, nbytes // 8), torch.int64)
-        results = world.heap.empty((2, nbytes // 8 // world.size), torch.int64)
-        for area in (partials, results):
-            area.zero_()
+        words = (nbytes // 8, nbytes // 8 // world.size)
+        areas = world.heap.empty((2 * sum(words),), torch.int64)
+        areas.zero_()
+        partials, results = (area.view(2, -1) for area in areas.split([2 * count for count in words]))
         world.backend.synchronize()
         world.bootstrap.exchange("gemv-areas", b"")  # no packet comes before the areas are zero
         state = world.operator_state[_NAME] = GemvState(partials, results)
@@ -130,15 +132,24 @@ def choose_algorithm(world: World, rows: int, num_vectors: int, comm_dtype: torc
     return "two_phase" if sent > tuning.one_shot_bytes else "one_shot"
 
 
-def choose_depth(bytes_per_wg: int, prefetch_weight: bool) -> int:
+def choose_depth(bytes_per_wg: int, room_for_two: int) -> int:
     """Return a ring's steps per warp, as measured on H200 (benchmarks/README.md).
 
     With little to read, what counts is how soon the vectors come, which queue behind the weights of a deep ring. To a
     launch that begins early they come last anyway, and the more weights come before, the better.
+
+    Args:
+        bytes_per_wg: of weights.
+        room_for_two: steps for which two WGs find room on an SM; 0 if the launch does not begin beside another one.
     """
-    if bytes_per_wg > _LITTLE_BYTES:
-        return 8
-    return 10 if prefetch_weight else 6
+    if room_for_two >= 8:
+        return min(room_for_two // 2 * 2, 12)
+    return 6 if _is_little(bytes_per_wg) else 8
+
+
+def _is_little(bytes_per_wg: int) -> bool:
+    """Return whether a WG has not much more to read than what it asks for at once."""
+    return bytes_per_wg <= _LITTLE_BYTES
 
 
 def _slots_of(kernel_vectors: int) -> int:
@@ -217,24 +228,26 @@ class GemvPlan:
         tiles_each = -(-total_tiles // launches)
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
-        depth = tuning.depth or choose_depth(-(-tiles_each // grid) * _TILE_ROWS * columns * element, prefetch_weight)
-        ring_bytes = tuning.warps * depth * _RING_STEP_BYTES
+        bytes_per_wg = -(-tiles_each // grid) * _TILE_ROWS * columns * element
         steps = -(-columns * element // _STEP_BYTES)
-        fits = _Arena(
+        arena = _Arena(
             world.backend.arena_bytes - _STATIC_BYTES,
-            ring_bytes=ring_bytes,
+            step_bytes=tuning.warps * _RING_STEP_BYTES,
             parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
             vectors_bytes=kernel_vectors * (steps * _STEP_BYTES + _VECTOR_GAP_BYTES) + _DELIVERY_BYTES,
         )
+        begins_beside = prefetch_weight and kernel_vectors == 1  # more vectors take too many registers
+        depth = tuning.depth or choose_depth(bytes_per_wg, arena.steps_of_each_of_two() if begins_beside else 0)
+        arena_bytes, is_resident = arena.with_depth(depth)
         request = kernel_request(
             dtype,
             comm_dtype,
             kernel_vectors,
             warps=tuning.warps,
             depth=depth,
-            arena_bytes=fits.arena_bytes,
+            arena_bytes=arena_bytes,
             is_aligned=is_aligned,
-            is_resident=fits.is_resident,
+            is_resident=is_resident,
             two_phase=two_phase,
             overlaps=prefetch_weight,
         )
@@ -244,8 +257,9 @@ class GemvPlan:
             defines["PO_VECTORS"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
             request = dataclasses.replace(request, defines=tuple(defines.items()))
         self._kernel: Kernel = world.backend.load(request)
-        if self._kernel.max_blocks_per_sm() < 1:
-            raise ValueError(f"warps, depth: a WG with {fits.arena_bytes} bytes of shared memory does not fit an SM")
+        wgs_per_sm = self._kernel.max_blocks_per_sm()
+        if wgs_per_sm < 1:
+            raise ValueError(f"warps, depth: a WG with {arena_bytes} bytes of shared memory does not fit an SM")
         self.is_two_phase = two_phase
         self._bias = bias
         self._grid = grid
@@ -277,6 +291,9 @@ class GemvPlan:
                 results_bytes=state.results[0].nbytes,
                 all_reachable=int(world.all_reachable),
                 heaps=(ctypes.c_uint64 * MAX_PES)(*world.backend.peer_heaps),
+                # Where it finds no room beside this launch, or this one is nearly over when its vectors have come, the
+                # sooner the better.
+                lets_successor_in_late=int(prefetch_weight and wgs_per_sm > 1 and not _is_little(bytes_per_wg)),
             )
             words = upload(world.backend, bytes(plan))
             shape = num_rows | world.rank << 17 | world.size << 23 | (num_vectors - 1) << 30 | columns << 34
@@ -296,14 +313,34 @@ class GemvPlan:
             world.workspace.launch(self._kernel, self._grid, launch.address, words)
 
 
+@dataclass(frozen=True)
 class _Arena:
-    """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors where there is room."""
+    """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors where there is room.
 
-    def __init__(self, room: int, *, ring_bytes: int, parts_bytes: int, vectors_bytes: int) -> None:
-        self.is_resident = ring_bytes + parts_bytes + vectors_bytes <= room
-        self.arena_bytes = ring_bytes + parts_bytes + (vectors_bytes if self.is_resident else 0)
-        if self.arena_bytes > room:
-            raise ValueError(f"depth: {self.arena_bytes} bytes of shared memory per WG, an SM has room for {room}")
+    Attributes:
+        room: bytes, for one WG alone on an SM.
+        step_bytes: of the ring, for each step of its depth.
+    """
+
+    room: int
+    _: dataclasses.KW_ONLY
+    step_bytes: int
+    parts_bytes: int
+    vectors_bytes: int
+
+    def steps_of_each_of_two(self) -> int:
+        """Return the depth for which two WGs with vectors of their own fit an SM; below 1: none."""
+        room = (self.room - _STATIC_BYTES - _RESERVED_BYTES) // 2
+        return (room - self.parts_bytes - self.vectors_bytes) // self.step_bytes
+
+    def with_depth(self, depth: int) -> tuple[int, bool]:
+        """Return the arena's bytes, and whether the vectors are in it."""
+        needed = depth * self.step_bytes + self.parts_bytes
+        is_resident = needed + self.vectors_bytes <= self.room
+        arena_bytes = needed + (self.vectors_bytes if is_resident else 0)
+        if arena_bytes > self.room:
+            raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {self.room}")
+        return arena_bytes, is_resident
 
 
 def kernel_request(

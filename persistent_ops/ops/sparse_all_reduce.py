@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from .plain_call import is_plain
@@ -389,6 +390,7 @@ def _run_into(
     plan = find_plan(world, Wanted(layout, capacity, gathers, entries, is_aligned, (out_indices, out_count), count))
     if world.workspace.is_capturing() and plan not in world.captured:
         world.captured.append(plan)  # the graph's replays read it
+    increment_version((out_indices, out_values, out_count))
     plan.launch(world, entries.rows, entries.order, values, output_offset, raises_input_errors=True)
 
 

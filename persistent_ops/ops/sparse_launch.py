@@ -101,9 +101,7 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
         outputs=wanted.outputs,
         count=wanted.count,
     )
-    if len(state.plans) >= _MAX_PLANS:
-        world.backend.synchronize()  # one that is queued still reads its plan
-        state.plans.pop(next(iter(state.plans)))
+    world.make_room(state.plans, _MAX_PLANS)
     state.plans[signature] = plan
     return plan
 

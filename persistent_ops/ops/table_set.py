@@ -7,7 +7,7 @@ were freed and allocated anew, and would say it on one PE and not on another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,14 @@ class TableSet:
 
 
 class TableSets:
-    """The sets of one world."""
+    """The sets of one world.
 
-    def __init__(self) -> None:
+    Args:
+        make_room: World.make_room.
+    """
+
+    def __init__(self, make_room: Callable[[dict[Any, Any], int], None]) -> None:
+        self._make_room = make_room
         # By the identities of the tensor objects: an entry goes when one of them does, so an identity cannot be reused.
         self._sightings: dict[tuple[int, ...], tuple[list[int], TableSet, list[weakref.ref[torch.Tensor]]]] = {}
         self._sets: dict[tuple[object, ...], TableSet] = {}
@@ -57,9 +62,8 @@ class TableSets:
         if tables is None or not tables.is_alive():
             tables = TableSet(weights)
             self._sets.pop(key, None)
+            self._make_room(self._sets, _MAX_SETS)
             self._sets[key] = tables
-            if len(self._sets) > _MAX_SETS:
-                self._sets.pop(next(iter(self._sets)))
         if len(self._sightings) > _MAX_SETS:
             self._sightings.clear()
         sightings = self._sightings

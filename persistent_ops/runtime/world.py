@@ -103,6 +103,14 @@ class World:
             if isinstance(state, Forgetful):
                 state.forget()
 
+    def make_room(self, plans: dict[Any, Any], most: int) -> None:
+        """Drop the older half of `plans` where there are `most`, when no launch that is queued reads them any more."""
+        if len(plans) < most or self.workspace.is_capturing():
+            return
+        self.backend.synchronize()
+        for key in list(plans)[: most // 2]:
+            del plans[key]
+
     def close(self) -> None:
         """Release the world; collective where the peers are still there."""
         try:

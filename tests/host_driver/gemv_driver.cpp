@@ -35,11 +35,17 @@ driver::Options options({{"--pes", "2"},
                          {"--epochs", "8"},
                          {"--first-epoch", "1"},
                          {"--staged", "0"},
+                         {"--node", "1"},  // so many PEs in a row reach each other where others are staged
+                         {"--long-pe", "-1"},  // has so many columns, and this time-out of one wait
+                         {"--long-columns", "0"},
+                         {"--long-timeout-ms", "0"},
+                         {"--empty-between", "0"},  // every second launch has no rows
                          {"--delay-us", "0"},  // longest delay of an operation of the network
                          {"--slow-pe", "-1"},  // sleeps before each of its launches ...
                          {"--slow-us", "3000"},
                          {"--timeout-ms", "4000"},  // of one wait
-                         {"--stop-pe", "-1"},       // does not launch at ...
+                         {"--stop-pe", "-1"},       // does not launch, or ...
+                         {"--other-pe", "-1"},      // ... launches under another contract, at ...
                          {"--trouble-at", "-1"},    // ... this launch (from 0); then all recover and go on
                          {"--queued",
                           "0"}});  // launches behind that one that do not look at errors, as in a GPU's queue
@@ -49,6 +55,8 @@ float weight_value(int pe, int64_t row, int64_t k) { return static_cast<float>((
 float x_value(int pe, int64_t n, int64_t k, int64_t launch) {
   return static_cast<float>((n * 5 + k + pe * 2 + launch * 11) % 7 - 3);
 }
+
+int64_t columns_of(int pe) { return options.number(pe == options.number("--long-pe") ? "--long-columns" : "--columns"); }
 
 // What the PEs tell each other on the host.
 struct World {
@@ -87,7 +95,8 @@ struct Pe {
     team.local = &local;
     team.error = &error;
     team.input_error = &input_error;
-    team.timeout_ns = static_cast<uint64_t>(options.number("--timeout-ms")) * 1000000;
+    const char* timeout = rank == options.number("--long-pe") ? "--long-timeout-ms" : "--timeout-ms";
+    team.timeout_ns = static_cast<uint64_t>(options.number(timeout)) * 1000000;
     team.contract_hash = 0x5a5a;
     plan.output.num_tiles = tiles;
     plan.output.stride = rows;
@@ -99,7 +108,8 @@ struct Pe {
     std::vector<uint64_t> heaps;
     for (int pe = 0; pe < size; ++pe) {
       heaps.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
-      plan.packets.heaps[pe] = plan.packets.all_reachable || pe == rank ? heaps.back() : 0;
+      const int64_t node = options.number("--node");
+      plan.packets.heaps[pe] = plan.packets.all_reachable || pe / node == rank / node ? heaps.back() : 0;
     }
     plan.team.peer_heaps = plan.packets.heaps;
     network = std::make_unique<po::DelayedNetwork>(
@@ -129,13 +139,16 @@ struct Pe {
       for (int64_t k = 0; k < columns; ++k) x.push_back(x_value(rank, n, k, launch));
     }
     std::vector<float> output(static_cast<size_t>(vectors * rows), -1e9f);
-    const auto shape = static_cast<uint64_t>(rows) | static_cast<uint64_t>(rank) << 17 |
+    Plan used = plan;
+    if (is_empty(launch)) used.output.num_tiles = 0;
+    if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
+    const auto shape = static_cast<uint64_t>(is_empty(launch) ? 0 : rows) | static_cast<uint64_t>(rank) << 17 |
                        static_cast<uint64_t>(size) << 23 | static_cast<uint64_t>(vectors - 1) << 30 |
                        static_cast<uint64_t>(columns) << 34;
     const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(weight.data()),
                                             reinterpret_cast<uint64_t>(x.data()),
                                             reinterpret_cast<uint64_t>(output.data()), 0, shape};
-    po::run_on_host<Kernel>(&plan, words, static_cast<int>(options.number("--wgs")),
+    po::run_on_host<Kernel>(&used, words, static_cast<int>(options.number("--wgs")),
                             static_cast<int>(options.number("--threads")));
     return output;
   }
@@ -206,12 +219,15 @@ struct Pe {
                  po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
   }
 
+  static bool is_empty(int64_t launch) { return options.number("--empty-between") != 0 && launch % 2 == 1; }
+
   void check(const std::vector<float>& output, int64_t launch) const {
+    if (is_empty(launch)) return;
     for (int64_t n = 0; n < vectors; ++n) {
       for (int64_t row = 0; row < rows; ++row) {
         float expected = 0;
         for (int pe = 0; pe < size; ++pe) {
-          for (int64_t k = 0; k < columns; ++k) expected += weight_value(pe, row, k) * x_value(pe, n, k, launch);
+          for (int64_t k = 0; k < columns_of(pe); ++k) expected += weight_value(pe, row, k) * x_value(pe, n, k, launch);
         }
         const float found = output[static_cast<size_t>(n * rows + row)];
         if (found != expected) {
@@ -226,7 +242,7 @@ struct Pe {
   const int rank;
   const int size;
   const int64_t rows = options.number("--rows");
-  const int64_t columns = options.number("--columns");
+  const int64_t columns = columns_of(rank);
   const int64_t vectors = options.number("--vectors");
   const int64_t tiles = po::ceil_div<int64_t>(rows, po::kTileRows);
   const int64_t items = vectors * Config::kItemsPerVector;  // of a tile

@@ -95,7 +95,7 @@ class PacketExchange {
   }
 
   // Waits for what peers send of this WG's tiles, and finishes them. All threads, when they know the epoch; none waits for
-  // another one of the WG.
+  // another one of the WG, except where results must be put.
   PO_FN void receive() {
     const int num_own = Config::kTwoPhase ? tiles_.num_own() : tiles_.count;
     const int num_others = tiles_.count - num_own;
@@ -206,9 +206,9 @@ class PacketExchange {
   // reads them.
   template <int kRow, int kSenders>
   PO_FN bool take(const uint8_t* place, uint64_t stride, Phase phase, int first_sender, int count, int tile,
-                  Packet (&packets)[kSenders][kRow]) const {
-    int missing = first_sender;
-    return await(team_, phase, missing, static_cast<uint64_t>(tile), [&](uint64_t* seen) {
+                  Packet (&packets)[kSenders][kRow]) {
+    int missing = team_.rank;
+    const auto look = [&](uint64_t* seen) {
       const uint8_t* base = derived_anew(place);
       PO_UNROLL
       for (int i = 0; i < kSenders; ++i) {
@@ -219,18 +219,22 @@ class PacketExchange {
         }
       }
       const uint64_t expected = flag();
+      missing = team_.rank;
       *seen = expected;
       PO_UNROLL
       for (int i = 0; i < kSenders; ++i) {
         PO_UNROLL
         for (int j = 0; j < kRow; ++j) {
           if (i >= count || packets[i][j].flag == expected) continue;
-          missing = first_sender + i;
+          if (first_sender + i != team_.rank) missing = first_sender + i;
           *seen = packets[i][j].flag;
         }
       }
       return *seen == expected;
-    });
+    };
+    const bool are_there = await(team_, phase, missing, static_cast<uint64_t>(tile), look, has_given_up_);
+    if (!are_there) has_given_up_ = true;
+    return are_there;
   }
 
   // ---- own tiles: all PEs' sums become results -----------------------------------------------------------------------
@@ -283,7 +287,8 @@ class PacketExchange {
     }
   }
 
-  // Sends the results of the own tiles to the peers that are not reachable. All threads, behind their items.
+  // Sends the results of the own tiles to the peers that are not reachable. All threads, behind their items. Where items
+  // failed, older packets lie in their places: they are sent, and as their flags are older nobody takes them.
   PO_FN void put_results(int num_others) const {
     wg_.sync();
     if (wg_.rank() != 0 || shared_.takes_part == 0) return;
@@ -318,6 +323,7 @@ class PacketExchange {
   const RowTiles tiles_;
   const Output output_;
   const Call& call_;
+  bool has_given_up_ = false;  // of this thread: what is not there at its first look will not come
 };
 
 }  // namespace po::gemv_all_reduce

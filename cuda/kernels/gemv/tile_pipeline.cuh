@@ -93,8 +93,9 @@ class TilePipeline {
   // Multiplies all tiles of the WG and sends each, by exchange.send(exchange.prepare(tile, warp), parts, warp), as soon as
   // its team of warps has stored all parts of it. The teams wait for nobody, except for a slot to be free again.
   // `is_first_busy`: the other serving warps take the turns of the first one, if there are others.
-  template <class Exchange>
-  PO_FN void run(Stream& stream, const Exchange& exchange, bool is_first_busy) {
+  // `in_step`: see WeightStream.
+  template <class Exchange, class InStep>
+  PO_FN void run(Stream& stream, const Exchange& exchange, bool is_first_busy, const InStep& in_step) {
     const Warp warp;
     const bool serves = serving_index(wg_) >= 0;
     const bool computes = share_.team < share_.num_teams && wg_.warp_index() < num_computing(wg_);
@@ -104,7 +105,7 @@ class TilePipeline {
       const int slot = position % Config::kSlots;
       const auto round = static_cast<uint32_t>(position / Config::kSlots);
       if (computes) {
-        const auto sums = stream.multiply(vectors_);
+        const auto sums = stream.multiply(vectors_, in_step);
         if (round != 0) shared_.sent[slot].await(round - 1);
         sums.store(parts_of(slot).part(share_.part));
         warp.sync();

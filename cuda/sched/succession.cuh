@@ -1,0 +1,51 @@
+// When the next launch may begin, where that is before this one has ended (a programmatic dependent launch).
+//
+// Its WGs begin by asking for as much data as their own memory holds. That is worth most while this launch ends: its last
+// WGs compute, send and wait, and global memory would stand idle. So a WG lets the successor in a little before it asks for
+// its own last data, by about the time that a launch takes. Any sooner, and the successor's requests only compete.
+//
+// The successor's WGs come when all WGs have let it in, and must find one place on each multiprocessor: where a WG has left
+// there would be two, and another multiprocessor would have none, in this launch and all behind it. So a WG that is done
+// stays until all have asked for everything. Nobody relies on that: it is about speed alone, and has a bound.
+#pragma once
+
+#include "platform/groups.cuh"
+#include "platform/memory.cuh"
+
+namespace po {
+
+class Succession {
+ public:
+  // One warp of each WG takes `num_steps` and asks for what it needs `steps_ahead`; the others have 0.
+  // `asked`: LocalState's.
+  PO_FN Succession(uint32_t* asked, const WorkGroup& wg, int num_steps, int steps_ahead)
+      : asked_(asked),
+        last_(static_cast<uint32_t>(wg.count()) - 1),
+        steps_left_(num_steps),
+        has_asked_at_(min_of(steps_ahead, max_of(num_steps - 1, 0))),
+        lets_in_at_(min_of(steps_ahead + kStepsOfLaunch, max_of(num_steps - 1, 0))) {}
+
+  // The warp, in each step, behind its request.
+  PO_FN void step() {
+    --steps_left_;
+    if (steps_left_ == lets_in_at_) release_successor();
+    if (steps_left_ == has_asked_at_ && Warp().rank() == 0) atomic_count_relaxed_gpu(asked_, last_);
+  }
+
+  // One thread, when the WG is done.
+  PO_FN void await_others() const {
+    constexpr int kLooks = 4096;
+    for (int i = 0; i < kLooks && count_load_relaxed_gpu(asked_) != 0; ++i) {
+    }
+  }
+
+ private:
+  static constexpr int kStepsOfLaunch = 6;  // that pass while a launch begins: 1.5 us on H200, 8 KB per step and SM
+  uint32_t* const asked_;
+  const uint32_t last_;  // count of a launch's last WG
+  int steps_left_;
+  const int has_asked_at_;
+  const int lets_in_at_;
+};
+
+}  // namespace po
