@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from worlds import CaseWorld, CaseWorlds, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
-from persistent_ops.ops.gemv_plan import state_of
+from persistent_ops.ops.gemv_plan import TUNING, Tuning, state_of
 
 MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -107,6 +109,47 @@ def _batches(columns: int) -> list[str]:
 @pytest.mark.parametrize("columns", [33, 264])
 def test_a_vector_has_the_same_bits_whatever_it_travels_with(backend: str, columns: int) -> None:
     assert in_world(_batches, 2, backend, columns) == [[], []]
+
+
+def _grids(backend: str) -> list[str]:
+    """Divide the rows among other numbers of WGs; no bit may change."""
+    world = po.runtime.world.current()
+    weight, x = (_normal(*shape, seed=po.rank(), dtype=torch.float16) for shape in ((333, 999), (3, 999)))
+    most = world.backend.num_sms if backend == "cuda" else 5
+    problems = []
+    for algorithm in ALGORITHMS:
+        want = po.gemv_all_reduce(weight, x, algorithm=algorithm).cpu()
+        for grid in (1, 2, most - 1, most):
+            world.operator_state[TUNING] = Tuning(work_groups=grid)
+            found = po.gemv_all_reduce(weight, x, algorithm=algorithm).cpu()
+            if (problem := difference(found, want)) is not None:
+                problems.append(f"{algorithm}, {grid} WGs: {problem}")
+        del world.operator_state[TUNING]
+    return problems
+
+
+def test_the_number_of_work_groups_changes_no_bit(backend: str) -> None:
+    assert in_world(_grids, 2, backend, backend) == [[], []]
+
+
+def _fresh_biases() -> list[str]:
+    """Pass tensors that no call has seen, more often than plans are kept."""
+    problems = []
+    plans = state_of(po.runtime.world.current()).plans
+    weight, x = torch.ones(9, 4, device=po.device()), torch.ones(4, device=po.device())
+    biases = [torch.full((9,), float(i), device=po.device()) for i in range(40)]
+    with mock.patch.object(sys.modules["persistent_ops.ops.gemv_all_reduce"], "_MAX_PLANS", 8):
+        outputs = [po.gemv_all_reduce(weight, x, bias=bias) for bias in biases]
+    for i, output in enumerate(outputs):
+        if output.tolist() != [4.0 * po.world_size() + i] * 9:
+            problems.append(f"bias {i}: {output.tolist()}")
+    if not 0 < len(plans) <= 8:
+        problems.append(f"{len(plans)} plans are kept")
+    return problems
+
+
+def test_plans_do_not_collect(backend: str) -> None:
+    assert in_world(_fresh_biases, 1, backend) == [[]]
 
 
 def _equal_but_for_nan(output: torch.Tensor, want: torch.Tensor) -> bool:
@@ -420,6 +463,22 @@ def test_autograd_runs_forward_and_refuses_backward(backend: str) -> None:
         assert "gemv_all_reduce is forward only" in text and "torch.no_grad()" in text and "all_reduce" in text
     assert seen.pop("out").startswith("out: ")
     assert all(value is True for value in seen.values()), seen
+
+
+def _saved_output() -> str:
+    """Write into a tensor that a gradient needs."""
+    weight, x, _, _ = _arguments()
+    out = torch.ones_like(po.gemv_all_reduce(weight, x))
+    factor = torch.ones_like(out, requires_grad=True)
+    loss = (factor * out).sum()
+    po.gemv_all_reduce(weight, x, out=out)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_autograd_sees_that_out_was_written(backend: str) -> None:
+    assert "modified by an inplace operation" in in_world(_saved_output, 1, backend)[0]
 
 
 # ---- fake tensors, tracing, torch.compile ----------------------------------------------------------------------------

@@ -355,8 +355,13 @@ def _full_heap(backend: str) -> tuple[list[str], str]:
     po.init(backend, timeout=20.0, heap_size=2 * MB)
     # Two blocks, since what remains of the heap behind its flags is not known here.
     taken = [po.empty(MB, dtype=torch.uint8)]
-    taken.append(po.empty(po.runtime.world.current().heap.free_list.free_bytes - 4096, dtype=torch.uint8))
-    outcome = outcome_of(lambda: po.gemv_all_reduce(**good()))
+    free_list = po.runtime.world.current().heap.free_list
+    # In turn for no packets at all, and for some of them only.
+    for left in (free_list.size // 16 * 5 // 2, 4096):
+        taken.append(po.empty(free_list.free_bytes - left, dtype=torch.uint8))
+        outcome = outcome_of(lambda: po.gemv_all_reduce(**good()))
+        if free_list.free_bytes != left:
+            return [], f"{left - free_list.free_bytes} bytes were not given back"
     for tensor in taken:
         po.free(tensor)
     po.gemv_all_reduce(**good())

@@ -14,6 +14,7 @@ import torch
 from gemv_cases import ALGORITHMS, Case, Inputs, bits, expected_bits, make_inputs
 
 import persistent_ops as po
+from persistent_ops.runtime.layout import LocalState
 
 pytestmark = pytest.mark.gpu
 MB = 1 << 20
@@ -185,6 +186,58 @@ def _layers(replays: int) -> list[str]:
 
 def test_layers_that_follow_one_another_in_a_graph() -> None:
     assert po.launch(_layers, _pes(), _replays() // 3, timeout=300) == [[]] * _pes()
+
+
+_WIDE = 4096  # wide enough that a WG has more to read than its ring holds: the successor begins late
+
+
+def _chain(replays: int) -> list[str]:
+    """Let products take the sums of the one before, and begin before it has ended."""
+    po.init("cuda", timeout=20.0, heap_size=128 * MB)
+    rank, world, device = po.rank(), po.world_size(), po.device()
+    problems: list[str] = []
+    # A row has one column that is not zero, so that sums stay small whole numbers.
+    rng = torch.Generator().manual_seed(5)
+    picks = torch.randint(_WIDE, (3, world, _WIDE), generator=rng)
+    signs = torch.randint(0, 2, picks.shape, generator=rng).to(torch.bfloat16) * 2 - 1
+    starts = torch.randint(-3, 4, (_NUM_INPUTS, _WIDE), generator=rng).to(torch.bfloat16)
+    weights = torch.zeros(3, _WIDE, _WIDE, dtype=torch.bfloat16)
+    weights.scatter_(2, picks[:, rank, :, None], signs[:, rank, :, None])
+    own = weights.to(device)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        first = po.gemv_all_reduce(own[0], x, prefetch_weight=True)
+        second = po.gemv_all_reduce(own[1], first, residual=first, prefetch_weight=True, algorithm="two_phase")
+        return po.gemv_all_reduce(own[2], second, prefetch_weight=True)
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        for layer in range(3):
+            total = (signs[layer] * x[picks[layer]]).float().sum(0)
+            x = (total + x if layer == 1 else total).to(torch.bfloat16)
+        return x
+
+    wants = [expected(start).to(device) for start in starts]
+    x = starts[0].to(device)
+    if not torch.equal(run(x), wants[0]):
+        problems.append("eager calls: wrong")
+    po.check()
+    graph, result = _captured(torch.cuda.Stream(), lambda: [run(x) for _ in range(3)])
+    for turn in range(replays):
+        x.copy_(starts[turn % _NUM_INPUTS])
+        graph.replay()
+        if not all(torch.equal(y, wants[turn % _NUM_INPUTS]) for y in result):
+            problems.append(f"replay {turn}: wrong")
+            break
+    local = po.runtime.world.current().workspace._local
+    if (asked := int(local[LocalState.asked.offset // 8])) != 0:
+        problems.append(f"{asked} WGs are counted when all have asked for everything")
+    po.check()
+    po.finalize()
+    return problems
+
+
+def test_products_that_take_each_other_s_sums() -> None:
+    assert po.launch(_chain, _pes(), _replays() // 5, timeout=300) == [[]] * _pes()
 
 
 def _two_streams() -> list[str]:

@@ -279,6 +279,33 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
 
 
+def _many_rows_without_a_peer(backend: str) -> float:
+    po.init(backend, timeout=1.0, heap_size=32 * MB)
+    weight, x = torch.ones(60000, 1, device=po.device()), torch.ones(8, 1, device=po.device())
+    po.gemv_all_reduce(weight, x)
+    po.check()
+    if po.rank() == 1:
+        time.sleep(1.5)
+        po.recover()
+        seconds = 0.0
+    else:
+
+        def act() -> None:
+            po.gemv_all_reduce(weight, x)
+            po.check()
+
+        name, _, seconds = error_of(act)
+        assert name == "PeerTimeoutError"
+        po.recover()
+    po.finalize()
+    return seconds
+
+
+def test_giving_up_is_soon_over_however_many_rows_are_missing(backend: str) -> None:
+    seconds = po.launch(_many_rows_without_a_peer, 2, backend, threads=_threads(backend), timeout=60)
+    assert seconds[0] < 6.0
+
+
 # ---- epochs ----------------------------------------------------------------------------------------------------------
 
 

@@ -174,7 +174,9 @@ def _autograd() -> dict[str, Any]:
         po.embedding_all_to_all(weights, *found, out=out)
     seen["out"] = str(caught.value)
     with torch.no_grad():
+        version = out._version
         unrecorded = po.embedding_all_to_all(weights, *found, out=out)
+    seen["out was written"] = out._version > version  # or a gradient that needs its old values would not notice
     seen["no_grad"] = not unrecorded.requires_grad and torch.equal(unrecorded, plain)
     with torch.inference_mode():
         seen["inference_mode"] = torch.equal(po.embedding_all_to_all(weights, *found), plain)

@@ -279,7 +279,8 @@ PO_FN void atomic_count_relaxed_gpu(uint32_t* word, uint32_t last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(word), "r"(last) : "memory");
 #else
   uint32_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, old >= last ? 0 : old + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  while (
+      !__atomic_compare_exchange_n(word, &old, old >= last ? 0 : old + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 #endif
 }

@@ -298,8 +298,7 @@ class WeightStream {
   // Zeros behind the row's end.
   PO_FN void copy_piece(Vector<16>* target, const Storage* source) const {
     if constexpr (kAligned) {
-      copy_async_once(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(source),
-                      left_ > 0 ? 16 : 0);
+      copy_async_once(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(source), left_ > 0 ? 16 : 0);
     } else {
       Storage elements[Share::kPiece];
       PO_UNROLL

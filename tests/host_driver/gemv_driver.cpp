@@ -26,29 +26,22 @@ constexpr int kAbort = 4;
 constexpr int kTookPart = 5;
 constexpr uint64_t kReadyStride = 64;
 
-driver::Options options({{"--pes", "2"},
-                         {"--rows", "85"},
-                         {"--columns", "40"},
-                         {"--vectors", "3"},
-                         {"--wgs", "1"},
-                         {"--threads", "1"},
-                         {"--epochs", "8"},
-                         {"--first-epoch", "1"},
-                         {"--staged", "0"},
-                         {"--node", "1"},  // so many PEs in a row reach each other where others are staged
-                         {"--long-pe", "-1"},  // has so many columns, and this time-out of one wait
-                         {"--long-columns", "0"},
-                         {"--long-timeout-ms", "0"},
-                         {"--empty-between", "0"},  // every second launch has no rows
-                         {"--delay-us", "0"},  // longest delay of an operation of the network
-                         {"--slow-pe", "-1"},  // sleeps before each of its launches ...
-                         {"--slow-us", "3000"},
-                         {"--timeout-ms", "4000"},  // of one wait
-                         {"--stop-pe", "-1"},       // does not launch, or ...
-                         {"--other-pe", "-1"},      // ... launches under another contract, at ...
-                         {"--trouble-at", "-1"},    // ... this launch (from 0); then all recover and go on
-                         {"--queued",
-                          "0"}});  // launches behind that one that do not look at errors, as in a GPU's queue
+driver::Options options(
+    {{"--pes", "2"},           {"--rows", "85"},
+     {"--columns", "40"},      {"--vectors", "3"},
+     {"--wgs", "1"},           {"--threads", "1"},
+     {"--epochs", "8"},        {"--first-epoch", "1"},
+     {"--staged", "0"},        {"--node", "1"},  // so many PEs in a row reach each other where others are staged
+     {"--long-pe", "-1"},                        // has so many columns, and this time-out of one wait
+     {"--long-columns", "0"},  {"--long-timeout-ms", "0"},
+     {"--empty-between", "0"},                            // every second launch has no rows
+     {"--delay-us", "0"},                                 // longest delay of an operation of the network
+     {"--slow-pe", "-1"},                                 // sleeps before each of its launches ...
+     {"--slow-us", "3000"},    {"--timeout-ms", "4000"},  // of one wait
+     {"--stop-pe", "-1"},                                 // does not launch, or ...
+     {"--other-pe", "-1"},                                // ... launches under another contract, at ...
+     {"--trouble-at", "-1"},                              // ... this launch (from 0); then all recover and go on
+     {"--queued", "0"}});  // launches behind that one that do not look at errors, as in a GPU's queue
 
 // Small whole numbers: sums are exact in fp32.
 float weight_value(int pe, int64_t row, int64_t k) { return static_cast<float>((row * 7 + k * 3 + pe) % 9 - 4); }
@@ -56,7 +49,9 @@ float x_value(int pe, int64_t n, int64_t k, int64_t launch) {
   return static_cast<float>((n * 5 + k + pe * 2 + launch * 11) % 7 - 3);
 }
 
-int64_t columns_of(int pe) { return options.number(pe == options.number("--long-pe") ? "--long-columns" : "--columns"); }
+int64_t columns_of(int pe) {
+  return options.number(pe == options.number("--long-pe") ? "--long-columns" : "--columns");
+}
 
 // What the PEs tell each other on the host.
 struct World {
