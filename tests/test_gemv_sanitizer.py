@@ -32,7 +32,7 @@ class Mutation:
 
 def _compile(cuda: Path, program: Path, algorithm: str) -> None:
     choices = {"SUM_SCALAR": "Float32", "VECTORS": "8", "DEPTH": "1", "ALIGNED": "true", "RESIDENT": "true"}
-    choices |= {"TWO_PHASE": str(algorithm == "two_phase").lower(), "OVERLAPS": "false", "WARPS": "8"}
+    choices |= {"TWO_PHASE": str(algorithm == "two_phase").lower(), "OVERLAPS": "false", "LATE": "false", "WARPS": "8"}
     flags = [f"-DPO_{name}={value}" for name, value in choices.items()]
     compile_source("gemv_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
 

@@ -87,5 +87,5 @@ def test_local_state_is_whole_words(structs: dict[str, Struct]) -> None:
 
 
 def test_words_that_many_wgs_update_share_no_line(structs: dict[str, Struct]) -> None:
-    lines = [structs["LocalState"].fields[name][0] // 128 for name in ("epoch", "ticket", "departed", "abort")]
+    lines = [structs["LocalState"].fields[name][0] // 128 for name in ("epoch", "ticket", "departed", "asked", "abort")]
     assert len(set(lines)) == len(lines)

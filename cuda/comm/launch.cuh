@@ -95,6 +95,8 @@ template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
                  bool has_given_up = false) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
+  // Who owes a result may itself wait for sums: whose are missing must be told first.
+  const uint64_t bound_ns = team.timeout_ns + (phase == kPhaseResult ? team.timeout_ns / 8 : 0);
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
@@ -104,7 +106,7 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
       if (started == 0) started = now;
-      if (now - started > team.timeout_ns && peer != team.rank) {
+      if (now - started > bound_ns && peer != team.rank) {
         raise_abort(team, kTimeout, phase, peer, index, seen, now - started);
         return false;
       }

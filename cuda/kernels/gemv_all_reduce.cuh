@@ -28,6 +28,7 @@
 #define PO_RESIDENT true
 #define PO_TWO_PHASE false
 #define PO_OVERLAPS false
+#define PO_LATE false
 #define PO_WARPS 8
 #endif
 namespace po::gemv_all_reduce {
@@ -45,7 +46,9 @@ struct Config {
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
   static constexpr bool kOverlaps = PO_OVERLAPS;             // starts before the kernel before it has ended
-  static constexpr int kSlots = kVectors == 1 ? 8 : 4;       // tiles of a WG that may be under way in its own memory
+  static constexpr bool kLetsSuccessorInLate = PO_LATE;      // see Succession; else at once
+  static constexpr bool kSharesSm = kVectors == 1 || (kOverlaps && kVectors <= 8);  // with a successor that overlaps
+  static constexpr int kSlots = kVectors == 1 ? 8 : 4;  // tiles of a WG that may be under way in its own memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
@@ -58,7 +61,6 @@ struct Plan {
   Team team;
   OutputPlan output;
   PacketPlan packets;
-  int64_t lets_successor_in_late;  // else at once
 };
 
 struct Call {
@@ -89,7 +91,7 @@ struct Kernel {
   using Call = gemv_all_reduce::Call;
   using Shared = gemv_all_reduce::Shared;
   static constexpr int kThreads = (Config::kComputing + Config::kServing) * 32;
-  static constexpr int kBlocksPerSm = Config::kVectors == 1 ? 2 : 1;  // beside one WG, a successor's may begin
+  static constexpr int kBlocksPerSm = Config::kSharesSm ? 2 : 1;
   static constexpr size_t kHostArenaBytes = 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
 
   struct Begun {
@@ -114,9 +116,8 @@ struct Kernel {
       await_predecessor();
       begun.vectors.fetch(wg);
     }
+    if constexpr (!Config::kLetsSuccessorInLate) release_successor();
     const Plan& plan = shared.plan;
-    const bool is_late = Config::kOverlaps && plan.lets_successor_in_late != 0;
-    if (!is_late) release_successor();
     const RowTiles tiles = tiles_of(wg, call);
     Pipeline pipeline(wg, shared.pipeline, tiles, begun.vectors);
     Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call);
@@ -126,13 +127,15 @@ struct Kernel {
     wg.sync();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
-    Succession succession(&plan.team.local->asked, wg, is_late && wg.warp_index() == 0 ? begun.stream.num_steps() : 0,
+    Succession succession(&plan.team.local->asked, wg, wg.warp_index() == 0 ? begun.stream.num_steps() : 0,
                           Config::Stream::kStepsAhead);
     pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
-      if constexpr (Config::kOverlaps) succession.step();
+      if constexpr (Config::kLetsSuccessorInLate) succession.step();
     });
     if (plan.team.size != 1) finish(wg, shared, exchange);  // in a world of one the serving warps have
-    if (is_late && wg.rank() == 0) succession.await_others();
+    if constexpr (Config::kLetsSuccessorInLate) {
+      if (wg.rank() == 0) succession.await_others();
+    }
   }
 
  private:

@@ -82,7 +82,6 @@ class _Plan(ctypes.Structure):
         ("results_bytes", ctypes.c_uint64),
         ("all_reachable", ctypes.c_int64),
         ("heaps", ctypes.c_uint64 * MAX_PES),
-        ("lets_successor_in_late", ctypes.c_int64),
     )
 
 
@@ -236,8 +235,9 @@ class GemvPlan:
             parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
             vectors_bytes=kernel_vectors * (steps * _STEP_BYTES + _VECTOR_GAP_BYTES) + _DELIVERY_BYTES,
         )
-        begins_beside = prefetch_weight and kernel_vectors == 1  # more vectors take too many registers
-        depth = tuning.depth or choose_depth(bytes_per_wg, arena.steps_of_each_of_two() if begins_beside else 0)
+        # 16 vectors take too many registers for a second WG on an SM.
+        room_for_two = arena.steps_of_each_of_two() if prefetch_weight and kernel_vectors <= 8 else 0
+        depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two)
         arena_bytes, is_resident = arena.with_depth(depth)
         request = kernel_request(
             dtype,
@@ -250,16 +250,22 @@ class GemvPlan:
             is_resident=is_resident,
             two_phase=two_phase,
             overlaps=prefetch_weight,
+            # Where a successor finds no room beside this launch, or this one is nearly over when its vectors have come,
+            # the sooner the better.
+            is_late=depth <= room_for_two and not _is_little(bytes_per_wg),
         )
         if world.backend.name == "host":  # most choices are not about the host: one library for all of them
             defines = dict(request.defines) | {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true"}
-            defines |= {"PO_WARPS": "8", "PO_OVERLAPS": "false"}
+            defines |= {"PO_WARPS": "8", "PO_OVERLAPS": "false", "PO_LATE": "false"}
             defines["PO_VECTORS"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
             request = dataclasses.replace(request, defines=tuple(defines.items()))
         self._kernel: Kernel = world.backend.load(request)
-        wgs_per_sm = self._kernel.max_blocks_per_sm()
-        if wgs_per_sm < 1:
-            raise ValueError(f"warps, depth: a WG with {arena_bytes} bytes of shared memory does not fit an SM")
+        resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
+        if world.backend.name == "cuda" and resident < grid:
+            raise ValueError(
+                f"warps, depth, work_groups: {resident} WGs with {arena_bytes} bytes of shared memory fit the GPU, not "
+                f"{grid}; a persistent grid must be resident as a whole"
+            )
         self.is_two_phase = two_phase
         self._bias = bias
         self._grid = grid
@@ -291,9 +297,6 @@ class GemvPlan:
                 results_bytes=state.results[0].nbytes,
                 all_reachable=int(world.all_reachable),
                 heaps=(ctypes.c_uint64 * MAX_PES)(*world.backend.peer_heaps),
-                # Where it finds no room beside this launch, or this one is nearly over when its vectors have come, the
-                # sooner the better.
-                lets_successor_in_late=int(prefetch_weight and wgs_per_sm > 1 and not _is_little(bytes_per_wg)),
             )
             words = upload(world.backend, bytes(plan))
             shape = num_rows | world.rank << 17 | world.size << 23 | (num_vectors - 1) << 30 | columns << 34
@@ -355,8 +358,12 @@ def kernel_request(
     is_resident: bool,
     two_phase: bool,
     overlaps: bool,
+    is_late: bool,
 ) -> KernelRequest:
-    """Return what is compiled for one combination of choices; `kernel_vectors` is 1, 8 or 16."""
+    """Return what is compiled for one combination of choices; `kernel_vectors` is 1, 8 or 16.
+
+    `overlaps`: the launch begins before its predecessor has ended. `is_late`: it lets its successor do so late.
+    """
     defines = {
         "PO_SCALAR": SCALARS[dtype],
         "PO_SUM_SCALAR": SCALARS[comm_dtype],
@@ -366,6 +373,7 @@ def kernel_request(
         "PO_RESIDENT": str(is_resident).lower(),
         "PO_TWO_PHASE": str(two_phase).lower(),
         "PO_OVERLAPS": str(overlaps).lower(),
+        "PO_LATE": str(is_late).lower(),
         "PO_WARPS": str(warps),
     }
     return KernelRequest(

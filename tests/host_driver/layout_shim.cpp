@@ -34,6 +34,7 @@ int main() {
   FIELD(LocalState, epoch);
   FIELD(LocalState, ticket);
   FIELD(LocalState, departed);
+  FIELD(LocalState, asked);
   FIELD(LocalState, abort);
   FIELD(LocalState, error_claimed);
   FIELD(LocalState, input_error_claimed);
