@@ -160,7 +160,7 @@ def _draw_times(axes: Any, lines: Sequence[_Line]) -> None:
     axes.set_ylabel("time / unfused with the same kernel")
     axes.set_title(f"Fused and unfused on {pes} PEs (dotted: limit of the hardware)")
     if drawn:
-        axes.legend(fontsize=8)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8)
 
 
 def _base(rows: dict[str, _Line]) -> _Line:
@@ -188,4 +188,4 @@ def _draw_schedules(axes: Any, lines: Sequence[_Line]) -> None:
     axes.set_ylabel("time / oblivious order")
     axes.set_title("Order of the tasks; whiskers: the fastest and the slowest PE of a launch that all begin together")
     if groups:
-        axes.legend(fontsize=8)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8)

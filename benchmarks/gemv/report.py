@@ -163,7 +163,7 @@ def _draw_times(axes: Any, lines: Sequence[_Line], methods: Sequence[str]) -> No
     axes.set_xticks(range(len(groups)), names, fontsize=8)
     axes.set_ylabel("time / fastest without the operator")
     if drawn:
-        axes.legend(fontsize=8)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8)
 
 
 def _draw_worlds(axes: Any, lines: Sequence[_Line], worlds: Sequence[int]) -> None:
@@ -183,4 +183,4 @@ def _draw_worlds(axes: Any, lines: Sequence[_Line], worlds: Sequence[int]) -> No
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel("best unfused / best fused")
     axes.set_title("Speed-up by the number of PEs")
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8)
