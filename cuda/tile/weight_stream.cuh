@@ -52,6 +52,11 @@ struct WarpShare {
             first,
             min_of(each, total - first)};
   }
+
+  // Of this warp, in all tiles of its team.
+  PO_FN int num_steps_of_all(const RowTiles& tiles) const {
+    return max_of(ceil_div(tiles.count - team, num_teams), 0) * num_steps;
+  }
 };
 
 #if PO_ON_DEVICE
@@ -172,11 +177,7 @@ class WeightStream {
         for (int step = 0; step < kDepth; ++step) copy_next();
   }
 
-  // Of all tiles together.
-  PO_FN int num_steps() const {
-    const int num_tiles = max_of(ceil_div(tiles_.count - share_.team, share_.num_teams), 0);
-    return num_tiles * share_.num_steps;
-  }
+  PO_FN int num_steps() const { return share_.num_steps_of_all(tiles_); }
 
   // This warp's part of a tile's results, spread over its lanes.
   class Sums {
@@ -350,7 +351,7 @@ class WeightStream {
   WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t*, int)
       : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {}
 
-  int num_steps() const { return 0; }
+  int num_steps() const { return share_.num_steps_of_all(tiles_); }
 
   struct Sums {
     float values[kVectors][kTileRows];
@@ -358,8 +359,9 @@ class WeightStream {
   };
 
   template <class InStep>
-  Sums multiply(const VectorsOf& vectors, const InStep&) {
+  Sums multiply(const VectorsOf& vectors, const InStep& in_step) {
     Sums sums = {};
+    for (int step = 0; step < share_.num_steps; ++step) in_step();  // it has nothing to ask for
     const int first_row = tiles_.tile_at(position_) * kTileRows;
     position_ += share_.num_teams;
     const int first = share_.first_step * Share::kStep;

@@ -2,7 +2,7 @@
 // output. Built with -fsanitize=thread, as embedding_driver.cpp: what is not ordered by the protocol is a data race.
 //
 // Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort that was not expected (or one that was, and
-// did not come), 5 a launch behind an aborted one took part; ThreadSanitizer adds its own.
+// did not come), 5 a launch behind an aborted one took part, 6 a launch did not count its WGs out; ThreadSanitizer adds its own.
 
 #include <algorithm>
 #include <barrier>
@@ -24,6 +24,7 @@ using po::gemv_all_reduce::Plan;
 constexpr int kWrongOutput = 3;
 constexpr int kAbort = 4;
 constexpr int kTookPart = 5;
+constexpr int kCount = 6;
 constexpr uint64_t kReadyStride = 64;
 
 driver::Options options(
@@ -121,6 +122,7 @@ struct Pe {
         continue;
       }
       const std::vector<float> output = run_kernel(launch);
+      if (local.asked != 0) driver::fail(kCount, "PE %d, launch %ld: %u WGs stay counted", rank, launch, local.asked);
       if (error.state != 0) {
         driver::fail(kAbort, "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch, error.phase, error.peer);
       }
