@@ -450,6 +450,8 @@ def _autograd() -> dict[str, Any]:
     with pytest.raises(NotImplementedError) as caught:
         po.gemv_all_reduce(**recorded, out=out)  # type: ignore[arg-type]
     seen["out"] = str(caught.value)
+    with pytest.raises(NotImplementedError, match="^out: "):
+        po.gemv_all_reduce(**given, out=out.clone().requires_grad_())  # type: ignore[arg-type]
     with torch.no_grad():
         po.gemv_all_reduce(**recorded, out=out)  # type: ignore[arg-type]
     seen["no_grad"] = not out.requires_grad and torch.equal(out, plain)

@@ -15,6 +15,7 @@ KERNEL = "kernels/gemv_all_reduce.cuh"
 PIPELINE = "kernels/gemv/tile_pipeline.cuh"
 EXCHANGE = "kernels/gemv/packet_exchange.cuh"
 LAUNCH = "comm/launch.cuh"
+SUCCESSION = "sched/succession.cuh"
 GROUPS = "platform/groups.cuh"
 MEMORY = "platform/memory.cuh"
 ALGORITHMS = ("one_shot", "two_phase")
@@ -70,7 +71,8 @@ CASES = {
     "some_are_near": "--pes=4 --threads=2 --rows=30 --staged=1 --node=2 --delay-us=100",
     "some_are_near_late": "--pes=5 --threads=4 --rows=30 --staged=1 --node=2 --delay-us=100 --slow-pe=3",
     "launches_without_rows": NO_ROWS_BETWEEN,
-    "own_sums_come_late": "--pes=2 --threads=4 --rows=8 --vectors=1 --epochs=1 --long-pe=0 --long-columns=3000000 "
+    "a_wg_without_tiles": "--pes=2 --threads=3 --rows=24 --wgs=4",
+    "own_sums_come_late": "--pes=2 --threads=4 --rows=8 --vectors=1 --epochs=1 --long-pe=0 --long-columns=300000 "
     "--long-timeout-ms=60",
     "behind_an_aborted_launch": BEHIND_TROUBLE,
     "behind_an_aborted_launch_staged": BEHIND_TROUBLE_STAGED,
@@ -145,8 +147,11 @@ MUTATIONS = {
         algorithm="two_phase",
     ),
     "each_warp_counts_its_wg": Mutation(
-        (Edit(KERNEL, "wg.warp_index() == 0 ? begun.stream.num_steps() : 0", "begun.stream.num_steps()"),),
+        (Edit(SUCCESSION, "steps_left_(wg.warp_index() == 0 ? num_steps : 0)", "steps_left_(num_steps)"),),
         "--pes=2 --threads=10 --wgs=2 --rows=24 --columns=20",  # one WG has tiles for two teams, the other for one
+    ),
+    "a_wg_without_tiles_is_not_counted": Mutation(
+        (Edit(SUCCESSION, "    release_successor();\n    count();\n", ""),), CASES["a_wg_without_tiles"]
     ),
     "credits_are_not_awaited": Mutation(
         (Edit(KERNEL, "await_all_credits(plan.team, Warp());", "{}"),), NO_ROWS_BETWEEN

@@ -173,6 +173,8 @@ def _autograd() -> dict[str, Any]:
     with pytest.raises(NotImplementedError) as caught:
         po.embedding_all_to_all(weights, *found, out=out)
     seen["out"] = str(caught.value)
+    with pytest.raises(NotImplementedError, match="^out: "):
+        po.embedding_all_to_all([weight.detach() for weight in weights], *found, out=out.detach().requires_grad_())
     with torch.no_grad():
         version = out._version
         unrecorded = po.embedding_all_to_all(weights, *found, out=out)

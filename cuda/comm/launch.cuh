@@ -95,7 +95,7 @@ template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
                  bool has_given_up = false) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
-  // Who owes a result may itself wait for sums: whose are missing must be told first.
+  // Who owes a result may itself wait for sums: whose are missing should be told first.
   const uint64_t bound_ns = team.timeout_ns + (phase == kPhaseResult ? team.timeout_ns / 8 : 0);
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
@@ -129,11 +129,13 @@ PO_FN bool await_own(const Team& team, const Look& look) {
 
 // Returns true when `flag`, which `peer` writes, has reached this epoch; what `peer` released before is then visible to
 // this thread.
-PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index) {
-  const bool is_there = await(team, phase, peer, index, [&](uint64_t* seen) {
+PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index,
+                       bool has_given_up = false) {
+  const auto look = [&](uint64_t* seen) {
     *seen = flag_load_acquire_sys(flag);
     return epoch_of(*seen) >= team.epoch;
-  });
+  };
+  const bool is_there = await(team, phase, peer, index, look, has_given_up);
   if (is_there && !is_reachable(team, peer)) put_acquire(flag, flag_value(team.epoch, 0));
   return is_there;
 }

@@ -127,8 +127,8 @@ struct Kernel {
     wg.sync();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
-    Succession succession(&plan.team.local->asked, wg, wg.warp_index() == 0 ? begun.stream.num_steps() : 0,
-                          Config::Stream::kStepsAhead);
+    Succession succession(&plan.team.local->asked, wg, begun.stream.num_steps(), Config::Stream::kStepsAhead);
+    if constexpr (Config::kLetsSuccessorInLate) succession.begin(wg);
     pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
       if constexpr (Config::kLetsSuccessorInLate) succession.step();
     });

@@ -16,20 +16,26 @@ namespace po {
 
 class Succession {
  public:
-  // One warp of each WG takes `num_steps` and asks for what it needs `steps_ahead`; the others have 0.
-  // `asked`: LocalState's.
+  // The first warp of each WG asks, `steps_ahead` of its `num_steps`; the others have none. `asked`: LocalState's.
   PO_FN Succession(uint32_t* asked, const WorkGroup& wg, int num_steps, int steps_ahead)
       : asked_(asked),
         last_(static_cast<uint32_t>(wg.count()) - 1),
-        steps_left_(num_steps),
+        steps_left_(wg.warp_index() == 0 ? num_steps : 0),
         has_asked_at_(min_of(steps_ahead, max_of(num_steps - 1, 0))),
         lets_in_at_(min_of(steps_ahead + kStepsOfLaunch, max_of(num_steps - 1, 0))) {}
 
-  // The warp, in each step, behind its request.
+  // All warps, before their steps.
+  PO_FN void begin(const WorkGroup& wg) {
+    if (wg.warp_index() != 0 || steps_left_ != 0) return;
+    release_successor();
+    count();
+  }
+
+  // In each step, behind its request.
   PO_FN void step() {
     --steps_left_;
     if (steps_left_ == lets_in_at_) release_successor();
-    if (steps_left_ == has_asked_at_ && Warp().rank() == 0) atomic_count_relaxed_gpu(asked_, last_);
+    if (steps_left_ == has_asked_at_) count();
   }
 
   // One thread, when the WG is done.
@@ -40,6 +46,10 @@ class Succession {
   }
 
  private:
+  PO_FN void count() {
+    if (Warp().rank() == 0) atomic_count_relaxed_gpu(asked_, last_);
+  }
+
   static constexpr int kStepsOfLaunch = 6;  // that pass while a launch begins: 1.5 us on H200, 8 KB per step and SM
   uint32_t* const asked_;
   const uint32_t last_;  // count of a launch's last WG

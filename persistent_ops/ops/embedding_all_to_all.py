@@ -88,7 +88,7 @@ def embedding_all_to_all(
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
-    if not torch.compiler.is_compiling() and is_plain((indices, offsets), (per_sample_weights,), weights):
+    if not torch.compiler.is_compiling() and is_plain((indices, offsets), (per_sample_weights, out), weights):
         # The host's share of an eager call counts: by-passing the dispatcher saves most of it. Same code as behind it.
         world = _world.current()
         tables = _table_sets(world).find(weights)
@@ -121,7 +121,7 @@ def embedding_all_to_all(
     )
     if out is None:
         return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
-    if _needs_gradient(weights, per_sample_weights):
+    if _needs_gradient([*weights, out], per_sample_weights):
         raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
     torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
     return out

@@ -84,7 +84,7 @@ def gemv_all_reduce(
         return torch.ops.persistent_ops.gemv_all_reduce(  # type: ignore[no-any-return]
             weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight
         )
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual, out)):
         raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
     torch.ops.persistent_ops.gemv_all_reduce_out(
         weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out=out

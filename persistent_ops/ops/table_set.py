@@ -64,6 +64,10 @@ class TableSets:
             self._sets.pop(key, None)
             self._make_room(self._sets, _MAX_SETS)
             self._sets[key] = tables
+            # A dropped set is forgotten altogether: to PEs that see its tables in other tensor objects it is new.
+            kept = set(map(id, self._sets.values()))
+            for seen in [seen for seen, sighting in self._sightings.items() if id(sighting[1]) not in kept]:
+                del self._sightings[seen]
         if len(self._sightings) > _MAX_SETS:
             self._sightings.clear()
         sightings = self._sightings

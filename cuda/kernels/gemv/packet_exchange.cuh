@@ -191,7 +191,7 @@ class PacketExchange {
   PO_FN bool is_announced(int sender, Phase phase, int tile, int ready_index) const {
     if (is_near(sender)) return true;
     const uint64_t* word = local_word(team_, ready_word_offset(team_, sender, static_cast<uint64_t>(ready_index)));
-    return await_epoch(team_, word, phase, sender, static_cast<uint64_t>(tile));
+    return await_epoch(team_, word, phase, sender, static_cast<uint64_t>(tile), has_given_up_);
   }
 
   PO_FN bool are_announced(int tile) const {
@@ -206,7 +206,7 @@ class PacketExchange {
   // reads them.
   template <int kRow, int kSenders>
   PO_FN bool take(const uint8_t* place, uint64_t stride, Phase phase, int first_sender, int count, int tile,
-                  Packet (&packets)[kSenders][kRow]) {
+                  Packet (&packets)[kSenders][kRow]) const {
     int missing = team_.rank;
     const auto look = [&](uint64_t* seen) {
       const uint8_t* base = derived_anew(place);
@@ -232,9 +232,12 @@ class PacketExchange {
       }
       return *seen == expected;
     };
-    const bool are_there = await(team_, phase, missing, static_cast<uint64_t>(tile), look, has_given_up_);
-    if (!are_there) has_given_up_ = true;
-    return are_there;
+    return await(team_, phase, missing, static_cast<uint64_t>(tile), look, has_given_up_);
+  }
+
+  PO_FN void give_up(int tile, int item) {
+    has_given_up_ = true;
+    output_.poison(tile, item);
   }
 
   // ---- own tiles: all PEs' sums become results -----------------------------------------------------------------------
@@ -244,7 +247,7 @@ class PacketExchange {
     // Senders whose packets are looked at together, as many as registers allow.
     constexpr int kBatch = Config::kTwoPhase && Config::kSharesSm ? 2 : 8 / Config::kPacketsPerItem;
     const auto addends = output_.addends(tile, item);  // on their way while the packets are
-    if (!are_announced(tile)) return output_.poison(tile, item);
+    if (!are_announced(tile)) return give_up(tile, item);
     const uint64_t stride = partial_offset(1, 0) - partial_offset(0, 0);
     float sums[Config::kItem];
     PO_UNROLL
@@ -255,7 +258,7 @@ class PacketExchange {
       const Packet* place = packet_at(team_.rank, partial_offset(first, tile)) + item * Config::kPacketsPerItem;
       Packet packets[kBatch][Config::kPacketsPerItem] = {};
       if (!take(reinterpret_cast<const uint8_t*>(place), stride, kPhasePartial, first, count, tile, packets)) {
-        return output_.poison(tile, item);
+        return give_up(tile, item);
       }
       PO_UNROLL
       for (int i = 0; i < kBatch; ++i) {
@@ -310,7 +313,7 @@ class PacketExchange {
     Packet packets[1][1] = {};
     const bool is_there = is_announced(owner, kPhaseResult, tile, ready_index_of_result(tile)) &&
                           take(reinterpret_cast<const uint8_t*>(place), 0, kPhaseResult, owner, 1, tile, packets);
-    if (!is_there) return output_.poison(tile, item);
+    if (!is_there) return give_up(tile, item);
     Results results;
     __builtin_memcpy(results, packets[0][0].data, sizeof(results));
     output_.store(tile, item, results);
