@@ -52,7 +52,7 @@ struct Config {
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
-  using Stream = WeightStream<Scalar, kVectors, PO_DEPTH, PO_ALIGNED, PO_RESIDENT>;
+  using Stream = WeightStream<Scalar, kVectors, PO_DEPTH, PO_ALIGNED, PO_RESIDENT, kOverlaps>;
 };
 
 using Pipeline = TilePipeline<Config>;
@@ -104,7 +104,11 @@ struct Kernel {
   static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
     const Pipeline::Vectors vectors{call.vectors, call.num_vectors(), call.num_columns(),
                                     wg.arena() + Pipeline::ring_bytes(wg)};
-    if constexpr (!Config::kOverlaps) vectors.fetch(wg);
+    if constexpr (Config::kOverlaps) {
+      vectors.expect(wg, first_fetching(wg));
+    } else {
+      vectors.fetch(wg, 0);
+    }
     RowTiles tiles = tiles_of(wg, call);
     if (wg.warp_index() >= Pipeline::num_computing(wg)) tiles.count = 0;
     return {vectors, Pipeline::Stream({call.weight, call.num_rows(), call.num_columns()}, tiles,
@@ -113,8 +117,11 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
     if constexpr (Config::kOverlaps) {
-      await_predecessor();
-      begun.vectors.fetch(wg);
+      // Through the vectors, or the sync below, all others know that it has ended.
+      if (wg.rank() >= first_fetching(wg)) {
+        await_predecessor();
+        begun.vectors.fetch(wg, first_fetching(wg));
+      }
     }
     if constexpr (!Config::kLetsSuccessorInLate) release_successor();
     const Plan& plan = shared.plan;
@@ -142,6 +149,11 @@ struct Kernel {
   static PO_FN RowTiles tiles_of(const WorkGroup& wg, const Call& call) {
     return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.num_rows(), kTileRows), call.rank(),
                            Config::kTwoPhase ? call.size() : 1);
+  }
+
+  // In a launch that overlaps its predecessor, the threads that bring the vectors: the serving warps', where they can.
+  static PO_FN int first_fetching(const WorkGroup& wg) {
+    return Pipeline::Vectors::kDelivered ? Pipeline::num_computing(wg) * kWarpSize : 0;
   }
 
   // The last WG grants the PE's credit and awaits the others': where tiles do not come out even it has one less.

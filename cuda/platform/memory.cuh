@@ -125,8 +125,8 @@ inline constexpr bool kHasBulkCopies = true;
 inline constexpr bool kHasBulkCopies = false;
 #endif
 
-// Bulk copies into a WG's own memory, one delivery of several: a thread starts it, and all may await it behind a sync. Lies
-// in the WG's own memory. Only where kHasBulkCopies.
+// Copies into a WG's own memory, one delivery of several, which all may await behind a sync: bulk copies of the thread that
+// started it, or copy_async of as many threads as it counts. Lies in the WG's own memory. Only where kHasBulkCopies.
 struct Delivery {
   uint64_t word;  // an mbarrier
 
@@ -138,6 +138,20 @@ struct Delivery {
         "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address_of(&word)),
         "r"(bytes)
         : "memory");
+#endif
+  }
+
+  // A sync must follow.
+  PO_FN void start_counting([[maybe_unused]] int threads) {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_of(&word)), "r"(threads) : "memory");
+#endif
+  }
+
+  // Counts this thread when all copies that it has started are there.
+  PO_FN void arrive_behind_copies() {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_of(&word)) : "memory");
 #endif
   }
 

@@ -63,10 +63,15 @@ struct WarpShare {
 
 // The vectors, as they are in memory, one behind the other in the WG's own; or, where there is no room, in global memory.
 // Between two vectors 64 bytes are left free, so that lanes that read 64 bytes of each of two find them in other banks.
-template <class Scalar, int kVectors, bool kAligned, bool kResident>
+//
+// Several come by bulk copies of one thread: single ones would keep all threads from asking for weights. A lone vector comes
+// sooner by single copies. `kLate`: it is asked for behind the weights, and by some threads alone, so that nobody who waits
+// for it waits for weights.
+template <class Scalar, int kVectors, bool kAligned, bool kResident, bool kLate>
 struct Vectors {
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
+  static constexpr bool kDelivered = kAligned && kResident && kHasBulkCopies && (kVectors > 1 || kLate);
   const uint8_t* elements;  // [count][num_columns]
   int count;
   int num_columns;
@@ -94,10 +99,17 @@ struct Vectors {
     return kResident ? kVectors * stride(num_columns) + static_cast<int>(sizeof(Delivery)) * 2 : 0;
   }
 
-  // Starts bringing all vectors into the WG's own memory. All threads. Each must await its copies, a sync must follow, and
-  // then whoever reads the vectors must await the delivery.
-  PO_FN void fetch(const WorkGroup& wg) const {
+  // All threads. A sync must follow.
+  PO_FN void expect(const WorkGroup& wg, int first_thread) const {
+    if (kDelivered && !kInBulk && wg.rank() == first_thread) delivery().start_counting(wg.size() - first_thread);
+  }
+
+  // Starts bringing all vectors into the WG's own memory. All threads from `first_thread` on, which are some warps. Each must
+  // await its copies, a sync must follow, and then whoever reads the vectors must await the delivery.
+  PO_FN void fetch(const WorkGroup& wg, int first_thread) const {
     if constexpr (kResident) {
+      const int rank = wg.rank() - first_thread;
+      const int size = wg.size() - first_thread;
       const int num_pieces = Share::num_steps_of(num_columns) * 8;
       if constexpr (kInBulk) {
         const int row_bytes = num_columns * static_cast<int>(sizeof(Storage));
@@ -109,12 +121,12 @@ struct Vectors {
           }
         }
         const int first = row_bytes / 16;  // piece behind the row's end
-        for (int i = wg.rank(); i < kVectors * (num_pieces - first); i += wg.size()) {
+        for (int i = rank; i < kVectors * (num_pieces - first); i += size) {
           *reinterpret_cast<Vector<16>*>(place(i % kVectors, first + i / kVectors)) = Vector<16>{};
         }
       } else {
         for (int n = 0; n < kVectors; ++n) {
-          for (int piece = wg.rank(); piece < num_pieces; piece += wg.size()) {
+          for (int piece = rank; piece < num_pieces; piece += size) {
             if constexpr (kAligned) {
               const bool is_there = n < count && piece * Share::kPiece < num_columns;
               const int64_t element = is_there ? static_cast<int64_t>(n) * num_columns + piece * Share::kPiece : 0;
@@ -127,16 +139,20 @@ struct Vectors {
         }
       }
     }
-    if constexpr (!kInBulk) copy_async_commit();
+    if constexpr (!kDelivered) {
+      copy_async_commit();
+    } else if constexpr (!kInBulk) {
+      delivery().arrive_behind_copies();
+    }
   }
 
   // kBehind: batches of copies that this thread has started behind the vectors.
   template <int kBehind>
   PO_FN void await_copies() const {
-    if constexpr (!kInBulk) copy_async_wait<kBehind>();
+    if constexpr (!kDelivered) copy_async_wait<kBehind>();
   }
   PO_FN void await_delivery() const {
-    if constexpr (kInBulk) delivery().await();
+    if constexpr (kDelivered) delivery().await();
   }
 
   PO_FN Vector<16> piece(int n, int step, int half, int t) const {
@@ -145,19 +161,18 @@ struct Vectors {
   }
 
  private:
-  // A lone vector comes sooner by single copies; many would keep the copying threads from asking for weights.
-  static constexpr bool kInBulk = kAligned && kResident && kHasBulkCopies && kVectors > 1;
+  static constexpr bool kInBulk = kDelivered && kVectors > 1;
 
   PO_FN uint8_t* place(int n, int piece) const { return own + n * stride(num_columns) + piece * 16; }
   PO_FN Delivery& delivery() const { return *reinterpret_cast<Delivery*>(own + kVectors * stride(num_columns)); }
 };
 
-template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident>
+template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident, bool kLateVectors>
 class WeightStream {
  public:
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident>;
+  using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident, kLateVectors>;
   static constexpr bool kOnTensorCores = sizeof(Storage) == 2;
   static constexpr int kQuad = kTileRows / 2;  // rows that a warp reads at once: two quads make a tile
   static constexpr int kBytesPerStep = 2 * kWarpSize * 16;
@@ -325,26 +340,28 @@ class WeightStream {
 #else
 
 // Host: everything is read where it lies.
-template <class Scalar, int kVectors, bool kAligned, bool kResident>
+template <class Scalar, int kVectors, bool kAligned, bool kResident, bool kLate>
 struct Vectors {
+  static constexpr bool kDelivered = false;
   const uint8_t* elements;
   int count;
   int num_columns;
   uint8_t* own;
 
   static int own_bytes(int) { return 0; }
-  void fetch(const WorkGroup&) const {}
+  void expect(const WorkGroup&, int) const {}
+  void fetch(const WorkGroup&, int) const {}
   template <int>
   void await_copies() const {}
   void await_delivery() const {}
 };
 
-template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident>
+template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident, bool kLateVectors>
 class WeightStream {
  public:
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident>;
+  using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident, kLateVectors>;
   static constexpr int kBytesPerWarp = 0;
   static constexpr int kStepsAhead = 0;
 

@@ -69,6 +69,31 @@ def _attention_weights(
     return wide.masked_fill(later, -math.inf).softmax(-1).to(scores.dtype).flatten(2, 3)
 
 
+def _attend_step(
+    qkv: torch.Tensor,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    group: int,
+    scale: float,
+) -> torch.Tensor:
+    """Do what `Kernels.attend` does for one row of each sequence, for torch.compile.
+
+    The scores of so few rows are sums, not a product, so that they are one kernel with their scale. Slots come before query
+    heads: neighbours share a key.
+    """
+    batch, dim = cache.shape[1], cache.shape[4]
+    query, keys_values = _rotate(qkv, cos, sin, positions, batch, group, dim)
+    cache.index_copy_(3, positions, keys_values)
+    keys, values = cache.unbind(0)
+    scores = (keys[:, :, :, None].float() * query[:, :, None].float()).sum(-1)  # [N, H, L, G]
+    later = (slots > positions)[:, None]
+    weights = (scores * scale).masked_fill(later, -math.inf).softmax(2).to(qkv.dtype)
+    return torch.matmul(weights.transpose(2, 3), values).reshape(qkv.shape[0], -1)  # of [N, H, G, D]
+
+
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -95,18 +120,23 @@ class Kernels:
 
     Args:
         config: of the model.
-        is_compiled: whether torch.compile makes one kernel of each; for shapes that stay the same.
+        is_compiled: whether torch.compile makes few kernels of them; for shapes that stay the same, and one row of each
+            sequence.
     """
 
     def __init__(self, config: ModelConfig, *, is_compiled: bool) -> None:
-        def made(function: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(function, dynamic=False, fullgraph=True) if is_compiled else function
+        # On a GPU that can, each kernel lets the next one in early, and begins before the one before it has ended.
+        options = {"triton.enable_pdl": True}
 
+        def made(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, dynamic=False, fullgraph=True, options=options) if is_compiled else function
+
+        self._is_compiled = is_compiled
         self._eps = config.norm_eps
         self._group, self._dim = config.group, config.head_dim
         self._scale = config.head_dim**-0.5
-        self._norm, self._add_norm, self._rotate = made(_rms_norm), made(_add_rms_norm), made(_rotate)
-        self._weights, self.swiglu = made(_attention_weights), made(_swiglu)
+        self._norm, self._add_norm = made(_rms_norm), made(_add_rms_norm)
+        self._attend_step, self.swiglu = made(_attend_step), made(_swiglu)
         self.best, self.best_of_all = made(_best), made(_best_of_all)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -139,11 +169,13 @@ class Kernels:
         Returns:
             `[N*T, G*H*D]`.
         """
+        if self._is_compiled:
+            return self._attend_step(qkv, cache, positions, slots, *rope, self._group, self._scale)
         batch = cache.shape[1]
-        query, keys_values = self._rotate(qkv, *rope, positions, batch, self._group, self._dim)
+        query, keys_values = _rotate(qkv, *rope, positions, batch, self._group, self._dim)
         cache.index_copy_(3, positions, keys_values)
         keys, values = cache.unbind(0)
-        weights = self._weights(torch.matmul(query, keys.transpose(2, 3)), positions, slots, self._scale)
+        weights = _attention_weights(torch.matmul(query, keys.transpose(2, 3)), positions, slots, self._scale)
         mixed = torch.matmul(weights, values)  # [N, H, G*T, D]
         by_row = mixed.unflatten(2, (self._group, -1)).permute(0, 3, 1, 2, 4)  # [N, T, H, G, D]
         return by_row.reshape(qkv.shape[0], -1)
