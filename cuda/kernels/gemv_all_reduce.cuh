@@ -123,7 +123,6 @@ struct Kernel {
         begun.vectors.fetch(wg, first_fetching(wg));
       }
     }
-    if constexpr (!Config::kLetsSuccessorInLate) release_successor();
     const Plan& plan = shared.plan;
     const RowTiles tiles = tiles_of(wg, call);
     Pipeline pipeline(wg, shared.pipeline, tiles, begun.vectors);
@@ -132,6 +131,7 @@ struct Kernel {
     if (wg.rank() == 0) shared.told.start(1);
     begun.vectors.template await_copies<Config::kOverlaps ? 0 : Config::Stream::kStepsAhead>();
     wg.sync();
+    if constexpr (!Config::kLetsSuccessorInLate) release_successor();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
     Succession succession(&plan.team.local->asked, wg, begun.stream.num_steps(), Config::Stream::kStepsAhead);
