@@ -55,6 +55,7 @@ from .api import (
 )
 from .nn.ddp import ddp_sparse_hook as ddp_sparse_hook
 from .ops import embedding_all_to_all as embedding_all_to_all
+from .ops import gemv as gemv
 from .ops import gemv_all_reduce as gemv_all_reduce
 from .ops import sparse_all_reduce as sparse_all_reduce
 from .ops.sparse_all_reduce import SparseWork as SparseWork

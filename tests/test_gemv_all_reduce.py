@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 from unittest import mock
 
@@ -27,8 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from worlds import CaseWorld, CaseWorlds, in_world
 
 import persistent_ops as po
+from persistent_ops.ops import gemv_call
 from persistent_ops.ops.gemv_all_reduce import reference
-from persistent_ops.ops.gemv_plan import TUNING, Tuning, state_of
+from persistent_ops.ops.gemv_plan import TUNING, Tuning, plans_of
 
 MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -135,10 +135,10 @@ def test_the_number_of_work_groups_changes_no_bit(backend: str) -> None:
 def _fresh_biases() -> list[str]:
     """Pass tensors that no call has seen, more often than plans are kept."""
     problems = []
-    plans = state_of(po.runtime.world.current()).plans
+    plans = plans_of(po.runtime.world.current())
     weight, x = torch.ones(9, 4, device=po.device()), torch.ones(4, device=po.device())
     biases = [torch.full((9,), float(i), device=po.device()) for i in range(40)]
-    with mock.patch.object(sys.modules["persistent_ops.ops.gemv_all_reduce"], "_MAX_PLANS", 8):
+    with mock.patch.object(gemv_call, "_MAX_PLANS", 8):
         outputs = [po.gemv_all_reduce(weight, x, bias=bias) for bias in biases]
     for i, output in enumerate(outputs):
         if output.tolist() != [4.0 * po.world_size() + i] * 9:
@@ -328,7 +328,7 @@ def _huge(transport: str) -> list[str]:
                 problem = "memory around out was written"
             if problem is not None:
                 problems.append(f"{case.name}, iteration {iteration}, {algorithm}: {problem}")
-    plans = state_of(po.runtime.world.current()).plans.values()
+    plans = plans_of(po.runtime.world.current()).values()
     if any(len(plan._launches) < 2 for plan in plans):
         problems.append("one launch was enough")
     return problems

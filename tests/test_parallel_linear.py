@@ -170,22 +170,52 @@ def column_program(backend: str) -> list[str]:
                 if splits is None and case.outputs % world.size:
                     continue
                 layer = po_nn.ColumnParallelLinear.from_linear(whole_layer(case), splits=splits)
-                x = values(case, "x", 2, 19, case.inputs)
-                first, last = layer.shard_range
-                exact = whole_layer(case).double()(x.double())[..., first:last]
-                result = layer(x.to(po.device())).cpu()
-                size = F.linear(x.double().abs(), whole_layer(case).double().weight.abs())[..., first:last]
-                bound = case.inputs * 2.0**-23 * size + 2 * UNIT[case.dtype] * (exact.abs() + 4)
-                if result.dtype != case.dtype or result.shape != exact.shape:
-                    problems.append(f"{case.name}: got {result.dtype} {list(result.shape)}")
-                elif bool(((result.double() - exact).abs() > bound).any()):
-                    problems.append(f"{case.name}: off by {float((result.double() - exact).abs().max())}")
+                for leading in ((), (1,), (16,), (2, 3), (17,), (2, 19), (0,)):
+                    problem = column_problem(case, layer, leading)
+                    if problem:
+                        problems.append(f"{case.name}, {list(leading)}: {problem}")
     return problems
+
+
+def column_problem(case: Case, layer: po_nn.ColumnParallelLinear, leading: tuple[int, ...]) -> str:
+    x = values(case, "x", *leading, case.inputs)
+    first, last = layer.shard_range
+    exact = whole_layer(case).double()(x.double())[..., first:last]
+    result = layer(x.to(po.device())).cpu()
+    size = F.linear(x.double().abs(), whole_layer(case).double().weight.abs())[..., first:last]
+    bound = case.inputs * 2.0**-23 * size + 2 * UNIT[case.dtype] * (exact.abs() + 4)
+    if layer.last_path != ("gemv" if 1 <= x[..., 0].numel() <= 16 else "linear"):
+        return f"took the {layer.last_path} path"
+    if result.dtype != case.dtype or result.shape != exact.shape:
+        return f"got {result.dtype} {list(result.shape)}"
+    if bool(((result.double() - exact).abs() > bound).any()):
+        return f"off by {float((result.double() - exact).abs().max())}"
+    return ""
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_column_parallel_is_a_part_of_the_whole_layer(backend: str, world: int) -> None:
     assert launched(column_program, world, backend) == [[]] * world
+
+
+def column_gradient_program(backend: str) -> list[object]:
+    with world_of(backend):
+        layer = po_nn.ColumnParallelLinear.from_linear(whole_layer(CASES[0]))
+        x = values(CASES[0], "x", 3, CASES[0].inputs).to(po.device())
+        recorded = x.clone().requires_grad_()
+        layer(recorded).sum().backward()
+        paths = [layer.last_path]
+        with torch.no_grad():
+            layer(recorded)
+        paths.append(layer.last_path)
+        layer(x)
+        expected = layer.weight.sum(0).expand(3, -1)
+        return [*paths, layer.last_path, torch.allclose(recorded.grad, expected, atol=1e-5)]
+
+
+def test_column_parallel_has_gradients_where_they_are_recorded(backend: str) -> None:
+    [[recorded, unrecorded, plain, is_right]] = launched(column_gradient_program, 1, backend)
+    assert (recorded, unrecorded, plain) == ("linear", "gemv", "gemv") and is_right
 
 
 class Block(torch.nn.Module):

@@ -9,7 +9,7 @@ import torch
 from harness.pes import gather
 from harness.tuning import gist
 
-from persistent_ops.ops.gemv_plan import TUNING, GemvPlan, Tuning, state_of
+from persistent_ops.ops.gemv_plan import TUNING, GemvPlan, Tuning, areas_of
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.world import World
 
@@ -28,7 +28,7 @@ def compile_together(world: World, wanted: Sequence[Wanted]) -> dict[int, str]:
     Returns:
         Why there is no kernel, by the place in `wanted`. GPUs are alike: what fails on one is told to all.
     """
-    state_of(world)  # collective, which a plan that fails on one PE alone could not be
+    areas_of(world)  # collective, which a plan that fails on one PE alone could not be
     own = []
     for number in range(world.rank, len(wanted), world.size):
         problem = problem_of(world, *wanted[number])

@@ -81,8 +81,8 @@ def _attend_step(
 ) -> torch.Tensor:
     """Do what `Kernels.attend` does for one row of each sequence, for torch.compile.
 
-    The scores of so few rows are sums, not a product, so that they are one kernel with their scale. Slots come before query
-    heads: neighbours share a key.
+    The scores of so few rows are sums, not a product, so that they are one kernel with their scale. Slots come before
+    query heads: neighbours share a key.
     """
     batch, dim = cache.shape[1], cache.shape[4]
     query, keys_values = _rotate(qkv, cos, sin, positions, batch, group, dim)

@@ -27,7 +27,7 @@ from persistent_ops.runtime.world import World
 
 from .config import SIZES, ModelConfig, Partition
 from .kernels import Kernels
-from .methods import Alone, Fused, Method, Peers, SymmetricMemory, Unfused
+from .methods import Alone, Fused, FusedSums, Method, Peers, SymmetricMemory, Unfused
 from .model import Decoder, Sequences, build_decoder
 from .options import Options
 from .weights import FolderWeights, RandomWeights, WeightSource
@@ -136,6 +136,7 @@ class _Pe:
             slots=self.options.slots,
             peers=self.peers,
             row=row,
+            column=functools.partial(po_nn.ColumnParallelLinear, prefetch_weight=self.options.prefetch),
         )
 
     def sequences(self, kv_heads: int) -> Sequences:
@@ -197,10 +198,11 @@ class _Pe:
         """Return what is compared, by its label; what cannot run here is noted."""
         product = "cuBLAS" if self.on_gpu else "matmul"
         if self.world.size == 1:
-            return {"fused": Fused(), product: Unfused(self.peers)}
+            return {"fused": Fused(), "fused sums": FusedSums(), product: Unfused(self.peers)}
         collective = {"nccl": "NCCL", "gloo": "gloo"}[self.group_backend]
         found: dict[str, Method] = {
             "fused": Fused(),
+            "fused sums": FusedSums(),
             f"{product} + {collective}": Unfused(self.peers),
         }
         if not (self.has_graphs and self.world.bootstrap.single_host):

@@ -1,7 +1,8 @@
-"""What closes half a layer: a row-parallel product, its sum over the PEs, the residual and the norm behind them.
+"""The products of half a layer: a column-parallel one opens it, a row-parallel one and its sum over the PEs close it.
 
-All methods work on the same weights. "fused" is po.nn.RowParallelLinear with the residual inside; the others are a
-cuBLAS product and somebody's all-reduce, whose result is added to the residual in one kernel with the norm.
+All methods work on the same weights. "fused" is po.nn.ColumnParallelLinear and po.nn.RowParallelLinear with the
+residual inside; "fused sums" the latter alone; the others are cuBLAS products and somebody's all-reduce, whose result
+is added to the residual in one kernel with the norm.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from .kernels import Kernels
 
-__all__ = ["Alone", "Fused", "Method", "Peers", "SymmetricMemory", "Unfused"]
+__all__ = ["Alone", "Fused", "FusedSums", "Method", "Peers", "SymmetricMemory", "Unfused"]
 
 
 class Peers:
@@ -52,9 +53,13 @@ class Peers:
 
 
 class Method(Protocol):
-    """One way to close half a layer."""
+    """One way to open and close half a layer."""
 
     name: str
+
+    def open(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return this PE's features of a column-parallel layer, `[N, M_r]`, for x `[N, hidden]`."""
+        ...
 
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
@@ -71,10 +76,15 @@ class Method(Protocol):
         ...
 
 
-class Fused:
+def _library_product(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, linear.weight)
+
+
+class FusedSums:
     """po.nn.RowParallelLinear: up to 16 rows in one kernel with the residual; more, in a prefill, its unfused path."""
 
-    name = "fused"
+    name = "fused sums"
+    open = staticmethod(_library_product)
 
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
@@ -84,10 +94,22 @@ class Fused:
         return total, kernels.norm(total, norm)
 
 
+class Fused(FusedSums):
+    """The same behind po.nn.ColumnParallelLinear, which multiplies up to 16 rows by po.gemv."""
+
+    name = "fused"
+
+    def open(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """Open half a layer; see `Method`."""
+        features: torch.Tensor = linear(x)
+        return features
+
+
 class Unfused:
     """A product and the process group's all_reduce."""
 
     name = "unfused"
+    open = staticmethod(_library_product)
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -129,6 +151,8 @@ class SymmetricMemory:
         symmetric_memory.rendezvous(self._buffer, self._group)
         self._is_one_shot = kind == "one_shot"
 
+    open = staticmethod(_library_product)
+
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +179,7 @@ class Alone:
     """A plain product with nobody to add to: the single-rank reference."""
 
     name = "reference"
+    open = staticmethod(_library_product)
 
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor

@@ -108,7 +108,7 @@ class Decoder:
         layers: as many as are run.
         embedding: `[vocab, hidden]`.
         final_norm: `[hidden]`.
-        head: hidden -> logits of this PE's tokens.
+        head: `[V_r, hidden]`, for the logits of this PE's tokens.
         first_token: of those.
         peers: who shares the vocabulary.
         slots: longest sequence.
@@ -120,7 +120,7 @@ class Decoder:
         layers: list[Layer],
         embedding: torch.Tensor,
         final_norm: torch.Tensor,
-        head: torch.nn.Module,
+        head: torch.Tensor,
         *,
         first_token: int,
         peers: Peers,
@@ -143,16 +143,16 @@ class Decoder:
         residual = F.embedding(tokens.flatten(), self._embedding)
         normed = kernels.norm(residual, self._norms[0])
         for number, layer in enumerate(self.layers):
-            qkv = layer.qkv(normed)
+            qkv = method.open(layer.qkv, normed)
             attended = kernels.attend(qkv, sequences.cache[number], positions, sequences.slots, self._rope)
             residual, normed = method.close(kernels, layer.out, attended, residual, layer.mlp_norm)
-            inner = kernels.swiglu(layer.gate_up(normed))
+            inner = kernels.swiglu(method.open(layer.gate_up, normed))
             residual, normed = method.close(kernels, layer.down, inner, residual, self._norms[number + 1])
         return normed
 
     def _choose(self, normed: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this PE's logits, fp32, and the most likely tokens of all, for rows `[N, hidden]`."""
-        logits = self._head(normed).float()
+        logits = F.linear(normed, self._head).float()  # by all methods alike
         candidates = self._peers.gather(kernels.best(logits, self.first_token))
         return logits, kernels.best_of_all(candidates)
 
@@ -266,7 +266,7 @@ def build_decoder(
         layers,
         embedding,
         source.read("model.norm.weight", (hidden,)),
-        column_layer([(head_name, config.vocab, partition.vocab)]),
+        rows(head_name, config.vocab, partition.vocab),
         first_token=share(partition.vocab)[0],
         peers=peers,
         slots=slots,

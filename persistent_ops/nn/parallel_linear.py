@@ -189,7 +189,11 @@ class _ParallelLinear(torch.nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are spread over the PEs: ``y_r = x @ weight_r.T + bias_r``.
 
-    Nothing is communicated: the result stays spread over the PEs, as `RowParallelLinear` takes it in.
+    Nothing is communicated: the result stays spread over the PEs, as `RowParallelLinear` takes it in. `last_path` tells
+    what computed it:
+
+    - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees.
+    - "linear", more, or where gradients of x are recorded: `torch.nn.functional.linear`.
 
     Args:
         in_features: K; every PE passes all of x, `[..., K]`.
@@ -198,12 +202,14 @@ class ColumnParallelLinear(_ParallelLinear):
         splits: output features of each PE, M_r, in rank order; None for equal shares, which M must allow.
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
+        prefetch_weight: of `po.gemv`; safe where no kernel of the model writes weights.
 
     Attributes:
         weight: `[M_r, K]`; requires no gradient.
         bias: `[M_r]` or None.
         splits: as above, complete.
         shard_range: this PE's output features, first and last + 1.
+        last_path: "gemv" or "linear", what the last call took; None before the first.
 
     Raises:
         ValueError: the splits do not fit.
@@ -223,17 +229,33 @@ class ColumnParallelLinear(_ParallelLinear):
         splits: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        prefetch_weight: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, splits, device, dtype)
+        self.prefetch_weight = prefetch_weight
+        self.last_path: str | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this PE's output features, `[..., M_r]`, of x `[..., K]`.
 
         Raises:
             ValueError, TypeError: the shape or dtype of x.
+            RuntimeError, PersistentOpsError: of `po.gemv`.
         """
         self._check_input(x, self.in_features)
-        return F.linear(x, self.weight, self.bias)
+        num_vectors = math.prod(x.shape[:-1])
+        is_recorded = torch.is_grad_enabled() and x.requires_grad
+        if is_recorded or not 1 <= num_vectors <= MAX_VECTORS:
+            self.last_path = "linear"
+            return F.linear(x, self.weight, self.bias)
+        self.last_path = "gemv"
+        vectors = x.reshape(num_vectors, self.in_features).contiguous()
+        result = _ops.gemv(self.weight, vectors, bias=self.bias, prefetch_weight=self.prefetch_weight)
+        return result.view(*x.shape[:-1], self.weight.shape[0])
+
+    def extra_repr(self) -> str:
+        """Return the sizes and options, for repr()."""
+        return f"{super().extra_repr()}, prefetch_weight={self.prefetch_weight}"
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
-from ..runtime import world as _world
-from .gemv_plan import ALGORITHMS, MAX_VECTORS, SCALARS, TUNING, GemvPlan, choose_algorithm, plans_of
+from .gemv_call import check, check_choices, check_types, execute
 from .plain_call import is_plain
 
 __all__ = ["gemv_all_reduce", "reference"]
@@ -78,8 +76,8 @@ def gemv_all_reduce(
     """
     if not torch.compiler.is_compiling():
         if is_plain((weight, x), (bias, residual, out)):
-            return _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
-        _check_types(weight, x, bias, residual, out)
+            return execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
+        check_types(weight, x, bias, residual, out)
     if out is None:
         return torch.ops.persistent_ops.gemv_all_reduce(  # type: ignore[no-any-return]
             weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight
@@ -90,130 +88,6 @@ def gemv_all_reduce(
         weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out=out
     )
     return out
-
-
-# ---- launch --------------------------------------------------------------------------------------------------------
-
-_MAX_PLANS = 1024  # a decode loop's layers have a plan each where they have a bias
-
-
-def _execute(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    algorithm: str,
-    comm_dtype: torch.dtype | None,
-    prefetch_weight: bool,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """Check, find or make the plan, launch it, return the result."""
-    world = _world.current()
-    device = world.backend.device
-    rows, columns, num_vectors, shape = _check(weight, x, bias, residual, out, device)
-    element = weight.dtype.itemsize
-    weight_at, x_at = weight.data_ptr(), x.data_ptr()
-    is_aligned = not ((weight_at | x_at | columns * element) & 15)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    tuning = world.operator_state.get(TUNING)
-    signature = (
-        rows, columns, num_vectors, weight.dtype, comm_dtype, bias_at, algorithm, is_aligned, prefetch_weight, tuning
-    )  # fmt: skip
-    plans = plans_of(world)
-    plan = plans.get(signature)
-    if plan is None:
-        _check_choices(algorithm, comm_dtype, weight.dtype)
-        if algorithm == "auto":
-            chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
-            plan = plans.get((*signature[:6], chosen, *signature[7:]))
-        else:
-            chosen = algorithm
-        plan = plan or GemvPlan(
-            world,
-            rows,
-            columns,
-            num_vectors,
-            weight.dtype,
-            comm_dtype or torch.float32,
-            bias,
-            chosen,
-            is_aligned,
-            prefetch_weight,
-        )
-        world.make_room(plans, _MAX_PLANS)
-        plans[signature] = plan
-    if world.workspace.is_capturing() and plan not in world.captured:
-        world.captured.append(plan)  # the graph's replays read it
-    if out is None:
-        out = torch.empty(shape, dtype=weight.dtype, device=device)
-    else:
-        increment_version(out)
-    plan.launch(world, weight_at, x_at, out.data_ptr(), 0 if residual is None else residual.data_ptr())
-    return out
-
-
-# ---- checks --------------------------------------------------------------------------------------------------------
-
-
-def _check_types(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> None:
-    named = (("weight", weight), ("x", x), ("bias", bias), ("residual", residual), ("out", out))
-    for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("weight", "x")):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-
-
-def _check(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-    device: torch.device | None,
-) -> tuple[int, int, int, tuple[int, ...]]:
-    """Return M, K_r, N and the result's shape; raise for what the operator cannot take. No device: a fake call."""
-    if weight.dim() != 2:
-        raise ValueError(f"weight: expected [M, K], got shape {list(weight.shape)}")
-    rows, columns = weight.shape
-    dtype = weight.dtype
-    if dtype not in SCALARS:
-        raise TypeError(f"weight: expected float32, float16 or bfloat16, got {dtype}")
-    if x.dim() not in (1, 2) or x.shape[-1] != columns:
-        raise ValueError(
-            f"x: expected [{columns}] or [N, {columns}] for a weight of {list(weight.shape)}, got {list(x.shape)}"
-        )
-    num_vectors = 1 if x.dim() == 1 else x.shape[0]
-    if not 1 <= num_vectors <= MAX_VECTORS:
-        raise ValueError(
-            f"x: expected 1 to {MAX_VECTORS} vectors, got {num_vectors}. Beyond {MAX_VECTORS} the product is no longer "
-            "bound by reading the weight: use torch.nn.functional.linear and an all_reduce"
-        )
-    shape = (rows,) if x.dim() == 1 else (num_vectors, rows)
-    named = (("weight", weight, None), ("x", x, None), ("bias", bias, (rows,)), ("residual", residual, shape))
-    for name, tensor, expected in (*named, ("out", out, shape)):
-        if tensor is None:
-            continue
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name}: expected the weight's dtype {dtype}, got {tensor.dtype}")
-        if expected is not None and tuple(tensor.shape) != expected:
-            raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
-        if device is not None and tensor.device != device:
-            raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
-    return rows, columns, num_vectors, shape
-
-
-def _check_choices(algorithm: str, comm_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
-    if comm_dtype not in (None, torch.float32, dtype):
-        raise ValueError(f"comm_dtype: expected None, torch.float32 or the weight's dtype {dtype}, got {comm_dtype}")
 
 
 # ---- torch operator ------------------------------------------------------------------------------------------------
@@ -228,7 +102,7 @@ def _run(
     comm_dtype: torch.dtype | None,
     prefetch_weight: bool,
 ) -> torch.Tensor:
-    return _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, None)
+    return execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, None)
 
 
 def _run_out(
@@ -242,7 +116,7 @@ def _run_out(
     *,
     out: torch.Tensor,
 ) -> None:
-    _execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
+    execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
 
 
 def _fake(
@@ -255,8 +129,8 @@ def _fake(
     prefetch_weight: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check_choices(algorithm, comm_dtype, weight.dtype)
-    shape = _check(weight, x, bias, residual, out, None)[3]
+    check_choices(algorithm, comm_dtype, weight.dtype)
+    shape = check(weight, x, bias, residual, out, None)[3]
     return weight.new_empty(shape)
 
 

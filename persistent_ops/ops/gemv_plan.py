@@ -1,10 +1,10 @@
-"""What one shape of gemv_all_reduce needs again at every call: kernel, plans in device memory, room for packets."""
+"""What a shape of gemv_all_reduce or gemv needs at every call: kernel, plans in device memory, room for packets."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +16,27 @@ from ..runtime.world import World, upload
 
 __all__ = [
     "ALGORITHMS",
+    "ALONE",
     "MAX_VECTORS",
     "SCALARS",
     "TUNING",
+    "Areas",
     "GemvPlan",
-    "GemvState",
     "Tuning",
+    "areas_of",
     "choose_algorithm",
     "choose_depth",
     "kernel_request",
     "plans_of",
-    "state_of",
 ]
 
 TUNING = "gemv_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
 ALGORITHMS = ("auto", "one_shot", "two_phase")
+ALONE = "alone"  # in a plan's place of an algorithm: this PE's product, which no other PE has to do with
 MAX_VECTORS = 16
 SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 _NAME = "gemv_all_reduce"
+_PLANS = "gemv_all_reduce.plans"
 _TILE_ROWS = 8
 _SERVING_WARPS = 2
 _PACKET_BYTES = 16  # half of it data
@@ -85,43 +88,41 @@ class _Plan(ctypes.Structure):
     )
 
 
-@dataclass
-class GemvState:
-    """What a world keeps for this operator.
+@dataclass(frozen=True)
+class Areas:
+    """Symmetric memory of a world for this operator.
 
     Attributes:
-        partials: symmetric memory for the packets with sums, two parities one behind the other.
+        partials: for the packets with sums, two parities one behind the other.
         results: the same for the packets with results.
-        plans: by signature.
     """
 
     partials: torch.Tensor
     results: torch.Tensor
-    plans: dict[tuple[Any, ...], GemvPlan] = field(default_factory=dict)
 
 
-def state_of(world: World) -> GemvState:
-    """Return the world's state of this operator; collective the first time."""
-    state: GemvState | None = world.operator_state.get(_NAME)
-    if state is None:
+def areas_of(world: World) -> Areas:
+    """Return the world's room for packets; collective the first time."""
+    areas: Areas | None = world.operator_state.get(_NAME)
+    if areas is None:
+        _refuse_capture(world, _NAME)
         # Enough for every launch: rows that need more are done in several launches.
         nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
         nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
         words = (nbytes // 8, nbytes // 8 // world.size)
-        areas = world.heap.empty((2 * sum(words),), torch.int64)
-        areas.zero_()
-        partials, results = (area.view(2, -1) for area in areas.split([2 * count for count in words]))
+        room = world.heap.empty((2 * sum(words),), torch.int64)
+        room.zero_()
+        partials, results = (area.view(2, -1) for area in room.split([2 * count for count in words]))
         world.backend.synchronize()
         world.bootstrap.exchange("gemv-areas", b"")  # no packet comes before the areas are zero
-        state = world.operator_state[_NAME] = GemvState(partials, results)
-    return state
+        areas = world.operator_state[_NAME] = Areas(partials, results)
+    return areas
 
 
 def plans_of(world: World) -> dict[tuple[Any, ...], GemvPlan]:
-    """Return the world's plans by signature; collective the first time."""
-    if _NAME not in world.operator_state:
-        _refuse_capture(world)
-    return state_of(world).plans
+    """Return the world's plans by signature."""
+    plans: dict[tuple[Any, ...], GemvPlan] = world.operator_state.setdefault(_PLANS, {})
+    return plans
 
 
 def choose_algorithm(world: World, rows: int, num_vectors: int, comm_dtype: torch.dtype) -> str:
@@ -156,11 +157,11 @@ def _slots_of(kernel_vectors: int) -> int:
     return 8 if kernel_vectors == 1 else 4
 
 
-def _refuse_capture(world: World) -> None:
+def _refuse_capture(world: World, name: str) -> None:
     if world.workspace.is_capturing():
         raise RuntimeError(
-            "gemv_all_reduce: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
-            "capture cannot do: call it once before the capture, with the same shapes and bias"
+            f"{name}: the first call with these shapes compiles and loads its kernel, which a CUDA-graph capture "
+            "cannot do: call it once before the capture, with the same shapes and bias"
         )
 
 
@@ -185,7 +186,7 @@ class GemvPlan:
         dtype: of the weight.
         comm_dtype: of partial sums under way.
         bias: `[M]` or None.
-        algorithm: of ALGORITHMS.
+        algorithm: of ALGORITHMS, which makes the first plan of a world collective, or ALONE.
         is_aligned: whether every row of weight and x begins at a multiple of 16 bytes.
         prefetch_weight: start before the kernel before has ended.
     """
@@ -203,20 +204,33 @@ class GemvPlan:
         is_aligned: bool,
         prefetch_weight: bool,
     ) -> None:
-        _refuse_capture(world)
+        is_alone = algorithm == ALONE
+        _refuse_capture(world, "gemv" if is_alone else _NAME)
         if columns >= 1 << 30:
             raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
         tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
-        state = state_of(world)
+        rank, size = (0, 1) if is_alone else (world.rank, world.size)
         element = dtype.itemsize
         two_phase = algorithm == "two_phase"
         if algorithm == "auto":
             two_phase = choose_algorithm(world, rows, num_vectors, comm_dtype) == "two_phase"
         vectors_per_tile = num_vectors * _TILE_ROWS
         tile_bytes = vectors_per_tile // (8 // comm_dtype.itemsize) * _PACKET_BYTES
-        max_tiles = min(_MAX_ROWS // _TILE_ROWS, state.partials[0].nbytes // (tile_bytes * world.size))
-        if not world.all_reachable:
-            max_tiles = min(max_tiles, world.workspace.max_ready_words // 2)
+        max_tiles = _MAX_ROWS // _TILE_ROWS
+        packets = {}
+        if not is_alone:
+            areas = areas_of(world)
+            max_tiles = min(max_tiles, areas.partials[0].nbytes // (tile_bytes * size))
+            if not world.all_reachable:
+                max_tiles = min(max_tiles, world.workspace.max_ready_words // 2)
+            packets = {
+                "partials_offset": areas.partials.data_ptr() - world.backend.heap_base,
+                "partials_bytes": areas.partials[0].nbytes,
+                "results_offset": areas.results.data_ptr() - world.backend.heap_base,
+                "results_bytes": areas.results[0].nbytes,
+                "all_reachable": int(world.all_reachable),
+                "heaps": (ctypes.c_uint64 * MAX_PES)(*world.backend.peer_heaps),
+            }
         if max_tiles == 0:
             raise ValueError(
                 f"x: {num_vectors} vectors do not fit the symmetric heap's room for packets; pass a larger heap_size "
@@ -277,7 +291,7 @@ class GemvPlan:
             num_rows = min(tiles_each * _TILE_ROWS, rows - first_row)
             num_tiles = -(-num_rows // _TILE_ROWS)
             values = (
-                world.size,
+                size,
                 rows,
                 num_vectors,
                 list(SCALARS).index(dtype),
@@ -287,19 +301,14 @@ class GemvPlan:
                 first_row,
             )
             plan = _Plan(
-                team=world.workspace.team(Contract(_NAME, values)),
+                team=world.workspace.team(Contract(_NAME, values), is_alone=is_alone),
                 num_tiles=num_tiles,
                 output_stride=rows,
                 bias=0 if bias is None else bias.data_ptr() + first_row * element,
-                partials_offset=state.partials.data_ptr() - world.backend.heap_base,
-                partials_bytes=state.partials[0].nbytes,
-                results_offset=state.results.data_ptr() - world.backend.heap_base,
-                results_bytes=state.results[0].nbytes,
-                all_reachable=int(world.all_reachable),
-                heaps=(ctypes.c_uint64 * MAX_PES)(*world.backend.peer_heaps),
+                **packets,
             )
             words = upload(world.backend, bytes(plan))
-            shape = num_rows | world.rank << 17 | world.size << 23 | (num_vectors - 1) << 30 | columns << 34
+            shape = num_rows | rank << 17 | size << 23 | (num_vectors - 1) << 30 | columns << 34
             self._launches.append(_Launch(first_row, shape, words, words.data_ptr()))
 
     def launch(self, world: World, weight: int, x: int, output: int, residual: int) -> None:

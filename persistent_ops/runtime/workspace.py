@@ -32,6 +32,7 @@ from .stream_order import StreamOrder
 
 __all__ = ["Workspace"]
 
+_ALONE_GRANTS = 3
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have
 _KINDS = {1: "timeout", 2: "contract", 3: "reported"}
 _PHASES = {
@@ -55,18 +56,20 @@ class Workspace:
         self.lock = threading.Lock()
         self.timeout = timeout
         size = bootstrap.world_size
-        self._grants = heap.empty(((size + 2) * GRANT_BYTES // 8,), torch.int64)
+        # One per peer and two staging copies; behind them the same for a team of this PE alone.
+        self._grants = heap.empty(((size + 2 + _ALONE_GRANTS) * GRANT_BYTES // 8,), torch.int64)
         self._ready = heap.empty((size * _READY_WORDS,), torch.int64)
         self._abort = heap.empty((size,), torch.int64)
         for flags in (self._grants, self._ready, self._abort):
             flags.zero_()
         self._local = backend.private_words(LOCAL_STATE_WORDS)
+        self._local_alone = backend.private_words(LOCAL_STATE_WORDS)
         self._wg_done: list[torch.Tensor] = []
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(ErrorRecord) + ctypes.sizeof(InputErrorRecord))
         self._error = ErrorRecord.from_address(self._mailbox.data_ptr())
         self._input_error = InputErrorRecord.from_address(self._mailbox.data_ptr() + ctypes.sizeof(ErrorRecord))
-        self._peer_heaps = backend.private_words(size)
-        self._peer_heaps.copy_(torch.tensor(backend.peer_heaps, dtype=torch.int64))
+        self._peer_heaps = backend.private_words(size + 1)
+        self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64))
         self._failure: PersistentOpsError | None = None
         self._order = StreamOrder(backend.device)
         backend.synchronize()
@@ -85,20 +88,30 @@ class Workspace:
             self._wg_done.append(self._backend.private_words(count))
         return self._wg_done[-1]
 
-    def team(self, contract: Contract, *, wg_done: torch.Tensor | None = None) -> Team:
-        """Return the part of a plan that every operator shares."""
+    def team(self, contract: Contract, *, wg_done: torch.Tensor | None = None, is_alone: bool = False) -> Team:
+        """Return the part of a plan that every operator shares.
+
+        Args:
+            contract: of its launches.
+            wg_done: of `wg_done_words`, where the operator needs them.
+            is_alone: the team is this PE, whatever the world: its launches have epochs of their own, and no peer knows
+                of them.
+        """
         words = contract.words()
         base = self._backend.heap_base
+        rank, size, first_heap, first_grant = self._bootstrap.rank, self._bootstrap.world_size, 0, 0
+        if is_alone:  # what it needs lies behind what the world needs
+            rank, size, first_heap, first_grant = 0, 1, size, size + 2
         return Team(
-            rank=self._bootstrap.rank,
-            size=self._bootstrap.world_size,
+            rank=rank,
+            size=size,
             heap=base,
-            peer_heaps=self._peer_heaps.data_ptr(),
-            grants_offset=self._grants.data_ptr() - base,
+            peer_heaps=self._peer_heaps[first_heap:].data_ptr(),
+            grants_offset=self._grants.data_ptr() - base + first_grant * GRANT_BYTES,
             ready_offset=self._ready.data_ptr() - base,
             abort_offset=self._abort.data_ptr() - base,
             ready_stride=_READY_WORDS,
-            local=self._local.data_ptr(),
+            local=(self._local_alone if is_alone else self._local).data_ptr(),
             wg_done=0 if wg_done is None else wg_done.data_ptr(),
             error=ctypes.addressof(self._error),
             input_error=ctypes.addressof(self._input_error),

@@ -1,0 +1,115 @@
+"""GEMV: the half of gemv_all_reduce that communicates with nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .gemv_call import check, check_types, execute
+from .gemv_plan import ALONE
+from .plain_call import is_plain
+
+__all__ = ["gemv"]
+
+_NAME = "gemv"
+_ARGUMENTS = "Tensor weight, Tensor x, Tensor? bias, Tensor? residual, bool prefetch_weight"
+_FORWARD_ONLY = (
+    "gemv is forward only: call it under torch.no_grad(), or use torch.nn.functional.linear where gradients are needed"
+)
+_library = torch.library.Library("persistent_ops", "FRAGMENT")
+_library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
+_library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
+
+
+def gemv(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    prefetch_weight: bool = False,
+) -> torch.Tensor:
+    """Multiply a weight by one or a few vectors, on this PE alone.
+
+    ``y[n] = round(weight @ x[n] + bias + residual[n])``, by the kernel of `gemv_all_reduce` and with its guarantees:
+    products are added up in fp32 and rounded once, repeated calls give the same bits, and so does a vector whatever
+    others it travels with.
+
+    Args:
+        weight: `[M, K]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. Rows of a multiple of 16
+            bytes take the fast path.
+        x: `[K]`, or `[N, K]` with N from 1 to 16, contiguous, dtype of the weight.
+        bias: `[M]`, dtype of the weight. A captured graph keeps reading it.
+        residual: of the result's shape and dtype.
+        out: of the result's shape, contiguous, any memory of the device; it may be `residual`, but no part of x.
+        prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
+            (a programmatic dependent launch). Unsafe only where that kernel writes the weight.
+
+    Returns:
+        `[M]` or `[N, M]`, dtype of the weight, in ordinary memory of this PE's device.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device or layout; before anything is launched.
+        RuntimeError: a CUDA-graph capture meets a shape that was not called before, or `po.init()` was not called.
+        PersistentOpsError: what an earlier operator of this PE left behind, as from `po.check()`.
+        NotImplementedError: in a backward pass; the operator is forward only.
+
+    Not collective: the other PEs need not call it. On the current stream; the first call with a shape is blocking. May
+    be captured in a CUDA graph after it.
+    """
+    if not torch.compiler.is_compiling():
+        if is_plain((weight, x), (bias, residual, out)):
+            return execute(weight, x, bias, residual, ALONE, None, prefetch_weight, out)
+        check_types(weight, x, bias, residual, out)
+    if out is None:
+        return torch.ops.persistent_ops.gemv(weight, x, bias, residual, prefetch_weight)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual, out)):
+        raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
+    torch.ops.persistent_ops.gemv_out(weight, x, bias, residual, prefetch_weight, out=out)
+    return out
+
+
+# ---- torch operator ------------------------------------------------------------------------------------------------
+
+
+def _run(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    prefetch_weight: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return execute(weight, x, bias, residual, ALONE, None, prefetch_weight, out)
+
+
+def _run_out(*arguments: Any, out: torch.Tensor) -> None:
+    _run(*arguments, out=out)
+
+
+def _fake(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    prefetch_weight: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return weight.new_empty(check(weight, x, bias, residual, out, None)[3])
+
+
+def _fake_out(*arguments: Any, out: torch.Tensor) -> None:
+    _fake(*arguments, out=out)
+
+
+def _backward(context: object, gradient: torch.Tensor) -> None:
+    raise NotImplementedError(_FORWARD_ONLY)
+
+
+_library.impl(_NAME, _run, "CompositeExplicitAutograd")
+_library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
+torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
+torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
+torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)

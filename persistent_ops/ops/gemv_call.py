@@ -1,0 +1,141 @@
+"""What gemv_all_reduce and gemv share: the check of their arguments, and a call from its plan to its result."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..runtime import world as _world
+from .gemv_plan import (
+    ALGORITHMS,
+    ALONE,
+    MAX_VECTORS,
+    SCALARS,
+    TUNING,
+    GemvPlan,
+    areas_of,
+    choose_algorithm,
+    plans_of,
+)
+
+__all__ = ["check", "check_choices", "check_types", "execute"]
+
+_MAX_PLANS = 1024  # a decode loop's layers have a plan each where they have a bias
+
+
+def execute(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    algorithm: str,
+    comm_dtype: torch.dtype | None,
+    prefetch_weight: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check, find or make the plan, launch it, return the result. `algorithm`: of gemv_all_reduce, or ALONE."""
+    world = _world.current()
+    device = world.backend.device
+    rows, columns, num_vectors, shape = check(weight, x, bias, residual, out, device)
+    element = weight.dtype.itemsize
+    weight_at, x_at = weight.data_ptr(), x.data_ptr()
+    is_aligned = not ((weight_at | x_at | columns * element) & 15)
+    bias_at = 0 if bias is None else bias.data_ptr()
+    tuning = world.operator_state.get(TUNING)
+    signature = (
+        rows, columns, num_vectors, weight.dtype, comm_dtype, bias_at, algorithm, is_aligned, prefetch_weight, tuning
+    )  # fmt: skip
+    plans = plans_of(world)
+    plan = plans.get(signature)
+    if plan is None:
+        if algorithm != ALONE:
+            areas_of(world)  # collective, and so before what one PE alone may refuse
+            check_choices(algorithm, comm_dtype, weight.dtype)
+        if algorithm == "auto":
+            chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
+            plan = plans.get((*signature[:6], chosen, *signature[7:]))
+        else:
+            chosen = algorithm
+        plan = plan or GemvPlan(
+            world,
+            rows,
+            columns,
+            num_vectors,
+            weight.dtype,
+            comm_dtype or torch.float32,
+            bias,
+            chosen,
+            is_aligned,
+            prefetch_weight,
+        )
+        world.make_room(plans, _MAX_PLANS)
+        plans[signature] = plan
+    if world.workspace.is_capturing() and plan not in world.captured:
+        world.captured.append(plan)  # the graph's replays read it
+    if out is None:
+        out = torch.empty(shape, dtype=weight.dtype, device=device)
+    else:
+        increment_version(out)
+    plan.launch(world, weight_at, x_at, out.data_ptr(), 0 if residual is None else residual.data_ptr())
+    return out
+
+
+def check_types(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    named = (("weight", weight), ("x", x), ("bias", bias), ("residual", residual), ("out", out))
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("weight", "x")):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+
+
+def check(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    device: torch.device | None,
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """Return M, K_r, N and the result's shape; raise for what the operator cannot take. No device: a fake call."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected [M, K], got shape {list(weight.shape)}")
+    rows, columns = weight.shape
+    dtype = weight.dtype
+    if dtype not in SCALARS:
+        raise TypeError(f"weight: expected float32, float16 or bfloat16, got {dtype}")
+    if x.dim() not in (1, 2) or x.shape[-1] != columns:
+        raise ValueError(
+            f"x: expected [{columns}] or [N, {columns}] for a weight of {list(weight.shape)}, got {list(x.shape)}"
+        )
+    num_vectors = 1 if x.dim() == 1 else x.shape[0]
+    if not 1 <= num_vectors <= MAX_VECTORS:
+        raise ValueError(
+            f"x: expected 1 to {MAX_VECTORS} vectors, got {num_vectors}. Beyond {MAX_VECTORS} the product is no longer "
+            "bound by reading the weight: use torch.nn.functional.linear (and an all_reduce for a sum over the PEs)"
+        )
+    shape = (rows,) if x.dim() == 1 else (num_vectors, rows)
+    named = (("weight", weight, None), ("x", x, None), ("bias", bias, (rows,)), ("residual", residual, shape))
+    for name, tensor, expected in (*named, ("out", out, shape)):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected the weight's dtype {dtype}, got {tensor.dtype}")
+        if expected is not None and tuple(tensor.shape) != expected:
+            raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    return rows, columns, num_vectors, shape
+
+
+def check_choices(algorithm: str, comm_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+    if comm_dtype not in (None, torch.float32, dtype):
+        raise ValueError(f"comm_dtype: expected None, torch.float32 or the weight's dtype {dtype}, got {comm_dtype}")

@@ -1,0 +1,307 @@
+"""gemv: exact bits of each PE's own product, beside the collective operators and without the other PEs; torch; graphs.
+
+The kernel is that of gemv_all_reduce, whose tests cover it; here is what a PE alone adds.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from gemv_cases import (
+    CASES,
+    FEW,
+    NUM_ITERATIONS,
+    Case,
+    Inputs,
+    bound_problem,
+    difference,
+    expected_bits,
+    make_inputs,
+    placed,
+)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from worlds import in_world
+
+import persistent_ops as po
+from persistent_ops.runtime.contract import Contract
+from persistent_ops.runtime.layout import GRANT_BYTES
+
+MB = 1 << 20
+ROWS, COLUMNS = 21, 24
+
+
+def _own(case: Case, iteration: int) -> Inputs:
+    """Return what this PE passes; each has numbers, and often a width, of its own."""
+    inputs, rank = make_inputs(case, po.world_size(), iteration), po.rank()
+    return Inputs(inputs.weights[rank : rank + 1], inputs.xs[rank : rank + 1], inputs.bias, inputs.residual)
+
+
+def _products(cases: list[Case]) -> list[str]:
+    """Every case, with collective operators in between; PEs multiply differently often."""
+    problems, reduced = [], CASES[0]
+    shared = make_inputs(reduced, po.world_size(), 0)
+    weight, x = (placed(reduced, given[po.rank()]) for given in (shared.weights, shared.xs))
+    for number, case in enumerate(cases):
+        for iteration in range(NUM_ITERATIONS):
+            if (number + iteration) % 3 == 0:
+                want = expected_bits(Inputs(shared.weights, shared.xs, None, None))
+                if (problem := difference(po.gemv_all_reduce(weight, x).cpu(), want)) is not None:
+                    problems.append(f"gemv_all_reduce before {case.name}, iteration {iteration}: {problem}")
+            own = _own(case, iteration)
+            given = {
+                name: None if tensor is None else placed(case, tensor)
+                for name, tensor in (("bias", own.bias), ("residual", own.residual))
+            }
+            in_place = given["residual"].clone() if iteration == 4 else None  # type: ignore[union-attr]
+            own_weight, own_x = placed(case, own.weights[0]), placed(case, own.xs[0])
+            for _ in range(1 + (po.rank() + iteration) % 2):
+                if in_place is not None:
+                    given["residual"] = in_place.copy_(own.residual)  # type: ignore[arg-type]
+                result = po.gemv(own_weight, own_x, **given, out=in_place, prefetch_weight=iteration == 5)
+            exact = case.values in ("whole", "ordered")
+            problem = difference(result.cpu(), expected_bits(own)) if exact else bound_problem(result.cpu(), own)
+            if problem is not None:
+                problems.append(f"{case.name}, iteration {iteration}: {problem}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("world", "cases", "options"),
+    [
+        pytest.param(1, CASES, {}, id="1"),
+        pytest.param(2, CASES, {}, id="2"),
+        pytest.param(3, FEW, {}, id="3"),
+        pytest.param(3, FEW[::3], {"transport": "staged"}, id="3-staged", marks=pytest.mark.host),
+        pytest.param(2, FEW[1::3], {"host_options": {"wg_size": 3}}, id="2-wg3", marks=pytest.mark.host),
+    ],
+)
+def test_bits(backend: str, world: int, cases: list[Case], options: dict[str, Any]) -> None:
+    assert in_world(_products, world, backend, cases, **options) == [[]] * world
+
+
+def _alone() -> list[str]:
+    """One PE multiplies, and the others know nothing of it."""
+    weight, x = torch.ones(ROWS, COLUMNS, device=po.device()), torch.ones(COLUMNS, device=po.device())
+    results = [po.gemv(weight * (1 + call), x) for call in range(5 * (po.rank() == 1))]
+    wanted = [float(COLUMNS * (1 + call)) for call in range(len(results))]
+    problems = [f"call {call}" for call, y in enumerate(results) if y.tolist() != [wanted[call]] * ROWS]
+    if po.gemv_all_reduce(weight, x).tolist() != [float(COLUMNS * po.world_size())] * ROWS:
+        problems.append("the sum over the PEs behind it")
+    return problems
+
+
+def test_is_not_collective(backend: str) -> None:
+    assert in_world(_alone, 2, backend) == [[], []]
+
+
+def _places() -> list[str]:
+    """A team of one must own what it writes: nothing of it may be the world's."""
+    world = po.runtime.world.current()
+    workspace = world.workspace
+    contract = Contract("gemv_all_reduce", (1, 8, 1, 0, 0, 0, 1, 0))
+    ours, own = workspace.team(contract), workspace.team(contract, is_alone=True)
+    problems = []
+    if (own.rank, own.size) != (0, 1) or own.local == ours.local:
+        problems.append(f"rank {own.rank} of {own.size}, state at {own.local}")
+    end_of_world = ours.grants_offset + (world.size + 2) * GRANT_BYTES
+    end_of_area = ours.grants_offset + workspace._grants.nbytes
+    if not end_of_world <= own.grants_offset <= end_of_area - 3 * GRANT_BYTES:
+        problems.append(f"grants from {own.grants_offset}, of the world up to {end_of_world}, of all to {end_of_area}")
+    first = (own.peer_heaps - workspace._peer_heaps.data_ptr()) // 8
+    if int(workspace._peer_heaps[first]) != world.backend.heap_base:
+        problems.append("its only heap is another one")
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_team_of_one_has_memory_of_its_own(backend: str, world: int) -> None:
+    assert in_world(_places, world, backend) == [[]] * world
+
+
+def _checked(weight: torch.Tensor, x: torch.Tensor) -> None:
+    po.gemv_all_reduce(weight, x)
+    po.check()
+
+
+def _after_a_failure() -> list[str]:
+    weight, x = torch.ones(ROWS, COLUMNS, device=po.device()), torch.ones(COLUMNS, device=po.device())
+    other = torch.ones(ROWS + po.rank(), COLUMNS, device=po.device())
+    with pytest.raises(po.ContractMismatchError):
+        _checked(other, x)
+    with pytest.raises(po.ContractMismatchError):
+        po.gemv(weight, x)
+    po.recover()
+    results = [po.gemv(weight, x), po.gemv_all_reduce(weight, x)]
+    return [f"{y.tolist()[:3]}" for y, n in zip(results, (1, 2), strict=True) if y.tolist() != [n * COLUMNS] * ROWS]
+
+
+def test_what_an_earlier_operator_left_behind_is_raised(backend: str) -> None:
+    assert in_world(_after_a_failure, 2, backend) == [[], []]
+
+
+# ---- in torch --------------------------------------------------------------------------------------------------------
+
+
+def _arguments(vectors: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Return weight, x, bias and residual."""
+    rng, lead = torch.Generator().manual_seed(vectors), (vectors,) if vectors else ()
+    shapes = ((ROWS, COLUMNS), (*lead, COLUMNS), (ROWS,), (*lead, ROWS))
+    return tuple(torch.randn(shape, generator=rng).to(po.device(), dtype) for shape in shapes)
+
+
+def _opcheck() -> dict[str, str]:
+    results: dict[str, str] = {}
+    operators = torch.ops.persistent_ops
+    for vectors, dtype, count in ((0, torch.float32, 2), (3, torch.bfloat16, 4)):
+        tensors = _arguments(vectors, dtype)
+        arguments = (*tensors[:count], *(None,) * (4 - count), False)
+        checked = torch.library.opcheck(operators.gemv.default, arguments, raise_exception=False)
+        results |= {f"{dtype} {name}": str(result) for name, result in checked.items()}
+        out = {"out": torch.empty_like(tensors[3])}
+        checked = torch.library.opcheck(operators.gemv_out.default, arguments, out, raise_exception=False)
+        results |= {f"{dtype} out {name}": str(result) for name, result in checked.items()}
+    return results
+
+
+def test_opcheck(backend: str) -> None:
+    results = in_world(_opcheck, 1, backend)[0]
+    assert len(results) >= 16 and set(results.values()) == {"SUCCESS"}, results
+
+
+def _in_torch() -> dict[str, Any]:
+    weight, x, bias, residual = _arguments()
+    given = {"weight": weight, "x": x, "bias": bias, "residual": residual}
+    want = po.gemv(**given)
+    seen: dict[str, Any] = {"operator": torch.equal(torch.ops.persistent_ops.gemv(*given.values(), False), want)}
+    for name, tensor in given.items():
+        result = po.gemv(**{**given, name: tensor.clone().requires_grad_()})
+        seen[f"{name}: forward"] = result.requires_grad and torch.equal(result, want)
+        with pytest.raises(NotImplementedError, match=r"gemv is forward only.*torch\.no_grad\(\)"):
+            result.sum().backward()
+    out = torch.empty_like(want)
+    with pytest.raises(NotImplementedError, match="^out: cannot be given"):
+        po.gemv(weight.clone().requires_grad_(), x, out=out)
+    factor = torch.ones_like(out, requires_grad=True)
+    loss = (factor * out).sum()
+    seen["out is returned"] = po.gemv(**given, out=out) is out and torch.equal(out, want)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    compiled = torch.compile(lambda w, v: 2 * po.gemv(w, torch.relu(v)), fullgraph=True, backend="aot_eager")
+    seen["compiled"] = torch.equal(compiled(weight, x), 2 * po.gemv(weight, torch.relu(x)))
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
+        fake = po.gemv(**fakes)
+        seen["fake"] = type(fake) is FakeTensor and fake.shape == want.shape and fake.dtype == want.dtype
+        with pytest.raises(ValueError, match="bias: expected shape"):
+            po.gemv(**{**fakes, "bias": fakes["x"]})
+    return seen
+
+
+def test_autograd_compile_and_fake_tensors(backend: str) -> None:
+    seen = in_world(_in_torch, 1, backend)[0]
+    assert len(seen) >= 8 and all(value is True for value in seen.values()), seen
+
+
+_WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"weight": [[1.0]]}, TypeError, "weight: expected a tensor, got list"),
+    ({"weight": torch.ones(COLUMNS)}, ValueError, "weight: expected [M, K], got shape [24]"),
+    ({"weight": torch.ones(ROWS, COLUMNS).int()}, TypeError, "weight: expected float32, float16 or bfloat16"),
+    ({"x": torch.ones(COLUMNS + 1)}, ValueError, "x: expected [24] or [N, 24]"),
+    ({"x": torch.ones(17, COLUMNS)}, ValueError, "x: expected 1 to 16 vectors, got 17"),
+    ({"x": torch.ones(COLUMNS).half()}, TypeError, "x: expected the weight's dtype torch.float32, got torch.float16"),
+    ({"bias": torch.ones(ROWS + 1)}, ValueError, "bias: expected shape [21], got [22]"),
+    ({"residual": torch.ones(3, ROWS)}, ValueError, "residual: expected shape [21], got [3, 21]"),
+    ({"out": torch.ones(ROWS, 2)[:, 0]}, ValueError, "out: expected a contiguous tensor, got strides (2,)"),
+)
+
+
+def _refusals() -> list[str]:
+    problems = []
+    good = {"weight": torch.ones(ROWS, COLUMNS), "x": torch.ones(COLUMNS)}
+    for wrong, error, text in _WRONG:
+        given = {
+            name: value.to(po.device()) if isinstance(value, torch.Tensor) else value
+            for name, value in {**good, **wrong}.items()
+        }
+        with pytest.raises(error) as caught:
+            po.gemv(**given)
+        if text not in str(caught.value):
+            problems.append(f"{text!r}: {caught.value}")
+    return problems
+
+
+def test_wrong_arguments(backend: str) -> None:
+    assert in_world(_refusals, 1, backend) == [[]]
+
+
+def test_use_before_init() -> None:
+    with pytest.raises(RuntimeError, match=re.escape("call persistent_ops.init() first")):
+        po.gemv(torch.ones(3, 4), torch.ones(4))
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def _decoder(replays: int) -> list[str]:
+    """Layers as in a decoder, each launch before its predecessor has ended; every number is small and whole."""
+    rank, world, device, width = po.rank(), po.world_size(), po.device(), 1024
+    rng = torch.Generator().manual_seed(3)
+    ups = torch.zeros(3, world, width, width, dtype=torch.bfloat16)
+    picks = torch.randint(width, (3, world, width, 1), generator=rng)
+    ups.scatter_(3, picks, (torch.randint(0, 2, picks.shape, generator=rng) * 2 - 1).to(ups.dtype))
+    downs = ups.flip(0).contiguous()
+    starts = torch.randint(-3, 4, (5, width), generator=rng).to(ups.dtype)
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(ups, downs, strict=True):
+            inner = [up[pe].float() @ x.float() for pe in range(world)]
+            x = torch.fmod(x + sum(down[pe].float() @ inner[pe] for pe in range(world)), 8).to(ups.dtype)
+        return x
+
+    own_ups, own_downs = ups[:, rank].to(device), downs[:, rank].to(device)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(own_ups, own_downs, strict=True):
+            inner = po.gemv(up, x, prefetch_weight=True)
+            x = torch.fmod(po.gemv_all_reduce(down, inner, residual=x, prefetch_weight=True), 8)
+        return x
+
+    wants = [expected(start).to(device) for start in starts]
+    x = starts[0].to(device)
+    problems = [] if torch.equal(run(x), wants[0]) else ["eager: wrong"]
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        result = run(x)
+        po.gemv(own_ups[0], x)  # an odd number of launches, so that each meets both parities of the epoch
+    for turn in range(replays):
+        x.copy_(starts[turn % 5])
+        if turn % 10 == rank:
+            po.gemv(own_ups[0], x)
+        graph.replay()
+        if not torch.equal(result, wants[turn % 5]):
+            problems.append(f"replay {turn}: wrong")
+            break
+    return problems
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_in_a_graph(backend: str, world: int) -> None:
+    replays = 1000 if world <= torch.cuda.device_count() else 100
+    assert in_world(_decoder, world, backend, replays) == [[]] * world
+
+
+def _first_call_in_a_capture() -> str:
+    weight, x = torch.ones(ROWS, COLUMNS, device=po.device()), torch.ones(COLUMNS, device=po.device())
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with pytest.raises(RuntimeError) as caught, torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        po.gemv(weight, x)
+    return str(caught.value)
+
+
+@pytest.mark.gpu
+def test_first_call_inside_a_capture_is_refused(backend: str) -> None:
+    assert "gemv: the first call with these shapes" in in_world(_first_call_in_a_capture, 1, backend)[0]
