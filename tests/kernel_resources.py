@@ -98,15 +98,16 @@ class Gemv:
     is_aligned: bool = True
     is_resident: bool = True
     comm_dtype: str = "float32"
-    overlaps: bool = False
-    is_late: bool = False
+    prefetches: bool = False
+    lets_in: str = "kAtOnce"
     arch: str = "sm_90"
 
     @property
     def name(self) -> str:
         parts = (self.arch, self.dtype, f"sums in {self.comm_dtype}", f"{self.vectors} vectors", self.algorithm)
-        flags = {"unaligned": not self.is_aligned, "not resident": not self.is_resident, "overlaps": self.overlaps}
-        flags["lets its successor in late"] = self.is_late
+        flags = {"unaligned": not self.is_aligned, "not resident": not self.is_resident}
+        flags["prefetches"] = self.prefetches
+        flags |= {"lets its successor in late": self.lets_in == "kLate", "at the end": self.lets_in == "kAtEnd"}
         return f"gemv_all_reduce {' '.join((*parts, *(name for name, is_so in flags.items() if is_so)))}"
 
     @property
@@ -120,13 +121,13 @@ class Gemv:
             DTYPES[self.comm_dtype],
             self.vectors,
             warps=GemvTuning().warps,
-            depth=choose_depth(1 << 30, 12 if self.overlaps else 0),
+            depth=choose_depth(1 << 30, 12 if self.prefetches else 0),
             arena_bytes=0,
             is_aligned=self.is_aligned,
             is_resident=self.is_resident,
             two_phase=self.algorithm == "two_phase",
-            overlaps=self.overlaps,
-            is_late=self.is_late,
+            prefetches=self.prefetches,
+            lets_in=self.lets_in,
         )
 
     def compile(self) -> KernelResources:
@@ -194,10 +195,11 @@ def _rest() -> Iterator[Combination]:
     for arch in ARCHITECTURES:
         yield Barrier(arch)
     for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_phase")):
-        yield Gemv(dtype, vectors, algorithm, overlaps=vectors == 1, is_late=vectors == 1)
+        yield Gemv(dtype, vectors, algorithm, prefetches=vectors == 1, lets_in="kLate" if vectors == 1 else "kAtEnd")
     for vectors, algorithm in itertools.product((1, 8), ("one_shot", "two_phase")):
-        yield Gemv("bfloat16", vectors, algorithm, overlaps=True)
-        yield Gemv("bfloat16", vectors, algorithm, overlaps=vectors == 8, is_late=vectors == 8)
+        yield Gemv("bfloat16", vectors, algorithm, prefetches=True)
+        lets_in = "kLate" if vectors == 8 else "kAtOnce"
+        yield Gemv("bfloat16", vectors, algorithm, prefetches=vectors == 8, lets_in=lets_in)
     for dtype, algorithm in itertools.product(DTYPES, ("one_shot", "two_phase")):
         yield Gemv(dtype, 16, algorithm, is_aligned=False, is_resident=False, comm_dtype=dtype)
     for dtype, algorithm in itertools.product(DTYPES, ("owner", "allgather")):

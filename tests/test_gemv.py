@@ -39,9 +39,10 @@ def _own(case: Case, iteration: int) -> Inputs:
     return Inputs(inputs.weights[rank : rank + 1], inputs.xs[rank : rank + 1], inputs.bias, inputs.residual)
 
 
-def _products(cases: list[Case]) -> list[str]:
-    """Every case, with collective operators in between; PEs multiply differently often."""
+def _products(names: list[str]) -> list[str]:
+    """Cases by name, with collective operators in between; PEs multiply differently often."""
     problems, reduced = [], CASES[0]
+    cases = [case for case in CASES if case.name in names]
     shared = make_inputs(reduced, po.world_size(), 0)
     weight, x = (placed(reduced, given[po.rank()]) for given in (shared.weights, shared.xs))
     for number, case in enumerate(cases):
@@ -79,7 +80,8 @@ def _products(cases: list[Case]) -> list[str]:
     ],
 )
 def test_bits(backend: str, world: int, cases: list[Case], options: dict[str, Any]) -> None:
-    assert in_world(_products, world, backend, cases, **options) == [[]] * world
+    names = [case.name for case in cases]
+    assert in_world(_products, world, backend, names, **options) == [[]] * world
 
 
 def _alone() -> list[str]:
@@ -214,7 +216,7 @@ _WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"x": torch.ones(COLUMNS).half()}, TypeError, "x: expected the weight's dtype torch.float32, got torch.float16"),
     ({"bias": torch.ones(ROWS + 1)}, ValueError, "bias: expected shape [21], got [22]"),
     ({"residual": torch.ones(3, ROWS)}, ValueError, "residual: expected shape [21], got [3, 21]"),
-    ({"out": torch.ones(ROWS, 2)[:, 0]}, ValueError, "out: expected a contiguous tensor, got strides (2,)"),
+    ({"out": torch.ones(ROWS, 2)}, ValueError, "out: expected shape [21], got [21, 2]"),
 )
 
 
@@ -272,6 +274,7 @@ def _decoder(replays: int) -> list[str]:
     wants = [expected(start).to(device) for start in starts]
     x = starts[0].to(device)
     problems = [] if torch.equal(run(x), wants[0]) else ["eager: wrong"]
+    po.gemv(own_ups[0], x)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
         result = run(x)

@@ -54,8 +54,8 @@ def compiled() -> dict[str, tuple[Combination, KernelResources]]:
 def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
     assert spill_bytes == 0, f"{name} spills {spill_bytes} bytes per thread at {registers} registers"
     # The register file is given out in units of 8 per thread and 256 per warp. A GEMV has one WG per SM; with a single
-    # vector, or where it overlaps, there is room for a successor's beside it.
-    is_alone = name.startswith("gemv_all_reduce") and " 1 vectors" not in name and "overlaps" not in name
+    # vector, or where it prefetches, there is room for a successor's beside it.
+    is_alone = name.startswith("gemv_all_reduce") and " 1 vectors" not in name and "prefetches" not in name
     blocks = 1 if is_alone else BLOCKS_PER_SM
     held = -(-registers // 8) * 8 * threads * blocks
     assert held <= REGISTERS_PER_SM, f"{name}: {blocks} WGs of {threads} threads hold {held} registers of an SM"

@@ -184,7 +184,8 @@ def column_problem(case: Case, layer: po_nn.ColumnParallelLinear, leading: tuple
     result = layer(x.to(po.device())).cpu()
     size = F.linear(x.double().abs(), whole_layer(case).double().weight.abs())[..., first:last]
     bound = case.inputs * 2.0**-23 * size + 2 * UNIT[case.dtype] * (exact.abs() + 4)
-    if layer.last_path != ("gemv" if 1 <= x[..., 0].numel() <= 16 else "linear"):
+    path = "gemv" if 1 <= x[..., 0].numel() <= 16 else "linear"
+    if layer.last_path != path or layer.path(x[..., 0].numel()) != path:
         return f"took the {layer.last_path} path"
     if result.dtype != case.dtype or result.shape != exact.shape:
         return f"got {result.dtype} {list(result.shape)}"
@@ -196,6 +197,26 @@ def column_problem(case: Case, layer: po_nn.ColumnParallelLinear, leading: tuple
 @pytest.mark.parametrize("world", WORLDS)
 def test_column_parallel_is_a_part_of_the_whole_layer(backend: str, world: int) -> None:
     assert launched(column_program, world, backend) == [[]] * world
+
+
+@torch.no_grad()
+def wide_program(backend: str) -> list[list[str]]:
+    with world_of(backend):
+        found = []
+        for columns, dtype in ((4096, torch.bfloat16), (8192, torch.bfloat16), (8193, torch.bfloat16), (8192, None)):
+            layer = po_nn.ColumnParallelLinear(columns, 3, dtype=dtype)
+            paths = []
+            for count in (1, 2, 8, 9, 16):
+                layer(torch.ones(count, columns, device=po.device(), dtype=dtype))
+                paths.append(f"{count} {layer.last_path}")
+            found.append([path for path in paths if path.endswith("gemv")])
+        return found
+
+
+def test_vectors_that_find_no_room_take_the_library_s_product(backend: str) -> None:
+    narrow, wide, wider, fp32 = launched(wide_program, 1, backend)[0]
+    assert narrow == ["1 gemv", "2 gemv", "8 gemv", "9 gemv", "16 gemv"] and wide == ["1 gemv", "2 gemv", "8 gemv"]
+    assert wider == fp32 == ["1 gemv"]
 
 
 def column_gradient_program(backend: str) -> list[object]:

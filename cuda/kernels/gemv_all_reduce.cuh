@@ -27,8 +27,8 @@
 #define PO_ALIGNED true
 #define PO_RESIDENT true
 #define PO_TWO_PHASE false
-#define PO_OVERLAPS false
-#define PO_LATE false
+#define PO_PREFETCHES false
+#define PO_LETS_IN kAtOnce
 #define PO_WARPS 8
 #endif
 namespace po::gemv_all_reduce {
@@ -45,14 +45,14 @@ struct Config {
   static constexpr int kServing = 2;  // warps of a WG that send; kSlots is a multiple, so a slot always meets the same
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
-  static constexpr bool kOverlaps = PO_OVERLAPS;             // starts before the kernel before it has ended
-  static constexpr bool kLetsSuccessorInLate = PO_LATE;      // see Succession; else at once
-  static constexpr bool kSharesSm = kVectors == 1 || (kOverlaps && kVectors <= 8);  // with a successor that overlaps
+  static constexpr bool kPrefetches = PO_PREFETCHES;         // asks for weights before the kernel before it has ended
+  static constexpr LetsIn kLetsIn = LetsIn::PO_LETS_IN;      // its successor
+  static constexpr bool kSharesSm = kVectors == 1 || (kPrefetches && kVectors <= 8);  // with its successor
   static constexpr int kSlots = kVectors == 1 ? 8 : 4;  // tiles of a WG that may be under way in its own memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
-  using Stream = WeightStream<Scalar, kVectors, PO_DEPTH, PO_ALIGNED, PO_RESIDENT, kOverlaps>;
+  using Stream = WeightStream<Scalar, kVectors, PO_DEPTH, PO_ALIGNED, PO_RESIDENT, kPrefetches>;
 };
 
 using Pipeline = TilePipeline<Config>;
@@ -100,13 +100,15 @@ struct Kernel {
   };
 
   // Neither vectors nor weights wait for the plan. The vectors go first: behind the weights they would wait for all that
-  // are under way. In a launch that overlaps its predecessor, which may still be making the vectors, weights go alone.
+  // are under way. Where weights are asked for before the predecessor has ended, which may still be making the vectors, they
+  // go alone.
   static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
     const Pipeline::Vectors vectors{call.vectors, call.num_vectors(), call.num_columns(),
                                     wg.arena() + Pipeline::ring_bytes(wg)};
-    if constexpr (Config::kOverlaps) {
+    if constexpr (Config::kPrefetches) {
       vectors.expect(wg, first_fetching(wg));
     } else {
+      await_predecessor();
       vectors.fetch(wg, 0);
     }
     RowTiles tiles = tiles_of(wg, call);
@@ -116,7 +118,7 @@ struct Kernel {
   }
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
-    if constexpr (Config::kOverlaps) {
+    if constexpr (Config::kPrefetches) {
       // Through the vectors, or the sync below, all others know that it has ended.
       if (wg.rank() >= first_fetching(wg)) {
         await_predecessor();
@@ -129,18 +131,18 @@ struct Kernel {
     Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call);
     pipeline.start_handovers();
     if (wg.rank() == 0) shared.told.start(1);
-    begun.vectors.template await_copies<Config::kOverlaps ? 0 : Config::Stream::kStepsAhead>();
+    begun.vectors.template await_copies<Config::kPrefetches ? 0 : Config::Stream::kStepsAhead>();
     wg.sync();
-    if constexpr (!Config::kLetsSuccessorInLate) release_successor();
+    if constexpr (Config::kLetsIn == LetsIn::kAtOnce) release_successor();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
     Succession succession(&plan.team.local->asked, wg, begun.stream.num_steps(), Config::Stream::kStepsAhead);
-    if constexpr (Config::kLetsSuccessorInLate) succession.begin(wg);
+    if constexpr (Config::kLetsIn == LetsIn::kLate) succession.begin(wg);
     pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
-      if constexpr (Config::kLetsSuccessorInLate) succession.step();
+      if constexpr (Config::kLetsIn == LetsIn::kLate) succession.step();
     });
     if (plan.team.size != 1) finish(wg, shared, exchange);  // in a world of one the serving warps have
-    if constexpr (Config::kLetsSuccessorInLate) {
+    if constexpr (Config::kLetsIn == LetsIn::kLate) {
       if (wg.rank() == 0) succession.await_others();
     }
   }
@@ -151,7 +153,7 @@ struct Kernel {
                            Config::kTwoPhase ? call.size() : 1);
   }
 
-  // In a launch that overlaps its predecessor, the threads that bring the vectors: the serving warps', where they can.
+  // Where weights are prefetched, the threads that bring the vectors: the serving warps', where they can.
   static PO_FN int first_fetching(const WorkGroup& wg) {
     return Pipeline::Vectors::kDelivered ? Pipeline::num_computing(wg) * kWarpSize : 0;
   }

@@ -14,6 +14,12 @@
 
 namespace po {
 
+enum class LetsIn {
+  kAtOnce,  // where it has room beside this launch
+  kLate,    // where it has, and makes use of it: see Succession
+  kAtEnd    // where it has none: WGs of a smaller one would take in twos the first multiprocessors to be left
+};
+
 class Succession {
  public:
   // The first warp of each WG asks, `steps_ahead` of its `num_steps`; the others have none. `asked`: LocalState's.

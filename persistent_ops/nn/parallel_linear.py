@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from .. import ops as _ops
-from ..ops.gemv_plan import MAX_VECTORS
+from ..ops.gemv_plan import MAX_VECTORS, kernel_vectors_of
 from ..runtime import world as _world
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
 
+_GEMV_BYTES = 128 << 10  # of several vectors: with more, cuBLAS is faster (benchmarks/README.md)
 _log = logging.getLogger("persistent_ops")
 
 
@@ -192,7 +193,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Nothing is communicated: the result stays spread over the PEs, as `RowParallelLinear` takes it in. `last_path` tells
     what computed it:
 
-    - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees.
+    - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 of them count as 8, 9 to
+      16 as 16, and these may have 128 KiB: K up to 8192 for 8 in 16 bits.
     - "linear", more, or where gradients of x are recorded: `torch.nn.functional.linear`.
 
     Args:
@@ -235,6 +237,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self.prefetch_weight = prefetch_weight
         self.last_path: str | None = None
 
+    def path(self, num_vectors: int) -> str:
+        """Return the path that a number of vectors takes where no gradients are recorded: "gemv" or "linear"."""
+        if not 1 <= num_vectors <= MAX_VECTORS:
+            return "linear"
+        nbytes = kernel_vectors_of(num_vectors) * self.in_features * self.weight.itemsize
+        return "gemv" if num_vectors == 1 or nbytes <= _GEMV_BYTES else "linear"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this PE's output features, `[..., M_r]`, of x `[..., K]`.
 
@@ -245,10 +254,9 @@ class ColumnParallelLinear(_ParallelLinear):
         self._check_input(x, self.in_features)
         num_vectors = math.prod(x.shape[:-1])
         is_recorded = torch.is_grad_enabled() and x.requires_grad
-        if is_recorded or not 1 <= num_vectors <= MAX_VECTORS:
-            self.last_path = "linear"
+        self.last_path = "linear" if is_recorded else self.path(num_vectors)
+        if self.last_path == "linear":
             return F.linear(x, self.weight, self.bias)
-        self.last_path = "gemv"
         vectors = x.reshape(num_vectors, self.in_features).contiguous()
         result = _ops.gemv(self.weight, vectors, bias=self.bias, prefetch_weight=self.prefetch_weight)
         return result.view(*x.shape[:-1], self.weight.shape[0])

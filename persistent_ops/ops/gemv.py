@@ -86,7 +86,7 @@ def _run(
 
 
 def _run_out(*arguments: Any, out: torch.Tensor) -> None:
-    _run(*arguments, out=out)
+    _run(*arguments, out=out)  # type: ignore[misc]
 
 
 def _fake(
@@ -101,7 +101,7 @@ def _fake(
 
 
 def _fake_out(*arguments: Any, out: torch.Tensor) -> None:
-    _fake(*arguments, out=out)
+    _fake(*arguments, out=out)  # type: ignore[misc]
 
 
 def _backward(context: object, gradient: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "choose_algorithm",
     "choose_depth",
     "kernel_request",
+    "kernel_vectors_of",
     "plans_of",
 ]
 
@@ -147,9 +148,22 @@ def choose_depth(bytes_per_wg: int, room_for_two: int) -> int:
     return 6 if _is_little(bytes_per_wg) else 8
 
 
+def kernel_vectors_of(num_vectors: int) -> int:
+    """Return for how many vectors the kernel is made that multiplies so many."""
+    return next(n for n in (1, 8, MAX_VECTORS) if num_vectors <= n)
+
+
 def _is_little(bytes_per_wg: int) -> bool:
     """Return whether a WG has not much more to read than what it asks for at once."""
     return bytes_per_wg <= _LITTLE_BYTES
+
+
+def _lets_in(has_room: bool, prefetches: bool, bytes_per_wg: int) -> str:
+    """Return when a launch lets its successor in; `has_room`: for another one like it beside it."""
+    if not prefetches:
+        return "kAtOnce" if has_room else "kAtEnd"
+    # Where a successor finds no room, or this launch is nearly over when its vectors have come, the sooner the better.
+    return "kLate" if has_room and not _is_little(bytes_per_wg) else "kAtOnce"
 
 
 def _slots_of(kernel_vectors: int) -> int:
@@ -240,7 +254,7 @@ class GemvPlan:
         launches = -(-total_tiles // max_tiles)
         tiles_each = -(-total_tiles // launches)
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
-        kernel_vectors = next(n for n in (1, 8, 16) if num_vectors <= n)
+        kernel_vectors = kernel_vectors_of(num_vectors)
         bytes_per_wg = -(-tiles_each // grid) * _TILE_ROWS * columns * element
         steps = -(-columns * element // _STEP_BYTES)
         arena = _Arena(
@@ -249,9 +263,10 @@ class GemvPlan:
             parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
             vectors_bytes=kernel_vectors * (steps * _STEP_BYTES + _VECTOR_GAP_BYTES) + _DELIVERY_BYTES,
         )
-        # 16 vectors take too many registers for a second WG on an SM.
-        room_for_two = arena.steps_of_each_of_two() if prefetch_weight and kernel_vectors <= 8 else 0
-        depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two)
+        # More vectors take too many registers for a second WG on an SM.
+        shares_sm = kernel_vectors == 1 or (prefetch_weight and kernel_vectors <= 8)
+        room_for_two = arena.steps_of_each_of_two() if shares_sm else 0
+        depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two if prefetch_weight else 0)
         arena_bytes, is_resident = arena.with_depth(depth)
         request = kernel_request(
             dtype,
@@ -263,14 +278,12 @@ class GemvPlan:
             is_aligned=is_aligned,
             is_resident=is_resident,
             two_phase=two_phase,
-            overlaps=prefetch_weight,
-            # Where a successor finds no room beside this launch, or this one is nearly over when its vectors have come,
-            # the sooner the better.
-            is_late=depth <= room_for_two and not _is_little(bytes_per_wg),
+            prefetches=prefetch_weight,
+            lets_in=_lets_in(depth <= room_for_two, prefetch_weight, bytes_per_wg),
         )
         if world.backend.name == "host":  # most choices are not about the host: one library for all of them
             defines = dict(request.defines) | {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true"}
-            defines |= {"PO_WARPS": "8", "PO_OVERLAPS": "false", "PO_LATE": "false"}
+            defines |= {"PO_WARPS": "8", "PO_PREFETCHES": "false", "PO_LETS_IN": "kAtOnce"}
             defines["PO_VECTORS"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
             request = dataclasses.replace(request, defines=tuple(defines.items()))
         self._kernel: Kernel = world.backend.load(request)
@@ -366,12 +379,13 @@ def kernel_request(
     is_aligned: bool,
     is_resident: bool,
     two_phase: bool,
-    overlaps: bool,
-    is_late: bool,
+    prefetches: bool,
+    lets_in: str,
 ) -> KernelRequest:
     """Return what is compiled for one combination of choices; `kernel_vectors` is 1, 8 or 16.
 
-    `overlaps`: the launch begins before its predecessor has ended. `is_late`: it lets its successor do so late.
+    `prefetches`: the launch asks for weights before its predecessor has ended. `lets_in`: when it lets its successor
+    begin, an enumerator of LetsIn in cuda/sched/succession.cuh.
     """
     defines = {
         "PO_SCALAR": SCALARS[dtype],
@@ -381,8 +395,8 @@ def kernel_request(
         "PO_ALIGNED": str(is_aligned).lower(),
         "PO_RESIDENT": str(is_resident).lower(),
         "PO_TWO_PHASE": str(two_phase).lower(),
-        "PO_OVERLAPS": str(overlaps).lower(),
-        "PO_LATE": str(is_late).lower(),
+        "PO_PREFETCHES": str(prefetches).lower(),
+        "PO_LETS_IN": lets_in,
         "PO_WARPS": str(warps),
     }
     return KernelRequest(
@@ -391,5 +405,5 @@ def kernel_request(
         ctypes.sizeof(_Plan),
         (warps + _SERVING_WARPS) * 32,
         arena_bytes=arena_bytes,
-        overlaps_predecessor=overlaps,
+        overlaps_predecessor=True,
     )

@@ -39,12 +39,13 @@ class _GpuKernel:
     def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
         config = self._configs.get(grid)
         if config is None:
+            has_early_launches = torch.cuda.get_device_capability(self._backend.device)[0] >= 9
             config = LaunchConfig(
                 grid=grid,
                 block=self._request.threads,
                 shmem_size=self._request.arena_bytes,
                 is_cooperative=True,
-                programmatic_stream_serialization=self._request.overlaps_predecessor,
+                programmatic_stream_serialization=self._request.overlaps_predecessor and has_early_launches,
             )
             self._configs[grid] = config
         launch(self._backend.core_stream(), config, self._kernel, plan, *words, *(0,) * (5 - len(words)))
