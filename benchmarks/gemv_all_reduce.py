@@ -12,7 +12,7 @@ from gemv.methods import METHODS
 from gemv.options import Options
 from gemv.report import draw_figure, print_tables, print_tuning
 from gemv.run import run_pe
-from gemv.shapes import SHAPES
+from gemv.shapes import SHAPES, shape_named
 from gemv.tune import tune_pe
 from harness.command import (
     Benchmark,
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_common(parser, worlds=_WORLDS, limit=600.0)
-    parser.add_argument("--shapes", help=f"comma-separated, of {','.join(SHAPES)} (default: all)")
+    parser.add_argument("--shapes", help=f"comma-separated MxK or MxK_Nn (default: {','.join(SHAPES)})")
     parser.add_argument("--methods", help=f"comma-separated, of {','.join(METHODS)} (default: all)")
     parser.add_argument("--rounds", type=int, help="times each method is timed (default 15; quick 3)")
     parser.add_argument("--calls", type=int, default=20, help="calls in a graph, at least (default 20)")
@@ -64,7 +64,7 @@ def _options(arguments: argparse.Namespace, argv: list[str]) -> tuple[Options, l
         methods = ("fused", "gemv_alone")
     options = Options(
         backend=arguments.backend,
-        shapes=names("--shapes", arguments.shapes, SHAPES),
+        shapes=tuple(shape_named(name).name for name in (arguments.shapes.split(",") if arguments.shapes else SHAPES)),
         methods=methods,
         rounds=arguments.rounds or (3 if arguments.quick else 7 if arguments.tune else 15),
         calls=arguments.calls,

@@ -40,7 +40,7 @@ def lines_of(folder: Path, kind: str, name: str = "gemv_all_reduce") -> list[dic
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = "8192x1024,8192x3584_N8"
+    shapes = "8192x1024,100x40_N3,8192x3584_N8"
     assert run("--quick", "--backend", "host", "--shapes", shapes, "--replays", "7", "--out", str(tmp_path)) == 0
     runs = lines_of(tmp_path, "run")
     assert [line["pes"] for line in runs] == [2, 1]
@@ -69,8 +69,8 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         assert line["calls_per_graph"] % shape["copies"] == 0
     spreads = lines_of(tmp_path, "spread")
     assert [(line["pes"], line["method"]) for line in spreads] == [
-        *[(2, "fused"), (2, "cublas_nccl")] * 2,
-        *[(1, "gemv_alone"), (1, "cublas_alone")] * 2,
+        *[(2, "fused"), (2, "cublas_nccl")] * 3,
+        *[(1, "gemv_alone"), (1, "cublas_alone")] * 3,
     ]
     for line in spreads:
         assert line["replays"] == 7
@@ -229,7 +229,9 @@ def test_a_tuning_with_wrong_results_gives_exit_code_1(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--shapes", "1x1"], "there is no 1x1"),
+        (["--shapes", "1by1"], "there is no 1by1"),
+        (["--shapes", "64x64,8x8_N17"], "there is no 8x8_N17"),
+        (["--shapes", "0x8"], "there is no 0x8"),
         (["--methods", "fused,nccl"], "there is no nccl"),
         (["--worlds", "2,0"], "expected numbers of at least 1"),
         (["--worlds", "two"], "invalid literal"),

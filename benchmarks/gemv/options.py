@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .methods import METHODS
-from .shapes import SHAPES, Shape
+from .shapes import SHAPES, Shape, shape_named
 
 __all__ = ["Options"]
 
@@ -16,7 +16,7 @@ class Options:
     """See the command line's help.
 
     Attributes:
-        shapes: keys of SHAPES.
+        shapes: names, of SHAPES or others.
         methods: of METHODS.
         rounds: times each method is timed.
         calls: at least in one graph.
@@ -40,7 +40,8 @@ class Options:
 
     def sizes(self, backend: str) -> dict[str, Shape]:
         """Return the shapes in the sizes of a backend, by name."""
-        return {name: SHAPES[name] if backend == "cuda" else SHAPES[name].for_host() for name in self.shapes}
+        shapes = {name: shape_named(name) for name in self.shapes}
+        return shapes if backend == "cuda" else {name: shape.for_host() for name, shape in shapes.items()}
 
     def replays_on(self, backend: str) -> int:
         """Return how many replays are timed one by one."""

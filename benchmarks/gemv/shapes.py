@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DTYPE", "SHAPES", "Shape"]
+from persistent_ops.ops.gemv_plan import MAX_VECTORS
+
+__all__ = ["DTYPE", "SHAPES", "Shape", "shape_named"]
 
 DTYPE = torch.bfloat16
 _ROTATED_BYTES = 200_000_000  # more than three L2 caches of an H200: a copy of the weight is gone when its turn comes
 _FEWEST_COPIES = 3
+_MOST_COPIES = 64  # of small weights, which then stay in the cache
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,30 @@ class Shape:
     def for_host(self) -> Shape:
         """Return a small shape of the same kind, for CPUs."""
         return dataclasses.replace(
-            self, rows=self.rows // 64, columns=self.columns // 16, copies=min(self.copies, _FEWEST_COPIES)
+            self, rows=-(-self.rows // 64), columns=-(-self.columns // 16), copies=min(self.copies, _FEWEST_COPIES)
         )
 
 
 def _shape(rows: int, columns: int, vectors: int = 1) -> Shape:
     shape = Shape(rows, columns, vectors)
-    return dataclasses.replace(shape, copies=max(_FEWEST_COPIES, _ROTATED_BYTES // shape.weight_bytes + 1))
+    copies = max(_FEWEST_COPIES, min(_ROTATED_BYTES // shape.weight_bytes + 1, _MOST_COPIES))
+    return dataclasses.replace(shape, copies=copies)
+
+
+def shape_named(name: str) -> Shape:
+    """Return the shape of a name such as 8192x1024 or 8192x3584_N8.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})(?:_N([1-9]\d?))?", name)
+    rows, columns, vectors = (int(number or 1) for number in match.groups()) if match else (0, 0, 0)
+    if not 1 <= vectors <= MAX_VECTORS:
+        raise ValueError(
+            f"--shapes: there is no {name}; there are {', '.join(SHAPES)}, and others such as 1280x8192 or "
+            f"1280x8192_N4, with at most {MAX_VECTORS} vectors"
+        )
+    return _shape(rows, columns, vectors)
 
 
 SHAPES = {

@@ -193,8 +193,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Nothing is communicated: the result stays spread over the PEs, as `RowParallelLinear` takes it in. `last_path` tells
     what computed it:
 
-    - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 of them count as 8, 9 to
-      16 as 16, and these may have 128 KiB: K up to 8192 for 8 in 16 bits.
+    - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 of them count as 8, 9
+      to 16 as 16, and these may have 128 KiB: K up to 8192 for 8 in 16 bits.
     - "linear", more, or where gradients of x are recorded: `torch.nn.functional.linear`.
 
     Args:
