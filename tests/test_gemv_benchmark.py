@@ -76,7 +76,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         assert line["replays"] == 7
         assert 0 < line["us_median"] <= line["us_p90"] <= line["us_p99"] <= line["us_p999"]
     checks = lines_of(tmp_path, "check")
-    assert len(checks) == 4
+    assert len(checks) == 6
     assert all(line["failures"] == [] and 0 < line["largest_share_of_bound"] <= 1 for line in checks)
     assert (tmp_path / "gemv_all_reduce.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

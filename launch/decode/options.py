@@ -34,7 +34,7 @@ class Options:
         is_compiled: whether torch.compile makes the small kernels; None for GPUs where Triton can compile.
         algorithm: of po.gemv_all_reduce.
         comm_dtype: None, or "own" for the weights' dtype, in which the fused sums travel.
-        prefetch: whether the fused operator reads weights before the kernel before it has ended.
+        prefetch: whether fused products ask for weights before the kernel before them has ended.
         reference: whether one PE computes the whole model alone; None for the tiny one only.
         timeout: seconds that the PEs wait for each other.
     """
@@ -52,7 +52,7 @@ class Options:
     is_compiled: bool | None = None
     algorithm: str = "auto"
     comm_dtype: str | None = None
-    prefetch: bool = True
+    prefetch: bool = False
     reference: bool | None = None
     timeout: float = 120.0
 
