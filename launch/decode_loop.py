@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the small kernels (default: on GPUs)")
     parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_phase"), default="auto")
     parser.add_argument("--comm-dtype", choices=("own",), help="own: fused sums travel in the weights' dtype, not fp32")
-    parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=False, help="of fused weights (default: no)")
+    parser.add_argument("--prefetch", action="store_true", help="weights of fused products (default: no)")
     parser.add_argument(
         "--reference", action=argparse.BooleanOptionalAction, help="one PE alone, too (default: tiny only)"
     )
