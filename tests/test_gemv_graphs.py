@@ -191,8 +191,14 @@ def test_layers_that_follow_one_another_in_a_graph() -> None:
 _WIDE = 4096  # wide enough that a WG has more to read than its ring holds: the successor begins late
 
 
-def _chain(replays: int) -> list[str]:
-    """Let products take the sums of the one before, and begin before it has ended."""
+def _chain(replays: int, prefetches: tuple[bool, ...], count: int) -> list[str]:
+    """Let products take the sums of the one before, and begin before it has ended.
+
+    Args:
+        replays: of the graph.
+        prefetches: whether each of the three asks for its weights meanwhile.
+        count: of vectors.
+    """
     po.init("cuda", timeout=20.0, heap_size=128 * MB)
     rank, world, device = po.rank(), po.world_size(), po.device()
     problems: list[str] = []
@@ -200,19 +206,19 @@ def _chain(replays: int) -> list[str]:
     rng = torch.Generator().manual_seed(5)
     picks = torch.randint(_WIDE, (3, world, _WIDE), generator=rng)
     signs = torch.randint(0, 2, picks.shape, generator=rng).to(torch.bfloat16) * 2 - 1
-    starts = torch.randint(-3, 4, (_NUM_INPUTS, _WIDE), generator=rng).to(torch.bfloat16)
+    starts = torch.randint(-3, 4, (_NUM_INPUTS, count, _WIDE), generator=rng).to(torch.bfloat16)
     weights = torch.zeros(3, _WIDE, _WIDE, dtype=torch.bfloat16)
     weights.scatter_(2, picks[:, rank, :, None], signs[:, rank, :, None])
     own = weights.to(device)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        first = po.gemv_all_reduce(own[0], x, prefetch_weight=True)
-        second = po.gemv_all_reduce(own[1], first, residual=first, prefetch_weight=True, algorithm="two_phase")
-        return po.gemv_all_reduce(own[2], second, prefetch_weight=True)
+        first = po.gemv_all_reduce(own[0], x, prefetch_weight=prefetches[0])
+        second = po.gemv_all_reduce(own[1], first, residual=first, prefetch_weight=prefetches[1], algorithm="two_phase")
+        return po.gemv_all_reduce(own[2], second, prefetch_weight=prefetches[2])
 
     def expected(x: torch.Tensor) -> torch.Tensor:
         for layer in range(3):
-            total = (signs[layer] * x[picks[layer]]).float().sum(0)
+            total = (signs[layer] * x[:, picks[layer]]).float().sum(1)
             x = (total + x if layer == 1 else total).to(torch.bfloat16)
         return x
 
@@ -236,8 +242,10 @@ def _chain(replays: int) -> list[str]:
     return problems
 
 
-def test_products_that_take_each_other_s_sums() -> None:
-    assert po.launch(_chain, _pes(), _replays() // 5, timeout=300) == [[]] * _pes()
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("prefetches", [(True,) * 3, (False,) * 3, (True, False, True)], ids=["all", "none", "some"])
+def test_products_that_take_each_other_s_sums(prefetches: tuple[bool, ...], count: int) -> None:
+    assert po.launch(_chain, _pes(), _replays() // 5, prefetches, count, timeout=300) == [[]] * _pes()
 
 
 def _two_streams() -> list[str]:

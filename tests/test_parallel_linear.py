@@ -219,7 +219,7 @@ def test_vectors_that_find_no_room_take_the_library_s_product(backend: str) -> N
     assert wider == fp32 == ["1 gemv"]
 
 
-def column_gradient_program(backend: str) -> list[object]:
+def column_library_program(backend: str) -> list[object]:
     with world_of(backend):
         layer = po_nn.ColumnParallelLinear.from_linear(whole_layer(CASES[0]))
         x = values(CASES[0], "x", 3, CASES[0].inputs).to(po.device())
@@ -229,14 +229,25 @@ def column_gradient_program(backend: str) -> list[object]:
         with torch.no_grad():
             layer(recorded)
         paths.append(layer.last_path)
+        with torch.autocast(po.device().type, torch.bfloat16):
+            results = [layer(torch.cat([x] * count)).dtype for count in (1, 7)]
+        paths.append(f"{layer.last_path} {results}")
+        layer.weight.requires_grad_()
+        layer(x).sum().backward()
+        is_summed = torch.allclose(layer.weight.grad, x.sum(0).expand(layer.weight.shape), atol=1e-5)
+        paths.append(f"{layer.last_path} {is_summed}")
+        layer.weight.requires_grad_(False)
         layer(x)
+        paths.append(layer.last_path)
         expected = layer.weight.sum(0).expand(3, -1)
+        layer.to("meta")(x.to("meta"))
         return [*paths, layer.last_path, torch.allclose(recorded.grad, expected, atol=1e-5)]
 
 
-def test_column_parallel_has_gradients_where_they_are_recorded(backend: str) -> None:
-    [[recorded, unrecorded, plain, is_right]] = launched(column_gradient_program, 1, backend)
-    assert (recorded, unrecorded, plain) == ("linear", "gemv", "gemv") and is_right
+def test_column_parallel_takes_the_library_s_product_where_it_must(backend: str) -> None:
+    [[recorded, unrecorded, autocast, weight, plain, meta, is_right]] = launched(column_library_program, 1, backend)
+    assert (recorded, unrecorded, plain, meta) == ("linear", "gemv", "gemv", "linear") and is_right
+    assert autocast == f"linear {[torch.bfloat16] * 2}" and weight == "linear True"
 
 
 class Block(torch.nn.Module):
@@ -419,13 +430,18 @@ def compile_program(backend: str) -> list[str]:
     with world_of(backend) as world:
         linear = whole_layer(CASES[0])
         layer = po_nn.RowParallelLinear.from_linear(linear)
+        column = po_nn.ColumnParallelLinear.from_linear(linear)
         first, last = layer.shard_range
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled_column = torch.compile(column, fullgraph=True, backend="aot_eager")
         for number in range(3):
             x = values(CASES[0], f"x {number}", 2, 3, CASES[0].inputs)[..., first:last].to(po.device())
             residual = values(CASES[0], f"residual {number}", 2, 3, CASES[0].outputs).to(po.device())
             if not torch.equal(compiled(x, residual=residual), layer(x, residual=residual)):
                 problems.append(f"call {number}: other bits on PE {world.rank}")
+            whole = values(CASES[0], f"x {number}", 2, 3, CASES[0].inputs).to(po.device())
+            if not torch.equal(compiled_column(whole), column(whole)) or column.last_path != "gemv":
+                problems.append(f"column, call {number}: other bits on PE {world.rank}")
         po.check()
     return problems
 

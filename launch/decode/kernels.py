@@ -69,29 +69,28 @@ def _attention_weights(
     return wide.masked_fill(later, -math.inf).softmax(-1).to(scores.dtype).flatten(2, 3)
 
 
-def _attend_step(
-    qkv: torch.Tensor,
-    cache: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    group: int,
-    scale: float,
+def _store_step(
+    qkv: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, group: int
 ) -> torch.Tensor:
-    """Do what `Kernels.attend` does for one row of each sequence, for torch.compile.
+    """Store keys and values of one row of each sequence; returns the queries `[N, H, G, D]`."""
+    query, keys_values = _rotate(qkv, cos, sin, positions, cache.shape[1], group, cache.shape[4])
+    cache.index_copy_(3, positions, keys_values)
+    return query
+
+
+def _attend_step(
+    query: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Let one row of each sequence attend; returns `[N, H*G*D]`.
 
     The scores of so few rows are sums, not a product, so that they are one kernel with their scale. Slots come before
     query heads: neighbours share a key.
     """
-    batch, dim = cache.shape[1], cache.shape[4]
-    query, keys_values = _rotate(qkv, cos, sin, positions, batch, group, dim)
-    cache.index_copy_(3, positions, keys_values)
     keys, values = cache.unbind(0)
     scores = (keys[:, :, :, None].float() * query[:, :, None].float()).sum(-1)  # [N, H, L, G]
     later = (slots > positions)[:, None]
-    weights = (scores * scale).masked_fill(later, -math.inf).softmax(2).to(qkv.dtype)
-    return torch.matmul(weights.transpose(2, 3), values).reshape(qkv.shape[0], -1)  # of [N, H, G, D]
+    weights = (scores * scale).masked_fill(later, -math.inf).softmax(2).to(query.dtype)
+    return torch.matmul(weights.transpose(2, 3), values).reshape(query.shape[0], -1)  # of [N, H, G, D]
 
 
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -136,7 +135,9 @@ class Kernels:
         self._group, self._dim = config.group, config.head_dim
         self._scale = config.head_dim**-0.5
         self._norm, self._add_norm = made(_rms_norm), made(_add_rms_norm)
-        self._attend_step, self.swiglu = made(_attend_step), made(_swiglu)
+        # Two functions: within one, torch.compile lets a kernel read what was stored in place before it waits for it.
+        self._store_step, self._attend_step = made(_store_step), made(_attend_step)
+        self.swiglu = made(_swiglu)
         self.best, self.best_of_all = made(_best), made(_best_of_all)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,8 @@ class Kernels:
             `[N*T, G*H*D]`.
         """
         if self._is_compiled:
-            return self._attend_step(qkv, cache, positions, slots, *rope, self._group, self._scale)
+            query = self._store_step(qkv, cache, positions, *rope, self._group)
+            return self._attend_step(query, cache, positions, slots, self._scale)
         batch = cache.shape[1]
         query, keys_values = _rotate(qkv, *rope, positions, batch, self._group, self._dim)
         cache.index_copy_(3, positions, keys_values)

@@ -195,7 +195,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 of them count as 8, 9
       to 16 as 16, and these may have 128 KiB: K up to 8192 for 8 in 16 bits.
-    - "linear", more, or where gradients of x are recorded: `torch.nn.functional.linear`.
+    - "linear", more, or where gradients are recorded, under autocast, or away from `po.device()`:
+      `torch.nn.functional.linear`.
 
     Args:
         in_features: K; every PE passes all of x, `[..., K]`.
@@ -237,8 +238,15 @@ class ColumnParallelLinear(_ParallelLinear):
         self.prefetch_weight = prefetch_weight
         self.last_path: str | None = None
 
+    def _allows_gemv(self, x: torch.Tensor) -> bool:
+        tensors = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
+        is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        device = _world.current().backend.device
+        is_here = x.device == device and self.weight.device == device and self.weight.is_contiguous()
+        return is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
+
     def path(self, num_vectors: int) -> str:
-        """Return the path that a number of vectors takes where no gradients are recorded: "gemv" or "linear"."""
+        """Return the path that a number of vectors takes where nothing else speaks against "gemv"; else "linear"."""
         if not 1 <= num_vectors <= MAX_VECTORS:
             return "linear"
         nbytes = kernel_vectors_of(num_vectors) * self.in_features * self.weight.itemsize
@@ -253,8 +261,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         self._check_input(x, self.in_features)
         num_vectors = math.prod(x.shape[:-1])
-        is_recorded = torch.is_grad_enabled() and x.requires_grad
-        self.last_path = "linear" if is_recorded else self.path(num_vectors)
+        self.last_path = self.path(num_vectors) if self._allows_gemv(x) else "linear"
         if self.last_path == "linear":
             return F.linear(x, self.weight, self.bias)
         vectors = x.reshape(num_vectors, self.in_features).contiguous()

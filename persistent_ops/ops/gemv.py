@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from .gemv_call import check, check_types, execute
-from .gemv_plan import ALONE
 from .plain_call import is_plain
 
 __all__ = ["gemv"]
@@ -59,11 +58,11 @@ def gemv(
         NotImplementedError: in a backward pass; the operator is forward only.
 
     Not collective: the other PEs need not call it. On the current stream; the first call with a shape is blocking. May
-    be captured in a CUDA graph after it.
+    be captured in a CUDA graph after it; replays that contain it should not overlap on a PE, which is safe but slow.
     """
     if not torch.compiler.is_compiling():
         if is_plain((weight, x), (bias, residual, out)):
-            return execute(weight, x, bias, residual, ALONE, None, prefetch_weight, out)
+            return execute(weight, x, bias, residual, "auto", None, prefetch_weight, out, is_alone=True)
         check_types(weight, x, bias, residual, out)
     if out is None:
         return torch.ops.persistent_ops.gemv(weight, x, bias, residual, prefetch_weight)  # type: ignore[no-any-return]
@@ -84,7 +83,7 @@ def _run(
     prefetch_weight: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return execute(weight, x, bias, residual, ALONE, None, prefetch_weight, out)
+    return execute(weight, x, bias, residual, "auto", None, prefetch_weight, out, is_alone=True)
 
 
 def _run_out(*arguments: Any, out: torch.Tensor) -> None:

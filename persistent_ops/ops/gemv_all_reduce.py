@@ -72,7 +72,8 @@ def gemv_all_reduce(
         NotImplementedError: in a backward pass; the operator is forward only.
 
     Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after
-    it.
+    it. Collectives of other libraries on other streams must meet it in the same order on all PEs: while it waits for
+    its peers they may find no room on the GPU.
     Source: fused GEMV + AllReduce of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), section III-B.
     """

@@ -8,7 +8,6 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from .gemv_plan import (
     ALGORITHMS,
-    ALONE,
     MAX_VECTORS,
     SCALARS,
     TUNING,
@@ -32,8 +31,9 @@ def execute(
     comm_dtype: torch.dtype | None,
     prefetch_weight: bool,
     out: torch.Tensor | None,
+    is_alone: bool = False,
 ) -> torch.Tensor:
-    """Check, find or make the plan, launch it, return the result. `algorithm`: of gemv_all_reduce, or ALONE."""
+    """Check, find or make the plan, launch it, return the result. `is_alone`: for gemv, not for gemv_all_reduce."""
     world = _world.current()
     device = world.backend.device
     rows, columns, num_vectors, shape = check(weight, x, bias, residual, out, device)
@@ -45,13 +45,13 @@ def execute(
     signature = (
         rows, columns, num_vectors, weight.dtype, comm_dtype, bias_at, algorithm, is_aligned, prefetch_weight, tuning
     )  # fmt: skip
-    plans = plans_of(world)
+    plans = plans_of(world, is_alone=is_alone)
     plan = plans.get(signature)
     if plan is None:
-        if algorithm != ALONE:
+        if not is_alone:
             areas_of(world)  # collective, and so before what one PE alone may refuse
             check_choices(algorithm, comm_dtype, weight.dtype)
-        if algorithm == "auto":
+        if algorithm == "auto" and not is_alone:
             chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
             plan = plans.get((*signature[:6], chosen, *signature[7:]))
         else:
@@ -67,6 +67,7 @@ def execute(
             chosen,
             is_aligned,
             prefetch_weight,
+            is_alone=is_alone,
         )
         world.make_room(plans, _MAX_PLANS)
         plans[signature] = plan

@@ -16,7 +16,6 @@ from ..runtime.world import World, upload
 
 __all__ = [
     "ALGORITHMS",
-    "ALONE",
     "MAX_VECTORS",
     "SCALARS",
     "TUNING",
@@ -33,11 +32,10 @@ __all__ = [
 
 TUNING = "gemv_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
 ALGORITHMS = ("auto", "one_shot", "two_phase")
-ALONE = "alone"  # in a plan's place of an algorithm: this PE's product, which no other PE has to do with
 MAX_VECTORS = 16
 SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 _NAME = "gemv_all_reduce"
-_PLANS = "gemv_all_reduce.plans"
+_PLANS = {False: "gemv_all_reduce.plans", True: "gemv.plans"}
 _TILE_ROWS = 8
 _SERVING_WARPS = 2
 _PACKET_BYTES = 16  # half of it data
@@ -120,9 +118,9 @@ def areas_of(world: World) -> Areas:
     return areas
 
 
-def plans_of(world: World) -> dict[tuple[Any, ...], GemvPlan]:
-    """Return the world's plans by signature."""
-    plans: dict[tuple[Any, ...], GemvPlan] = world.operator_state.setdefault(_PLANS, {})
+def plans_of(world: World, *, is_alone: bool = False) -> dict[tuple[Any, ...], GemvPlan]:
+    """Return the world's plans by signature, of gemv_all_reduce or, where a PE is alone, of gemv."""
+    plans: dict[tuple[Any, ...], GemvPlan] = world.operator_state.setdefault(_PLANS[is_alone], {})
     return plans
 
 
@@ -200,9 +198,10 @@ class GemvPlan:
         dtype: of the weight.
         comm_dtype: of partial sums under way.
         bias: `[M]` or None.
-        algorithm: of ALGORITHMS, which makes the first plan of a world collective, or ALONE.
+        algorithm: of ALGORITHMS.
         is_aligned: whether every row of weight and x begins at a multiple of 16 bytes.
-        prefetch_weight: start before the kernel before has ended.
+        prefetch_weight: ask for weights before the kernel before has ended.
+        is_alone: the product of this PE by itself. The first other plan of a world is collective.
     """
 
     def __init__(
@@ -217,8 +216,9 @@ class GemvPlan:
         algorithm: str,
         is_aligned: bool,
         prefetch_weight: bool,
+        *,
+        is_alone: bool = False,
     ) -> None:
-        is_alone = algorithm == ALONE
         _refuse_capture(world, "gemv" if is_alone else _NAME)
         if columns >= 1 << 30:
             raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
@@ -226,7 +226,7 @@ class GemvPlan:
         rank, size = (0, 1) if is_alone else (world.rank, world.size)
         element = dtype.itemsize
         two_phase = algorithm == "two_phase"
-        if algorithm == "auto":
+        if algorithm == "auto" and not is_alone:
             two_phase = choose_algorithm(world, rows, num_vectors, comm_dtype) == "two_phase"
         vectors_per_tile = num_vectors * _TILE_ROWS
         tile_bytes = vectors_per_tile // (8 // comm_dtype.itemsize) * _PACKET_BYTES

@@ -237,6 +237,7 @@ class Workspace:
         self._bootstrap.exchange("recover-quiet", b"")
         self._abort.zero_()
         self._local.zero_()
+        self._local_alone.zero_()
         for words in self._wg_done:
             words.zero_()
         self._local[LocalState.epoch.offset // 8] = max(epochs) + 1
