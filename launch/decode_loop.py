@@ -81,6 +81,7 @@ def _run(options: Options, pes: int | None, limit: float) -> tuple[dict[str, Any
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help=f"{', '.join(SIZES)}, or a model folder (default: 8B; host tiny)")
+    parser.add_argument("--cut", type=int, default=1, help="run the shares of PEs of a world so many times as large")
     parser.add_argument("--layers", type=int, help="decoder layers to run (default: as many as fit)")
     parser.add_argument("--prompt", help="tokens of the prompt, such as 1,15043,29892 (default: random ones)")
     parser.add_argument("--prompt-length", type=int, default=32, help="tokens of a random prompt (default 32)")
@@ -113,6 +114,7 @@ def _options(arguments: argparse.Namespace) -> Options:
             raise ValueError(f"--prompt: expected whole numbers with commas, got {arguments.prompt!r}") from error
     return Options(
         model=arguments.model,
+        cut=arguments.cut,
         layers=arguments.layers,
         prompt=prompt,
         prompt_length=arguments.prompt_length,

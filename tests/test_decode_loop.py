@@ -222,6 +222,8 @@ REFUSED = {
     "--prompt 1,259": "prompt: expected tokens from 0 to 258, got [1, 259]",
     "--model 8B --reference": "reference needs weights that do not depend on the number of PEs",
     "--pes 5": "tiny has 4 key and value heads, which 5 PEs cannot share; run it on at most 4",
+    "--cut 3": "cut: 4 key and value heads and a SwiGLU of 176 do not divide by 3",
+    "--cut 0": "cut must be at least 1, got 0",
     "--layers 4": "layers: tiny has 3, got 4",
 }
 
@@ -338,6 +340,21 @@ def test_random_parts_make_up_the_whole() -> None:
     assert not torch.equal(*shards)
     assert torch.equal(parts[0].read("n.weight", (9,)), parts[1].read("n.weight", (9,)))  # what all PEs hold
     assert float(shards[0].std()) == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_cut_model_has_a_larger_world_s_shares() -> None:
+    whole, cut = SIZES["70B"], SIZES["70B"].cut(4)
+    of_whole, of_cut = Partition.of(whole, 8), Partition.of(cut, 2)
+    assert of_whole.kv_heads[:2] == of_cut.kv_heads and of_whole.intermediate[:2] == of_cut.intermediate
+    assert of_whole.vocab[:2] == of_cut.vocab
+    assert (cut.hidden, cut.group, cut.head_dim, cut.num_layers) == (8192, whole.group, whole.head_dim, 80)
+    assert whole.cut(1) is whole
+
+
+def test_a_cut_model_runs(backend: str) -> None:
+    report = run(dataclasses.replace(QUICK, cut=2, tokens=3, rounds=1), 2, backend)
+    assert decode_report.problems(report) == []
+    assert report["model"]["name"] == "tiny cut by 2" and report["model"]["num_kv_heads"] == TINY.num_kv_heads // 2
 
 
 def test_llama3_scaling_stretches_long_wavelengths_only() -> None:

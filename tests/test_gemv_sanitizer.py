@@ -34,7 +34,8 @@ class Mutation:
 
 def _compile(cuda: Path, program: Path, algorithm: str) -> None:
     choices = {"SUM_SCALAR": "Float32", "VECTORS": "8", "DEPTH": "1", "ALIGNED": "true", "RESIDENT": "true"}
-    choices |= {"TWO_PHASE": str(algorithm == "two_phase").lower(), "OVERLAPS": "false", "LATE": "true", "WARPS": "8"}
+    choices |= {"TWO_PHASE": str(algorithm == "two_phase").lower(), "WARPS": "8"}
+    choices |= {"PREFETCHES": "false", "LETS_IN": "kLate"}
     flags = [f"-DPO_{name}={value}" for name, value in choices.items()]
     compile_source("gemv_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
 

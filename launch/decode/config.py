@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -69,6 +70,28 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even, for rotary embeddings; got {self.head_dim}")
         if self.vocab >= _MAX_VOCAB:
             raise ValueError(f"vocab must be below {_MAX_VOCAB}, got {self.vocab}")
+
+    def cut(self, parts: int) -> ModelConfig:
+        """Return a model of which one PE has what it would have of this one in a world `parts` times as large.
+
+        Raises:
+            ValueError: heads or SwiGLU do not divide by `parts`.
+        """
+        if parts == 1:
+            return self
+        if self.num_kv_heads % parts or self.intermediate % parts:
+            raise ValueError(
+                f"cut: {self.num_kv_heads} key and value heads and a SwiGLU of {self.intermediate} do not divide by "
+                f"{parts}"
+            )
+        return dataclasses.replace(
+            self,
+            name=f"{self.name} cut by {parts}",
+            intermediate=self.intermediate // parts,
+            num_heads=self.num_heads // parts,
+            num_kv_heads=self.num_kv_heads // parts,
+            vocab=-(-self.vocab // parts),
+        )
 
     @property
     def group(self) -> int:

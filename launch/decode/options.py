@@ -22,6 +22,7 @@ class Options:
 
     Attributes:
         model: a name of SIZES, or a Hugging Face folder; None for "8B" on GPUs and "tiny" on the host backend.
+        cut: 1, or how many times as large a world is whose PEs' shares are run; for random weights.
         layers: decoder layers to run; None for all of the model, or as many as fit.
         prompt: tokens of the prompt, the same in each sequence; None for `prompt_length` random ones in each.
         prompt_length: of random prompts.
@@ -40,6 +41,7 @@ class Options:
     """
 
     model: str | None = None
+    cut: int = 1
     layers: int | None = None
     prompt: tuple[int, ...] | None = None
     prompt_length: int = 32
@@ -57,7 +59,7 @@ class Options:
     timeout: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "prompt_length", "tokens", "batch", "rounds"):
+        for name in ("cut", "layers", "prompt_length", "tokens", "batch", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -78,7 +80,9 @@ class Options:
         """Return the model; ValueError where it is neither a known size nor a folder that can be read."""
         name = self.model or ("8B" if backend == "cuda" else "tiny")
         if name in SIZES:
-            return SIZES[name]
+            return SIZES[name].cut(self.cut)
+        if self.cut != 1:
+            raise ValueError(f"cut: only a named model is cut, got the model {name!r}")
         if not Path(name).is_dir():
             raise ValueError(f"model must be one of {', '.join(SIZES)} or a model folder, got {name!r}")
         return config_of_folder(Path(name))
