@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from .gemv_call import check, check_types, execute
-from .plain_call import is_plain
+from .gemv_call import GemvOperator, execute
 
 __all__ = ["gemv"]
 
-_NAME = "gemv"
-_ARGUMENTS = "Tensor weight, Tensor x, Tensor? bias, Tensor? residual, bool prefetch_weight"
-_FORWARD_ONLY = (
-    "gemv is forward only: call it under torch.no_grad(), or use torch.nn.functional.linear where gradients are needed"
+
+def _run(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    prefetch_weight: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    return execute(weight, x, bias, residual, "auto", None, prefetch_weight, out, is_alone=True)
+
+
+_operator = GemvOperator(
+    "gemv", "bool prefetch_weight", _run, lambda prefetch_weight, dtype: None, "torch.nn.functional.linear"
 )
-_library = torch.library.Library("persistent_ops", "FRAGMENT")
-_library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
-_library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
 
 
 def gemv(
@@ -60,57 +64,4 @@ def gemv(
     Not collective: the other PEs need not call it. On the current stream; the first call with a shape is blocking. May
     be captured in a CUDA graph after it; replays that contain it should not overlap on a PE, which is safe but slow.
     """
-    if not torch.compiler.is_compiling():
-        if is_plain((weight, x), (bias, residual, out)):
-            return execute(weight, x, bias, residual, "auto", None, prefetch_weight, out, is_alone=True)
-        check_types(weight, x, bias, residual, out)
-    if out is None:
-        return torch.ops.persistent_ops.gemv(weight, x, bias, residual, prefetch_weight)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual, out)):
-        raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
-    torch.ops.persistent_ops.gemv_out(weight, x, bias, residual, prefetch_weight, out=out)
-    return out
-
-
-# ---- torch operator ------------------------------------------------------------------------------------------------
-
-
-def _run(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    prefetch_weight: bool,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return execute(weight, x, bias, residual, "auto", None, prefetch_weight, out, is_alone=True)
-
-
-def _run_out(*arguments: Any, out: torch.Tensor) -> None:
-    _run(*arguments, out=out)  # type: ignore[misc]
-
-
-def _fake(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    prefetch_weight: bool,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return weight.new_empty(check(weight, x, bias, residual, out, None)[3])
-
-
-def _fake_out(*arguments: Any, out: torch.Tensor) -> None:
-    _fake(*arguments, out=out)  # type: ignore[misc]
-
-
-def _backward(context: object, gradient: torch.Tensor) -> None:
-    raise NotImplementedError(_FORWARD_ONLY)
-
-
-_library.impl(_NAME, _run, "CompositeExplicitAutograd")
-_library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
-torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
-torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
-torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+    return _operator(weight, x, bias, residual, out, prefetch_weight)

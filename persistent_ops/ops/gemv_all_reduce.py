@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from .gemv_call import check, check_choices, check_types, execute
-from .plain_call import is_plain
+from .gemv_call import GemvOperator, check_choices, execute
 
 __all__ = ["gemv_all_reduce", "reference"]
 
-_NAME = "gemv_all_reduce"
-_ARGUMENTS = (
-    "Tensor weight, Tensor x, Tensor? bias, Tensor? residual, str algorithm, ScalarType? comm_dtype, "
-    "bool prefetch_weight"
+_operator = GemvOperator(
+    "gemv_all_reduce",
+    "str algorithm, ScalarType? comm_dtype, bool prefetch_weight",
+    execute,
+    check_choices,
+    "torch.nn.functional.linear + all_reduce",
 )
-_FORWARD_ONLY = (
-    "gemv_all_reduce is forward only: call it under torch.no_grad(), or use torch.nn.functional.linear + all_reduce "
-    "where gradients are needed"
-)
-_library = torch.library.Library("persistent_ops", "FRAGMENT")
-_library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
-_library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
 
 
 def gemv_all_reduce(
@@ -77,82 +70,7 @@ def gemv_all_reduce(
     Source: fused GEMV + AllReduce of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), section III-B.
     """
-    if not torch.compiler.is_compiling():
-        if is_plain((weight, x), (bias, residual, out)):
-            return execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
-        check_types(weight, x, bias, residual, out)
-    if out is None:
-        return torch.ops.persistent_ops.gemv_all_reduce(  # type: ignore[no-any-return]
-            weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight
-        )
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual, out)):
-        raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
-    torch.ops.persistent_ops.gemv_all_reduce_out(
-        weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out=out
-    )
-    return out
-
-
-# ---- torch operator ------------------------------------------------------------------------------------------------
-
-
-def _run(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    algorithm: str,
-    comm_dtype: torch.dtype | None,
-    prefetch_weight: bool,
-) -> torch.Tensor:
-    return execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, None)
-
-
-def _run_out(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    algorithm: str,
-    comm_dtype: torch.dtype | None,
-    prefetch_weight: bool,
-    *,
-    out: torch.Tensor,
-) -> None:
-    execute(weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight, out)
-
-
-def _fake(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    algorithm: str,
-    comm_dtype: torch.dtype | None,
-    prefetch_weight: bool,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    check_choices(algorithm, comm_dtype, weight.dtype)
-    shape = check(weight, x, bias, residual, out, None)[3]
-    return weight.new_empty(shape)
-
-
-def _fake_out(*arguments: Any, out: torch.Tensor) -> None:
-    _fake(*arguments, out=out)  # type: ignore[misc]
-
-
-def _backward(context: object, gradient: torch.Tensor) -> None:
-    raise NotImplementedError(_FORWARD_ONLY)
-
-
-_library.impl(_NAME, _run, "CompositeExplicitAutograd")
-_library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
-torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
-torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
-torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
-
-
-# ---- reference -----------------------------------------------------------------------------------------------------
+    return _operator(weight, x, bias, residual, out, algorithm, comm_dtype, prefetch_weight)
 
 
 def reference(

@@ -1,6 +1,9 @@
-"""What gemv_all_reduce and gemv share: the check of their arguments, and a call from its plan to its result."""
+"""What gemv_all_reduce and gemv share: torch operators, the check of their arguments, a call from plan to result."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -16,8 +19,94 @@ from .gemv_plan import (
     choose_algorithm,
     plans_of,
 )
+from .plain_call import is_plain
 
-__all__ = ["check", "check_choices", "check_types", "execute"]
+__all__ = ["GemvOperator", "check_choices", "execute"]
+
+
+class GemvOperator:
+    """One of the two as torch sees it: operators that return the result and that write it, forward only.
+
+    Called with weight, x, bias, residual, out and the choices, it returns the result, past torch's dispatcher where
+    nobody but the kernel wants to see the call.
+
+    Args:
+        name: of the operator; the one that writes is called `name`_out.
+        choices: schema of the arguments behind the tensors.
+        run: called as run(weight, x, bias, residual, *choices, out), with out or None.
+        check_choices: called as check_choices(*choices, weight.dtype) for fake tensors.
+        instead: what gives gradients.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        choices: str,
+        run: Callable[..., torch.Tensor],
+        check_choices: Callable[..., None],
+        instead: str,
+    ) -> None:
+        self._name = name
+        self._run = run
+        self._check_choices = check_choices
+        self._forward_only = (
+            f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
+        )
+        arguments = f"Tensor weight, Tensor x, Tensor? bias, Tensor? residual, {choices}"
+        self._library = torch.library.Library("persistent_ops", "FRAGMENT")
+        self._library.define(f"{name}({arguments}) -> Tensor")
+        self._library.define(f"{name}_out({arguments}, *, Tensor(a!) out) -> ()")
+        self._library.impl(name, lambda *given: run(*given, None), "CompositeExplicitAutograd")
+        self._library.impl(f"{name}_out", self._run_out, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"persistent_ops::{name}", self._fake, lib=self._library)
+        torch.library.register_fake(f"persistent_ops::{name}_out", self._fake_out, lib=self._library)
+        torch.library.register_autograd(f"persistent_ops::{name}", self._backward, lib=self._library)
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor | None,
+        *choices: Any,
+    ) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            if is_plain((weight, x), (bias, residual, out)):
+                return self._run(weight, x, bias, residual, *choices, out)
+            check_types(weight, x, bias, residual, out)
+        operators = torch.ops.persistent_ops
+        if out is None:
+            result: torch.Tensor = getattr(operators, self._name)(weight, x, bias, residual, *choices)
+            return result
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual, out)):
+            raise NotImplementedError(f"out: cannot be given where gradients are recorded. {self._forward_only}")
+        getattr(operators, f"{self._name}_out")(weight, x, bias, residual, *choices, out=out)
+        return out
+
+    def _run_out(self, *given: Any, out: torch.Tensor) -> None:
+        self._run(*given, out)
+
+    def _fake(
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        *choices: Any,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._check_choices(*choices, weight.dtype)
+        return weight.new_empty(check(weight, x, bias, residual, out, None)[3])
+
+    def _fake_out(self, *given: Any, out: torch.Tensor) -> None:
+        self._fake(*given, out=out)
+
+    def _backward(self, context: object, gradient: torch.Tensor) -> None:
+        raise NotImplementedError(self._forward_only)
+
+
+# ---- launch --------------------------------------------------------------------------------------------------------
 
 _MAX_PLANS = 1024  # a decode loop's layers have a plan each where they have a bias
 
@@ -50,7 +139,7 @@ def execute(
     if plan is None:
         if not is_alone:
             areas_of(world)  # collective, and so before what one PE alone may refuse
-            check_choices(algorithm, comm_dtype, weight.dtype)
+            check_choices(algorithm, comm_dtype, prefetch_weight, weight.dtype)
         if algorithm == "auto" and not is_alone:
             chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
             plan = plans.get((*signature[:6], chosen, *signature[7:]))
@@ -79,6 +168,9 @@ def execute(
         increment_version(out)
     plan.launch(world, weight_at, x_at, out.data_ptr(), 0 if residual is None else residual.data_ptr())
     return out
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
 
 
 def check_types(
@@ -135,7 +227,8 @@ def check(
     return rows, columns, num_vectors, shape
 
 
-def check_choices(algorithm: str, comm_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+def check_choices(algorithm: str, comm_dtype: torch.dtype | None, _prefetch_weight: bool, dtype: torch.dtype) -> None:
+    """Raise for what gemv_all_reduce cannot be asked for with a weight of `dtype`."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
     if comm_dtype not in (None, torch.float32, dtype):
