@@ -497,6 +497,37 @@ def test_threads_exchange() -> None:
         pe.close()
 
 
+class LateBoard(ThreadBoard):
+    """Lets something happen just before its PE looks for failures."""
+
+    def __init__(self, table: ThreadTable, happens: Callable[[], None]) -> None:
+        super().__init__(table)
+        self._happens = [happens]
+
+    def has(self, key: str, deadline: float) -> bool:
+        if key == "failure" and self._happens:
+            self._happens.pop()()
+        return super().has(key, deadline)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_who_leaves_behind_an_exchange_does_not_end_it(arrives: bool) -> None:
+    table = ThreadTable()
+    other = Bootstrap(ThreadBoard(table), 1, 2, "slurm", 5.0)
+
+    def leave() -> None:
+        if arrives:
+            assert other.exchange("t", b"1") == [b"0", b"1"]
+        other.close()
+
+    slow = Bootstrap(LateBoard(table, leave), 0, 2, "slurm", 5.0)
+    if arrives:
+        assert slow.exchange("t", b"0") == [b"0", b"1"]
+    with pytest.raises(BootstrapError, match="rank 1 gave up: it has closed its connection"):
+        slow.exchange("t", b"0")
+    slow.close()
+
+
 def test_world_of_one_needs_nobody() -> None:
     pe = connect(detect({}), 1.0)
     assert (pe.rank, pe.world_size, pe.local_rank, pe.local_world_size, pe.single_host) == (0, 1, 0, 1, True)

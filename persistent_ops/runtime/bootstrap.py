@@ -173,7 +173,7 @@ class Bootstrap:
         arrived = board.add(f"{number}/count", 1, deadline)
         pause, next_look = 0.0005, time.monotonic() + _LOOK_AT_PROCESSES_S
         while arrived < self.world_size:
-            self._raise_if_someone_failed(board, deadline)
+            self._raise_if_someone_failed(board, number, deadline)
             now = time.monotonic()
             if now >= deadline:
                 missing = [r for r in range(self.world_size) if not board.has(f"{number}/{r}", deadline)]
@@ -274,10 +274,11 @@ class Bootstrap:
             if board.add("failures", 1, deadline) == 1:
                 board.put("failure", json.dumps([self.rank, message]).encode(), deadline)
 
-    def _raise_if_someone_failed(self, board: Board, deadline: float) -> None:
+    def _raise_if_someone_failed(self, board: Board, number: int, deadline: float) -> None:
         if self._failure is not None:  # fail(), from another thread of this PE
             raise BootstrapError(f"rank {self.rank} gave up: {self._failure}")
-        if board.has("failure", deadline):
+        # Who left when all had arrived has given up nothing here.
+        if board.has("failure", deadline) and board.add(f"{number}/count", 0, deadline) < self.world_size:
             try:
                 rank, message = json.loads(board.read(["failure"], deadline)[0])
             except ValueError:
