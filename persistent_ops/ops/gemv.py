@@ -17,7 +17,7 @@ def _run(
     prefetch_weight: bool,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    return execute(weight, x, bias, residual, "auto", None, prefetch_weight, out, is_alone=True)
+    return execute(weight, x, bias, residual, "one_shot", None, prefetch_weight, out, is_alone=True)
 
 
 _operator = GemvOperator(

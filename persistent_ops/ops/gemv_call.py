@@ -140,7 +140,7 @@ def execute(
         if not is_alone:
             areas_of(world)  # collective, and so before what one PE alone may refuse
             check_choices(algorithm, comm_dtype, prefetch_weight, weight.dtype)
-        if algorithm == "auto" and not is_alone:
+        if algorithm == "auto":
             chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
             plan = plans.get((*signature[:6], chosen, *signature[7:]))
         else:

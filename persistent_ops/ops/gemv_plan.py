@@ -201,7 +201,7 @@ class GemvPlan:
         algorithm: of ALGORITHMS.
         is_aligned: whether every row of weight and x begins at a multiple of 16 bytes.
         prefetch_weight: ask for weights before the kernel before has ended.
-        is_alone: the product of this PE by itself. The first other plan of a world is collective.
+        is_alone: the product of this PE by itself, in one shot. The first other plan of a world is collective.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class GemvPlan:
         rank, size = (0, 1) if is_alone else (world.rank, world.size)
         element = dtype.itemsize
         two_phase = algorithm == "two_phase"
-        if algorithm == "auto" and not is_alone:
+        if algorithm == "auto":
             two_phase = choose_algorithm(world, rows, num_vectors, comm_dtype) == "two_phase"
         vectors_per_tile = num_vectors * _TILE_ROWS
         tile_bytes = vectors_per_tile // (8 // comm_dtype.itemsize) * _PACKET_BYTES
