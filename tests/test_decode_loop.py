@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 import decode_loop
 from decode import report as decode_report
 from decode.config import SIZES, ModelConfig, Partition, RopeScaling, config_of_folder
-from decode.kernels import rope_tables
+from decode.kernels import Kernels, _attend_step, _store, rope_tables
 from decode.loop import run_pe
 from decode.options import Options
 from decode.weights import FolderWeights, RandomWeights
@@ -355,6 +355,23 @@ def test_a_cut_model_runs(backend: str) -> None:
     report = run(dataclasses.replace(QUICK, cut=2, tokens=3, rounds=1), 2, backend)
     assert decode_report.problems(report) == []
     assert report["model"]["name"] == "tiny cut by 2" and report["model"]["num_kv_heads"] == TINY.num_kv_heads // 2
+
+
+@pytest.mark.parametrize("name", ["tiny", "8B"])
+@pytest.mark.parametrize("position", [0, 1, 17, 23])
+def test_a_step_attends_as_a_prefill_does(name: str, position: int) -> None:
+    """What torch.compile is given for a step, run as it is, against the products that a prefill takes."""
+    config, batch, heads, slots = SIZES[name], 3, 2, 24
+    rng = torch.Generator().manual_seed(position)
+    cache = torch.randn(2, batch, heads, slots, config.head_dim, generator=rng)
+    qkv = torch.randn(batch, (config.group + 2) * heads * config.head_dim, generator=rng)
+    at, every, rope = torch.tensor([position]), torch.arange(slots), rope_tables(config, slots, CPU)
+    ours = cache.clone()
+    wanted = Kernels(config, is_compiled=False).attend(qkv, cache, at, every, rope)
+    query = _store(qkv, ours, at, *rope, config.group)
+    found = _attend_step(query, ours, at, every, config.head_dim**-0.5)
+    assert torch.equal(ours, cache)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_llama3_scaling_stretches_long_wavelengths_only() -> None:

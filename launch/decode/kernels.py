@@ -69,10 +69,10 @@ def _attention_weights(
     return wide.masked_fill(later, -math.inf).softmax(-1).to(scores.dtype).flatten(2, 3)
 
 
-def _store_step(
+def _store(
     qkv: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, group: int
 ) -> torch.Tensor:
-    """Store keys and values of one row of each sequence; returns the queries `[N, H, G, D]`."""
+    """Store the keys and values of `Kernels.attend`; returns the rotated queries `[N, H, G*T, D]`."""
     query, keys_values = _rotate(qkv, cos, sin, positions, cache.shape[1], group, cache.shape[4])
     cache.index_copy_(3, positions, keys_values)
     return query
@@ -132,11 +132,11 @@ class Kernels:
 
         self._is_compiled = is_compiled
         self._eps = config.norm_eps
-        self._group, self._dim = config.group, config.head_dim
+        self._group = config.group
         self._scale = config.head_dim**-0.5
         self._norm, self._add_norm = made(_rms_norm), made(_add_rms_norm)
         # Two functions: within one, torch.compile lets a kernel read what was stored in place before it waits for it.
-        self._store_step, self._attend_step = made(_store_step), made(_attend_step)
+        self._store, self._attend_step = made(_store), made(_attend_step)
         self.swiglu = made(_swiglu)
         self.best, self.best_of_all = made(_best), made(_best_of_all)
 
@@ -170,12 +170,9 @@ class Kernels:
         Returns:
             `[N*T, G*H*D]`.
         """
+        query = self._store(qkv, cache, positions, *rope, self._group)
         if self._is_compiled:
-            query = self._store_step(qkv, cache, positions, *rope, self._group)
             return self._attend_step(query, cache, positions, slots, self._scale)
-        batch = cache.shape[1]
-        query, keys_values = _rotate(qkv, *rope, positions, batch, self._group, self._dim)
-        cache.index_copy_(3, positions, keys_values)
         keys, values = cache.unbind(0)
         weights = _attention_weights(torch.matmul(query, keys.transpose(2, 3)), positions, slots, self._scale)
         mixed = torch.matmul(weights, values)  # [N, H, G*T, D]

@@ -137,6 +137,8 @@ class SymmetricMemory:
         RuntimeError: torch cannot do it here, for instance because the GPUs do not reach each other.
     """
 
+    open = staticmethod(_library_product)
+
     def __init__(self, kind: str, *, batch: int, hidden: int, device: torch.device, dtype: torch.dtype) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -150,8 +152,6 @@ class SymmetricMemory:
         self._buffer = symmetric_memory.empty((batch, hidden), dtype=dtype, device=device)
         symmetric_memory.rendezvous(self._buffer, self._group)
         self._is_one_shot = kind == "one_shot"
-
-    open = staticmethod(_library_product)
 
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
