@@ -22,7 +22,7 @@ import torch
 
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
-from persistent_ops.ops.gemv_plan import choose_depth, kernel_request
+from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.jit import KernelResources, KernelSource, compile_cuda
@@ -116,12 +116,14 @@ class Gemv:
 
     def _request(self) -> KernelRequest:
         dtype = DTYPES[self.dtype]
+        warps = GemvTuning().warps
+        factor = 1 if self.is_resident else team_factor(warps, dtype)
         return kernel_request(
             dtype,
             DTYPES[self.comm_dtype],
             self.vectors,
-            warps=GemvTuning().warps,
-            depth=choose_depth(1 << 30, 12 if self.prefetches else 0),
+            warps=warps * factor,
+            depth=choose_depth(1 << 30, 12 if self.prefetches else 0) // factor,
             arena_bytes=0,
             is_aligned=self.is_aligned,
             is_resident=self.is_resident,
@@ -202,6 +204,8 @@ def _rest() -> Iterator[Combination]:
         yield Gemv("bfloat16", vectors, algorithm, prefetches=vectors == 8, lets_in=lets_in)
     for dtype, algorithm in itertools.product(DTYPES, ("one_shot", "two_phase")):
         yield Gemv(dtype, 16, algorithm, is_aligned=False, is_resident=False, comm_dtype=dtype)
+    for vectors, algorithm in itertools.product((8, 16), ("one_shot", "two_phase")):
+        yield Gemv("bfloat16", vectors, algorithm, is_resident=False)
     for dtype, algorithm in itertools.product(DTYPES, ("owner", "allgather")):
         yield Sparse(dtype, 8192, algorithm)
     for i, dtype in enumerate(DTYPES):

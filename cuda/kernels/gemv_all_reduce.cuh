@@ -37,6 +37,9 @@ struct Config {
   using Scalar = PO_SCALAR;         // of weight, vectors, bias, residual and result
   using SumScalar = PO_SUM_SCALAR;  // of the partial sums as they travel
   static constexpr int kVectors = PO_VECTORS;
+  static constexpr bool kAligned = PO_ALIGNED;    // all rows begin at multiples of 16 bytes
+  static constexpr bool kResident = PO_RESIDENT;  // the vectors find room in a WG's own memory
+  static constexpr int kDepth = PO_DEPTH;         // steps of the weights that a warp asks for ahead
   static constexpr bool kTwoPhase = PO_TWO_PHASE;
   static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(SumScalar::Storage));
   // Results that one thread finishes: what one packet brings, or, where a packet carries them on, what fills one.
@@ -47,12 +50,23 @@ struct Config {
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
   static constexpr bool kPrefetches = PO_PREFETCHES;         // asks for weights before the kernel before it has ended
   static constexpr LetsIn kLetsIn = LetsIn::PO_LETS_IN;      // its successor
-  static constexpr bool kSharesSm = kVectors == 1 || (kPrefetches && kVectors <= 8);  // with its successor
+  static constexpr bool kSharesSm =
+      kResident && (kVectors == 1 || (kPrefetches && kVectors <= 8));  // with its successor
+  // Fewer than 100 for a thread: two WGs share an SM, or one has more warps than four for each of its schedulers.
+  static constexpr bool kHasFewRegisters = kSharesSm || kComputing + kServing > 16;
+  // That a warp multiplies at once.
+  static constexpr int kStepsAtOnce = kVectors > 1 && sizeof(typename Scalar::Storage) == 2 &&
+                                              (kSharesSm ? !kTwoPhase : !kHasFewRegisters)
+                                          ? 2
+                                          : 1;
+  // Senders whose packets are looked at together.
+  static constexpr int kSendersAtOnce = kSharesSm          ? (kTwoPhase ? 2 : 8)
+                                        : kHasFewRegisters ? (kTwoPhase ? 1 : 4)
+                                                           : 8 / kPacketsPerItem;
   static constexpr int kSlots = kVectors == 1 ? 8 : 4;  // tiles of a WG that may be under way in its own memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
-  using Stream = WeightStream<Scalar, kVectors, PO_DEPTH, PO_ALIGNED, PO_RESIDENT, kPrefetches>;
 };
 
 using Pipeline = TilePipeline<Config>;
@@ -99,10 +113,11 @@ struct Kernel {
     Pipeline::Stream stream;
   };
 
-  // Neither vectors nor weights wait for the plan. The vectors go first: behind the weights they would wait for all that
+  // Neither vectors nor weights wait for the plan. A lone vector goes first: behind the weights it would wait for all that
   // are under way. Where weights are asked for before the predecessor has ended, which may still be making the vectors, they
   // go alone.
   static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
+    static_assert(Config::kResident || !Config::kPrefetches, "a ring of vectors begins with that of the weights");
     const Pipeline::Vectors vectors{call.vectors, call.num_vectors(), call.num_columns(),
                                     wg.arena() + Pipeline::ring_bytes(wg)};
     if constexpr (Config::kPrefetches) {
@@ -113,16 +128,17 @@ struct Kernel {
     }
     RowTiles tiles = tiles_of(wg, call);
     if (wg.warp_index() >= Pipeline::num_computing(wg)) tiles.count = 0;
-    return {vectors, Pipeline::Stream({call.weight, call.num_rows(), call.num_columns()}, tiles,
+    return {vectors, Pipeline::Stream({call.weight, call.num_rows(), call.num_columns()}, vectors, tiles,
                                       Pipeline::share(wg, call.num_columns()), wg.arena(), wg.warp_index())};
   }
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
     if constexpr (Config::kPrefetches) {
-      // Through the vectors, or the sync below, all others know that it has ended.
-      if (wg.rank() >= first_fetching(wg)) {
+      // Of a lone vector, through it or the sync below, all others know that it has ended.
+      if (!Pipeline::Vectors::kComeAtOnce || wg.rank() >= first_fetching(wg)) {
         await_predecessor();
         begun.vectors.fetch(wg, first_fetching(wg));
+        begun.stream.fetch_vectors();
       }
     }
     const Plan& plan = shared.plan;
@@ -131,12 +147,12 @@ struct Kernel {
     Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call);
     pipeline.start_handovers();
     if (wg.rank() == 0) shared.told.start(1);
-    begun.vectors.template await_copies<Config::kPrefetches ? 0 : Config::Stream::kStepsAhead>();
+    begun.vectors.template await_copies<Pipeline::Stream::kStepsAhead>();
     wg.sync();
     if constexpr (Config::kLetsIn == LetsIn::kAtOnce) release_successor();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
-    Succession succession(&plan.team.local->asked, wg, begun.stream.num_steps(), Config::Stream::kStepsAhead);
+    Succession succession(&plan.team.local->asked, wg, begun.stream.num_steps(), Pipeline::Stream::kStepsAhead);
     if constexpr (Config::kLetsIn == LetsIn::kLate) succession.begin(wg);
     pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
       if constexpr (Config::kLetsIn == LetsIn::kLate) succession.step();
@@ -153,10 +169,8 @@ struct Kernel {
                            Config::kTwoPhase ? call.size() : 1);
   }
 
-  // Where weights are prefetched, the threads that bring the vectors: the serving warps', where they can.
-  static PO_FN int first_fetching(const WorkGroup& wg) {
-    return Pipeline::Vectors::kDelivered ? Pipeline::num_computing(wg) * kWarpSize : 0;
-  }
+  // Where weights are prefetched, the threads that bring a lone vector.
+  static PO_FN int first_fetching(const WorkGroup& wg) { return Pipeline::num_computing(wg) * kWarpSize; }
 
   // The last WG grants the PE's credit and awaits the others': where tiles do not come out even it has one less.
   static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }

@@ -125,6 +125,13 @@ struct Lanes {
 
 using Warp = Lanes<32>;
 
+#if PO_ON_DEVICE
+// Where some warps of a WG meet, `num_threads` in all. `barrier`: 1 to 15; sync() of a WG has 0.
+PO_FN void sync_warps(int barrier, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+#endif
+
 // Hands work from some threads of a WG to others, round after round, and does not make the former wait: what came before
 // the arrivals of a round is visible behind its await. Lies in the WG's own memory. Nobody may be a round behind when the
 // next but one begins to arrive. On the GPU it is an mbarrier: a releasing atomic would first drain the thread's copies.
@@ -145,6 +152,15 @@ class Handover {
     asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared.b64 s, [%0]; }" ::"r"(address()) : "memory");
 #else
     __atomic_add_fetch(&word_, 1, __ATOMIC_ACQ_REL);
+#endif
+  }
+
+  // Arrives for this thread when all copies (copy_async) that it has started are there.
+  PO_FN void arrive_behind_copies() {
+#if PO_ON_DEVICE
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
+#else
+    arrive();
 #endif
   }
 

@@ -32,7 +32,8 @@ struct WarpShare {
   int num_parts;  // warps in a team
   int num_teams;
   int part;
-  int team;  // num_teams: this warp is in none
+  int team;        // num_teams: this warp is in none
+  int steps_each;  // of a part, but for the last ones
   int first_step;
   int num_steps;
 
@@ -45,12 +46,8 @@ struct WarpShare {
     const int total = num_steps_of(num_columns);
     const int each = ceil_div(total, num_parts);
     const int first = min_of(warp % num_parts * each, total);
-    return {num_parts,
-            num_teams,
-            warp % num_parts,
-            min_of(warp / num_parts, num_teams),
-            first,
-            min_of(each, total - first)};
+    return {num_parts, num_teams, warp % num_parts,           min_of(warp / num_parts, num_teams),
+            each,      first,     min_of(each, total - first)};
   }
 
   // Of this warp, in all tiles of its team.
@@ -61,135 +58,164 @@ struct WarpShare {
 
 #if PO_ON_DEVICE
 
-// The vectors, as they are in memory, one behind the other in the WG's own; or, where there is no room, in global memory.
-// Between two vectors 64 bytes are left free, so that lanes that read 64 bytes of each of two find them in other banks.
+// Starts copying 16 bytes of a row, of which `left` more elements are there: zeros behind its end.
+template <class Config, bool kOnce>
+PO_FN void copy_piece(uint8_t* target, const typename Config::Scalar::Storage* source, int left) {
+  using Storage = typename Config::Scalar::Storage;
+  if constexpr (Config::kAligned) {
+    const int bytes = left > 0 ? 16 : 0;
+    if constexpr (kOnce) {
+      copy_async_once(target, reinterpret_cast<const uint8_t*>(source), bytes);
+    } else {
+      copy_async(target, reinterpret_cast<const uint8_t*>(source), bytes);
+    }
+  } else {
+    constexpr int kPiece = WarpShare<typename Config::Scalar>::kPiece;
+    Storage elements[kPiece];
+    PO_UNROLL
+    for (int i = 0; i < kPiece; ++i) elements[i] = i < left ? source[i] : Storage{0};
+    Vector<16> piece;  // else every element would be a store of its own
+    __builtin_memcpy(&piece, elements, 16);
+    *reinterpret_cast<Vector<16>*>(target) = piece;
+  }
+}
+
+// The vectors in the WG's own memory, step by step: 128 bytes of each. Every other vector has the halves of its 128 bytes
+// exchanged, so that lanes that read 64 bytes of each of two find them in other banks.
 //
-// Several come by bulk copies of one thread: single ones would keep all threads from asking for weights. A lone vector comes
-// sooner by single copies. `kLate`: it is asked for behind the weights, and by some threads alone, so that nobody who waits
-// for it waits for weights.
-template <class Scalar, int kVectors, bool kAligned, bool kResident, bool kLate>
+// A lone vector comes as a whole, and before the weights. Several, which are much more to read, come step by step beside the
+// weights of the teams' first tiles; or of all tiles, through a ring, where there is no room to keep them. The warps that
+// have the same part of the columns, one of each team, bring some pieces of each step each.
+template <class Config>
 struct Vectors {
+  using Scalar = typename Config::Scalar;
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  static constexpr bool kDelivered = kAligned && kResident && kHasBulkCopies && (kVectors > 1 || kLate);
-  const uint8_t* elements;  // [count][num_columns]
+  static constexpr bool kComeAtOnce = Config::kVectors == 1 && Config::kResident;
+  static constexpr int kStepBytes = Config::kVectors * 128;
+  static constexpr int kRingSteps = Config::kDepth + Config::kStepsAtOnce;  // those on their way, and those in use
+  const uint8_t* elements;                                                  // [count][num_columns]
   int count;
   int num_columns;
   uint8_t* own;
 
-  // Elements k to k + kPiece of a vector, zeros behind its end.
-  PO_FN Vector<16> from_memory(int n, int piece) const {
-    Vector<16> value{};
-    const int k = piece * Share::kPiece;
-    if (n >= count || k >= num_columns) return value;
-    const auto* source = reinterpret_cast<const Storage*>(elements) + static_cast<int64_t>(n) * num_columns + k;
-    if constexpr (kAligned) {
-      value = *reinterpret_cast<const Vector<16>*>(source);
-    } else {
-      Storage x[Share::kPiece];
-      PO_UNROLL
-      for (int i = 0; i < Share::kPiece; ++i) x[i] = k + i < num_columns ? source[i] : Storage{0};
-      __builtin_memcpy(&value, x, 16);
-    }
-    return value;
+  static PO_FN int own_bytes(const Share& share, int num_columns) {
+    if (!Config::kResident) return share.num_parts * kRingSteps * kStepBytes;
+    return Share::num_steps_of(num_columns) * kStepBytes + (kComeAtOnce ? 16 : 0);
   }
 
-  static PO_FN int stride(int num_columns) { return Share::num_steps_of(num_columns) * 128 + 64; }
-  static PO_FN int own_bytes(int num_columns) {
-    return kResident ? kVectors * stride(num_columns) + static_cast<int>(sizeof(Delivery)) * 2 : 0;
-  }
-
-  // All threads. A sync must follow.
+  // Starts bringing a lone vector. All threads; where weights are prefetched the last warps alone, on a handover of their own,
+  // so that nobody who waits for it waits for weights. All must await their copies, a sync must follow, and then whoever
+  // reads must await the delivery.
   PO_FN void expect(const WorkGroup& wg, int first_thread) const {
-    if (kDelivered && !kInBulk && wg.rank() == first_thread) delivery().start_counting(wg.size() - first_thread);
+    if (kComeAtOnce && Config::kPrefetches && wg.rank() == first_thread) delivery().start(wg.size() - first_thread);
   }
-
-  // Starts bringing all vectors into the WG's own memory. All threads from `first_thread` on, which are some warps. Each must
-  // await its copies, a sync must follow, and then whoever reads the vectors must await the delivery.
   PO_FN void fetch(const WorkGroup& wg, int first_thread) const {
-    if constexpr (kResident) {
-      const int rank = wg.rank() - first_thread;
-      const int size = wg.size() - first_thread;
+    if constexpr (kComeAtOnce) {
       const int num_pieces = Share::num_steps_of(num_columns) * 8;
-      if constexpr (kInBulk) {
-        const int row_bytes = num_columns * static_cast<int>(sizeof(Storage));
-        if (wg.rank() == wg.size() - kWarpSize) {  // of a warp that has no weights to ask for
-          delivery().start(count * row_bytes);
-          PO_NO_UNROLL
-          for (int n = 0; n < count && row_bytes != 0; ++n) {
-            delivery().copy(place(n, 0), elements + static_cast<int64_t>(n) * row_bytes, row_bytes);
-          }
-        }
-        const int first = row_bytes / 16;  // piece behind the row's end
-        for (int i = rank; i < kVectors * (num_pieces - first); i += size) {
-          *reinterpret_cast<Vector<16>*>(place(i % kVectors, first + i / kVectors)) = Vector<16>{};
-        }
+      for (int i = wg.rank() - first_thread; i < num_pieces; i += wg.size() - first_thread) {
+        const int k = i * Share::kPiece;
+        copy_piece<Config, false>(own + i * 16, row(0, k < num_columns ? k : 0), num_columns - k);
+      }
+      if constexpr (!Config::kPrefetches) {
+        copy_async_commit();
+      } else if constexpr (Config::kAligned) {
+        delivery().arrive_behind_copies();
       } else {
-        for (int n = 0; n < kVectors; ++n) {
-          for (int piece = rank; piece < num_pieces; piece += size) {
-            if constexpr (kAligned) {
-              const bool is_there = n < count && piece * Share::kPiece < num_columns;
-              const int64_t element = is_there ? static_cast<int64_t>(n) * num_columns + piece * Share::kPiece : 0;
-              copy_async(place(n, piece), elements + element * static_cast<int64_t>(sizeof(Storage)),
-                         is_there ? 16 : 0);
-            } else {
-              *reinterpret_cast<Vector<16>*>(place(n, piece)) = from_memory(n, piece);
-            }
-          }
-        }
+        delivery().arrive();
       }
     }
-    if constexpr (!kDelivered) {
-      copy_async_commit();
-    } else if constexpr (!kInBulk) {
-      delivery().arrive_behind_copies();
+  }
+  // kBehind: batches of copies that this thread has started behind the vector.
+  template <int kBehind>
+  PO_FN void await_copies() const {
+    if constexpr (kComeAtOnce && !Config::kPrefetches) copy_async_wait<kBehind>();
+  }
+  PO_FN void await_delivery() const {
+    if constexpr (kComeAtOnce && Config::kPrefetches) delivery().await(0);
+  }
+
+  // Starts copying what one of `num` warps brings of some steps of several vectors, to places one behind the other. `left`:
+  // elements from this lane's piece of the first step to a vector's end.
+  PO_FN void copy_steps(uint8_t* target, int left, int num_steps, int index, int num) const {
+    const int lane = Warp().rank();
+    const int place =
+        (lane % 8 ^ lane / 8 % 2 * 4) * 16;  // of n only its last bit counts, which is the same in each round
+    for (int n = lane / 8 + index * 4; n < Config::kVectors; n += num * 4) {
+      const Storage* source = row(n < count ? n : 0, num_columns - left);
+      uint8_t* own_piece = target + n * 128 + place;
+      int own_left = n < count ? left : 0;
+      for (int step = 0; step < num_steps; ++step) {
+        copy_piece<Config, false>(own_piece, source, own_left);
+        source += Share::kStep;
+        own_piece += kStepBytes;
+        own_left -= Share::kStep;
+      }
     }
   }
 
-  // kBehind: batches of copies that this thread has started behind the vectors.
-  template <int kBehind>
-  PO_FN void await_copies() const {
-    if constexpr (!kDelivered) copy_async_wait<kBehind>();
-  }
-  PO_FN void await_delivery() const {
-    if constexpr (kDelivered) delivery().await();
+  // Where a step of a warp's part is.
+  PO_FN uint8_t* resident(const Share& share, int step) const { return own + (share.first_step + step) * kStepBytes; }
+  PO_FN uint8_t* in_ring(const Share& share, int place) const {
+    return own + (share.part * kRingSteps + place) * kStepBytes;
   }
 
-  PO_FN Vector<16> piece(int n, int step, int half, int t) const {
-    if constexpr (!kResident) return from_memory(n, (2 * step + half) * 4 + t);
-    return *reinterpret_cast<const Vector<16>*>(place(n, (2 * step + half) * 4 + t));
+  // 16 bytes of a vector's step.
+  static PO_FN Vector<16> piece(const uint8_t* step, int n, int half, int t) {
+    return *reinterpret_cast<const Vector<16>*>(step + n * 128 + ((half ^ n % 2) * 4 + t) * 16);
   }
 
  private:
-  static constexpr bool kInBulk = kDelivered && kVectors > 1;
-
-  PO_FN uint8_t* place(int n, int piece) const { return own + n * stride(num_columns) + piece * 16; }
-  PO_FN Delivery& delivery() const { return *reinterpret_cast<Delivery*>(own + kVectors * stride(num_columns)); }
+  PO_FN const Storage* row(int n, int k) const {
+    return reinterpret_cast<const Storage*>(elements) + static_cast<int64_t>(n) * num_columns + k;
+  }
+  PO_FN Handover& delivery() const {
+    return *reinterpret_cast<Handover*>(own + Share::num_steps_of(num_columns) * kStepBytes);
+  }
 };
 
-template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident, bool kLateVectors>
+template <class Config>
 class WeightStream {
  public:
+  using Scalar = typename Config::Scalar;
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident, kLateVectors>;
+  using VectorsOf = Vectors<Config>;
   static constexpr bool kOnTensorCores = sizeof(Storage) == 2;
   static constexpr int kQuad = kTileRows / 2;  // rows that a warp reads at once: two quads make a tile
   static constexpr int kBytesPerStep = 2 * kWarpSize * 16;
-  static constexpr int kBytesPerWarp = kDepth * kBytesPerStep;
-  static constexpr int kStepsAhead = kDepth;
+  static constexpr int kBytesPerWarp = Config::kDepth * kBytesPerStep;
+  static constexpr int kStepsAhead = Config::kDepth;
+  static_assert(Config::kDepth >= Config::kStepsAtOnce);
 
   // Starts the first copies, of the tiles at the positions of this warp's team. `ring` has kBytesPerWarp for each warp.
-  PO_FN WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t* ring, int warp)
+  PO_FN WeightStream(const Weight& weight, const VectorsOf& vectors, const RowTiles& tiles, const Share& share,
+                     uint8_t* ring, int warp)
       : weight_(weight),
+        vectors_(vectors),
         tiles_(tiles),
         share_(share),
         ring_(ring + warp * kBytesPerWarp + Warp().rank() * 16),
-        next_(ring_),
-        position_(share.num_steps != 0 ? share.team : tiles.count) {
+        position_(share.num_steps != 0 ? share.team : tiles.count),
+        used_position_(share.team) {
     begin_tile();
     PO_NO_UNROLL  // little code is there sooner
-        for (int step = 0; step < kDepth; ++step) copy_next();
+        for (int step = 0; step < Config::kDepth; ++step) copy_next<!Config::kPrefetches>();
+  }
+
+  // Where weights are prefetched, several vectors are asked for behind the predecessor's end: those that go with the weights
+  // that are on their way.
+  PO_FN void fetch_vectors() const {
+    if constexpr (Config::kPrefetches && !VectorsOf::kComeAtOnce) {
+      if (vectors_asked_ == 0) return;
+      copy_vectors(vectors_.resident(share_, 0), left_at_start(), vectors_asked_, share_.team);
+      copy_async_commit();
+    }
+  }
+  // Before the first step.
+  PO_FN void await_vectors() const {
+    vectors_.await_delivery();
+    if constexpr (Config::kPrefetches && !VectorsOf::kComeAtOnce) copy_async_wait<0>();
   }
 
   PO_FN int num_steps() const { return share_.num_steps_of_all(tiles_); }
@@ -207,12 +233,12 @@ class WeightStream {
           for (int group = 0; group < kGroups; ++group) {
             const int n = 8 * group + lane / 4;
             const float (&d)[4] = values_[quad][group];
-            if (n < kVectors) partial[n * kTileRows + quad * kQuad + lane % 4] = d[0] + d[3];
+            if (n < Config::kVectors) partial[n * kTileRows + quad * kQuad + lane % 4] = d[0] + d[3];
           }
         } else {
           const Lanes<8> row;
           PO_UNROLL
-          for (int n = 0; n < kVectors; ++n) {
+          for (int n = 0; n < Config::kVectors; ++n) {
             float sum = values_[quad][n / 4][n % 4];
             PO_UNROLL
             for (int distance = 1; distance < row.size(); distance *= 2) sum = row.add_across(sum, distance);
@@ -225,36 +251,55 @@ class WeightStream {
    private:
     friend WeightStream;
     // On tensor cores, of eight vectors each: see multiply_step. Else of four, a sum each.
-    static constexpr int kGroups = ceil_div(kVectors, kOnTensorCores ? 8 : 4);
+    static constexpr int kGroups = ceil_div(Config::kVectors, kOnTensorCores ? 8 : 4);
     float values_[2][kGroups][4] = {};
   };
 
   // Multiplies the next tile. in_step() is called in each step, behind the request for the one kStepsAhead further on.
   template <class InStep>
-  PO_FN Sums multiply(const VectorsOf& vectors, const InStep& in_step) {
+  PO_FN Sums multiply(const InStep& in_step) {
     Sums sums;
-    for (int step = 0; step < share_.num_steps; ++step) {
-      copy_async_wait<kDepth - 1>();
-      const Vector<16> w[2] = {*piece_of(0), *piece_of(1)};
-      copy_next();
-      in_step();
-      multiply_step(vectors, share_.first_step + step, w, sums);
+    int step = 0;
+    for (; step + Config::kStepsAtOnce <= share_.num_steps; step += Config::kStepsAtOnce) {
+      multiply_steps<Config::kStepsAtOnce>(step, sums, in_step);
     }
+    if constexpr (Config::kStepsAtOnce > 1) {
+      PO_NO_UNROLL
+      for (; step < share_.num_steps; ++step) multiply_steps<1>(step, sums, in_step);
+    }
+    used_position_ += share_.num_teams;
     return sums;
   }
 
  private:
+  template <int kSteps, class InStep>
+  PO_FN void multiply_steps(int step, Sums& sums, const InStep& in_step) {
+    copy_async_wait<Config::kDepth - kSteps>();
+    // Behind everybody's copies of these steps of the vectors, and use of those before, whose places are the next to be replaced.
+    if (bring_vectors(used_position_)) sync_warps(1 + share_.part, num_bringing(used_position_) * kWarpSize);
+    Vector<16> w[kSteps][2];
+    PO_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      w[i][0] = *piece_of(0);
+      w[i][1] = *piece_of(1);
+      copy_next<true>();
+      in_step();
+    }
+    PO_UNROLL
+    for (int i = 0; i < kSteps; ++i) multiply_step(place_to_use(step + i), w[i], sums);
+  }
+
   // Lane i has piece i % 8 of row i / 8 of each quad. For the tensor cores that lane is column i / 4 of B, so an even column is the
   // first half of a row's step and the odd one beside it the second; rows 0 to 7 of A are the vectors' first halves, rows 8
   // to 15 their second. Of D that leaves d[0], vector and row with the first halves, and d[3], the same with the second.
-  PO_FN void multiply_step(const VectorsOf& vectors, int step, const Vector<16> (&w)[2], Sums& sums) const {
+  PO_FN void multiply_step(const uint8_t* vectors, const Vector<16> (&w)[2], Sums& sums) const {
     const int lane = Warp().rank();
     if constexpr (kOnTensorCores) {
       PO_UNROLL
       for (int group = 0; group < Sums::kGroups; ++group) {
-        const int n = kVectors == 1 ? 0 : 8 * group + lane / 4;  // a lone vector may stand in all rows
-        const Vector<16> first = vectors.piece(n, step, 0, lane % 4);
-        const Vector<16> second = vectors.piece(n, step, 1, lane % 4);
+        const int n = Config::kVectors == 1 ? 0 : 8 * group + lane / 4;  // a lone vector may stand in all rows
+        const Vector<16> first = VectorsOf::piece(vectors, n, 0, lane % 4);
+        const Vector<16> second = VectorsOf::piece(vectors, n, 1, lane % 4);
         PO_UNROLL
         for (int i = 0; i < 4; i += 2) {
           PO_UNROLL
@@ -267,8 +312,8 @@ class WeightStream {
       }
     } else {
       PO_UNROLL
-      for (int n = 0; n < kVectors; ++n) {
-        const Vector<16> x = vectors.piece(n, step, lane % 8 / 4, lane % 4);
+      for (int n = 0; n < Config::kVectors; ++n) {
+        const Vector<16> x = VectorsOf::piece(vectors, n, lane % 8 / 4, lane % 4);
         PO_UNROLL
         for (int quad = 0; quad < 2; ++quad) {
           float& sum = sums.values_[quad][n / 4][n % 4];
@@ -280,25 +325,59 @@ class WeightStream {
   }
 
   // Of the oldest step in the ring, which the next one will replace.
-  PO_FN Vector<16>* piece_of(int quad) const { return reinterpret_cast<Vector<16>*>(next_ + quad * kWarpSize * 16); }
+  PO_FN Vector<16>* piece_of(int quad) const {
+    return reinterpret_cast<Vector<16>*>(ring_ + next_ + quad * kWarpSize * 16);
+  }
+
+  // Whether the vectors come with the tile at a position, and how many warps bring each part of them.
+  PO_FN bool bring_vectors(int position) const {
+    return !VectorsOf::kComeAtOnce && (!Config::kResident || position < share_.num_teams);
+  }
+  PO_FN int num_bringing(int position) const {
+    return min_of(share_.num_teams, tiles_.count - (position - share_.team));
+  }
+  PO_FN void copy_vectors(uint8_t* target, int left, int num_steps, int position) const {
+    vectors_.copy_steps(target, left, num_steps, share_.team, num_bringing(position));
+  }
+  // Elements from this lane's first piece to a row's end.
+  PO_FN int left_at_start() const {
+    return weight_.num_columns - share_.first_step * Share::kStep - Warp().rank() % 8 * Share::kPiece;
+  }
+  PO_FN const uint8_t* place_to_use(int step) {
+    if constexpr (Config::kResident) return vectors_.resident(share_, step);
+    const uint8_t* place = vectors_.in_ring(share_, vectors_used_);
+    if (++vectors_used_ == VectorsOf::kRingSteps) vectors_used_ = 0;
+    return place;
+  }
 
   // Rows behind the last are read as the last one: nobody looks at their sums.
   PO_FN void begin_tile() {
     if (position_ >= tiles_.count) return;
     const int lane = Warp().rank();
     const int row = min_of(tiles_.tile_at(position_) * kTileRows + lane / 8, weight_.num_rows - 1);
-    const int k = share_.first_step * Share::kStep + lane % 8 * Share::kPiece;
-    source_ = reinterpret_cast<const Storage*>(weight_.elements) + static_cast<int64_t>(row) * weight_.num_columns + k;
+    left_ = left_at_start();
+    source_ = reinterpret_cast<const Storage*>(weight_.elements) +
+              (static_cast<int64_t>(row + 1) * weight_.num_columns - left_);
     to_second_quad_ = static_cast<int64_t>(min_of(kQuad, weight_.num_rows - 1 - row)) * weight_.num_columns;
-    left_ = weight_.num_columns - k;
     steps_left_ = share_.num_steps;
   }
 
   // Starts the copies of the next step, of whichever tile it is.
+  template <bool kWithVectors>
   PO_FN void copy_next() {
     if (position_ < tiles_.count) {
-      copy_piece(piece_of(0), source_);
-      copy_piece(piece_of(1), source_ + to_second_quad_);
+      if (bring_vectors(position_)) {
+        if constexpr (!Config::kResident) {
+          copy_vectors(vectors_.in_ring(share_, vectors_asked_), left_, 1, position_);
+          if (++vectors_asked_ == VectorsOf::kRingSteps) vectors_asked_ = 0;
+        } else if constexpr (kWithVectors) {
+          copy_vectors(vectors_.resident(share_, share_.num_steps - steps_left_), left_, 1, position_);
+        } else {
+          ++vectors_asked_;
+        }
+      }
+      copy_piece<Config, true>(ring_ + next_, source_, left_);
+      copy_piece<Config, true>(ring_ + next_ + kWarpSize * 16, source_ + to_second_quad_, left_);
       source_ += Share::kStep;
       left_ -= Share::kStep;
       if (--steps_left_ == 0) {
@@ -308,30 +387,20 @@ class WeightStream {
     }
     copy_async_commit();
     next_ += kBytesPerStep;
-    if (next_ == ring_ + kBytesPerWarp) next_ = ring_;
-  }
-
-  // Zeros behind the row's end.
-  PO_FN void copy_piece(Vector<16>* target, const Storage* source) const {
-    if constexpr (kAligned) {
-      copy_async_once(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(source), left_ > 0 ? 16 : 0);
-    } else {
-      Storage elements[Share::kPiece];
-      PO_UNROLL
-      for (int i = 0; i < Share::kPiece; ++i) elements[i] = i < left_ ? source[i] : Storage{0};
-      Vector<16> piece;  // else every element would be a store of its own
-      __builtin_memcpy(&piece, elements, 16);
-      *target = piece;
-    }
+    if (next_ == kBytesPerWarp) next_ = 0;
   }
 
   const Weight weight_;
+  const VectorsOf vectors_;
   const RowTiles tiles_;
   const Share share_;
   uint8_t* const ring_;
-  uint8_t* next_;                    // step of the ring that is used, and then replaced, next
-  int position_;                     // of the tile that is copied
-  int steps_left_ = 0;               // in it
+  int next_ = 0;           // byte of the ring where the step is that is used, and then replaced, next
+  int position_;           // of the tile that is copied
+  int used_position_;      // of the tile that is multiplied
+  int steps_left_ = 0;     // in the tile that is copied
+  int vectors_asked_ = 0;  // steps: in their ring, or of those that are left to fetch_vectors()
+  int vectors_used_ = 0;
   const Storage* source_ = nullptr;  // this lane's piece of that step in the tile's first quad
   int64_t to_second_quad_ = 0;
   int left_ = 0;  // elements from there to the row's end
@@ -340,43 +409,46 @@ class WeightStream {
 #else
 
 // Host: everything is read where it lies.
-template <class Scalar, int kVectors, bool kAligned, bool kResident, bool kLate>
+template <class Config>
 struct Vectors {
-  static constexpr bool kDelivered = false;
+  using Share = WarpShare<typename Config::Scalar>;
+  static constexpr bool kComeAtOnce = true;
   const uint8_t* elements;
   int count;
   int num_columns;
   uint8_t* own;
 
-  static int own_bytes(int) { return 0; }
+  static int own_bytes(const Share&, int) { return 0; }
   void expect(const WorkGroup&, int) const {}
   void fetch(const WorkGroup&, int) const {}
   template <int>
   void await_copies() const {}
-  void await_delivery() const {}
 };
 
-template <class Scalar, int kVectors, int kDepth, bool kAligned, bool kResident, bool kLateVectors>
+template <class Config>
 class WeightStream {
  public:
+  using Scalar = typename Config::Scalar;
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  using VectorsOf = Vectors<Scalar, kVectors, kAligned, kResident, kLateVectors>;
+  using VectorsOf = Vectors<Config>;
   static constexpr int kBytesPerWarp = 0;
   static constexpr int kStepsAhead = 0;
 
-  WeightStream(const Weight& weight, const RowTiles& tiles, const Share& share, uint8_t*, int)
-      : weight_(weight), tiles_(tiles), share_(share), position_(share.team) {}
+  WeightStream(const Weight& weight, const VectorsOf& vectors, const RowTiles& tiles, const Share& share, uint8_t*, int)
+      : weight_(weight), vectors_(vectors), tiles_(tiles), share_(share), position_(share.team) {}
 
   int num_steps() const { return share_.num_steps_of_all(tiles_); }
+  void fetch_vectors() const {}
+  void await_vectors() const {}
 
   struct Sums {
-    float values[kVectors][kTileRows];
+    float values[Config::kVectors][kTileRows];
     void store(float* partial) const { memcpy(partial, values, sizeof(values)); }
   };
 
   template <class InStep>
-  Sums multiply(const VectorsOf& vectors, const InStep& in_step) {
+  Sums multiply(const InStep& in_step) {
     Sums sums = {};
     for (int step = 0; step < share_.num_steps; ++step) in_step();  // it has nothing to ask for
     const int first_row = tiles_.tile_at(position_) * kTileRows;
@@ -384,16 +456,16 @@ class WeightStream {
     const int first = share_.first_step * Share::kStep;
     const int last = min_of(first + share_.num_steps * Share::kStep, weight_.num_columns);
     for (int row = 0; row < kTileRows && first_row + row < weight_.num_rows; ++row) {
-      for (int n = 0; n < vectors.count; ++n) sums.values[n][row] = dot(vectors, first_row + row, n, first, last);
+      for (int n = 0; n < vectors_.count; ++n) sums.values[n][row] = dot(first_row + row, n, first, last);
     }
     return sums;
   }
 
  private:
   // Eight sums in turn, which the compiler makes one vector.
-  float dot(const VectorsOf& vectors, int row, int n, int first, int last) const {
+  float dot(int row, int n, int first, int last) const {
     const auto* w = reinterpret_cast<const Storage*>(weight_.elements) + int64_t{row} * weight_.num_columns;
-    const auto* x = reinterpret_cast<const Storage*>(vectors.elements) + int64_t{n} * vectors.num_columns;
+    const auto* x = reinterpret_cast<const Storage*>(vectors_.elements) + int64_t{n} * vectors_.num_columns;
     float sums[8] = {};
     int k = first;
     for (; k + 8 <= last; k += 8) {
@@ -404,6 +476,7 @@ class WeightStream {
   }
 
   const Weight weight_;
+  const VectorsOf vectors_;
   const RowTiles tiles_;
   const Share share_;
   int position_;

@@ -28,6 +28,7 @@ __all__ = [
     "kernel_request",
     "kernel_vectors_of",
     "plans_of",
+    "team_factor",
 ]
 
 TUNING = "gemv_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
@@ -40,9 +41,11 @@ _TILE_ROWS = 8
 _SERVING_WARPS = 2
 _PACKET_BYTES = 16  # half of it data
 _STEP_BYTES = 128  # of a row, in one step of a warp
+_STEPS_AT_ONCE = 2  # at most, that a warp multiplies
+_TEAM_WARPS = 4  # or a few more; whole teams of at least as many, one, two or _MOST_TEAMS
+_MOST_TEAMS = 4
 _RING_STEP_BYTES = 1024  # a step of all rows of a tile
-_VECTOR_GAP_BYTES = 64
-_DELIVERY_BYTES = 16  # the word that says that the vectors have come
+_DELIVERY_BYTES = 16  # for the word that says that a lone vector has come
 _MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
@@ -146,6 +149,15 @@ def choose_depth(bytes_per_wg: int, room_for_two: int) -> int:
     return 6 if _is_little(bytes_per_wg) else 8
 
 
+def team_factor(warps: int, dtype: torch.dtype) -> int:
+    """Return how many times the warps multiply that otherwise would, where the vectors find no room in a WG.
+
+    They come again for each tile of every team, and the teams share them: twice the teams read them half as often. The
+    warps' shares of the columns stay, and with them the bits. fp32 takes too many registers.
+    """
+    return 2 if warps < _MOST_TEAMS * _TEAM_WARPS and dtype != torch.float32 else 1
+
+
 def kernel_vectors_of(num_vectors: int) -> int:
     """Return for how many vectors the kernel is made that multiplies so many."""
     return next(n for n in (1, 8, MAX_VECTORS) if num_vectors <= n)
@@ -162,6 +174,11 @@ def _lets_in(has_room: bool, prefetches: bool, bytes_per_wg: int) -> str:
         return "kAtOnce" if has_room else "kAtEnd"
     # Where a successor finds no room, or this launch is nearly over when its vectors have come, the sooner the better.
     return "kLate" if has_room and not _is_little(bytes_per_wg) else "kAtOnce"
+
+
+def _warps_of_team(warps: int) -> int:
+    """Return how many of a WG's warps share the columns of a tile."""
+    return warps // next(teams for teams in (_MOST_TEAMS, 2, 1) if warps >= teams * _TEAM_WARPS or teams == 1)
 
 
 def _slots_of(kernel_vectors: int) -> int:
@@ -256,30 +273,31 @@ class GemvPlan:
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = kernel_vectors_of(num_vectors)
         bytes_per_wg = -(-tiles_each // grid) * _TILE_ROWS * columns * element
-        steps = -(-columns * element // _STEP_BYTES)
-        arena = _Arena(
-            world.backend.arena_bytes - _STATIC_BYTES,
-            step_bytes=tuning.warps * _RING_STEP_BYTES,
-            parts_bytes=tuning.warps * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
-            vectors_bytes=kernel_vectors * (steps * _STEP_BYTES + _VECTOR_GAP_BYTES) + _DELIVERY_BYTES,
-        )
+        warps = tuning.warps
+        arena = _Arena.of_wg(world.backend.arena_bytes, warps, kernel_vectors, columns * element)
         # More vectors take too many registers for a second WG on an SM.
         shares_sm = kernel_vectors == 1 or (prefetch_weight and kernel_vectors <= 8)
         room_for_two = arena.steps_of_each_of_two() if shares_sm else 0
         depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two if prefetch_weight else 0)
-        arena_bytes, is_resident = arena.with_depth(depth)
+        is_resident = arena.holds_vectors(depth)
+        prefetches = prefetch_weight and is_resident
+        if not is_resident:
+            factor = team_factor(warps, dtype)
+            warps, depth = warps * factor, tuning.depth or depth // factor
+            arena = _Arena.of_wg(world.backend.arena_bytes, warps, kernel_vectors, columns * element)
+        arena_bytes = arena.with_depth(depth, is_resident=is_resident)
         request = kernel_request(
             dtype,
             comm_dtype,
             kernel_vectors,
-            warps=tuning.warps,
+            warps=warps,
             depth=depth,
             arena_bytes=arena_bytes,
             is_aligned=is_aligned,
             is_resident=is_resident,
             two_phase=two_phase,
-            prefetches=prefetch_weight,
-            lets_in=_lets_in(depth <= room_for_two, prefetch_weight, bytes_per_wg),
+            prefetches=prefetches,
+            lets_in=_lets_in(depth <= room_for_two, prefetches, bytes_per_wg),
         )
         if world.backend.name == "host":  # most choices are not about the host: one library for all of them
             defines = dict(request.defines) | {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true"}
@@ -340,7 +358,7 @@ class GemvPlan:
 
 @dataclass(frozen=True)
 class _Arena:
-    """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors where there is room.
+    """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors, or a ring for them too.
 
     Attributes:
         room: bytes, for one WG alone on an SM.
@@ -352,20 +370,36 @@ class _Arena:
     step_bytes: int
     parts_bytes: int
     vectors_bytes: int
+    vector_ring_step_bytes: int
+
+    @classmethod
+    def of_wg(cls, sm_bytes: int, warps: int, kernel_vectors: int, row_bytes: int) -> _Arena:
+        """Return the sizes for `warps` that multiply; `sm_bytes`: what one WG may have."""
+        vector_step_bytes = kernel_vectors * _STEP_BYTES
+        return cls(
+            sm_bytes - _STATIC_BYTES,
+            step_bytes=warps * _RING_STEP_BYTES,
+            parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
+            vectors_bytes=-(-row_bytes // _STEP_BYTES) * vector_step_bytes + (kernel_vectors == 1) * _DELIVERY_BYTES,
+            vector_ring_step_bytes=_warps_of_team(warps) * vector_step_bytes,
+        )
 
     def steps_of_each_of_two(self) -> int:
         """Return the depth for which two WGs with vectors of their own fit an SM; below 1: none."""
         room = (self.room - _STATIC_BYTES - _RESERVED_BYTES) // 2
         return (room - self.parts_bytes - self.vectors_bytes) // self.step_bytes
 
-    def with_depth(self, depth: int) -> tuple[int, bool]:
-        """Return the arena's bytes, and whether the vectors are in it."""
-        needed = depth * self.step_bytes + self.parts_bytes
-        is_resident = needed + self.vectors_bytes <= self.room
-        arena_bytes = needed + (self.vectors_bytes if is_resident else 0)
+    def holds_vectors(self, depth: int) -> bool:
+        """Return whether the vectors fit beside a ring of this depth."""
+        return depth * self.step_bytes + self.parts_bytes + self.vectors_bytes <= self.room
+
+    def with_depth(self, depth: int, *, is_resident: bool) -> int:
+        """Return the arena's bytes, with the vectors in it or with their ring."""
+        ring_bytes = (depth + _STEPS_AT_ONCE) * self.vector_ring_step_bytes
+        arena_bytes = depth * self.step_bytes + self.parts_bytes + (self.vectors_bytes if is_resident else ring_bytes)
         if arena_bytes > self.room:
             raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {self.room}")
-        return arena_bytes, is_resident
+        return arena_bytes
 
 
 def kernel_request(

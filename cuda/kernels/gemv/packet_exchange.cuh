@@ -244,8 +244,7 @@ class PacketExchange {
 
   // Waits for what all PEs sent of an item, adds it up in rank order, and finishes it; as its owner, tells the others.
   PO_FN void reduce_item(int tile, int item) {
-    // Senders whose packets are looked at together, as many as registers allow.
-    constexpr int kBatch = Config::kTwoPhase && Config::kSharesSm ? 2 : 8 / Config::kPacketsPerItem;
+    constexpr int kBatch = Config::kSendersAtOnce;
     const auto addends = output_.addends(tile, item);  // on their way while the packets are
     if (!are_announced(tile)) return give_up(tile, item);
     const uint64_t stride = partial_offset(1, 0) - partial_offset(0, 0);

@@ -46,7 +46,7 @@ template <class Config>
 class TilePipeline {
  public:
   using Share = WarpShare<typename Config::Scalar>;
-  using Stream = typename Config::Stream;
+  using Stream = WeightStream<Config>;
   using Vectors = typename Stream::VectorsOf;
   using Parts = TileParts<Config::kVectors>;
 
@@ -59,8 +59,8 @@ class TilePipeline {
       : wg_(wg),
         shared_(shared),
         tiles_(tiles),
-        vectors_(vectors),
-        slots_(reinterpret_cast<float*>(vectors.own + vectors.own_bytes(vectors.num_columns))),
+        slots_(reinterpret_cast<float*>(vectors.own +
+                                        vectors.own_bytes(share(wg, vectors.num_columns), vectors.num_columns))),
         share_(share(wg, vectors.num_columns)) {}
 
   // The last warps send and multiply nothing; the first of them also grants and awaits credit. A lone warp does all.
@@ -100,12 +100,12 @@ class TilePipeline {
     const bool serves = serving_index(wg_) >= 0;
     const bool computes = share_.team < share_.num_teams && wg_.warp_index() < num_computing(wg_);
     const Turn turn = this->turn(is_first_busy);
-    if (computes) vectors_.await_delivery();
+    if (computes) stream.await_vectors();
     for (int position = turn.first; position < tiles_.count; position += turn.num) {
       const int slot = position % Config::kSlots;
       const auto round = static_cast<uint32_t>(position / Config::kSlots);
       if (computes) {
-        const auto sums = stream.multiply(vectors_, in_step);
+        const auto sums = stream.multiply(in_step);
         if (round != 0) shared_.sent[slot].await(round - 1);
         sums.store(parts_of(slot).part(share_.part));
         warp.sync();
@@ -142,7 +142,6 @@ class TilePipeline {
   const WorkGroup& wg_;
   Shared& shared_;
   const RowTiles tiles_;
-  const Vectors vectors_;
   float* const slots_;
   const Share share_;
 };
