@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from host_driver.build import CUDA, compile_source
-from test_protocol_sanitizer import Edit, Run, check_silent
+from mutations import Edit, mutated
+from test_protocol_sanitizer import Run, check_silent
 from test_protocol_sanitizer import run as run  # the fixture
 
 KERNEL = "kernels/gemv_all_reduce.cuh"
@@ -194,14 +194,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
     mutation = MUTATIONS[name]
-    mutated = tmp_path / "cuda"
-    shutil.copytree(CUDA, mutated)
-    for edit in mutation.edits:
-        text = (mutated / edit.file).read_text()
-        found = text.count(edit.old)
-        assert found == edit.count, f"{edit.file} has {edit.old!r} {found} times, not {edit.count}: update the mutation"
-        (mutated / edit.file).write_text(text.replace(edit.old, edit.new))
-    _compile(mutated, tmp_path / "driver", mutation.algorithm)
+    _compile(mutated(tmp_path, mutation.edits), tmp_path / "driver", mutation.algorithm)
     # A race is reported only where the threads meet; where nothing is reported, they get another chance.
     for _ in range(6):
         result = run(tmp_path / "driver", mutation.arguments)

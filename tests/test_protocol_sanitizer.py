@@ -11,7 +11,6 @@ before a put, `put_acquire` after a wait), and whatever a lane of a warp leaves 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from host_driver.build import CUDA, compile_source
+from mutations import Edit, mutated
 
 KERNEL = "kernels/embedding_all_to_all.cuh"
 LAUNCH = "comm/launch.cuh"
@@ -164,16 +164,6 @@ def test_trouble_ends_on_every_pe_and_is_recovered_from(driver: Path, run: Run, 
 
 
 # ---- mutations -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Replace all occurrences of a text, of which there must be as many as stated."""
-
-    file: str
-    old: str
-    new: str
-    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -352,16 +342,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
     mutation = MUTATIONS[name]
-    mutated = tmp_path / "cuda"
-    shutil.copytree(CUDA, mutated)
-    for edit in mutation.edits:
-        path = mutated / edit.file
-        text = path.read_text()
-        found = text.count(edit.old)
-        assert found == edit.count, f"{edit.file} has {edit.old!r} {found} times, not {edit.count}: update the mutation"
-        path.write_text(text.replace(edit.old, edit.new))
     program = tmp_path / "driver"
-    compile_driver(mutated, program)
+    compile_driver(mutated(tmp_path, mutation.edits), program)
     # A race is reported only where the threads meet; where nothing is reported, they get another chance.
     statuses = []
     for _ in range(6):

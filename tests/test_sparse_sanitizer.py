@@ -6,12 +6,12 @@ memory with its network.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from host_driver.build import CUDA, compile_source
-from test_protocol_sanitizer import Edit, Mutation, Run, check_silent
+from mutations import Edit, mutated
+from test_protocol_sanitizer import Mutation, Run, check_silent
 from test_protocol_sanitizer import run as run  # the fixture
 
 KERNEL = "kernels/sparse_all_reduce.cuh"
@@ -33,17 +33,6 @@ def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32",
     compile_source("sparse_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
 
 
-def _mutated(folder: Path, edits: tuple[Edit, ...]) -> Path:
-    mutated = folder / "cuda"
-    shutil.copytree(CUDA, mutated)
-    for edit in edits:
-        text = (mutated / edit.file).read_text()
-        found = text.count(edit.old)
-        assert found == edit.count, f"{edit.file} has {edit.old!r} {found} times, not {edit.count}: update the mutation"
-        (mutated / edit.file).write_text(text.replace(edit.old, edit.new))
-    return mutated
-
-
 @pytest.fixture(scope="module")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sparse_driver")
@@ -52,7 +41,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     _compile(CUDA, folder / "bfloat16", "owner", "BFloat16")
     # More chunks than one, and, as few WGs with far larger unions have them, blocks of several windows.
     several = (SMALL_CHUNKS, Edit(SLOTS, "kMost = 65000;", "kMost = 5;"))
-    _compile(_mutated(folder, several), folder / "small_chunks", "owner", window=2)
+    _compile(mutated(folder, several), folder / "small_chunks", "owner", window=2)
     return {name: folder / name for name in (*ALGORITHMS, "bfloat16", "small_chunks")}
 
 
@@ -176,7 +165,7 @@ MUTATIONS = {
 def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
     mutation = MUTATIONS[name]
     # Small windows, so that warps have several blocks.
-    _compile(_mutated(tmp_path, mutation.edits), tmp_path / "driver", "owner", window=4)
+    _compile(mutated(tmp_path, mutation.edits), tmp_path / "driver", "owner", window=4)
     # A race is reported only where the threads meet; where nothing is reported, they get another chance.
     if all(run(tmp_path / "driver", mutation.arguments).returncode == 0 for _ in range(6)):
         pytest.fail(f"{name} went unnoticed")

@@ -134,7 +134,7 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
     if constexpr (Config::kPrefetches) {
-      // Of a lone vector, through it or the sync below, all others know that it has ended.
+      // A lone vector is brought by some, and through it, or the sync below, the others know that it has ended.
       if (!Pipeline::Vectors::kComeAtOnce || wg.rank() >= first_fetching(wg)) {
         await_predecessor();
         begun.vectors.fetch(wg, first_fetching(wg));

@@ -1,8 +1,8 @@
 // Rows of a weight times a few vectors, one WG: each warp has a share of the columns and streams it, tile after tile,
 // through a ring in the WG's own memory that is always being refilled.
 //
-// A lane copies exactly the pieces that it will use itself, so the ring needs no barrier; eight lanes read 128 bytes of a
-// row. The order in which a vector's products are added depends on the columns and the warps alone: not on how many vectors
+// A lane copies exactly the pieces of weights that it will use itself, so their ring needs no barrier; eight lanes read 128
+// bytes of a row. The order in which a vector's products are added depends on the columns and the warps alone: not on how many vectors
 // share the pass, and not on the vectors beside it.
 #pragma once
 
@@ -32,8 +32,7 @@ struct WarpShare {
   int num_parts;  // warps in a team
   int num_teams;
   int part;
-  int team;        // num_teams: this warp is in none
-  int steps_each;  // of a part, but for the last ones
+  int team;  // num_teams: this warp is in none
   int first_step;
   int num_steps;
 
@@ -46,8 +45,12 @@ struct WarpShare {
     const int total = num_steps_of(num_columns);
     const int each = ceil_div(total, num_parts);
     const int first = min_of(warp % num_parts * each, total);
-    return {num_parts, num_teams, warp % num_parts,           min_of(warp / num_parts, num_teams),
-            each,      first,     min_of(each, total - first)};
+    return {num_parts,
+            num_teams,
+            warp % num_parts,
+            min_of(warp / num_parts, num_teams),
+            first,
+            min_of(each, total - first)};
   }
 
   // Of this warp, in all tiles of its team.
@@ -139,8 +142,7 @@ struct Vectors {
   // elements from this lane's piece of the first step to a vector's end.
   PO_FN void copy_steps(uint8_t* target, int left, int num_steps, int index, int num) const {
     const int lane = Warp().rank();
-    const int place =
-        (lane % 8 ^ lane / 8 % 2 * 4) * 16;  // of n only its last bit counts, which is the same in each round
+    const int place = (lane % 8 ^ lane / 8 % 2 * 4) * 16;  // whether n is odd is the same in each round
     for (int n = lane / 8 + index * 4; n < Config::kVectors; n += num * 4) {
       const Storage* source = row(n < count ? n : 0, num_columns - left);
       uint8_t* own_piece = target + n * 128 + place;
@@ -196,7 +198,7 @@ class WeightStream {
         tiles_(tiles),
         share_(share),
         ring_(ring + warp * kBytesPerWarp + Warp().rank() * 16),
-        position_(share.num_steps != 0 ? share.team : tiles.count),
+        position_(share.num_steps != 0 && share.team < share.num_teams ? share.team : tiles.count),
         used_position_(share.team) {
     begin_tile();
     PO_NO_UNROLL  // little code is there sooner
@@ -268,6 +270,9 @@ class WeightStream {
       for (; step < share_.num_steps; ++step) multiply_steps<1>(step, sums, in_step);
     }
     used_position_ += share_.num_teams;
+    // Teams without another tile do not meet the others again, who would replace what these may still be reading.
+    const int num_next = tiles_.count - (used_position_ - share_.team);
+    if (!Config::kResident && num_next > 0 && num_next < share_.num_teams) meet(share_.num_teams);
     return sums;
   }
 
@@ -275,8 +280,8 @@ class WeightStream {
   template <int kSteps, class InStep>
   PO_FN void multiply_steps(int step, Sums& sums, const InStep& in_step) {
     copy_async_wait<Config::kDepth - kSteps>();
-    // Behind everybody's copies of these steps of the vectors, and use of those before, whose places are the next to be replaced.
-    if (bring_vectors(used_position_)) sync_warps(1 + share_.part, num_bringing(used_position_) * kWarpSize);
+    // Behind everybody's copies of these steps of the vectors, and everybody's use of those before, whose places come next.
+    if (bring_vectors(used_position_)) meet(num_bringing(used_position_));
     Vector<16> w[kSteps][2];
     PO_UNROLL
     for (int i = 0; i < kSteps; ++i) {
@@ -289,9 +294,12 @@ class WeightStream {
     for (int i = 0; i < kSteps; ++i) multiply_step(place_to_use(step + i), w[i], sums);
   }
 
-  // Lane i has piece i % 8 of row i / 8 of each quad. For the tensor cores that lane is column i / 4 of B, so an even column is the
-  // first half of a row's step and the odd one beside it the second; rows 0 to 7 of A are the vectors' first halves, rows 8
-  // to 15 their second. Of D that leaves d[0], vector and row with the first halves, and d[3], the same with the second.
+  // The first `num` teams' warps that have this part of the columns.
+  PO_FN void meet(int num) const { sync_warps(1 + share_.part, num * kWarpSize); }
+
+  // Lane i has piece i % 8 of row i / 8 of each quad. For the tensor cores that lane is column i / 4 of B, so an even column
+  // is the first half of a row's step and the odd one beside it the second; rows 0 to 7 of A are the vectors' first halves,
+  // rows 8 to 15 their second. Of D that leaves d[0], vector and row with the first halves, and d[3], the same with the second.
   PO_FN void multiply_step(const uint8_t* vectors, const Vector<16> (&w)[2], Sums& sums) const {
     const int lane = Warp().rank();
     if constexpr (kOnTensorCores) {

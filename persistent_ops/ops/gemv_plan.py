@@ -155,7 +155,7 @@ def team_factor(warps: int, dtype: torch.dtype) -> int:
     They come again for each tile of every team, and the teams share them: twice the teams read them half as often. The
     warps' shares of the columns stay, and with them the bits. fp32 takes too many registers.
     """
-    return 2 if warps < _MOST_TEAMS * _TEAM_WARPS and dtype != torch.float32 else 1
+    return 2 if _TEAM_WARPS <= warps < _MOST_TEAMS * _TEAM_WARPS and dtype != torch.float32 else 1
 
 
 def kernel_vectors_of(num_vectors: int) -> int:
@@ -279,13 +279,19 @@ class GemvPlan:
         shares_sm = kernel_vectors == 1 or (prefetch_weight and kernel_vectors <= 8)
         room_for_two = arena.steps_of_each_of_two() if shares_sm else 0
         depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two if prefetch_weight else 0)
+        if depth < _STEPS_AT_ONCE:
+            raise ValueError(f"depth: at least {_STEPS_AT_ONCE}, the steps that a warp multiplies at once; got {depth}")
         is_resident = arena.holds_vectors(depth)
         prefetches = prefetch_weight and is_resident
+        arena_bytes = arena.with_depth(depth, is_resident=is_resident)
         if not is_resident:
             factor = team_factor(warps, dtype)
-            warps, depth = warps * factor, tuning.depth or depth // factor
-            arena = _Arena.of_wg(world.backend.arena_bytes, warps, kernel_vectors, columns * element)
-        arena_bytes = arena.with_depth(depth, is_resident=is_resident)
+            larger = _Arena.of_wg(world.backend.arena_bytes, warps * factor, kernel_vectors, columns * element)
+            if larger.with_depth(tuning.depth or depth // factor, is_resident=False) <= larger.room:
+                warps, depth = warps * factor, tuning.depth or depth // factor
+                arena_bytes = larger.with_depth(depth, is_resident=False)
+        if arena_bytes > arena.room:
+            raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {arena.room}")
         request = kernel_request(
             dtype,
             comm_dtype,
@@ -379,7 +385,7 @@ class _Arena:
         return cls(
             sm_bytes - _STATIC_BYTES,
             step_bytes=warps * _RING_STEP_BYTES,
-            parts_bytes=warps * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
+            parts_bytes=_warps_of_team(warps) * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
             vectors_bytes=-(-row_bytes // _STEP_BYTES) * vector_step_bytes + (kernel_vectors == 1) * _DELIVERY_BYTES,
             vector_ring_step_bytes=_warps_of_team(warps) * vector_step_bytes,
         )
@@ -396,10 +402,7 @@ class _Arena:
     def with_depth(self, depth: int, *, is_resident: bool) -> int:
         """Return the arena's bytes, with the vectors in it or with their ring."""
         ring_bytes = (depth + _STEPS_AT_ONCE) * self.vector_ring_step_bytes
-        arena_bytes = depth * self.step_bytes + self.parts_bytes + (self.vectors_bytes if is_resident else ring_bytes)
-        if arena_bytes > self.room:
-            raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {self.room}")
-        return arena_bytes
+        return depth * self.step_bytes + self.parts_bytes + (self.vectors_bytes if is_resident else ring_bytes)
 
 
 def kernel_request(
