@@ -32,7 +32,7 @@ class Case:
     prefetch: bool = False
 
 
-# On an H200, 16 vectors find room with up to 4864 columns in bf16 and 2432 in fp32, eight with twice as many.
+# On an H200, 16 vectors find room with up to 4864 columns in bf16 and 2432 in fp32, eight with about twice as many.
 CASES = {
     case.name: case
     for case in (

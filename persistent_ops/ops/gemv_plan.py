@@ -62,7 +62,8 @@ class Tuning:
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
-        warps: that multiply, per WG. It decides the order of sums: all calls whose bits are compared need the same.
+        warps: that multiply, per WG; see `team_factor` for when there are more. It decides the order of sums: all calls
+            whose bits are compared need the same.
         depth: steps of 1 KiB that a warp copies ahead; None for what suits the shape (`choose_depth`). More makes the
             vectors, and the first tile, come later.
         work_groups: None for one per SM, or per tile where there are fewer. All PEs must agree.
