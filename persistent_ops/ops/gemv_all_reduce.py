@@ -52,7 +52,7 @@ def gemv_all_reduce(
         prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
             (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays behind kernels
             that let this one begin early and then still have work, such as GEMVs of this package; behind short ones it
-            costs about 1 us, since x then comes later. With several vectors it pays for small weights alone, and it does
+            costs about 1 us, since x then comes later. With several vectors it pays for small weights alone, and does
             nothing where they find no room on a multiprocessor (16 vectors of about 4900 columns in 16 bits).
 
     Returns:
