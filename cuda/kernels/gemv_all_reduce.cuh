@@ -54,7 +54,7 @@ struct Config {
       kResident && (kVectors == 1 || (kPrefetches && kVectors <= 8));  // with its successor
   // Fewer than 100 for a thread: two WGs share an SM, or one has more warps than four for each of its schedulers.
   static constexpr bool kHasFewRegisters = kSharesSm || kComputing + kServing > 16;
-  // That a warp multiplies at once.
+  // That a warp multiplies at once; like the next one, as many as there are registers for.
   static constexpr int kStepsAtOnce = kVectors > 1 && sizeof(typename Scalar::Storage) == 2 &&
                                               (kSharesSm ? !kTwoPhase : !kHasFewRegisters)
                                           ? 2

@@ -2,8 +2,8 @@
 // through a ring in the WG's own memory that is always being refilled.
 //
 // A lane copies exactly the pieces of weights that it will use itself, so their ring needs no barrier; eight lanes read 128
-// bytes of a row. The order in which a vector's products are added depends on the columns and the warps alone: not on how many vectors
-// share the pass, and not on the vectors beside it.
+// bytes of a row. The order in which a vector's products are added depends on the columns and the warps alone: not on how
+// many vectors share the pass, and not on the vectors beside it.
 #pragma once
 
 #include "platform/groups.cuh"

@@ -288,9 +288,9 @@ class GemvPlan:
         if not is_resident:
             factor = team_factor(warps, dtype)
             larger = _Arena.of_wg(world.backend.arena_bytes, warps * factor, kernel_vectors, columns * element)
-            if larger.with_depth(tuning.depth or depth // factor, is_resident=False) <= larger.room:
-                warps, depth = warps * factor, tuning.depth or depth // factor
-                arena_bytes = larger.with_depth(depth, is_resident=False)
+            own_depth = tuning.depth or depth // factor
+            if (larger_bytes := larger.with_depth(own_depth, is_resident=False)) <= larger.room:
+                warps, depth, arena_bytes = warps * factor, own_depth, larger_bytes
         if arena_bytes > arena.room:
             raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {arena.room}")
         request = kernel_request(
