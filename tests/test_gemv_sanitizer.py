@@ -74,7 +74,7 @@ CASES = {
     "launches_without_rows": NO_ROWS_BETWEEN,
     "a_wg_without_tiles": "--pes=2 --threads=3 --rows=24 --wgs=4",
     # The other PE's are there when the long one begins, a second later.
-    "own_sums_come_late": "--pes=2 --threads=4 --rows=8 --vectors=1 --epochs=1 --long-pe=0 --long-columns=200000 "
+    "own_sums_come_late": "--pes=2 --threads=4 --rows=8 --vectors=1 --epochs=1 --long-pe=0 --long-columns=800000 "
     "--long-timeout-ms=1 --slow-pe=0 --slow-us=1000000",
     "behind_an_aborted_launch": BEHIND_TROUBLE,
     "behind_an_aborted_launch_staged": BEHIND_TROUBLE_STAGED,
