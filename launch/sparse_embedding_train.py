@@ -55,7 +55,12 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if is_printer:
-        plot(report, options.plot_path)
+        try:
+            plot(report, options.plot_path)
+        except Exception as error:  # the training behind it may have taken hours
+            is_missing = isinstance(error, ImportError) and error.name == "matplotlib"
+            remedy = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
+            print(f"no loss curve: {remedy if is_missing else f'{type(error).__name__}: {error}'}", file=sys.stderr)
         print_report(report, Console())
         if arguments.json is not None:
             line = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **report}

@@ -80,6 +80,9 @@ from .runtime.errors import (
     NotSymmetricError as NotSymmetricError,
 )
 from .runtime.errors import (
+    PeerLostError as PeerLostError,
+)
+from .runtime.errors import (
     PeerTimeoutError as PeerTimeoutError,
 )
 from .runtime.errors import (

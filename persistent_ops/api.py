@@ -31,8 +31,9 @@ __all__ = [
 def init(
     backend: str = "auto",
     group: Any = None,
-    timeout: float = 30.0,
+    timeout: float | None = None,
     *,
+    operator_timeout: float | None = None,
     heap_size: int | None = None,
     transport: str = "auto",
     host_options: dict[str, int] | None = None,
@@ -43,11 +44,21 @@ def init(
     MPI, Slurm's srun or `po.launch`; without any of them the world has one PE. An initialised torch.distributed is used
     instead where there is one.
 
+    On "cuda" a PE takes torch's current device where this process has initialised CUDA, as `torch.cuda.set_device` does
+    and any other use of a GPU; else the device of the launcher's local rank (LOCAL_RANK and its like), also where
+    `group` is a part of the job; else that of its place among the group's ranks on this host. It becomes the current
+    device. PEs that share a GPU are warned; where GPUs are too few, equally many PEs go on each.
+
     Args:
         backend: "cuda" (one PE per GPU, NVSHMEM), "host" (CPU, shared memory), or "auto": "cuda" where torch sees a
             GPU. What was taken is logged by rank 0 (logger "persistent_ops") and told by `po.backend()`.
-        group: torch.distributed process group whose ranks become the PEs; None for the default one or the environment.
-        timeout: seconds after which a wait for a peer, here and in every kernel, becomes an error.
+        group: torch.distributed process group whose ranks become the PEs, on its members only; None for the default
+            one or the environment. Groups that have no rank in common are worlds of their own, side by side.
+        timeout: seconds within which all PEs must have joined; None for PERSISTENT_OPS_TIMEOUT or 120.
+        operator_timeout: seconds after which a wait for a peer, in a kernel or where PEs meet on the host (`po.empty`,
+            `po.recover`), becomes an error; None for PERSISTENT_OPS_OPERATOR_TIMEOUT or 600. It is for a peer that is
+            alive: one that has ended is noticed within a second, and the time in which one compiles a kernel is not
+            counted.
         heap_size: bytes of symmetric heap on each PE; None for 4 GiB on "cuda", 1 GiB on "host" (where pages that are
             not used cost nothing).
         transport: "auto", or "staged" to send everything by put and signal, as to a peer on another host.
@@ -56,11 +67,19 @@ def init(
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: already initialised.
-        BootstrapError: a PE is missing, dead, numbered twice or of another job, or the launcher's environment
-            contradicts itself.
+        BootstrapError: a PE is missing, dead, numbered twice or of another job, the launcher's environment
+            contradicts itself, or some GPUs carry more PEs than others.
         BackendUnavailableError: the backend cannot run here, or PEs chose different ones.
     """
-    _world.init(backend, group, timeout, heap_size=heap_size, transport=transport, host_options=host_options)
+    _world.init(
+        backend,
+        group,
+        timeout,
+        operator_timeout=operator_timeout,
+        heap_size=heap_size,
+        transport=transport,
+        host_options=host_options,
+    )
 
 
 def rank() -> int:

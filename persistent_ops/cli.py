@@ -1,4 +1,4 @@
-"""The command line: persistent-ops demo | bench | doctor."""
+"""The command line: persistent-ops demo | bench | doctor | --version."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from . import __version__
+
 __all__ = ["app", "benchmark_folder", "benchmarks", "main"]
 
 app = typer.Typer(
@@ -25,6 +27,21 @@ app = typer.Typer(
 
 # The arguments after the operator's name belong to its benchmark, --help included.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"persistent-ops {__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass  # The option has done its work when it was read.
 
 
 @app.command()

@@ -130,6 +130,19 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _requirement(package: str) -> str:
+    """Return what this package asks of another one, as pip takes it; the name alone where this one is not installed."""
+    try:
+        required = importlib.metadata.requires("persistent-ops") or []
+    except importlib.metadata.PackageNotFoundError:
+        required = []
+    for line in required:
+        requirement = line.partition(";")[0].strip()
+        if re.fullmatch(rf"{re.escape(package)}(?![\w.-]).*", requirement):
+            return requirement
+    return package
+
+
 def _command(*words: str) -> str | None:
     """Return what a command prints, or None where it does not exist or fails."""
     if shutil.which(words[0]) is None:
@@ -264,16 +277,16 @@ def _cuda_packages() -> list[Finding]:
             text = f"library {found.version}, headers {found.header_version}: {agree}; {found.host_library.parent}"
             remedy = "" if found.agrees else f"{_pip('nvidia-nvshmem-cu13')} --force-reinstall --no-deps"
             findings.append(Finding(section, "NVSHMEM", "ok" if found.agrees else "warning", text, remedy))
-    for package, requirement in (
-        ("nvshmem4py-cu13", "nvshmem4py-cu13==0.4.1"),
-        ("cuda-core", "cuda-core>=1.0"),
-        ("cuda-bindings", "cuda-python>=13,<14"),
+    for package, brought_by in (
+        ("nvshmem4py-cu13", "nvshmem4py-cu13"),
+        ("cuda-core", "cuda-core"),
+        ("cuda-bindings", "cuda-python"),
     ):
         version = _version(package)
         if version:
             findings.append(Finding(section, package, "ok", version))
         else:
-            findings.append(lacks(package, not_installed, _pip(requirement)))
+            findings.append(lacks(package, not_installed, _pip(_requirement(brought_by))))
     return findings
 
 

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", choices=("host", "cuda"), default="host", help="backend of the operator tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share what the machine has, before torch is imported and looks at it."""
+    if config.getoption("--backend") == "host":  # PEs are many and cores are few: torch's threads would spin
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
+
+
+def _gpu_of(worker: str) -> str:
+    """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:  # torch must not be asked: it would remember
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+        given = ",".join(str(number) for number, _ in enumerate(listed.splitlines()))
+    devices = given.split(",")
+    return devices[int(worker.removeprefix("gw")) % len(devices)]
 
 
 @pytest.fixture(scope="session")

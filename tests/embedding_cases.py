@@ -203,7 +203,7 @@ def _is_near(
 
 def run_cases(backend: str, names: Sequence[str] | None, options: dict[str, Any]) -> dict[str, str | None]:
     """Run cases one after the other on this PE; the body of the PEs that the tests launch."""
-    po.init(backend, timeout=20.0, heap_size=256 << 20, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=256 << 20, **options)
     try:
         return {case.name: check_case(case) for case in CASES if names is None or case.name in names}
     finally:

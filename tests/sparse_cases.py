@@ -504,7 +504,7 @@ def check_case(case: Case) -> tuple[str | None, int]:
 
 def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> dict[str, tuple[str | None, int]]:
     """Run cases one after the other on this PE; the body of the PEs that the tests launch."""
-    po.init(backend, timeout=20.0, heap_size=128 << 20, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=128 << 20, **options)
     try:
         return {case.name: check_case(case) for case in CASES if case.name in names}
     finally:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import persistent_ops as po
-from persistent_ops.runtime import spawn
+from persistent_ops.runtime import pe_threads
 from persistent_ops.runtime.bootstrap import from_threads
 
 MB = 1 << 20
@@ -39,6 +39,21 @@ def call(**changes: Any) -> torch.Tensor:
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[], dict[str, Any]]:
     return lambda: {name: change(good()[name])}
+
+
+class Wrapper(torch.Tensor):
+    """As a DTensor is made: a tensor without memory, around one that has it."""
+
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        wrapper.inner = inner
+        return wrapper
+
+    inner: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a wrapper")
 
 
 def factors(**options: Any) -> torch.Tensor:
@@ -95,6 +110,11 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         changed("weights", lambda ws: [ws[0], ws[1][0]]),
         ValueError,
         r"weights\[1\]: expected a contiguous \[R, D\] tensor, got shape \[8\]",
+    ),
+    "table that wraps another": (
+        changed("weights", lambda ws: [ws[0], Wrapper(ws[1])]),
+        TypeError,
+        r"weights\[1\]: expected a tensor with memory of its own, got a Wrapper without; .*to_local",
     ),
     "three-dimensional table": (
         changed("weights", lambda ws: [ws[0][None], ws[1]]),
@@ -299,6 +319,11 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         po.NotSymmetricError,
         "out: expected a tensor in the symmetric heap, got an ordinary one on meta",
     ),
+    "out that begins between two vectors": (
+        lambda: {"out": po.empty(BATCH * TABLES * DIM + 1)[1:].view(BATCH, TABLES * DIM)},
+        ValueError,
+        "out: expected a tensor that begins at a multiple of 16 bytes, as po.empty.*, got one 4 bytes behind",
+    ),
     "out that is no tensor": (lambda: {"out": [0.0]}, TypeError, "out: expected a tensor, got list"),
 }
 
@@ -324,7 +349,7 @@ def outcome_of(action: Callable[[], Any]) -> Outcome:
 
 
 def _wrong_calls(backend: str) -> dict[str, list[Outcome]]:
-    po.init(backend, timeout=20.0, heap_size=16 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     outcomes = {}
     for name, (make, _, _) in WRONG.items():
         arguments = {**good(), **make()}
@@ -364,7 +389,7 @@ def test_wrong_argument(backend: str, name: str) -> None:
 
 
 def _no_tables(backend: str) -> list[tuple[Any, ...]]:
-    po.init(backend, timeout=20.0, heap_size=16 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     arguments = {"weights": [], "indices": nothing(), "offsets": no_bags(), "batch_per_rank": [5]}
     results = [po.embedding_all_to_all(**arguments)]  # a PE without peers can tell that there is no column
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -379,8 +404,22 @@ def test_no_tables(backend: str) -> None:
     assert one_pe(_no_tables, backend) == [((5, 0), dtype) for dtype in dtypes]
 
 
+def _parameter_list(backend: str) -> bool:
+    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
+    parameters = torch.nn.ParameterList([torch.nn.Parameter(w) for w in good()["weights"]])
+    with torch.no_grad():
+        same = [torch.equal(call(weights=parameters, mode=mode), call(mode=mode)) for mode in ("sum", "mean")]
+    result = call(weights=parameters)  # recorded
+    po.finalize()
+    return all(same) and result.grad_fn is not None
+
+
+def test_parameter_lists(backend: str) -> None:
+    assert one_pe(_parameter_list, backend)
+
+
 def _widths_unknown(backend: str) -> str:
-    po.init(backend, timeout=10.0, heap_size=16 * MB)
+    po.init(backend, operator_timeout=10.0, heap_size=16 * MB)
     weights = good()["weights"] if po.rank() else []
     offsets = good()["offsets"] if po.rank() else no_bags()
     message = ""
@@ -418,7 +457,7 @@ WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
 
 
 def _wrong_sizes(backend: str) -> dict[str, Outcome]:
-    po.init(backend, timeout=20.0, heap_size=16 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     free_list = po.runtime.world.current().heap.free_list
     before = free_list.free_bytes
     outcomes = {
@@ -554,19 +593,19 @@ def test_the_backends_choice_is_logged(caplog: pytest.LogCaptureFixture, monkeyp
 @pytest.mark.host
 def test_more_pes_than_a_world_holds() -> None:
     bootstrap = from_threads(65, 10.0)[0]
-    spawn._this_thread.bootstrap = bootstrap
+    pe_threads._this_thread.bootstrap = bootstrap
     try:
         with pytest.raises(po.BootstrapError, match="a world has at most 64 PEs, this job has 65"):
             po.init("host")
     finally:
-        del spawn._this_thread.bootstrap
+        del pe_threads._this_thread.bootstrap
 
 
 def _errors_of_init(options: list[dict[str, Any]]) -> list[str]:
     """Return what each PE's init() raises when PE r passes options[r]."""
 
     def program() -> str:
-        rank = spawn._this_thread.bootstrap.rank
+        rank = pe_threads._this_thread.bootstrap.rank
         try:
             po.init(**{"backend": "host", "timeout": 10.0, "heap_size": 8 * MB, **options[rank]})
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import persistent_ops
 from persistent_ops import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +106,15 @@ def test_help_names_the_three_commands() -> None:
         assert command in output
 
 
+def test_the_version_has_one_definition() -> None:
+    code, output = run("--version")
+    assert (code, output) == (0, f"persistent-ops {persistent_ops.__version__}\n")
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.?\w+)?", persistent_ops.__version__)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^dynamic = \["version"\]$', project, re.MULTILINE)
+    assert not re.search(r"^version =", project, re.MULTILINE)
+
+
 def test_module_can_be_run() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "persistent_ops", "bench"], capture_output=True, text=True, timeout=120, cwd=ROOT
@@ -122,6 +133,7 @@ def test_the_wheel_carries_kernels_and_benchmarks(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"persistent_ops-{persistent_ops.__version__}-")
     names = set(zipfile.ZipFile(wheel).namelist())
     for source in (ROOT / "cuda").rglob("*.cuh"):
         assert f"persistent_ops/_cuda/{source.relative_to(ROOT / 'cuda')}" in names

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +25,34 @@ def console() -> Console:
 def named(report: doctor.Report, name: str) -> doctor.Finding:
     (found,) = [finding for finding in report.findings if finding.name == name]
     return found
+
+
+def parts(requirement: str) -> set[str]:
+    """Return a requirement's name and bounds, whose order the metadata changes."""
+    return set(re.findall(r"^[\w.-]+(?:\[[\w,]+\])?|[<>=~!]+[^,<>=~!]+", requirement))
+
+
+def declared() -> dict[str, set[str]]:
+    """Return what pyproject.toml asks for, by name."""
+    text = (Path(doctor.__file__).parents[1] / "pyproject.toml").read_text()
+    dependencies = text[text.index("\ndependencies = ") : text.index("\n[project.scripts]")]
+    found = [parts(requirement) for requirement in re.findall(r'"([^"]+)"', dependencies)]
+    return {next(part for part in one if part[0].isalpha()): one for one in found}
+
+
+def test_every_package_that_a_remedy_names_is_declared_as_the_remedy_says() -> None:
+    asked = declared()
+    for requirement in re.findall(r'"([^"]+)"', toolchain.nvcc_remedy()):
+        one = parts(requirement)
+        assert one in asked.values(), requirement
+
+
+def test_without_installed_metadata_a_remedy_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", none)
+    assert doctor._requirement("cuda-core") == "cuda-core"
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +117,10 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {finding.name: finding.remedy for finding in report.missing_for("cuda")}
     assert "torch on the GPU" in missing
     assert {"NVSHMEM", "nvshmem4py-cu13", "cuda-core", "cuda-bindings"} < set(missing)
-    assert missing["nvshmem4py-cu13"] == f"{sys.executable} -m pip install 'nvshmem4py-cu13==0.4.1'"
+    for package, asked in (("nvshmem4py-cu13",) * 2, ("cuda-core",) * 2, ("cuda-bindings", "cuda-python")):
+        remedy = re.fullmatch(rf"{re.escape(sys.executable)} -m pip install '([^']+)'", missing[package])
+        assert remedy, missing[package]
+        assert parts(remedy[1]) == declared()[asked], "pip install -e . brings the metadata up to date"
     assert "580.159.04" in named(report, "GPU 0").value
 
 

@@ -14,7 +14,7 @@ import embedding_cases
 import pytest
 import torch
 from gemv_cases import ALGORITHMS, Case, difference, expected_bits, make_inputs
-from worlds import dead_peer, error_of, gave_up
+from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels
 
 import persistent_ops as po
 
@@ -54,7 +54,7 @@ TRANSPORTS = [
 
 
 def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
-    po.init(backend, timeout=20.0, heap_size=32 * MB, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
     right = []
     for iteration in range(9):
         if iteration % po.world_size() == po.rank():
@@ -79,7 +79,7 @@ def test_late_pe(backend: str, options: dict[str, Any]) -> None:
 
 def _busy_pe(backend: str, options: dict[str, Any]) -> list[bool]:
     """One PE has far more to multiply than the others, which wait for it inside their kernels."""
-    po.init(backend, timeout=20.0, heap_size=32 * MB, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
     right = []
     for busy in range(po.world_size()):
         case = Case(f"PE {busy} is busy", 30, lambda rank, busy=busy: 60000 if rank == busy else 8, 16)
@@ -125,7 +125,7 @@ def _exchange(iteration: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _turns(backend: str, options: dict[str, Any]) -> list[str]:
-    po.init(backend, timeout=20.0, heap_size=32 * MB, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
     problems: list[str] = []
     pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     order = torch.Generator().manual_seed(3)  # the same on all PEs
@@ -168,7 +168,7 @@ def test_shapes_algorithms_and_operators_take_turns(backend: str, options: dict[
 def _absent_then_recovered(
     backend: str, timeout: float, algorithm: str, options: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    po.init(backend, timeout=timeout, heap_size=32 * MB, **options)
+    init_with_impatient_kernels(backend, timeout, 32 * MB, **options)
     seen: dict[str, Any] = {"first": [_checked(0, algorithm=each) for each in ALGORITHMS]}
     if po.rank() == 0:  # comes when the others have given up, however busy the machine is
         gave_up(folder, po.world_size() - 1)
@@ -203,7 +203,7 @@ def _absent_then_recovered(
 def test_timeout_names_the_peer_and_recovery_works(
     backend: str, tmp_path: Path, algorithm: str, options: dict[str, Any]
 ) -> None:
-    timeout = 2.0 if backend == "host" else 4.0
+    timeout = 4.0
     arguments = (backend, timeout, algorithm, options, tmp_path)
     results = po.launch(_absent_then_recovered, 3, *arguments, threads=_threads(backend), timeout=120)
     for rank, seen in enumerate(results):
@@ -232,12 +232,12 @@ _MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
     "rows and vectors exchanged": (Case("MN", 16, lambda rank: 16, 4), "one_shot", ["rows=16", "vectors=4"]),
     "dtype": (Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "one_shot", ["dtype=", "gemv_all_reduce"]),
     "comm_dtype": (Case("comm", 32, lambda rank: 16, 2, comm_dtype="own"), "one_shot", ["comm_dtype="]),
-    "algorithm": (_OTHER, "two_phase", ["two_phase=1", "two_phase=0"]),
+    "algorithm": (_OTHER, "two_phase", ["two_phase=True", "two_phase=False"]),
 }
 
 
 def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
-    po.init(backend, timeout=8.0, heap_size=32 * MB)
+    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
     errors = {}
     for number, (kind, (other, algorithm, _)) in enumerate(_MISMATCHES.items()):
         case, algorithm = (other, algorithm) if po.rank() == 1 else (_OTHER, "one_shot")
@@ -276,17 +276,65 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             assert "gemv_all_reduce(world_size=3, " in text, where
             for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else [kind]:
                 assert field in text, where
-            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
+            assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
+
+
+def _first_call(backend: str) -> list[Any]:
+    """Meet something else in the very first call, in which the PEs set room aside."""
+    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
+    free = po.runtime.world.current().heap.free_list.free_bytes
+
+    def act() -> None:
+        if po.rank() == 1:
+            po.barrier()
+        else:
+            _call(0)
+        po.check()
+
+    error = error_of(act)
+    po.recover()
+    is_clean = po.runtime.world.current().heap.free_list.free_bytes == free
+    right = [_checked(iteration) for iteration in range(3)]
+    po.finalize()
+    return [error[0], "gemv_all_reduce" in error[1], error[2] < 30.0, is_clean, right]
+
+
+def test_the_first_call_meets_something_else(backend: str) -> None:
+    results = po.launch(_first_call, 3, backend, threads=_threads(backend), timeout=200)
+    assert results == [["ContractMismatchError", True, True, True, [True] * 3]] * 3
+
+
+def _pending_error(backend: str) -> list[Any]:
+    """An error that an earlier operator left behind is raised when the peers have all launches of a call."""
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
+    device, rows = po.device(), 65544  # more than one launch has room for
+    weight, x = torch.ones(rows, 2, device=device), torch.ones(2, device=device)
+    po.gemv_all_reduce(weight, x)
+    bad = torch.sparse_coo_tensor([[0, 9]], torch.ones(2), (4,), device=device, check_invariants=False)
+    work = po.sparse_all_reduce(bad, async_op=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # the kernel has reported it
+    out = torch.zeros(rows, device=device)
+    error = error_of(lambda: po.gemv_all_reduce(weight, x, out=out))[:2]
+    is_right = bool((out == 2 * po.world_size()).all())
+    again = _checked(1)
+    error_of(work.wait)  # type: ignore[union-attr]  # launched again, it may meet the bad row again
+    po.finalize()
+    return [error[0], "row 9" in error[1], is_right, again]
+
+
+def test_pending_errors_come_behind_all_launches_of_a_call(backend: str) -> None:
+    results = po.launch(_pending_error, 2, backend, threads=_threads(backend), timeout=120)
+    assert results == [["IndexError", True, True, True]] * 2
 
 
 def _many_rows_without_a_peer(backend: str) -> float:
-    po.init(backend, timeout=1.0, heap_size=32 * MB)
+    init_with_impatient_kernels(backend, 2.0, 32 * MB)
     weight, x = torch.ones(60000, 1, device=po.device()), torch.ones(8, 1, device=po.device())
     po.gemv_all_reduce(weight, x)
     po.check()
     if po.rank() == 1:
-        time.sleep(1.5)
-        po.recover()
+        po.recover()  # waits for the other one
         seconds = 0.0
     else:
 
@@ -303,14 +351,14 @@ def _many_rows_without_a_peer(backend: str) -> float:
 
 def test_giving_up_is_soon_over_however_many_rows_are_missing(backend: str) -> None:
     seconds = po.launch(_many_rows_without_a_peer, 2, backend, threads=_threads(backend), timeout=60)
-    assert seconds[0] < 6.0
+    assert seconds[0] < 20.0, "thousands of tiles: it does not wait for each"
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------
 
 
 def _far_epochs(backend: str, options: dict[str, Any]) -> dict[int, list[bool]]:
-    po.init(backend, timeout=20.0, heap_size=32 * MB, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
     right: dict[int, list[bool]] = {}
     for epoch in (0, 2**16 - 3, 2**31 - 3, 2**32 - 3, 2**40 - 4, 2**47):
         if epoch:
@@ -335,7 +383,7 @@ def _stale_packets(backend: str) -> list[bool]:
 
     PE 1 has long to multiply: it has granted its credit, but sent nothing, when PE 0 first looks for its packets.
     """
-    po.init(backend, timeout=20.0, heap_size=32 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     workspace = po.runtime.world.current().workspace
     case = Case("stale", 8, lambda rank: 2_000_000 if rank == 1 else 8)
     right = []
@@ -367,4 +415,4 @@ def test_packets_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
 def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> None:
     for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
         assert "PE 1" in survivor.text, survivor
-        assert survivor.seconds < 6.0
+        assert survivor.seconds < 12.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def _want(case: Case, rank: int, world: int, iteration: int) -> torch.Tensor:
 
 
 def _graph_program(replays: int) -> list[str]:
-    po.init("cuda", timeout=20.0, heap_size=256 << 20)
+    po.init("cuda", operator_timeout=20.0, heap_size=256 << 20)
     rank, world = po.rank(), po.world_size()
     problems: list[str] = []
     buffers = _buffers(_CASE, rank, world)
@@ -79,7 +80,7 @@ def _graph_program(replays: int) -> list[str]:
 
 
 def _stream_program() -> list[str]:
-    po.init("cuda", timeout=20.0, heap_size=256 << 20)
+    po.init("cuda", operator_timeout=20.0, heap_size=256 << 20)
     rank, world = po.rank(), po.world_size()
     problems: list[str] = []
     buffers = [_buffers(_CASE, rank, world) for _ in range(2)]
@@ -105,7 +106,7 @@ def _stream_program() -> list[str]:
 
 
 def _capture_needs_a_call_before() -> list[str]:
-    po.init("cuda", timeout=20.0, heap_size=64 << 20)
+    po.init("cuda", operator_timeout=20.0, heap_size=64 << 20)
     buffers = _buffers(_CASE, po.rank(), po.world_size())
     _load(buffers, _CASE, po.rank(), po.world_size(), 0)
     graph = torch.cuda.CUDAGraph()
@@ -118,6 +119,76 @@ def _capture_needs_a_call_before() -> list[str]:
         problems = ["no error"]
     po.finalize()
     return problems
+
+
+def _bad_index_before_a_capture() -> list[str]:
+    po.init("cuda", operator_timeout=20.0, heap_size=64 << 20)
+    rank, world, device = po.rank(), po.world_size(), po.device()
+    weights, lookups, bounds, _ = make_inputs(_CASE, rank, world, 0)
+    tables, indices, offsets = [w.to(device) for w in weights], lookups.to(device), bounds.to(device)
+
+    def call() -> torch.Tensor:
+        return po.embedding_all_to_all(tables, indices, offsets)
+
+    call()
+    po.check()
+    problems: list[str] = []
+    for turn in range(3):
+        indices[0] = 10**6
+        call()
+        torch.cuda.synchronize()  # the kernel has reported it, and nobody has asked
+        graph, is_told = torch.cuda.CUDAGraph(), False
+        with torch.cuda.graph(graph):
+            try:
+                output = call()
+            except IndexError:
+                is_told = True
+                output = call()
+        if not is_told:
+            problems.append(f"turn {turn}: the capture's first launch did not tell of the bad index")
+        indices.copy_(lookups)
+        for _ in range(turn):
+            graph.replay()
+        torch.cuda.synchronize()
+        if turn and not torch.equal(output.cpu(), _want(_CASE, rank, world, 0)):
+            problems.append(f"turn {turn}: wrong bits")
+        po.check()
+    po.finalize()
+    return problems
+
+
+def _heap_after_heap() -> list[str]:
+    """Use nearly all of heaps of different sizes, one after the other in one process."""
+    problems: list[str] = []
+    for heap_size in (64 << 20, 1 << 30, 128 << 20):
+        before = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+        po.init("cuda", operator_timeout=60.0, heap_size=heap_size)
+        after = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+        if after != before | {"NVSHMEM_DISABLE_NVLS": "1"}:
+            problems.append(f"variables: {before} became {after}")
+        mine = po.empty(heap_size - (16 << 20), dtype=torch.uint8)
+        mine.fill_(po.rank() + 1)
+        po.barrier()
+        peer = (po.rank() + 1) % po.world_size()
+        if int(po.peer_view(mine, peer)[-1]) != peer + 1:
+            problems.append(f"heap of {heap_size} bytes: the end of PE {peer}'s is wrong")
+        po.barrier()
+        po.finalize()
+    return problems
+
+
+def _devices(reverse: bool) -> tuple[int, int]:
+    """Return this PE's device in a world that may find one chosen, and in the next, which must find none of ours."""
+    rank = int(os.environ["PERSISTENT_OPS_RANK"])
+    if reverse:
+        torch.cuda.set_device(torch.cuda.device_count() - 1 - rank)
+    found = []
+    for _ in range(2):
+        po.init("cuda", operator_timeout=60.0, heap_size=64 << 20)
+        found.append(int(po.device().index))
+        po.barrier()
+        po.finalize()
+    return found[0], found[1]
 
 
 def _pes() -> int:
@@ -136,6 +207,33 @@ def test_two_streams_share_a_workspace() -> None:
 
 def test_first_call_inside_a_capture_is_refused() -> None:
     assert po.launch(_capture_needs_a_call_before, 1, timeout=100) == [[]]
+
+
+def test_bad_indices_are_still_told_after_a_capture_has_told_one() -> None:
+    assert po.launch(_bad_index_before_a_capture, 2, timeout=100) == [[], []]
+
+
+def test_each_world_has_the_heap_size_that_it_asked_for() -> None:
+    assert po.launch(_heap_after_heap, _pes(), timeout=200) == [[]] * _pes()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_device_that_was_chosen_is_taken(reverse: bool) -> None:
+    count = torch.cuda.device_count()
+    order = range(count - 1, -1, -1) if reverse else range(count)
+    assert po.launch(_devices, count, reverse, timeout=200) == [(index, index) for index in order]
+
+
+def test_gpus_with_different_numbers_of_pes_are_refused() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with pytest.raises(po.BootstrapError, match="some GPUs carry more PEs than others"):
+        po.launch(_takes_the_first_but_for_the_last, 3, timeout=100)
+
+
+def _takes_the_first_but_for_the_last() -> None:
+    torch.cuda.set_device(int(os.environ["PERSISTENT_OPS_RANK"]) // 2)
+    po.init("cuda", operator_timeout=60.0, heap_size=64 << 20)
 
 
 def test_cases_exist() -> None:

@@ -52,7 +52,7 @@ print("RESULTS", json.dumps(po.launch(staged_cases, 2, {"transport": "auto"}, ti
 
 def staged_cases(options: dict[str, Any]) -> dict[str, Any]:
     """Run the cases on this PE and tell whether its peers' memory was reachable."""
-    po.init("cuda", timeout=60.0, heap_size=64 << 20, **options)
+    po.init("cuda", operator_timeout=60.0, heap_size=64 << 20, **options)
     world = po.runtime.world.current()
     cases = {case.name: case for case in CASES}
     found = {

@@ -64,7 +64,7 @@ def _error_of(action: Callable[[], Any]) -> str:
 
 
 def _writes_to_every_peer(backend: str) -> list[str]:
-    po.init(backend, timeout=20.0, heap_size=8 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     rank, world = po.rank(), po.world_size()
     before = _free_bytes()
     problems = []
@@ -107,7 +107,7 @@ def test_writes_through_a_peer_view_are_seen_after_a_barrier(backend: str) -> No
 
 
 def _empty_tensors(backend: str) -> list[str]:
-    po.init(backend, timeout=20.0, heap_size=4 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=4 * MB)
     before = _free_bytes()
     problems = []
     nothing = po.empty(0, 16)
@@ -137,7 +137,7 @@ def test_tensors_without_elements(backend: str) -> None:
 
 
 def _full_on_one_pe(backend: str) -> list[str]:
-    po.init(backend, timeout=20.0, heap_size=8 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     rank = po.rank()
     tables = [torch.ones(4, 1024, device=po.device())]
     samples = 256  # 1 MB for PE 1 from each of two PEs, nothing for PE 0
@@ -162,7 +162,7 @@ def test_exhaustion_on_one_pe_is_an_error_on_all(backend: str) -> None:
 
 
 def _different_requests(backend: str) -> list[str]:
-    po.init(backend, timeout=20.0, heap_size=4 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=4 * MB)
     before = _free_bytes()
     errors = [
         _error_of(lambda: po.empty(3, 4 + (po.rank() == 1))),
@@ -190,7 +190,7 @@ def test_requests_that_differ_between_pes(backend: str) -> None:
 
 
 def _wrong_outputs(backend: str) -> dict[str, str]:
-    po.init(backend, timeout=20.0, heap_size=8 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     rank = po.rank()
     rows, columns = split_of(_CASE, 2)[rank], 64
     result = _call(0)
@@ -247,7 +247,7 @@ def test_tensors_that_are_not_symmetric(backend: str) -> None:
 @pytest.mark.host
 def test_a_peer_behind_a_network_has_no_view() -> None:
     def program() -> str:
-        po.init("host", timeout=20.0, heap_size=4 * MB, transport="staged")
+        po.init("host", operator_timeout=20.0, heap_size=4 * MB, transport="staged")
         mine = po.empty(4)
         error = _error_of(lambda: po.peer_view(mine, 1 - po.rank()))
         assert po.peer_view(mine, po.rank()).data_ptr() == mine.data_ptr()
@@ -259,11 +259,30 @@ def test_a_peer_behind_a_network_has_no_view() -> None:
         assert error.startswith(f"NotSymmetricError: PE {1 - rank} is not load/store reachable from this PE")
 
 
+@pytest.mark.host
+def test_growing_batches_share_the_room_for_staged_rows() -> None:
+    def program() -> list[int]:
+        po.init("host", operator_timeout=20.0, heap_size=6 * MB, transport="staged")
+        world, wrong = po.world_size(), []
+        table = torch.arange(40.0).repeat(64, 1).t().contiguous()
+        for batch in [*range(400, 4000, 400), 1, 4000, 17]:  # rows of up to 1 MB a PE sends, of 256 bytes each
+            indices = torch.arange(batch) % 40
+            result = po.embedding_all_to_all([table], indices, torch.arange(batch + 1), dim_per_rank=[64] * world)
+            first = sum((batch + world - 1 - pe) // world for pe in range(po.rank()))
+            want = table[indices[first : first + result.shape[0]]].repeat(1, world)
+            if not torch.equal(result, want):
+                wrong.append(batch)
+        po.finalize()
+        return wrong
+
+    assert po.launch(program, 2, threads=True, timeout=100) == [[], []]
+
+
 # ---- the pool of results -------------------------------------------------------------------------------------------
 
 
 def _thousand_calls(backend: str) -> list[str]:
-    po.init(backend, timeout=60.0, heap_size=8 * MB)
+    po.init(backend, operator_timeout=60.0, heap_size=8 * MB)
     rank, world = po.rank(), po.world_size()
     weights, indices, offsets, _ = make_inputs(_CASE, rank, world, 0)
     tables = [w.to(po.device()) for w in weights]
@@ -300,7 +319,7 @@ def test_buffers_of_dropped_results_are_used_again(backend: str) -> None:
 
 
 def _held(backend: str) -> list[str]:
-    po.init(backend, timeout=20.0, heap_size=8 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     problems = []
     whole = _call(0)
     source = _call(1)
@@ -340,7 +359,7 @@ def test_a_result_stays_while_anything_shares_it(backend: str) -> None:
 
 
 def _fills_the_pool(backend: str) -> tuple[str, list[str]]:
-    po.init(backend, timeout=20.0, heap_size=8 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     problems = []
 
     def call(samples: int, value: float) -> torch.Tensor:
@@ -428,7 +447,7 @@ def test_host_heaps_are_private_to_the_user_and_have_no_name(monkeypatch: pytest
     names = set(os.listdir("/dev/shm"))
 
     def program() -> None:
-        po.init("host", timeout=20.0, heap_size=3 * MB)
+        po.init("host", operator_timeout=20.0, heap_size=3 * MB)
         assert not {name for name in set(os.listdir("/dev/shm")) - names if "persistent" in name}
         po.finalize()
 
@@ -446,7 +465,7 @@ def _heaps_of(process: str) -> set[tuple[str, str]]:
 
 
 def _dies_together(folder: str) -> None:
-    po.init("host", timeout=20.0, heap_size=16 * MB)
+    po.init("host", operator_timeout=20.0, heap_size=16 * MB)
     _call(0)
     Path(folder, str(po.rank())).write_text(repr(_heaps_of("self")))
     po.barrier()

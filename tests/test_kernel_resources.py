@@ -7,9 +7,10 @@ architecture. The table has the whole product; `python tests/kernel_resources.py
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from kernel_resources import (
@@ -21,9 +22,7 @@ from kernel_resources import (
     REGISTERS_PER_SM,
     SHAPES,
     TABLE,
-    Combination,
     Embedding,
-    compile_all,
     covering,
     everything,
     nvcc_release,
@@ -35,20 +34,27 @@ from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.jit import KernelResources
 
 _COMBINATIONS = {combination.name: combination for combination in covering()}
-
-
-@functools.cache
-def _compiled() -> dict[str, tuple[Combination, KernelResources]]:
-    return compile_all(_COMBINATIONS.values())
+_AT_ONCE = 2  # compilers that run ahead of the tests
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, tuple[Combination, KernelResources]]:
+def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str], KernelResources]]:
+    """Compiles what a test asks for, and meanwhile what the next ones will; each waits for its own alone."""
     try:
         nvcc_release()
     except CompileError as error:
         pytest.skip(f"needs the CUDA compiler: {error}")
-    return _compiled()
+    asked = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    names = dict.fromkeys(name for name in asked if name in _COMBINATIONS)
+    ahead = {name: pool.submit(_COMBINATIONS[name].compile) for name in names}
+
+    def resources_of(name: str) -> KernelResources:
+        is_left = ahead[name].cancel()  # nobody has begun it: the tests are in another order
+        return _COMBINATIONS[name].compile() if is_left else ahead[name].result()
+
+    yield resources_of
+    pool.shutdown(cancel_futures=True)
 
 
 def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
@@ -63,23 +69,19 @@ def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _COMBINATIONS)
-def test_no_spills(compiled: dict[str, tuple[Combination, KernelResources]], name: str) -> None:
-    combination, used = compiled[name]
-    _check(name, combination.threads, used.registers, used.spill_store_bytes + used.spill_load_bytes)
+def test_no_spills(compiled: Callable[[str], KernelResources], name: str) -> None:
+    used = compiled(name)
+    _check(name, _COMBINATIONS[name].threads, used.registers, used.spill_store_bytes + used.spill_load_bytes)
     assert used.registers > 16, "so few registers mean that the kernel was compiled to nothing"
 
 
 @pytest.mark.slow
-def test_the_table_says_what_is_compiled(compiled: dict[str, tuple[Combination, KernelResources]]) -> None:
+@pytest.mark.parametrize("name", _COMBINATIONS)
+def test_the_table_says_what_is_compiled(compiled: Callable[[str], KernelResources], name: str) -> None:
     table = json.loads(TABLE.read_text())
     if table["nvcc"] != nvcc_release():
         pytest.skip(f"the table is of nvcc {table['nvcc']}, this is {nvcc_release()}")
-    different = {
-        name: (table["kernels"].get(name), row(*compiled[name]))
-        for name in compiled
-        if table["kernels"].get(name) != row(*compiled[name])
-    }
-    assert not different, f"run `{table['command']}`; in the table and now: {different}"
+    assert table["kernels"].get(name) == row(_COMBINATIONS[name], compiled(name)), f"run `{table['command']}`"
 
 
 def test_nothing_in_the_table_spills() -> None:

@@ -76,7 +76,7 @@ def whole_layer(case: Case) -> torch.nn.Linear:
 
 @contextlib.contextmanager
 def world_of(backend: str, *, has_group: bool = False) -> Iterator[po_world.World]:
-    po.init(backend, timeout=60.0, heap_size=64 << 20)
+    po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
     try:
         world = po_world.current()
         if backend == "host":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from embedding_cases import Case, expected_bits, make_inputs, split_of
-from worlds import assert_gone, error_of, gave_up
+from worlds import assert_gone, dead_peer, error_of, gave_up, init_with_impatient_kernels
 
 import persistent_ops as po
 
 _CASE = Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19)
+_TIMEOUT = 8.0  # of a kernel that waits for a PE that does not come
 
 
 def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:
@@ -48,7 +48,7 @@ def _checked(iteration: int, **options: Any) -> bool:
 
 
 def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
-    po.init(backend, timeout=20.0, heap_size=64 << 20, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=64 << 20, **options)
     right = []
     for iteration in range(8):
         if iteration % po.world_size() == po.rank():
@@ -59,7 +59,7 @@ def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
 
 
 def _absent_then_recovered(backend: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    po.init(backend, timeout=4.0, heap_size=64 << 20, **options)
+    init_with_impatient_kernels(backend, _TIMEOUT, 64 << 20, **options)
     first = _checked(0)
     seen: dict[str, Any] = {"first": first}
     if po.rank() != 0:
@@ -81,7 +81,7 @@ def _absent_then_recovered(backend: str, options: dict[str, Any], folder: Path) 
 
 
 def _mismatch(backend: str, kind: str) -> tuple[str, str, float]:
-    po.init(backend, timeout=8.0, heap_size=64 << 20)
+    po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
     assert _checked(0)
     me = po.rank()
 
@@ -103,8 +103,31 @@ def _mismatch(backend: str, kind: str) -> tuple[str, str, float]:
     return error
 
 
+def _first_widths(backend: str) -> list[Any]:
+    """Meet something else where the PEs would agree on the widths of tables that are new."""
+    po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
+    table = torch.ones(4, 8, device=po.device())
+    world = po.world_size()
+    lookups = torch.zeros(world, dtype=torch.int64, device=po.device()), torch.arange(world + 1, device=po.device())
+
+    def act() -> None:
+        if po.rank() == 1:
+            po.barrier()
+        else:
+            po.embedding_all_to_all([table], *lookups)
+        po.check()
+
+    error = error_of(act)
+    po.recover()
+    result = po.embedding_all_to_all([table], *lookups)
+    po.check()
+    is_right = bool((result == 1).all())
+    po.finalize()
+    return [error[0], "widths" in error[1], error[2] < 30.0, is_right]
+
+
 def _far_epoch(backend: str, epoch: int, options: dict[str, Any]) -> list[bool]:
-    po.init(backend, timeout=20.0, heap_size=64 << 20, **options)
+    po.init(backend, operator_timeout=20.0, heap_size=64 << 20, **options)
     po.runtime.world.current().workspace.set_epoch(epoch)
     right = [_checked(iteration) for iteration in range(6)]
     po.finalize()
@@ -112,7 +135,7 @@ def _far_epoch(backend: str, epoch: int, options: dict[str, Any]) -> list[bool]:
 
 
 def _bad_input(backend: str, kind: str, bounds: str) -> dict[str, Any]:
-    po.init(backend, timeout=10.0, heap_size=64 << 20)
+    po.init(backend, operator_timeout=10.0, heap_size=64 << 20)
     rank, world = po.rank(), po.world_size()
     weights, indices, offsets, _ = make_inputs(_CASE, rank, world, 0)
     batch = 19
@@ -153,21 +176,15 @@ def _bad_input(backend: str, kind: str, bounds: str) -> dict[str, Any]:
     return outcome
 
 
-def _dies(backend: str, how: str, folder: str) -> str:
-    po.init(backend, timeout=8.0, heap_size=64 << 20)
+def _exits(backend: str, folder: str) -> None:
+    po.init(backend, operator_timeout=250.0, heap_size=64 << 20)
     assert _checked(0)
     with open(f"{folder}/{po.rank()}.pid", "w") as file:
         file.write(str(os.getpid()))
     po.barrier()
     if po.rank() == 1:
-        if how == "exits":
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-    error = error_of(lambda: [(_call(i), po.check()) for i in range(1, 4)])
-    with open(f"{folder}/{po.rank()}.error", "w") as file:
-        file.write(f"{error[0]}|{error[2]:.1f}|{error[1]}")
-    time.sleep(60)  # the launcher ends the survivors once it has noticed
-    return "unreachable"
+        os._exit(0)
+    assert _checked(1)  # the launcher ends the survivors once it has noticed, long before they would give up
 
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
@@ -195,7 +212,7 @@ def test_timeout_names_the_peer_and_recovery_works(backend: str, tmp_path: Path,
     for seen in results[1:]:
         name, text, seconds = seen["error"]
         assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text
-        assert seconds < 6.5
+        assert seconds < 1.6 * _TIMEOUT, "it gives up once, not one wait after the other"
         assert seen["again"][0] == "PeerTimeoutError", "a failed world takes no launch before po.recover()"
 
 
@@ -206,7 +223,12 @@ def test_contract_mismatch_is_seen_by_every_pe(backend: str, kind: str) -> None:
         assert name in ("ContractMismatchError",), (rank, name, text)
         assert "embedding_all_to_all(world_size=3, " in text
         assert "PE 1" in text and (rank != 1 or kind != "operator" or "barrier(world_size=3)" in text)
-        assert seconds < 6.0, "a mismatch is not a time-out"
+        assert seconds < 30.0, "a mismatch is not a time-out"
+
+
+def test_the_agreement_on_widths_meets_something_else(backend: str) -> None:
+    results = po.launch(_first_widths, 3, backend, threads=_threads(backend), timeout=120)
+    assert results == [["ContractMismatchError", True, True, True]] * 3
 
 
 @pytest.mark.parametrize("options", TRANSPORTS)
@@ -235,13 +257,14 @@ def test_bad_input(backend: str, kind: str, bounds: str) -> None:
         assert outcome.get("skipped", True), rank
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "exits"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_dead_peer(backend: str, how: str, tmp_path: Path) -> None:
-    with pytest.raises(po.PersistentOpsError, match="rank 1|PE 1|PE 0, 1, 2"):
-        po.launch(_dies, 3, backend, how, str(tmp_path), timeout=35 if how == "stopped" else 60)
-    if how == "stopped":  # nobody but the survivors can tell: they did, by themselves
-        for rank in (0, 2):
-            name, seconds, text = (tmp_path / f"{rank}.error").read_text().split("|", 2)
-            assert name == "PeerTimeoutError" and "PE 1" in text
-            assert float(seconds) < 12.0
+    for survivor in dead_peer(_checked, backend, how, tmp_path):
+        assert "PE 1" in survivor.text, survivor
+        assert survivor.seconds < 6.0
+
+
+def test_peer_that_exits(backend: str, tmp_path: Path) -> None:
+    with pytest.raises(po.PersistentOpsError, match="rank 1|PE 1"):
+        po.launch(_exits, 3, backend, str(tmp_path), timeout=200)
     assert_gone(tmp_path, 3)

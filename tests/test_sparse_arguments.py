@@ -300,6 +300,24 @@ WRONG: dict[str, _Wrong] = {
         ValueError,
         r"out_values: expected a contiguous .*got strides? [\[(]1, 8",
     ),
+    "out_indices that are the indices": (
+        "into",
+        lambda a: {"indices": a["out_indices"][:NNZ].copy_(a["indices"]), "is_coalesced": True},
+        ValueError,
+        "out_indices: expected memory of its own, but it overlaps indices",
+    ),
+    "out_count that is the count": (
+        "into",
+        lambda a: {"out_count": a["count"]},
+        ValueError,
+        "out_count: expected memory of its own, but it overlaps count",
+    ),
+    "out_count within out_indices": (
+        "into",
+        lambda a: {"out_count": a["out_indices"][1:2]},
+        ValueError,
+        "out_count: expected memory of its own, but it overlaps out_indices",
+    ),
     "out_indices of another capacity": (
         "into",
         changed("out_indices", lambda out: out[1:]),
@@ -414,7 +432,7 @@ def _is_right(entry: str, arguments: dict[str, Any]) -> bool:
 
 
 def _wrong_calls(backend: str) -> dict[str, list[tuple[list[str], str]]]:
-    po.init(backend, timeout=20.0, heap_size=32 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     outcomes = {}
     kept = {entry: good(entry) for entry in _FUNCTIONS}
     for name, (entry, change, _, _) in WRONG.items():
@@ -444,7 +462,7 @@ def test_wrong_argument(backend: str, name: str) -> None:
 
 def _right_calls(backend: str) -> list[str]:
     """Calls that look wrong and are not."""
-    po.init(backend, timeout=20.0, heap_size=32 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     device = po.device()
     into = good("into")
     variants: dict[str, tuple[str, dict[str, Any]]] = {
@@ -475,7 +493,7 @@ def test_right_arguments(backend: str) -> None:
 
 def _bad_counts(backend: str) -> list[tuple[list[str], str]]:
     """A count below 0 or above the number of entries: what there is counts, and the error tells."""
-    po.init(backend, timeout=20.0, heap_size=32 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     given = good("into")
     outcomes = []
     for count, rows in ((NNZ + 1, NNZ), (-1, 0), (2**40, NNZ)):
@@ -526,7 +544,7 @@ def test_arguments_after_the_tensors_are_keywords() -> None:
 
 
 def _full_heap(backend: str) -> tuple[list[str], str]:
-    po.init(backend, timeout=20.0, heap_size=4 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=4 * MB)
     # Two blocks, since what remains of the heap behind its flags is not known here.
     taken = [po.empty(MB, dtype=torch.uint8)]
     taken.append(po.empty(po.runtime.world.current().heap.free_list.free_bytes - 4096, dtype=torch.uint8))

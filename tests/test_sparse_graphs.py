@@ -6,7 +6,9 @@ What needs no graph runs on both backends, and the loop of replays runs eagerly 
 from __future__ import annotations
 
 import functools
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -264,7 +266,7 @@ def _without_a_peer() -> dict[str, Any]:
 
 @pytest.mark.gpu
 def test_a_replay_without_a_peer_ends() -> None:
-    results = in_world(_without_a_peer, 2, "cuda", timeout=4.0)
+    results = in_world(_without_a_peer, 2, "cuda", operator_timeout=4.0)
     for seen in results:
         assert seen["before"] == seen["after"] == [None] * 3
     assert "PE 1" in results[0]["error"] and results[0]["poisoned"]
@@ -438,6 +440,27 @@ def test_no_capacity(backend: str) -> None:
     assert in_world(_no_capacity, 2, backend) == [[], []]
 
 
+def _buffers_of_one_call() -> list[bool]:
+    """Return whether the buffers of calls live on that were made with new ones each time."""
+    entries = torch.tensor([1, 2], device=po.device()), torch.ones(2, 4, device=po.device())
+    out_values = po.empty(8, 4)
+    seen = []
+    for _ in range(4):
+        out_indices, out_count, count = (torch.ones(n, dtype=torch.int64, device=po.device()) for n in (8, 1, 1))
+        po.sparse_all_reduce_into(
+            *entries, num_rows=8, out_indices=out_indices, out_values=out_values, out_count=out_count, count=count
+        )
+        seen += [weakref.ref(tensor) for tensor in (out_indices, out_count, count)]
+        del out_indices, out_count, count
+    po.check()
+    gc.collect()
+    return [reference() is not None for reference in seen]
+
+
+def test_buffers_live_no_longer_than_their_owner_wants(backend: str) -> None:
+    assert in_world(_buffers_of_one_call, 2, backend) == [[False] * 12] * 2
+
+
 def _pending() -> list[str]:
     """The next operator tells what the last one met, where nobody has asked before."""
     case = Case("pending", 64, disjoint(20), (4,))
@@ -448,6 +471,8 @@ def _pending() -> list[str]:
     torch.cuda.synchronize()
     with pytest.raises(po.CapacityError, match="40 rows together, capacity 10: 30 too many"):
         po.sparse_all_reduce_into(indices, values, num_rows=64, **room.arguments())  # type: ignore[arg-type]
+    with pytest.raises(po.CapacityError, match="30 too many"):
+        po.check()  # of the second call
     result = taken_apart(po.sparse_all_reduce(to_sparse(case, inputs[po.rank()])))
     found = rows_problem(result, expected(inputs), zeros_have_signs=False)
     return [] if found is None else [found]

@@ -36,7 +36,7 @@ from sparse_cases import (
     wanted,
     zipf,
 )
-from worlds import dead_peer, error_of, gave_up, in_world
+from worlds import dead_peer, error_of, gave_up, in_world, init_with_impatient_kernels
 
 import persistent_ops as po
 
@@ -359,7 +359,7 @@ def test_rows_that_are_not_coalesced_as_they_say(backend: str, options: dict[str
 def _absent_then_recovered(
     backend: str, timeout: float, entry: str, algorithm: str, options: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    po.init(backend, timeout=timeout, heap_size=64 * MB, **options)
+    init_with_impatient_kernels(backend, timeout, 64 * MB, **options)
     room = Room(300, _CASE.row_shape, _CASE.dtype)
     entries = [make_inputs(_CASE, po.world_size(), iteration)[po.rank()] for iteration in range(2)]
     seen: dict[str, Any] = {"first": [_checked(0, algorithm=each) for each in ALGORITHMS]}
@@ -403,7 +403,7 @@ def _absent_then_recovered(
 def test_timeout_names_the_peer_and_recovery_works(
     backend: str, tmp_path: Path, entry: str, algorithm: str, options: dict[str, Any]
 ) -> None:
-    timeout = 2.0 if backend == "host" else 4.0
+    timeout = 4.0
     arguments = (backend, timeout, entry, algorithm, options, tmp_path)
     results = po.launch(_absent_then_recovered, 3, *arguments, threads=backend == "host", timeout=120)
     for rank, seen in enumerate(results):
@@ -431,14 +431,14 @@ _MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
     "scalar rows": (replace(_OTHER, row_shape=()), "owner", []),
     "dtype": (replace(_OTHER, dtype=torch.float16), "owner", ["dtype="]),
     "dtype of the same size": (replace(_OTHER, dtype=torch.bfloat16), "owner", ["dtype="]),
-    "op": (replace(_OTHER, op="mean"), "owner", ["mean=1", "mean=0"]),
-    "algorithm": (_OTHER, "allgather", ["gathers=1", "gathers=0"]),
+    "op": (replace(_OTHER, op="mean"), "owner", ["mean=True", "mean=False"]),
+    "algorithm": (_OTHER, "allgather", ["gathers=True", "gathers=False"]),
     "dense": (_OTHER, "dense", []),
 }
 
 
 def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
-    po.init(backend, timeout=8.0, heap_size=64 * MB)
+    po.init(backend, operator_timeout=60.0, heap_size=64 * MB)
     errors = {}
     # Kernels are compiled and other operators agree before PEs wait for each other in what does not match.
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -488,7 +488,7 @@ def test_mismatch_is_named_on_every_pe(backend: str) -> None:
             where = f"PE {rank}, {kind}: {name}: {text}"
             assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
             assert "sparse_all_reduce" in text, where
-            assert seconds < 6.0, f"a mismatch is not a time-out: {where}"
+            assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
             if "nothing yet" in text:  # a PE that was only told of it may not have been told by what
                 continue
             for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else []:
@@ -562,4 +562,4 @@ def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> No
     for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
         # Not always PE 1 by name: one survivor may have all that it needs of it, and wait for the other.
         assert "PE " in survivor.text, survivor
-        assert survivor.seconds < 10.0
+        assert survivor.seconds < 12.0

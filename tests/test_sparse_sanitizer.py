@@ -9,10 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_driver.build import CUDA, compile_source
+from host_driver.build import CUDA
 from mutations import Edit, mutated
-from test_protocol_sanitizer import Mutation, Run, check_silent
-from test_protocol_sanitizer import run as run  # the fixture
+from sanitizer import Exit, Mutation, assert_caught, assert_silent, compile_sanitized, run_driver
 
 KERNEL = "kernels/sparse_all_reduce.cuh"
 UNION = "comm/row_union.cuh"
@@ -30,7 +29,7 @@ def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32",
     choices |= {"WINDOW": str(window), "HOT_ENTRIES": "3"}  # so that few occurrences make a row hot
     # The other drivers' macros are given as well; ours come last.
     flags = [flag for name, value in choices.items() for flag in (f"-UPO_{name}", f"-DPO_{name}={value}")]
-    compile_source("sparse_driver.cpp", program, "-g1", "-fsanitize=thread", *flags, cuda=cuda)
+    compile_sanitized("sparse_driver.cpp", program, *flags, cuda=cuda)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +71,8 @@ OTHER_BUILDS = ("three", "many_occurrences", "staged_late")
     [(algorithm, case) for algorithm in ALGORITHMS for case in CASES]
     + [(build, case) for build in ("bfloat16", "small_chunks") for case in OTHER_BUILDS],
 )
-def test_no_race(drivers: dict[str, Path], run: Run, case: str, driver: str) -> None:
-    check_silent(run(drivers[driver], CASES[case]))
+def test_no_race(drivers: dict[str, Path], case: str, driver: str) -> None:
+    assert_silent(run_driver(drivers[driver], CASES[case]))
 
 
 PLAIN = "--pes=3 --threads=2 --epochs=12"
@@ -84,40 +83,50 @@ SHARED = "--pes=4 --overlap=8 --threads=2 --slow-pe=2 --slow-us=2000 --epochs=12
 STAGED = "--pes=2 --threads=2 --staged=1 --delay-us=300 --epochs=12"
 MUTATIONS = {
     "bits_are_sent_before_they_are_set": Mutation(
-        (Edit(UNION, "entry);\n    }\n    wg_.sync();\n  }", "entry);\n    }\n  }"),), ONE_WG
+        (Edit(UNION, "entry);\n    }\n    wg_.sync();\n  }", "entry);\n    }\n  }"),),
+        ONE_WG,
+        {Exit.RACE, Exit.WRONG_OUTPUT},
     ),
     "sets_are_announced_before_they_are_stored": Mutation(
         (Edit(UNION, "    wg_.sync();  // the words of all threads are before the flags that announce them\n", ""),),
         PLAIN,
+        {Exit.RACE},
     ),
     "sets_are_not_awaited": Mutation(
-        (Edit(UNION, "if (sender == team_.rank) continue;", "if (sender >= 0) continue;"),), LATE
+        (Edit(UNION, "if (sender == team_.rank) continue;", "if (sender >= 0) continue;"),), LATE, {Exit.RACE}
     ),
-    "any_total_will_do": Mutation((Edit(UNION, "return packet.flag == flag;", "return packet.flag != 1;"),), PLAIN),
+    "any_total_will_do": Mutation(
+        (Edit(UNION, "return packet.flag == flag;", "return packet.flag != 1;"),), PLAIN, {Exit.RACE, Exit.WRONG_OUTPUT}
+    ),
     "sums_are_overwritten_before_they_are_read": Mutation(
-        (Edit(SCAN, "  wg.sync();  // the last sums have been read\n", ""),), ONE_WG
+        (Edit(SCAN, "  wg.sync();  // the last sums have been read\n", ""),), ONE_WG, {Exit.RACE}
     ),
     "rows_are_announced_before_they_are_listed": Mutation(
-        (Edit(UNION, "    wg_.sync();  // what all threads have written and seen is before the flag\n", ""),), HOT
+        (Edit(UNION, "    wg_.sync();  // what all threads have written and seen is before the flag\n", ""),),
+        HOT,
+        {Exit.RACE},
     ),
     "listed_rows_are_not_awaited": Mutation(
-        (Edit(UNION, "flag_load_acquire_sys(flags + other)) >= team_.epoch", "team_.epoch) >= 0"),), PLAIN
+        (Edit(UNION, "flag_load_acquire_sys(flags + other)) >= team_.epoch", "team_.epoch) >= 0"),), PLAIN, {Exit.RACE}
     ),
     "hot_rows_are_summed_before_all_are_found": Mutation(
-        (Edit(KERNEL, "      if (!rows.meet(kMeetFound)) return;\n", ""),), HOT
+        (Edit(KERNEL, "      if (!rows.meet(kMeetFound)) return;\n", ""),), HOT, {Exit.RACE}
     ),
     "hot_rows_are_sent_before_they_are_summed": Mutation(
-        (Edit(KERNEL, "      if (!rows.meet(kMeetSummed)) return;\n", ""),), HOT
+        (Edit(KERNEL, "      if (!rows.meet(kMeetSummed)) return;\n", ""),), HOT, {Exit.RACE}
     ),
     "hot_list_is_not_cleared": Mutation(
-        (Edit(KERNEL, "if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);", ""),), HOT
+        (Edit(KERNEL, "if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);", ""),),
+        HOT,
+        {Exit.RACE, Exit.WRONG_REMAINS},
     ),
     "rows_without_credit": Mutation(
-        (Edit(KERNEL, "if (pe != team.rank && !await_credit(team, pe)) is_granted = false;", ""),), LATE
+        (Edit(KERNEL, "if (pe != team.rank && !await_credit(team, pe)) is_granted = false;", ""),), LATE, {Exit.RACE}
     ),
     "shares_are_not_awaited": Mutation(
         (Edit(EXCHANGE, "(block) + 1, kPhaseShare", "(block), kPhaseShare"),),
         SHARED,
+        {Exit.RACE},
     ),
     "shares_are_announced_before_they_are_left": Mutation(
         (
@@ -128,9 +137,12 @@ MUTATIONS = {
             ),
         ),
         SHARED,
+        {Exit.RACE},
     ),
     "rows_are_not_awaited": Mutation(
-        (Edit(EXCHANGE, "return await_progress(all_pes(), kAllBlocks, kPhaseRows);", "return true;"),), LATE
+        (Edit(EXCHANGE, "return await_progress(all_pes(), kAllBlocks, kPhaseRows);", "return true;"),),
+        LATE,
+        {Exit.RACE},
     ),
     "done_before_the_last_sums": Mutation(
         (
@@ -142,30 +154,35 @@ MUTATIONS = {
             ),
         ),
         SHARED,
+        {Exit.RACE},
     ),
     "progress_does_not_release": Mutation(
-        (Edit(MEMORY, "__atomic_store_n(flag, value, __ATOMIC_RELEASE)", "__atomic_store_n(flag, value, 0)"),), PLAIN
+        (Edit(MEMORY, "__atomic_store_n(flag, value, __ATOMIC_RELEASE)", "__atomic_store_n(flag, value, 0)"),),
+        PLAIN,
+        {Exit.RACE},
     ),
     "progress_does_not_acquire": Mutation(
-        (Edit(MEMORY, "return __atomic_load_n(flag, __ATOMIC_ACQUIRE);", "return __atomic_load_n(flag, 0);"),), PLAIN
+        (Edit(MEMORY, "return __atomic_load_n(flag, __ATOMIC_ACQUIRE);", "return __atomic_load_n(flag, 0);"),),
+        PLAIN,
+        {Exit.RACE},
     ),
     "progress_before_what_was_put": Mutation(
-        (Edit(EXCHANGE, "    put_fence(team_);\n    for (int hop", "    for (int hop"),), STAGED
+        (Edit(EXCHANGE, "    put_fence(team_);\n    for (int hop", "    for (int hop"),),
+        f"{STAGED} --timeout-ms=5000",
+        {Exit.RACE, Exit.WRONG_OUTPUT, Exit.TIMED_OUT},
     ),
     "sets_before_what_was_put": Mutation(
-        (Edit(UNION, "sizeof(uint64_t));\n    put_fence(team_);\n", "sizeof(uint64_t));\n"),), STAGED
+        (Edit(UNION, "sizeof(uint64_t));\n    put_fence(team_);\n", "sizeof(uint64_t));\n"),), STAGED, {Exit.RACE}
     ),
     "leaves_with_puts_under_way": Mutation(
-        (Edit(KERNEL, "if (plan.all_reachable == 0) put_quiet(team);", ""),), STAGED
+        (Edit(KERNEL, "if (plan.all_reachable == 0) put_quiet(team);", ""),), STAGED, {Exit.RACE}
     ),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_caught(run: Run, tmp_path: Path, name: str) -> None:
+def test_mutation_is_caught(tmp_path: Path, name: str) -> None:
     mutation = MUTATIONS[name]
     # Small windows, so that warps have several blocks.
     _compile(mutated(tmp_path, mutation.edits), tmp_path / "driver", "owner", window=4)
-    # A race is reported only where the threads meet; where nothing is reported, they get another chance.
-    if all(run(tmp_path / "driver", mutation.arguments).returncode == 0 for _ in range(6)):
-        pytest.fail(f"{name} went unnoticed")
+    assert_caught(tmp_path / "driver", mutation)

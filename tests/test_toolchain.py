@@ -79,10 +79,21 @@ def test_nvcc_that_is_named_is_the_only_one_tried(workshop: Workshop, monkeypatc
     monkeypatch.setenv("PERSISTENT_OPS_NVCC", "/nowhere/nvcc")
     with pytest.raises(CompileError, match=r"PERSISTENT_OPS_NVCC names no usable CUDA compiler.*/nowhere/nvcc"):
         compile_cuda(workshop.source)
-    old = write_script(workshop.state / "nvcc", FAKE_NVCC.format(state=workshop.state, release="11.8"))
-    monkeypatch.setenv("PERSISTENT_OPS_NVCC", str(old))
-    with pytest.raises(CompileError, match=r"release 11\.8\.88, but C\+\+20 needs 12\.0"):
-        compile_cuda(workshop.source)
+
+
+@pytest.mark.parametrize(("release", "is_usable"), [("11.8", False), ("12.3", False), ("12.4", True), ("13.0", True)])
+def test_nvcc_must_know_the_kernels_loads_and_stores(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, release: str, is_usable: bool
+) -> None:
+    nvcc = write_script(workshop.state / "nvcc", FAKE_NVCC.format(state=workshop.state, release=release))
+    monkeypatch.setenv("PERSISTENT_OPS_NVCC", str(nvcc))
+    if is_usable:
+        assert toolchain.find_nvcc().version.startswith(release)
+    else:
+        with pytest.raises(
+            CompileError, match=rf"release {release}\.88, but the kernels need 12\.4 or newer, for.*b128.*PTX ISA 8\.4"
+        ):
+            compile_cuda(workshop.source)
 
 
 def test_nvcc_order_is_cuda_home_then_path(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

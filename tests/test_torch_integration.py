@@ -67,7 +67,7 @@ def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
 
 
 def _in_a_world(program: Callable[..., Any], backend: str, *args: Any) -> Any:
-    po.init(backend, timeout=30.0, heap_size=32 * MB)
+    po.init(backend, operator_timeout=30.0, heap_size=32 * MB)
     try:
         return program(*args)
     finally:
@@ -261,7 +261,7 @@ _CALLS = [(6, (23, 23)), (6, (30, 23)), (8, (40, 50)), (7, (33, 50)), (6, (23, 2
 
 
 def _compiled(backend: str) -> list[str]:
-    po.init(backend, timeout=20.0, heap_size=32 * MB)
+    po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     problems = []
     for mode in ("sum", "mean"):
         model = Interaction(mode)

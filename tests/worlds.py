@@ -16,7 +16,18 @@ import torch
 
 import persistent_ops as po
 
-__all__ = ["CaseWorld", "CaseWorlds", "Survivor", "assert_gone", "dead_peer", "error_of", "gave_up", "in_world"]
+__all__ = [
+    "CaseWorld",
+    "CaseWorlds",
+    "Survivor",
+    "assert_gone",
+    "dead_peer",
+    "error_of",
+    "gave_up",
+    "in_world",
+    "init_with_impatient_kernels",
+    "python_path",
+]
 
 Results = list[dict[str, tuple[str | None, int]]]
 
@@ -36,13 +47,28 @@ def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, 
 
 
 def _in_a_world(program: Callable[..., Any], backend: str, options: dict[str, Any], *args: Any) -> Any:
-    po.init(backend, **{"timeout": 30.0, "heap_size": 64 << 20, **options})
+    po.init(backend, **{"operator_timeout": 30.0, "heap_size": 64 << 20, **options})
     try:
         result = program(*args)
         po.check()
         return result
     finally:
         po.finalize()
+
+
+def python_path() -> str:
+    """Return the folders in which a program that a test starts finds the package and the tests' modules."""
+    tests = Path(__file__).resolve().parent
+    return os.pathsep.join(filter(None, [str(tests), str(tests.parent), os.environ.get("PYTHONPATH")]))
+
+
+def init_with_impatient_kernels(backend: str, timeout: float, heap_size: int, **options: Any) -> None:
+    """Join a world whose kernels wait for a peer at most `timeout` seconds, and the PEs themselves as long as it takes.
+
+    On a busy machine PEs come to a meeting on the host one after the other.
+    """
+    po.init(backend, operator_timeout=60.0, heap_size=heap_size, **options)
+    po.runtime.world.current().workspace.timeout = timeout
 
 
 def error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
@@ -175,7 +201,7 @@ def dead_peer(work: Callable[[int], bool], backend: str, how: str, folder: Path)
     is_stopped = how == "stopped"
     world = 3 if is_stopped else 2
     with pytest.raises(RuntimeError, match=_NOTICED if is_stopped else "rank 1|PE 1"):
-        po.launch(_dies, world, work, backend, how, str(folder), timeout=60)
+        po.launch(_dies, world, work, backend, how, str(folder), timeout=200)  # they are processes, and compile
     assert_gone(folder, world)
     if not is_stopped:
         return []
@@ -197,8 +223,7 @@ def assert_gone(folder: Path, world: int) -> None:
 
 
 def _dies(work: Callable[[int], bool], backend: str, how: str, folder: str) -> None:
-    po.init(backend, timeout=20.0, heap_size=64 << 20)
-    po.runtime.world.current().workspace.timeout = 3.0  # of kernels alone: processes may start one after the other
+    init_with_impatient_kernels(backend, 3.0, 64 << 20)
     for iteration in range(_ITERATIONS):  # whatever they need has been set aside then
         assert work(iteration)
     Path(folder, f"{po.rank()}.pid").write_text(str(os.getpid()))

@@ -107,10 +107,20 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
             break
     lines = read_lines(path) if is_printer else []
     if lines and not is_tuning:
-        benchmark.draw(lines, path.with_suffix(".png"))
+        _draw(benchmark, lines, path.with_suffix(".png"))
     if lines:
         print_lines(lines, Console(width=120))
     return 0 if passed else 1
+
+
+def _draw(benchmark: Benchmark, lines: list[dict[str, Any]], path: Path) -> None:
+    """Draw the figure, or say in one line why there is none: the measurement before it may have taken hours."""
+    try:
+        benchmark.draw(lines, path)
+    except Exception as error:
+        is_missing = isinstance(error, ImportError) and error.name == "matplotlib"
+        remedy = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
+        print(f"no figure: {remedy if is_missing else f'{type(error).__name__}: {error}'}", file=sys.stderr)
 
 
 def add_common(parser: argparse.ArgumentParser, *, worlds: str, limit: float) -> None:

@@ -44,7 +44,7 @@ def joined_world(*, backend: str, timeout: float, heap_bytes: int) -> Iterator[W
     without_multicast()
     num_threads = torch.get_num_threads()
     held: object = None
-    po.init(backend=backend, timeout=timeout, heap_size=heap_bytes)
+    po.init(backend=backend, operator_timeout=timeout, heap_size=heap_bytes)
     try:
         world = runtime_world.current()
         if backend == "host":

@@ -22,13 +22,20 @@ PO_FN uint64_t launch_flag(const Team& team) { return flag_value(team.epoch, tea
 
 PO_FN bool is_aborted(const Team& team) { return flag_load_relaxed_sys(&team.local->abort) != 0; }
 
+// Whether the host says of a PE, or of another one, what a word of LocalState has a bit for.
+PO_FN bool host_says(const uint64_t& word, int pe, int other) {
+  return (flag_load_relaxed_sys(&word) & (1ull << pe | 1ull << other)) != 0;
+}
+
 // ---- errors ---------------------------------------------------------------------------------------------------------
 
-// What is wrong with this PE's own input: the first that a launch finds. The launch goes on.
+// What is wrong with this PE's own input: the first that a launch finds, unless the host has yet to take what an earlier one
+// found. The launch goes on.
 PO_NOINLINE inline void report_input_error(const Team& team, InputErrorKind kind, int64_t table, int64_t bag,
                                            int64_t value, int64_t limit) {
-  if (atomic_exchange_acq_rel_gpu(&team.local->input_error_claimed, 1) != 0) return;
+  if (atomic_exchange_acq_rel_gpu(&team.local->input_error_claimed, team.epoch) == team.epoch) return;
   InputErrorRecord& record = *team.input_error;
+  if (flag_load_acquire_sys(&record.state) != 0) return;
   record.kind = kind;
   record.table = table;
   record.bag = bag;
@@ -40,6 +47,8 @@ PO_NOINLINE inline void report_input_error(const Team& team, InputErrorKind kind
 PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index,
                                     uint64_t seen, uint64_t waited_ns) {
   if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {
+    if (kind == kPeerLost && !host_says(team.local->lost, peer, peer))
+      peer = team.rank;  // interrupted, whoever was waited for
     ErrorRecord& record = *team.error;
     record.kind = kind;
     record.phase = phase;
@@ -49,7 +58,7 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
     record.seen = seen;
     record.waited_ns = waited_ns;
     // A PE that is blamed itself names the one that blames it, whose credit may still be on its way.
-    const int other_side = peer == team.rank ? static_cast<int>(index) : peer;
+    const int other_side = kind == kReportedByPeer && peer == team.rank ? static_cast<int>(index) : peer;
     const auto* grant = reinterpret_cast<const Grant*>(team.heap + grant_offset(team, other_side));
     const bool is_here = epoch_of(flag_load_acquire_sys(&grant->flag)) >= team.epoch;
     for (int i = 0; i < kContractWords; ++i) {
@@ -89,7 +98,8 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 
 // Calls `look(&seen)`, which reads flags that `peer` writes, until it returns true. Returns false where the launch was
 // given up instead. A look at several peers' flags says in `peer` whose is missing: this PE, where only its own are. They
-// come without a bound, as in await_own.
+// come without a bound, as in await_own. What the host says of the peer counts too: time in which it prepares a launch is
+// not counted, and one that has ended is not waited for.
 // `has_given_up`: one look will do.
 template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
@@ -105,9 +115,10 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
     if (spins % kSpinsPerLook == 0) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
-      if (started == 0) started = now;
-      if (now - started > bound_ns && peer != team.rank) {
-        raise_abort(team, kTimeout, phase, peer, index, seen, now - started);
+      if (started == 0 || host_says(team.local->preparing, peer, peer)) started = now;
+      const bool is_lost = host_says(team.local->lost, peer, team.rank);
+      if (is_lost || (now - started > bound_ns && peer != team.rank)) {
+        raise_abort(team, is_lost ? kPeerLost : kTimeout, phase, peer, index, seen, now - started);
         return false;
       }
     }

@@ -25,15 +25,17 @@ struct LocalState {
   alignas(128) uint64_t epoch;     // of the last launch that completed; advanced by the last WG to leave
   alignas(128) uint64_t ticket;    // next position of the task order
   alignas(128) uint64_t departed;  // WGs that are done with this launch
-  alignas(128) uint32_t asked;     // WGs that have asked for all their data; 0 when all have (sched/succession.cuh)
   alignas(128) uint64_t abort;     // the epoch that was given up, or 0; not 0: leave without waiting for anybody
   uint64_t error_claimed;          // the first WG to meet an error sets it and writes the record
-  uint64_t input_error_claimed;
+  uint64_t input_error_claimed;    // the last epoch in which a WG met bad input
+  // The host's, a bit per PE, while launches run:
+  uint64_t lost;       // has ended, so nobody need wait for it any longer; the own bit: the host wants to leave
+  uint64_t preparing;  // makes ready for a launch (compiles a kernel), which is not counted as time waited for it
 };
 
-enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, kReportedByPeer = 3 };
-// An abort word is the epoch above the ErrorKind, the PE that met the trouble first, and the PE that it blames. Who passes
-// a report on leaves it as it is.
+enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, kPeerLost = 3, kReportedByPeer = 4 };
+// An abort word is the epoch above the ErrorKind (below kReportedByPeer), the PE that met the trouble first, and the PE that
+// it blames. Who passes a report on leaves it as it is.
 inline constexpr int kBlameKindShift = 14;
 inline constexpr int kAccuserShift = 7;
 static_assert(kMaxPes < 1 << kAccuserShift, "two PE numbers and a kind share the bits below the epoch");

@@ -75,6 +75,7 @@ struct Plan {
   Team team;
   OutputPlan output;
   PacketPlan packets;
+  uint32_t* asked;  // WGs that have asked for all their weights; 0 when all have (sched/succession.cuh)
 };
 
 struct Call {
@@ -152,7 +153,7 @@ struct Kernel {
     if constexpr (Config::kLetsIn == LetsIn::kAtOnce) release_successor();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
-    Succession succession(&plan.team.local->asked, wg, begun.stream.num_steps(), Pipeline::Stream::kStepsAhead);
+    Succession succession(plan.asked, wg, begun.stream.num_steps(), Pipeline::Stream::kStepsAhead);
     if constexpr (Config::kLetsIn == LetsIn::kLate) succession.begin(wg);
     pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
       if constexpr (Config::kLetsIn == LetsIn::kLate) succession.step();

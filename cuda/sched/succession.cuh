@@ -22,7 +22,8 @@ enum class LetsIn {
 
 class Succession {
  public:
-  // The first warp of each WG asks, `steps_ahead` of its `num_steps`; the others have none. `asked`: LocalState's.
+  // The first warp of each WG asks, `steps_ahead` of its `num_steps`; the others have none.
+  // `asked`: 0, of launches with the same number of WGs alone: those that overlap count together and still come out at 0.
   PO_FN Succession(uint32_t* asked, const WorkGroup& wg, int num_steps, int steps_ahead)
       : asked_(asked),
         last_(static_cast<uint32_t>(wg.count()) - 1),

@@ -349,7 +349,7 @@ def run_pe(options: Options) -> dict[str, Any]:
         PersistentOpsError: of po.init() and the operator.
     """
     without_multicast()
-    po.init(backend=options.backend, timeout=options.timeout)
+    po.init(backend=options.backend, operator_timeout=options.timeout)
     try:
         world = po_world.current()
         if world.backend.name == "host":

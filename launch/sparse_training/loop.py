@@ -211,7 +211,7 @@ def run_pe(options: Options) -> dict[str, Any]:
         ValueError: the text or the checkpoint does not do.
         PersistentOpsError: see the package.
     """
-    po.init(options.backend, timeout=options.timeout)
+    po.init(options.backend, operator_timeout=options.timeout)
     try:
         world = po_world.current()
         on_gpu = world.backend.name == "cuda"

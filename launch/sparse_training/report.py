@@ -109,9 +109,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     if report["neighbours"]:
         _print_neighbours(report["neighbours"], console)
     folder = escape(options["output"])
-    console.print(
-        f"loss curve and checkpoint are in {folder}; --resume --steps {2 * options['steps']} goes on", highlight=False
-    )
+    console.print(f"what was written is in {folder}; --resume --steps {2 * options['steps']} goes on", highlight=False)
     if report["backend"] == "host":
         console.print("[yellow]The PEs are processes that share this machine's cores: times say nothing about GPUs[/]")
     elif report["shares_gpu"]:

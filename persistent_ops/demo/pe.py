@@ -198,7 +198,7 @@ def run_pe(options: DemoOptions) -> list[dict[str, Any]]:
 
     from ..runtime import world
 
-    po.init(backend=options.backend, timeout=options.timeout)
+    po.init(backend=options.backend, operator_timeout=options.timeout)
     try:
         bootstrap = world.current().bootstrap
         backend, device = po.backend(), po.device()

@@ -6,10 +6,9 @@ import contextlib
 import datetime
 import json
 import os
-import shutil
-import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,8 @@ __all__ = ["UnfusedExchange", "process_group", "split_features"]
 def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, timeout: float) -> Iterator[None]:
     """Make a process group of all PEs that lives as long as the context, whatever launcher started them.
 
-    The PEs meet through the runtime's own bootstrap: in a file of this user where all are on one host, so that no port
-    is opened for it, else over TCP at the host of rank 0.
+    The PEs meet in a store at the host of rank 0, which listens on the loopback interface alone where that is the only
+    host. Nothing lies on disk, so nothing is left there however a PE ends.
 
     Args:
         bootstrap: of this PE.
@@ -39,31 +38,25 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
     Raises:
         RuntimeError: this process has a default group already.
     """
+    from ..runtime.board import Worker, connect_store, serve_store
     from ..runtime.rendezvous import own_address
 
     if dist.is_initialized():
         raise RuntimeError("torch.distributed already has a default process group; destroy it before the demo")
     limit = datetime.timedelta(seconds=timeout)
-    folder = None
-    store: Any
-    if bootstrap.single_host:
-        if bootstrap.rank == 0:
-            folder = tempfile.mkdtemp(prefix="persistent_ops_demo_")
-        path = bootstrap.exchange("demo/rendezvous", (folder or "").encode())[0].decode()
-        store = dist.FileStore(os.path.join(path, "store"), bootstrap.world_size)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
+    deadline = time.monotonic() + timeout
+    worker, store, together = Worker(), None, False
+    try:
         address = b""
         if bootstrap.rank == 0:
-            store = dist.TCPStore(
-                own_address(), 0, bootstrap.world_size, is_master=True, timeout=limit, wait_for_workers=False
-            )
-            address = json.dumps([own_address(), store.port]).encode()
+            host = "127.0.0.1" if bootstrap.single_host else own_address()
+            store, port = serve_store(host, worker, deadline)
+            address = json.dumps([host, port]).encode()
         host, port = json.loads(bootstrap.exchange("demo/rendezvous", address)[0])
-        if bootstrap.rank != 0:
-            store = dist.TCPStore(host, port, bootstrap.world_size, is_master=False, timeout=limit)
-    together = False
-    try:
+        if bootstrap.single_host:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if store is None:
+            store = connect_store(host, port, worker, deadline)
         dist.init_process_group(
             backend,
             store=store,
@@ -78,11 +71,10 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        store = None  # its end opens the file once more, and would wait long for one that is gone
         if together:
-            bootstrap.exchange("demo/left", b"")
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            bootstrap.exchange("demo/left", b"")  # nor the store
+        store = None
+        worker.close()
 
 
 def split_features(

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..ops.sparse_all_reduce import start_sum
 from ..ops.sparse_launch import PendingSum
 from ..ops.sparse_plan import state_of
+from ..runtime import torch_private
 from ..runtime import world as _world
 
 __all__ = ["allow_unused_sparse", "ddp_sparse_hook"]
@@ -163,7 +164,7 @@ def _is_after_all_nodes() -> bool:
 
     DDP then calls no bucket the last, and waits for them next.
     """
-    return torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is None
+    return torch_private.backward_pass() != -1 and torch_private.autograd_node() is None
 
 
 def _only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -197,7 +198,7 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
         # nothing is copied. The parameter has one of its own: DDP keeps the bucket's until the next backward pass.
         gradient.data = result
         exchange.future.set_result(gradient)
-        if is_own and torch._C._current_graph_task_id() != -1:
+        if is_own and torch_private.backward_pass() != -1:
             _after_ddp(functools.partial(_let_go, gradient))
 
 
@@ -206,7 +207,7 @@ def _after_ddp(callback: Any) -> None:
 
     DDP asks for its own callback after its last hook has returned; one that is asked for from a callback comes later.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue = torch_private.queue_callback
     queue(lambda: queue(callback))
 
 

@@ -10,15 +10,17 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
-from typing_extensions import Self
 
 from .. import ops as _ops
 from ..ops.gemv_plan import MAX_VECTORS, kernel_vectors_of
 from ..runtime import world as _world
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
 

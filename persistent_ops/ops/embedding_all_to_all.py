@@ -9,14 +9,17 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.contract import Contract, register
 from ..runtime.errors import BootstrapError
-from .embedding_plan import MODES, SCHEDULES, TUNING, EmbeddingPlan, average_pooling, check_types
+from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
+from .embedding_plan import MODES, SCHEDULES, SETS, TUNING, EmbeddingPlan, average_pooling, check_types
 from .plain_call import is_plain
 from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
 
 _NAME = "embedding_all_to_all"
+_WIDTHS = "agreement on the widths of embedding_all_to_all's tables"
 _ARGUMENTS = (
     "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
     "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
@@ -25,6 +28,7 @@ _FORWARD_ONLY = (
     "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
     "all_to_all_single where gradients are needed"
 )
+register(_WIDTHS, ("world_size",))
 _library = torch.library.Library("persistent_ops", "FRAGMENT")
 _library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
 _library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
@@ -52,13 +56,15 @@ def embedding_all_to_all(
 
     Args:
         weights: this PE's T tables, each `[R_t, D_t]`, contiguous, all of one dtype (float32, float16 or bfloat16), the
-            same on every PE. T may be 0, and differ from PE to PE as R and D may; a tensor may occur twice.
+            same on every PE; in a list, tuple or `nn.ParameterList`. T may be 0, and differ from PE to PE as R and D
+            may; a tensor may occur twice.
         indices: `[n]`, int32 or int64: the lookups of the *global* batch in this PE's tables, bag after bag.
         offsets: `[T * B + 1]`, int32 or int64, feature-major: bag (t, b) of the global batch B is
             indices[offsets[t * B + b] : offsets[t * B + b + 1]]. An empty bag gives zeros.
         per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
         mode: "sum", or "mean" (over the entries that are not skipped).
-        out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead.
+        out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead; it
+            begins at a multiple of 16 bytes.
         batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
             first B % world_size. A PE whose T is 0 must give it, since it cannot tell the batch from `offsets`.
         dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on
@@ -88,9 +94,11 @@ def embedding_all_to_all(
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
+    if isinstance(weights, torch.nn.ParameterList):
+        weights = list(weights)
     if not torch.compiler.is_compiling() and is_plain((indices, offsets), (per_sample_weights, out), weights):
         # The host's share of an eager call counts: by-passing the dispatcher saves most of it. Same code as behind it.
-        world = _world.current()
+        world = _world.for_call()
         tables = _table_sets(world).find(weights)
         if dim_per_rank is not None:
             dim_per_rank = tuple(dim_per_rank)
@@ -102,7 +110,7 @@ def embedding_all_to_all(
         check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out)
     if dim_per_rank is None and torch.compiler.is_compiling():
         dim_per_rank = _dims_at_compile_time(*weights)
-    elif dim_per_rank is None and torch._C._len_torch_dispatch_stack():
+    elif dim_per_rank is None and num_dispatch_modes():
         dim_per_rank = _exchange_dims(_world.current(), sum(weight.shape[1] for weight in weights))  # fake tables
     dim_per_rank, batch_per_rank, dtype = _completed(
         _world.current(), weights, offsets, dim_per_rank, batch_per_rank, dtype
@@ -164,9 +172,9 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int
 
 
 def _table_sets(world: _world.World) -> TableSets:
-    sets = world.operator_state.get(_NAME)
+    sets = world.operator_state.get(SETS)
     if sets is None:
-        sets = world.operator_state[_NAME] = TableSets(world.make_room)
+        sets = world.operator_state[SETS] = TableSets(world.make_room)
     return sets  # type: ignore[no-any-return]
 
 
@@ -196,6 +204,8 @@ _dims_at_compile_time._dynamo_marked_constant = True  # type: ignore[attr-define
 def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
     if world.size == 1:
         return (own,)
+    with without_dispatch_modes():  # of fake tensors: the PEs meet all the same
+        world.meet(Contract(_WIDTHS, (world.size,)))
     try:
         return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))
     except BootstrapError as error:
@@ -237,8 +247,8 @@ def _execute(
         tables.plans[signature] = plan
     plan.check_lookups(indices, offsets, per_sample_weights)
     is_captured = world.workspace.is_capturing()
-    if is_captured and plan not in world.captured:
-        world.captured.append(plan)  # the graph's replays read it
+    if is_captured:
+        world.keep_captured(plan)
     if out is not None:
         plan.check_output(out)
         increment_version(out)
@@ -262,7 +272,7 @@ def _run(
     *rest: object,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    world = _world.current()
+    world = _world.for_call()
     choices = (tuple(dim_per_rank), tuple(batch_per_rank), *rest)
     tables = _table_sets(world).find(weights)
     return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)

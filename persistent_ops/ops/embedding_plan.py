@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from ..runtime.backend import KernelRequest
-from ..runtime.contract import Contract, register
+from ..runtime.contract import Contract, Field, register
 from ..runtime.layout import Team
 from ..runtime.world import World, upload
+from .table_set import TableSets
 
-__all__ = ["MODES", "SCHEDULES", "TUNING", "EmbeddingPlan", "Tuning", "average_pooling", "check_types"]
+__all__ = ["MODES", "SCHEDULES", "SETS", "TUNING", "EmbeddingPlan", "Tuning", "average_pooling", "check_types"]
 
+SETS = "embedding_all_to_all"  # key in a world's operator_state of its TableSets
+_STAGING = "embedding_all_to_all.staging"
 TUNING = "embedding_all_to_all.tuning"  # key in a world's operator_state of a Tuning other than the default one
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
@@ -34,11 +37,11 @@ register(
         "world_size",
         "batch",
         "output_row_bytes",
-        "dtype",
+        Field.dtype("dtype", list(_SCALARS)),
         "work_groups",
         "slice_samples",
-        "batch_per_rank_hash",
-        "dim_per_rank_hash",
+        Field.numbers("batch_per_rank"),
+        Field.numbers("dim_per_rank"),
     ),
 )
 
@@ -157,7 +160,7 @@ class EmbeddingPlan:
         tables, shapes = _tables(weights, column_start[world.rank], row_bytes, world.backend.name)
         threads = tuning.threads or _threads(shapes, per_sample_weights is not None)
         request = _request(self.dtype, indices, offsets, per_sample_weights, mode, shapes, threads, tuning, world)
-        kernel = world.backend.load(request)
+        kernel = world.load(request)
         blocks_per_sm = tuning.blocks_per_sm or world.backend.default_blocks_per_sm
         self._grid = world.backend.num_sms * blocks_per_sm
         if blocks_per_sm > kernel.max_blocks_per_sm():
@@ -168,14 +171,13 @@ class EmbeddingPlan:
         if self._grid > world.workspace.max_ready_words:
             raise ValueError(f"blocks_per_sm: at most {world.workspace.max_ready_words} WGs in all, got {self._grid}")
 
-        self._staging = None
+        self.staging: Staging | None = None
         staging_offset = 0
         wg_done = None
         if not world.all_reachable:
             own_bytes = batch * (column_start[world.rank + 1] - column_start[world.rank])
-            staging = world.outputs.take(max(own_bytes, 1), world.backend.stream(), is_captured=False)
-            self._staging = staging.base.view(-1)  # another tensor on it: not idle while this plan lives
-            staging_offset = staging.offset
+            self.staging = _staging_of(world, own_bytes)
+            staging_offset = self.staging.offset
             slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
             if len(weights) > 64 * 64:
                 raise ValueError(
@@ -193,11 +195,11 @@ class EmbeddingPlan:
                 world.size,
                 batch,
                 row_bytes,
-                list(_SCALARS).index(self.dtype),
+                self.dtype,
                 self._grid,
                 0 if world.all_reachable else slice_samples,
-                _mix(batch_per_rank),
-                _mix(dim_per_rank),
+                tuple(batch_per_rank),
+                tuple(dim_per_rank),
             ),
         )
         plan = _Plan(
@@ -254,6 +256,11 @@ class EmbeddingPlan:
                 f"out: expected a contiguous {self.dtype} tensor of shape {list(self.output_shape)}, got {out.dtype} "
                 f"{list(out.shape)}"
             )
+        if out.data_ptr() % _VECTOR_BYTES:
+            raise ValueError(
+                f"out: expected a tensor that begins at a multiple of {_VECTOR_BYTES} bytes, as po.empty() returns it, "
+                f"got one {out.data_ptr() % _VECTOR_BYTES} bytes behind"
+            )
 
     def launch(
         self,
@@ -272,6 +279,38 @@ class EmbeddingPlan:
             output_offset,
         )
         world.workspace.launch(self._kernel, self._grid, self._address, words)
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Room in this PE's heap from which rows are put; one for all plans, since one launch at a time uses it.
+
+    Attributes:
+        memory: the room.
+        offset: of it in the heap.
+    """
+
+    memory: torch.Tensor
+    offset: int
+
+
+def _staging_of(world: World, nbytes: int) -> Staging:
+    """Return the world's room for staged rows, a larger one where it has less than `nbytes` bytes.
+
+    Plans that name the last one are dropped, but those of CUDA graphs, which keep it.
+    """
+    staging: Staging | None = world.operator_state.get(_STAGING)
+    if staging is None or staging.memory.nbytes < nbytes:
+        world.backend.synchronize()  # launches in flight may still use the last one, and the plans that name it
+        world.operator_state.pop(_STAGING, None)
+        staging = None
+        tables: TableSets | None = world.operator_state.get(SETS)
+        if tables is not None:
+            tables.keep_plans(world.is_captured)
+        room = max(nbytes + nbytes // 4, 512)
+        slot = world.outputs.take(room, world.backend.stream(), is_captured=False)
+        staging = world.operator_state[_STAGING] = Staging(slot.tensor(torch.uint8, (room,)), slot.offset)
+    return staging
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -455,11 +494,3 @@ def _request(
 
 def _packed(values: Sequence[int]) -> bytes:
     return bytes((ctypes.c_int64 * len(values))(*values))
-
-
-def _mix(values: Sequence[int]) -> int:
-    """Return a number that differs, in practice, where the lists differ."""
-    mixed = 0
-    for value in values:
-        mixed = (mixed * 1000003 + value + 1) % (2**61 - 1)
-    return mixed

@@ -123,7 +123,7 @@ def execute(
     is_alone: bool = False,
 ) -> torch.Tensor:
     """Check, find or make the plan, launch it, return the result. `is_alone`: for gemv, not for gemv_all_reduce."""
-    world = _world.current()
+    world = _world.for_call()
     device = world.backend.device
     rows, columns, num_vectors, shape = check(weight, x, bias, residual, out, device)
     element = weight.dtype.itemsize
@@ -160,8 +160,7 @@ def execute(
         )
         world.make_room(plans, _MAX_PLANS)
         plans[signature] = plan
-    if world.workspace.is_capturing() and plan not in world.captured:
-        world.captured.append(plan)  # the graph's replays read it
+    world.keep_captured(plan)
     if out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=device)
     else:
@@ -206,7 +205,9 @@ def check(
             f"x: expected [{columns}] or [N, {columns}] for a weight of {list(weight.shape)}, got {list(x.shape)}"
         )
     num_vectors = 1 if x.dim() == 1 else x.shape[0]
-    if not 1 <= num_vectors <= MAX_VECTORS:
+    if num_vectors < 1:
+        raise ValueError(f"x: expected 1 to {MAX_VECTORS} vectors, got 0")
+    if num_vectors > MAX_VECTORS:
         raise ValueError(
             f"x: expected 1 to {MAX_VECTORS} vectors, got {num_vectors}. Beyond {MAX_VECTORS} the product is no longer "
             "bound by reading the weight: use torch.nn.functional.linear (and an all_reduce for a sum over the PEs)"

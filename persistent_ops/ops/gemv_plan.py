@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..runtime.backend import Kernel, KernelRequest
-from ..runtime.contract import Contract, register
+from ..runtime.contract import Contract, Field, register
 from ..runtime.layout import MAX_PES, Team
 from ..runtime.world import World, upload
 
@@ -36,6 +36,7 @@ ALGORITHMS = ("auto", "one_shot", "two_phase")
 MAX_VECTORS = 16
 SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 _NAME = "gemv_all_reduce"
+_ROOM = "room for gemv_all_reduce's packets"
 _PLANS = {False: "gemv_all_reduce.plans", True: "gemv.plans"}
 _TILE_ROWS = 8
 _SERVING_WARPS = 2
@@ -50,11 +51,22 @@ _MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
 _STATIC_BYTES = 1536  # what the kernel has beside its arena, rounded up
+_LINE_BYTES = 128
 _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
 register(
     _NAME,
-    ("world_size", "rows", "vectors", "dtype", "comm_dtype", "two_phase", "work_groups", "first_row"),
+    (
+        "world_size",
+        "rows",
+        "vectors",
+        Field.dtype("dtype", list(SCALARS)),
+        Field.dtype("comm_dtype", list(SCALARS)),
+        Field.flag("two_phase"),
+        "work_groups",
+        "first_row",
+    ),
 )
+register(_ROOM, ("world_size", "heap_bytes"))
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,7 @@ class _Plan(ctypes.Structure):
         ("results_bytes", ctypes.c_uint64),
         ("all_reachable", ctypes.c_int64),
         ("heaps", ctypes.c_uint64 * MAX_PES),
+        ("asked", ctypes.c_uint64),
     )
 
 
@@ -109,6 +122,7 @@ def areas_of(world: World) -> Areas:
     areas: Areas | None = world.operator_state.get(_NAME)
     if areas is None:
         _refuse_capture(world, _NAME)
+        world.meet(Contract(_ROOM, (world.size, world.backend.heap_bytes)))
         # Enough for every launch: rows that need more are done in several launches.
         nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
         nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
@@ -203,6 +217,7 @@ class _Launch:
     shape: int
     plan: torch.Tensor
     address: int
+    asked: torch.Tensor
 
 
 class GemvPlan:
@@ -311,7 +326,7 @@ class GemvPlan:
             defines |= {"PO_WARPS": "8", "PO_PREFETCHES": "false", "PO_LETS_IN": "kAtOnce"}
             defines["PO_VECTORS"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
             request = dataclasses.replace(request, defines=tuple(defines.items()))
-        self._kernel: Kernel = world.backend.load(request)
+        self._kernel: Kernel = world.load(request)
         resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
         if world.backend.name == "cuda" and resident < grid:
             raise ValueError(
@@ -332,26 +347,28 @@ class GemvPlan:
                 size,
                 rows,
                 num_vectors,
-                list(SCALARS).index(dtype),
-                list(SCALARS).index(comm_dtype),
-                int(two_phase),
+                dtype,
+                comm_dtype,
+                two_phase,
                 grid,
                 first_row,
             )
+            asked = world.backend.private_words(_LINE_BYTES // 8)  # a line that no other word is on
             plan = _Plan(
                 team=world.workspace.team(Contract(_NAME, values), is_alone=is_alone),
                 num_tiles=num_tiles,
                 output_stride=rows,
                 bias=0 if bias is None else bias.data_ptr() + first_row * element,
+                asked=asked.data_ptr(),
                 **packets,
             )
             words = upload(world.backend, bytes(plan))
             shape = num_rows | rank << 17 | size << 23 | (num_vectors - 1) << 30 | columns << 34
-            self._launches.append(_Launch(first_row, shape, words, words.data_ptr()))
+            self._launches.append(_Launch(first_row, shape, words, words.data_ptr(), asked))
 
     def launch(self, world: World, weight: int, x: int, output: int, residual: int) -> None:
         """Launch on the current stream. All arguments are addresses; `residual` is 0 where there is none."""
-        for launch in self._launches:
+        for number, launch in enumerate(self._launches, start=1):
             skipped = launch.first_row * self._element
             words = (
                 weight + skipped * self._columns,
@@ -360,7 +377,9 @@ class GemvPlan:
                 residual + skipped if residual else 0,
                 launch.shape,
             )
-            world.workspace.launch(self._kernel, self._grid, launch.address, words)
+            # What earlier operators left behind is raised once the peers have all launches of this call.
+            is_last = number == len(self._launches)
+            world.workspace.launch(self._kernel, self._grid, launch.address, words, raises_input_errors=is_last)
 
 
 @dataclass(frozen=True)

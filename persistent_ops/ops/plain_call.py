@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..runtime.torch_private import function_transform, num_dispatch_modes
+
 __all__ = ["is_plain"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may have a __torch_function__ of its own
@@ -25,7 +27,7 @@ def is_plain(
         optional: that it may have.
         tables: of which there may be many: asked for gradients alone, and only where they are recorded.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if num_dispatch_modes() or function_transform() is not None:
         return False
     is_recording = torch.is_grad_enabled()
     for tensor in tensors:

@@ -102,7 +102,7 @@ def sparse_all_reduce_into(
         out_values: `[capacity, ...]` in the symmetric heap (`po.empty`), dtype of the values: receives the sums. The
             capacity is the same on every PE.
         out_count: `[1]`, int64, on the device: receives the number of rows of the union. What lies behind so many in
-            out_indices and out_values stays as it is.
+            out_indices and out_values stays as it is. The three outputs share no memory with each other or an input.
         count: `[1]`, int64, on the device: how many of the n entries are valid; None for all.
         op: "sum" or "mean".
         algorithm: "auto", "owner" or "allgather", see there; "auto" chooses by the size of the buffers.
@@ -182,7 +182,7 @@ class SparseWork:
 def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
     if algorithm != "dense":
         return SparseWork(start_sum(x, op, algorithm), None)
-    world = _world.current()
+    world = _world.for_call()
     layout = _check(x, op, algorithm, world.backend.device)
     refuse_capture(world)
     return SparseWork(None, _through_dense(world, layout, x))
@@ -190,7 +190,7 @@ def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
 
 def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0) -> PendingSum:
     """Check, launch, and leave the waiting to the caller; "dense" excepted. `tag` as in `sparse_launch.start`."""
-    world = _world.current()
+    world = _world.for_call()
     device = world.backend.device
     layout = _check(x, op, algorithm, device)
     refuse_capture(world)
@@ -341,20 +341,25 @@ def _check_buffers(
     return capacity
 
 
-def _check_places(values: torch.Tensor, out_values: torch.Tensor) -> None:
+def _check_places(inputs: dict[str, torch.Tensor | None], outputs: dict[str, torch.Tensor]) -> None:
     """Raise for buffers that lie where the kernel cannot use them."""
-    if out_values.data_ptr() % 16:
+    if outputs["out_values"].data_ptr() % 16:
         raise ValueError("out_values: expected a tensor that begins at a multiple of 16 bytes, as from po.empty()")
-    first, out_first = values.data_ptr(), out_values.data_ptr()
-    if out_first < first + values.nbytes and first < out_first + out_values.nbytes:
-        raise ValueError("out_values: expected memory of its own, but it overlaps values")
+    # Rows are looked up, and sums are sent, while others are written.
+    taken = [(name, t.data_ptr(), t.nbytes) for name, t in inputs.items() if t is not None]
+    for name, tensor in outputs.items():
+        first, nbytes = tensor.data_ptr(), tensor.nbytes
+        for other, other_first, other_nbytes in taken:
+            if first < other_first + other_nbytes and other_first < first + nbytes:
+                raise ValueError(f"{name}: expected memory of its own, but it overlaps {other}")
+        taken.append((name, first, nbytes))
 
 
 # ---- torch operators -----------------------------------------------------------------------------------------------
 
 
 def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
-    world = _world.current()
+    world = _world.for_call()
     layout = _check(x, op, algorithm, world.backend.device)
     if algorithm == "dense":
         return _through_dense(world, layout, x)
@@ -374,12 +379,13 @@ def _run_into(
     out_values: torch.Tensor,
     out_count: torch.Tensor,
 ) -> None:
-    world = _world.current()
+    world = _world.for_call()
     check_choices(op, algorithm, ALGORITHMS[:-1])
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
     capacity = _check_buffers(values, count, out_indices, out_values, out_count)
     output_offset = world.heap.offset_of(out_values, "out_values")
-    _check_places(values, out_values)
+    outputs = {"out_indices": out_indices, "out_values": out_values, "out_count": out_count}
+    _check_places({"indices": indices, "values": values, "count": count}, outputs)
     layout = Layout(num_rows, row_shape, values.dtype, op)
     entries = Entries(indices.contiguous(), None, values) if is_coalesced else sorted_entries(indices, values, count)
     tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
@@ -387,9 +393,10 @@ def _run_into(
     if algorithm == "auto":
         gathers = world.size * capacity * layout.columns * 4 <= tuning.gather_bytes
     is_aligned = not (layout.row_bytes | values.data_ptr()) & 15
-    plan = find_plan(world, Wanted(layout, capacity, gathers, entries, is_aligned, (out_indices, out_count), count))
-    if world.workspace.is_capturing() and plan not in world.captured:
-        world.captured.append(plan)  # the graph's replays read it
+    places = (out_indices.data_ptr(), out_count.data_ptr())
+    count_at = 0 if count is None else count.data_ptr()
+    plan = find_plan(world, Wanted(layout, capacity, gathers, entries, is_aligned, places, count_at))
+    world.keep_captured(plan, out_indices, out_count, count)
     increment_version((out_indices, out_values, out_count))
     plan.launch(world, entries.rows, entries.order, values, output_offset, raises_input_errors=True)
 

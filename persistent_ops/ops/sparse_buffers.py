@@ -59,7 +59,7 @@ def sparse_all_reduce_buffers(
     Collective, on the current stream.
     Source: the contract of oneCCL's sparse_allreduce (2021.1 to 2021.5).
     """
-    world = _world.current()
+    world = _world.for_call()
     if (completion_fn is None) == (alloc_fn is None):
         raise ValueError("completion_fn, alloc_fn: expected exactly one of them")
     if coalesce not in COALESCE:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..runtime.errors import PeerTimeoutError
+from ..runtime.errors import PeerLostError, PeerTimeoutError
 from ..runtime.world import World
 from .sparse_plan import GIVEN_UP, TUNING, Layout, Room, SparsePlan, Tuning, reserve, state_of
 
@@ -59,17 +59,15 @@ class Wanted:
     gathers: bool
     entries: Entries
     is_aligned: bool
-    outputs: tuple[torch.Tensor, torch.Tensor] | None = None
-    count: torch.Tensor | None = None
+    outputs: tuple[int, int] = (0, 0)
+    count: int = 0
     tag: int = 0
 
     def signature(self) -> tuple[object, ...]:
         """Return what tells plans apart."""
-        tensors = (*(self.outputs or ()), self.count)
-        places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         has_order = self.entries.order is not None
         kind = (self.capacity, self.gathers, self.entries.rows.dtype, has_order, self.is_aligned)
-        return (self.layout, *kind, *places, self.tag)
+        return (self.layout, *kind, *self.outputs, self.count, self.tag)
 
 
 def find_plan(world: World, wanted: Wanted) -> SparsePlan:
@@ -158,9 +156,12 @@ class PendingSum:
             try:
                 self._launch(entries)
                 num_rows, _ = self._plan.await_report(self._world, self._is_over)
-            except Exception as error:
+            except BaseException as error:
                 # Too large for the heap on all PEs, or the others miss this launch: what comes next need not fail.
                 room.rows = 0
+                if not isinstance(error, Exception):
+                    self._error = PeerLostError("sparse_all_reduce: this sum was interrupted between its launches")
+                    raise
                 self._error = error
                 return
         self._result = self._views(num_rows)

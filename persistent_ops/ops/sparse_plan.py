@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from ..runtime.backend import Kernel, KernelRequest
-from ..runtime.contract import Contract, register
+from ..runtime.contract import Contract, Field, register
 from ..runtime.errors import PeerTimeoutError
 from ..runtime.layout import Team
 from ..runtime.world import World, upload
@@ -60,10 +59,10 @@ register(
         "world_size",
         "rows",
         "columns",
-        "row_shape",
-        "dtype",
-        "mean",
-        "gathers",
+        Field.numbers("row_shape"),
+        Field.dtype("dtype", list(SCALARS)),
+        Field.flag("mean"),
+        Field.flag("gathers"),
         "capacity",
         "work_groups",
         "planes",
@@ -351,10 +350,10 @@ def _contract(world: World, state: SparseState, layout: Layout, capacity: int, *
         world.size,
         layout.num_rows,
         layout.columns,
-        zlib.crc32(repr(layout.row_shape).encode()),
-        list(SCALARS).index(layout.dtype),
-        int(layout.op == "mean"),
-        int(gathers),
+        layout.row_shape,
+        layout.dtype,
+        layout.op == "mean",
+        gathers,
         capacity,
         state.grid,
         0 if areas is None else areas.planes.data_ptr() - base,
@@ -380,8 +379,8 @@ class SparsePlan:
         is_aligned: whether rows of values and results begin at multiples of 16 bytes.
         gathers: every PE adds up for itself.
         has_order: entries are not the values in order, so rows may have several.
-        outputs: tensors that every launch writes: rows, number of rows; None for results of the operator's own.
-        count: tensor with the number of valid entries, or None.
+        outputs: addresses of what every launch writes: rows, number of rows; 0 for results of the operator's own.
+        count: address of the number of valid entries, or 0.
     """
 
     def __init__(
@@ -395,8 +394,8 @@ class SparsePlan:
         is_aligned: bool,
         gathers: bool,
         has_order: bool,
-        outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
-        count: torch.Tensor | None = None,
+        outputs: tuple[int, int] = (0, 0),
+        count: int = 0,
     ) -> None:
         backend, areas = world.backend, state.areas
         assert areas is not None
@@ -412,7 +411,7 @@ class SparsePlan:
             is_host=backend.name == "host",
         )
         if request not in state.kernels:
-            state.kernels[request] = backend.load(request)
+            state.kernels[request] = world.load(request)
         self._kernel = state.kernels[request]
         if backend.name == "cuda" and self._kernel.max_blocks_per_sm() * backend.num_sms < state.grid:
             raise ValueError(f"work_groups: {state.grid} WGs of this kernel do not fit the GPU at once")
@@ -453,13 +452,13 @@ class SparsePlan:
             num_workers=state.workers,
             gather_offset=0 if areas.gather is None else areas.gather.data_ptr() - base,
             low_offset=low_offset,
-            rows_out=0 if outputs is None else outputs[0].data_ptr(),
-            num_rows_out=0 if outputs is None else outputs[1].data_ptr(),
-            num_entries=0 if count is None else count.data_ptr(),
+            rows_out=outputs[0],
+            num_rows_out=outputs[1],
+            num_entries=count,
             hot=areas.hot.data_ptr(),
             report=ctypes.addressof(self.report),
             splits_partials=int(self.uses_low and has_order),
-            reports_overflow=int(outputs is not None),
+            reports_overflow=int(outputs[1] != 0),
             divisor=world.size if layout.op == "mean" else 1,
             all_reachable=int(world.all_reachable),
         )

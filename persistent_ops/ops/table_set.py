@@ -1,17 +1,21 @@
 """Recognising a list of tables that was passed before, at a cost of well under a microsecond per table.
 
 A set is the same while the storages behind its tables live: their addresses alone would say the same of tables that
-were freed and allocated anew, and would say it on one PE and not on another.
+were freed and allocated anew, and would say it on one PE and not on another. It is known by its tensor objects; what
+may change under such an object (`w.data = ...`, `w.resize_(...)`) is compared at every call.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..runtime.torch_private import TensorGuards
 
 __all__ = ["TableSet", "TableSets"]
 
@@ -36,6 +40,44 @@ class TableSet:
         return not any(storage.expired() for storage in self._storages)
 
 
+@dataclass(frozen=True)
+class _Sighting:
+    """A list of tensor objects that has been a set of tables.
+
+    Attributes:
+        tables: that set.
+        addresses: of the tables.
+        geometry: see `_geometry`.
+        guards: compare a list with geometry, and with more that does not matter, at less cost; None: there are none.
+        references: to the objects; their ends make an end of this.
+    """
+
+    tables: TableSet
+    addresses: list[int]
+    geometry: list[tuple[object, ...]]
+    guards: Any
+    references: list[weakref.ref[torch.Tensor]]
+
+    def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether the tensor objects are still what they were."""
+        if self.addresses != [weight.data_ptr() for weight in weights]:
+            return False
+        return (self.guards is not None and self.guards.check(*weights)) or self.geometry == _geometry(weights)
+
+
+def _geometry(weights: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
+    """Return all that a plan knows of tables, beside their addresses."""
+    return [(weight.shape, weight.stride(), weight.dtype) for weight in weights]
+
+
+def _guards(weights: Sequence[torch.Tensor]) -> Any:
+    if TensorGuards is None or not len(weights):
+        return None
+    sizes: list[Any] = [list(weight.shape) for weight in weights]
+    strides: list[Any] = [list(weight.stride()) for weight in weights]
+    return TensorGuards(*weights, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
 class TableSets:
     """The sets of one world.
 
@@ -46,18 +88,30 @@ class TableSets:
     def __init__(self, make_room: Callable[[dict[Any, Any], int], None]) -> None:
         self._make_room = make_room
         # By the identities of the tensor objects: an entry goes when one of them does, so an identity cannot be reused.
-        self._sightings: dict[tuple[int, ...], tuple[list[int], TableSet, list[weakref.ref[torch.Tensor]]]] = {}
+        self._sightings: dict[tuple[int, ...], _Sighting] = {}
         self._sets: dict[tuple[object, ...], TableSet] = {}
+
+    def keep_plans(self, is_kept: Callable[[Any], bool]) -> None:
+        """Drop all plans of all sets but some."""
+        for tables in self._sets.values():
+            tables.plans = {signature: plan for signature, plan in tables.plans.items() if is_kept(plan)}
 
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
         """Return the set that these tables are, a new one where they have not been seen."""
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
-        if sighting is not None and sighting[0] == [weight.data_ptr() for weight in weights]:
-            return sighting[1]
-        key = tuple(
-            (w.untyped_storage()._cdata, w.data_ptr(), w.shape, w.dtype, w.is_contiguous(), w.device) for w in weights
-        )
+        if sighting is not None and sighting.is_of(weights):
+            return sighting.tables
+        for t, weight in enumerate(weights):
+            if weight.numel() and weight.device.type != "meta" and not weight.data_ptr():
+                raise TypeError(
+                    f"weights[{t}]: expected a tensor with memory of its own, got a {type(weight).__name__} without; "
+                    "of a DTensor, pass the local shard (to_local())"
+                )
+        storages = (weight.untyped_storage()._cdata for weight in weights)
+        addresses, geometry = [weight.data_ptr() for weight in weights], _geometry(weights)
+        devices = (weight.device for weight in weights)
+        key = tuple(zip(storages, addresses, geometry, devices, strict=True))
         tables = self._sets.get(key)
         if tables is None or not tables.is_alive():
             tables = TableSet(weights)
@@ -66,7 +120,7 @@ class TableSets:
             self._sets[key] = tables
             # A dropped set is forgotten altogether: to PEs that see its tables in other tensor objects it is new.
             kept = set(map(id, self._sets.values()))
-            for seen in [seen for seen, sighting in self._sightings.items() if id(sighting[1]) not in kept]:
+            for seen in [seen for seen, sighting in self._sightings.items() if id(sighting.tables) not in kept]:
                 del self._sightings[seen]
         if len(self._sightings) > _MAX_SETS:
             self._sightings.clear()
@@ -75,5 +129,6 @@ class TableSets:
         def forget(_: object) -> None:
             sightings.pop(identity, None)
 
-        sightings[identity] = ([w.data_ptr() for w in weights], tables, [weakref.ref(w, forget) for w in weights])
+        references = [weakref.ref(weight, forget) for weight in weights]
+        sightings[identity] = _Sighting(tables, addresses, geometry, _guards(weights), references)
         return tables

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from .interruptible import Interruptible
+
 __all__ = ["Backend", "Kernel", "KernelRequest"]
 
 
@@ -56,6 +58,8 @@ class Backend(Protocol):
     default_blocks_per_sm: int
     arena_bytes: int
     """The most memory of its own that a WG can have, what the kernel declares included."""
+    waits: Interruptible
+    """Makes the calls in which this PE waits for its launches."""
     network: int
     """Address of the host backend's delaying network; 0 where there is none."""
 
@@ -68,14 +72,20 @@ class Backend(Protocol):
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` zeroed bytes that kernels write and the host reads."""
 
+    def set_word(self, words: torch.Tensor, index: int, value: int) -> None:
+        """Set one of `private_words` at once, also while kernels run and whatever streams are captured; any thread."""
+
     def load(self, request: KernelRequest) -> Kernel:
         """Compile (or take from the cache) and load a kernel."""
+
+    def use_in_this_thread(self) -> None:
+        """Let the calling thread launch on this PE's device, as the thread does that made the backend."""
 
     def stream(self) -> int:
         """Return the handle of the current stream; 0 on the host."""
 
-    def synchronize(self) -> None:
-        """Wait until this PE's launches have completed."""
+    def synchronize(self, patience: float | None = None) -> None:
+        """Wait until this PE's launches have completed; after `patience` seconds let those that wait give up."""
 
     def quiet(self) -> None:
         """Wait until this PE's puts and signals have been performed; no kernel may be running."""

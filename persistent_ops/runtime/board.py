@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+from persistent_ops.runtime.bounded import leave_behind, refuse_after
 from persistent_ops.runtime.errors import BootstrapError
 
 __all__ = ["Board", "StoreBoard", "ThreadBoard", "ThreadTable", "Worker", "connect_store", "serve_store", "tcp_store"]
@@ -25,6 +26,9 @@ T = TypeVar("T")
 # A request that is answered at all is answered in well under this; it is what a call may take past its deadline, so
 # that a rank which timed out can still find out and say which ranks are missing.
 _LAST_REQUEST_S = 0.5
+
+_STORE_CALL = "a call of torch's store (or of what else tells rank 0's address)"
+_MOST_HANGING = 4
 
 
 class Board(Protocol):
@@ -56,13 +60,24 @@ class Board(Protocol):
 
 
 class Worker:
-    """A daemon thread that makes calls which may never return."""
+    """A daemon thread that makes calls which may never return: torch's store, its groups, the start of MPI.
+
+    Raises:
+        BootstrapError: too many earlier ones still hang in such a call, which nothing can end.
+    """
 
     def __init__(self) -> None:
+        refuse_after(
+            _MOST_HANGING,
+            _STORE_CALL,
+            "end what listens at the job's address (MASTER_ADDR and MASTER_PORT, if set) without answering, or start "
+            "this process again",
+        )
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[tuple[bool, Any]]] | None]
         self._jobs = queue.SimpleQueue()
         self._stuck = False
-        threading.Thread(target=self._run, name="persistent_ops bootstrap", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="persistent_ops bootstrap", daemon=True)
+        self._thread.start()
 
     def call(self, function: Callable[[], T], seconds: float) -> T:
         """Return what `function` returns.
@@ -84,8 +99,10 @@ class Worker:
         return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the thread once the call in progress has returned."""
+        """End the thread; one whose call in progress does not return is left behind, and ends when it does."""
         self._jobs.put(None)
+        self._thread.join(_LAST_REQUEST_S)
+        leave_behind(self._thread, _STORE_CALL)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -24,6 +24,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from persistent_ops.runtime import pmi
 from persistent_ops.runtime.board import Board, StoreBoard, ThreadBoard, ThreadTable, Worker, connect_store, serve_store
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.launchers import LaunchEnvironment
+from persistent_ops.runtime.peer_watch import ABSENT, HERE, PREPARING, PeerWatch, tell_state
 from persistent_ops.runtime.rendezvous import meet, own_address
 
 __all__ = ["Bootstrap", "connect", "fail_all", "from_group", "from_threads"]
@@ -85,6 +87,7 @@ class Bootstrap:
         self.timeout = timeout
         self._board = board
         self._serves = serves
+        self._serving_rank: int | None = 0
         self._sequence = 0
         self._identities: list[_Identity] = []
         self._failure: str | None = None
@@ -151,22 +154,48 @@ class Bootstrap:
         board, self._board = self._board, None
         if board is None:
             return
-        with suppress(BootstrapError):
-            longest = _FAREWELL_AFTER_FAILURE_S if failed else min(self.timeout, _LONGEST_FAREWELL_S)
-            deadline = time.monotonic() + longest
-            board.put(f"left/{self.rank}", b"", deadline)
-            left = board.add("left", 1, deadline)
-            while self._serves and time.monotonic() < deadline:
-                gone = [rank for rank, identity in enumerate(self._identities) if self._is_dead(identity)]
-                dead = sum(not board.has(f"left/{rank}", deadline) for rank in gone)
-                if left + dead >= max(board.add("joined", 0, deadline), self.world_size):
-                    break
-                board.pause(_LONGEST_PAUSE_S)
-                left = board.add("left", 0, deadline)
-        board.close()
+        try:
+            with suppress(BootstrapError):
+                self._say_farewell(
+                    board, _FAREWELL_AFTER_FAILURE_S if failed else min(self.timeout, _LONGEST_FAREWELL_S)
+                )
+        finally:
+            board.close()
+
+    def _say_farewell(self, board: Board, seconds: float) -> None:
+        """Count this PE as gone and, where it serves the store, wait for the others to be gone too."""
+        deadline = time.monotonic() + seconds
+        tell_state(board, self.rank, ABSENT, deadline)
+        board.put(f"left/{self.rank}", b"", deadline)
+        left = board.add("left", 1, deadline)
+        while self._serves and time.monotonic() < deadline:
+            gone = [rank for rank, identity in enumerate(self._identities) if self._is_dead(identity)]
+            dead = sum(not board.has(f"left/{rank}", deadline) for rank in gone)
+            if left + dead >= max(board.add("joined", 0, deadline), self.world_size):
+                break
+            board.pause(_LONGEST_PAUSE_S)
+            left = board.add("left", 0, deadline)
+
+    def watch(self, report: Callable[[frozenset[int], frozenset[int]], None]) -> PeerWatch | None:
+        """Watch the other PEs from a thread; None in a world of one. See `PeerWatch` for `report`."""
+        if self._board is None:
+            return None
+
+        def find_dead() -> list[int]:
+            return [r for r, identity in enumerate(self._identities) if r != self.rank and self._is_dead(identity)]
+
+        return PeerWatch(
+            self._board,
+            self.rank,
+            self.world_size,
+            serving_rank=None if self._serving_rank == self.rank else self._serving_rank,
+            find_dead=find_dead,
+            report=report,
+        )
 
     def _exchange(self, board: Board, tag: str, value: bytes, deadline: float) -> list[bytes]:
         number = self._sequence
+        longest = deadline - time.monotonic()
         self._sequence += 1
         label = tag.encode()
         board.put(f"{number}/{self.rank}", struct.pack("<H", len(label)) + label + value, deadline)
@@ -177,6 +206,10 @@ class Bootstrap:
             now = time.monotonic()
             if now >= deadline:
                 missing = [r for r in range(self.world_size) if not board.has(f"{number}/{r}", deadline)]
+                known = [f"state/{r}" for r in missing if board.has(f"state/{r}", deadline)]
+                if known and PREPARING in board.read(known, deadline):
+                    deadline = now + longest
+                    continue
                 raise BootstrapError(
                     f"{_ranks(missing)} of {self.world_size} did not reach {tag!r} within the time-out; look at their "
                     "output, and check that all of them were started and make the same calls"
@@ -213,6 +246,7 @@ class Bootstrap:
         if board is None:
             return
         mine = _identity(self.launcher, local_rank, local_world_size)
+        board.put(f"state/{self.rank}", HERE, deadline)
         board.add("joined", 1, deadline)
         _live.add(self)
         problem = ""
@@ -323,6 +357,7 @@ def connect(environment: LaunchEnvironment, timeout: float) -> Bootstrap:
     meeting = meet(environment, attempt, deadline)
     try:
         found = Bootstrap(meeting.board, rank, world_size, environment.launcher, timeout, serves=meeting.serves)
+        found._serving_rank = None if environment.rendezvous == "store" else 0
         _joined(found, environment.local_rank, environment.local_world_size, deadline)
     finally:
         meeting.stop()
@@ -388,7 +423,10 @@ def from_threads(num_pes: int, timeout: float) -> list[Bootstrap]:
     table, found = ThreadTable(), []
     for rank in range(num_pes):
         board = ThreadBoard(table) if num_pes > 1 else None
+        if board is not None:
+            tell_state(board, rank, HERE, math.inf)
         bootstrap = Bootstrap(board, rank, num_pes, "threads", _checked(timeout))
+        bootstrap._serving_rank = None
         bootstrap.local_rank, bootstrap.local_world_size = rank, num_pes
         found.append(bootstrap)
     return found

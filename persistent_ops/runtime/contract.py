@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from .layout import CONTRACT_WORDS
 
-__all__ = ["Contract", "describe", "register"]
+__all__ = ["Contract", "Field", "describe", "differences", "register"]
 
-_fields: dict[str, tuple[str, ...]] = {}
+
+def _number(value: Any) -> int:
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a contract.
+
+    Attributes:
+        name: as an error names it.
+        encode: makes the word that travels of a value.
+        show: makes text of that word; None where a word is a hash, of which nothing can be told.
+    """
+
+    name: str
+    encode: Callable[[Any], int] = _number
+    show: Callable[[int], str] | None = str
+
+    @classmethod
+    def flag(cls, name: str) -> Field:
+        """Return a field for a bool."""
+        return cls(name, int, lambda word: str(bool(word)))
+
+    @classmethod
+    def dtype(cls, name: str, dtypes: Sequence[torch.dtype]) -> Field:
+        """Return a field for one of some dtypes, in an order that is the same on all PEs."""
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        return cls(name, list(dtypes).index, lambda word: names[word] if 0 <= word < len(names) else f"dtype {word}")
+
+    @classmethod
+    def numbers(cls, name: str) -> Field:
+        """Return a field for a list of numbers, which travels as a hash."""
+        return cls(name, _mixed, None)
+
+
+_fields: dict[str, tuple[Field, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -18,36 +57,81 @@ class Contract:
 
     Attributes:
         operator: its name, registered with its fields.
-        values: one integer per field.
+        values: one per field.
     """
 
     operator: str
-    values: tuple[int, ...]
+    values: tuple[Any, ...]
 
     def words(self) -> tuple[int, ...]:
         """Return the contract as the fixed number of words that travel with every credit."""
-        if len(self.values) != len(_fields[self.operator]):
-            raise ValueError(f"contract of {self.operator}: expected {_fields[self.operator]}, got {self.values}")
-        words = (_operator_id(self.operator), *self.values)
+        fields = _fields[self.operator]
+        if len(self.values) != len(fields):
+            names = ", ".join(field.name for field in fields)
+            raise ValueError(f"contract of {self.operator}: expected values for {names}, got {self.values}")
+        encoded = (field.encode(value) for field, value in zip(fields, self.values, strict=True))
+        words = (_operator_id(self.operator), *encoded)
         return words + (0,) * (CONTRACT_WORDS - len(words))
 
 
-def register(operator: str, fields: Sequence[str]) -> None:
-    """Name the fields of an operator's contract; every operator does so at import, so that all PEs know all."""
+def register(operator: str, fields: Sequence[Field | str]) -> None:
+    """Name the fields of an operator's contract; every operator does so at import, so that all PEs know all.
+
+    Args:
+        operator: its name.
+        fields: in order; a name alone stands for a number.
+    """
     if len(fields) >= CONTRACT_WORDS:
         raise ValueError(f"contract of {operator}: at most {CONTRACT_WORDS - 1} fields, got {len(fields)}")
-    _fields[operator] = tuple(fields)
+    _fields[operator] = tuple(Field(field) if isinstance(field, str) else field for field in fields)
 
 
-def describe(words: Sequence[int]) -> str:
-    """Return a contract's words as text."""
-    for operator, fields in _fields.items():
-        if _operator_id(operator) == words[0]:
-            named = (f"{field}={value}" for field, value in zip(fields, words[1:], strict=False))
-            return f"{operator}({', '.join(named)})"
+def describe(words: Sequence[int], own: Contract | None = None) -> str:
+    """Return a contract's words as text; `own`, a contract of this PE, tells the lists that are the same in both."""
     if not words[0]:
         return "nothing yet"
-    return f"an unknown operator (id {words[0]})"
+    operator = _operator_of(words)
+    if operator is None:
+        return f"an unknown operator (id {words[0]})"
+    return f"{operator}({', '.join(f'{field.name}={text}' for field, text in _texts(operator, words, own))})"
+
+
+def differences(mine: Sequence[int], own: Contract | None, theirs: Sequence[int], me: int, peer: int) -> str:
+    """Return in which fields two contracts of one operator differ, with both values; "" for different operators."""
+    operator = _operator_of(mine)
+    if operator is None or operator != _operator_of(theirs):
+        return ""
+    told = []
+    for i, (field, text) in enumerate(_texts(operator, mine, own), start=1):
+        if mine[i] != theirs[i]:
+            other = "another list" if field.show is None else field.show(theirs[i])
+            told.append(f"{field.name} is {text} on PE {me}, {other} on PE {peer}")
+    return "; ".join(told)
+
+
+def _texts(operator: str, words: Sequence[int], own: Contract | None) -> list[tuple[Field, str]]:
+    texts = []
+    for i, field in enumerate(_fields[operator]):
+        if field.show is not None:
+            text = field.show(words[i + 1])
+        elif own is not None and own.operator == operator and field.encode(own.values[i]) == words[i + 1]:
+            text = str(list(own.values[i]))
+        else:
+            text = f"a list (hash {words[i + 1] & 0xFFFFFF:06x})"
+        texts.append((field, text))
+    return texts
+
+
+def _operator_of(words: Sequence[int]) -> str | None:
+    return next((operator for operator in _fields if _operator_id(operator) == words[0]), None)
+
+
+def _mixed(values: Sequence[int]) -> int:
+    """Return a number that differs, in practice, where the lists differ."""
+    mixed = 0
+    for value in values:
+        mixed = (mixed * 1000003 + value + 1) % (2**61 - 1)
+    return mixed
 
 
 def _operator_id(name: str) -> int:

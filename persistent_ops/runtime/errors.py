@@ -9,6 +9,7 @@ __all__ = [
     "CompileError",
     "ContractMismatchError",
     "NotSymmetricError",
+    "PeerLostError",
     "PeerTimeoutError",
     "PersistentOpsError",
     "SymmetricHeapError",
@@ -45,6 +46,10 @@ class NotSymmetricError(ValueError):
 
 class PeerTimeoutError(PersistentOpsError):
     """A peer did not answer within the time-out; the operator's output is poisoned with NaN."""
+
+
+class PeerLostError(PeerTimeoutError):
+    """A peer that was waited for has ended, or this PE was interrupted; the operator's output is poisoned with NaN."""
 
 
 class ContractMismatchError(PersistentOpsError):

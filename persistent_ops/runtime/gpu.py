@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from cuda.bindings import driver
 from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
 
+from . import launchers
 from .backend import KernelRequest
 from .bootstrap import Bootstrap
+from .bounded import refuse_after, within
+from .devices import Numbers, check_sharing, choose_device
 from .errors import BackendUnavailableError, BootstrapError
+from .interruptible import Interruptible
 from .jit import KernelSource, compile_cuda
+from .nvshmem_variables import NvshmemVariables
+from .torch_private import current_raw_stream
 
 __all__ = ["GpuBackend"]
 
 _log = logging.getLogger("persistent_ops")
-_T = TypeVar("_T")
+_END = "NVSHMEM's end"
+_CLOSE_S = 10.0  # for that: it waits for peers that may be dead
+
+
+_own_choice: int | None = None  # the current device, where it was set here
 
 
 class _GpuKernel:
@@ -81,39 +90,44 @@ class GpuBackend:
     network = 0
 
     def __init__(self, bootstrap: Bootstrap, heap_bytes: int, transport: str, timeout: float) -> None:
-        # NVLink multicast can take a shared host's GPUs out of service, and nothing here needs it.
-        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
-        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap_bytes + (64 << 20)))
-        if bootstrap.single_host:
-            os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
-        import nvshmem.bindings as bindings
-        import nvshmem.core as nvshmem
-
-        count = torch.cuda.device_count()
-        if bootstrap.local_world_size > count:
-            # NVSHMEM's start does not end where some GPUs carry more PEs than others.
-            count = max(n for n in range(1, count + 1) if bootstrap.local_world_size % n == 0)
-        index = bootstrap.local_rank % count
-        if bootstrap.local_world_size > count:
-            _log.warning(
-                "persistent_ops: %d PEs share %d GPUs of this host; fine for tests, useless for timing",
-                bootstrap.local_world_size,
-                count,
-            )
+        index = _choose_device(bootstrap)
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)  # creates the primary context
         self._core_device = Device(index)
         self._core_device.set_current()
         properties = torch.cuda.get_device_properties(self.device)
+        uuids = [raw.decode() for raw in bootstrap.exchange("gpu", str(properties.uuid).encode())]  # type: ignore[attr-defined]
+        warning = check_sharing(uuids, bootstrap.rank)
+        if warning:
+            _log.warning("persistent_ops: %s", warning)
         self.num_sms = int(properties.multi_processor_count)
         self.arena_bytes = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
         self.heap_bytes = heap_bytes
-        self._nvshmem = nvshmem
-        self._bindings = bindings
         self._libraries: list[Any] = []
         self._streams: dict[int, Stream] = {}
+        self.waits = Interruptible()
+        outcome = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        _check_driver(outcome, "a stream")
+        self._side_stream = outcome[1]
 
+        with NvshmemVariables(heap_bytes, single_host=bootstrap.single_host):
+            self._start(bootstrap, timeout)
+        self.heap_base = int(self._buffer.handle)
+        try:
+            self.peer_heaps = self._map_peers(bootstrap, transport)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, bootstrap: Bootstrap, timeout: float) -> None:
+        """Start NVSHMEM and take this PE's heap; collective."""
+        import nvshmem.bindings as bindings
+        import nvshmem.core as nvshmem
+
+        refuse_after(1, _END, "start this process again")
+        self._nvshmem = nvshmem
+        self._bindings = bindings
         uid = nvshmem.get_unique_id(empty=bootstrap.rank != 0)
         raw = bootstrap.exchange("nvshmem-uid", uid._data.tobytes() if bootstrap.rank == 0 else b"")[0]
         if bootstrap.rank != 0:
@@ -130,21 +144,27 @@ class GpuBackend:
             )
             if bindings.init_status() < 2:
                 raise BackendUnavailableError(f"NVSHMEM did not initialise (status {bindings.init_status()})")
-            return nvshmem.buffer(heap_bytes)
+            try:
+                return nvshmem.buffer(self.heap_bytes)
+            except BaseException:
+                nvshmem.finalize()
+                raise
 
-        self._buffer = _within(timeout, start, "NVSHMEM's start")
-        self.heap_base = int(self._buffer.handle)
-        n_pes = bindings.n_pes()
-        if n_pes != bootstrap.world_size or bindings.my_pe() != bootstrap.rank:
+        self._buffer = within(timeout, start, "NVSHMEM's start")
+
+    def _map_peers(self, bootstrap: Bootstrap, transport: str) -> tuple[int, ...]:
+        """Return the address of each PE's heap here; 0 where it is not load/store reachable or must not be used so."""
+        me, n_pes = self._bindings.my_pe(), self._bindings.n_pes()
+        if (me, n_pes) != (bootstrap.rank, bootstrap.world_size):
             raise BootstrapError(
-                f"NVSHMEM numbers this PE {bindings.my_pe()} of {n_pes}, the launcher {bootstrap.rank} of "
-                f"{bootstrap.world_size}; was NVSHMEM initialised earlier in this process?"
+                f"NVSHMEM numbers this PE {me} of {n_pes}, the launcher {bootstrap.rank} of {bootstrap.world_size}; "
+                "was NVSHMEM initialised earlier in this process?"
             )
-        heaps = [int(bindings.ptr(self.heap_base, pe) or 0) for pe in range(bootstrap.world_size)]
+        heaps = [int(self._bindings.ptr(self.heap_base, pe) or 0) for pe in range(n_pes)]
         heaps[bootstrap.rank] = self.heap_base
         if transport == "staged":
             heaps = [base if pe == bootstrap.rank else 0 for pe, base in enumerate(heaps)]
-        self.peer_heaps = tuple(heaps)
+        return tuple(heaps)
 
     def core_stream(self) -> Stream:
         """Return torch's current stream as cuda.core's launcher takes it."""
@@ -192,11 +212,21 @@ class GpuBackend:
         loaded.max_blocks_per_sm()  # loads the code now: a lazy load behind a spinning kernel would deadlock
         return loaded
 
-    def stream(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+    def use_in_this_thread(self) -> None:
+        torch.cuda.set_device(self.device)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+    def stream(self) -> int:
+        return int(current_raw_stream(self.device.index))  # type: ignore[misc]  # a build with CUDA has it
+
+    def synchronize(self, patience: float | None = None) -> None:
+        self.waits.call(lambda: torch.cuda.synchronize(self.device), patience)
+
+    def set_word(self, words: torch.Tensor, index: int, value: int) -> None:
+        # Not through torch: the current stream may be captured, or wait for the very kernel that is to see the word.
+        with torch.cuda.device(self.device):
+            address = driver.CUdeviceptr(words.data_ptr() + 8 * index)
+            outcome = driver.cuStreamWriteValue64(self._side_stream, address, value, 0)
+        _check_driver(outcome, "a word for kernels under way")
 
     def quiet(self) -> None:
         if not all(self.peer_heaps):
@@ -204,37 +234,40 @@ class GpuBackend:
             self.synchronize()
 
     def close(self) -> None:
+        self.waits.close()
         for code in self._libraries:
             self._bindings.culibrary_finalize(int(code.handle))
         self._libraries.clear()
-        try:
+
+        def end() -> None:
+            self._core_device.set_current()
             self._nvshmem.free(self._buffer)
             self._nvshmem.finalize()
+
+        try:
+            within(_CLOSE_S, end, _END)
         except Exception as error:  # nothing may keep a process from leaving
             _log.warning("persistent_ops: NVSHMEM reported an error while closing: %s", error)
+
+
+def _choose_device(bootstrap: Bootstrap) -> int:
+    """Choose this PE's GPU and remember it, so that the next world does not take it for the user's choice."""
+    global _own_choice
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    if current == _own_choice:
+        current = None
+    said = launchers.local_numbers(os.environ)
+    index = choose_device(
+        torch.cuda.device_count(),
+        current=current,
+        of_job=None if said is None else Numbers(*said),
+        of_world=Numbers(bootstrap.local_rank, bootstrap.local_world_size),
+    )
+    if current is None:
+        _own_choice = index
+    return index
 
 
 def _check_driver(outcome: tuple[Any, ...], what: str) -> None:
     if outcome[0] != driver.CUresult.CUDA_SUCCESS:
         raise BackendUnavailableError(f"{what}: the CUDA driver said {outcome[0].name}")
-
-
-def _within(seconds: float, start: Callable[[], _T], what: str) -> _T:
-    """Run a library call that has no time-out of its own."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((True, start()))
-        except BaseException as error:  # handed to the caller
-            outcome.append((False, error))
-
-    thread = threading.Thread(target=run, daemon=True, name="persistent_ops-start")
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise BootstrapError(f"{what} did not finish within {seconds:g} s; a peer may have died")
-    ok, value = outcome[0]
-    if not ok:
-        raise value
-    return value  # type: ignore[no-any-return]

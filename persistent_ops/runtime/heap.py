@@ -18,6 +18,7 @@ import torch
 from .backend import Backend
 from .bootstrap import Bootstrap
 from .errors import NotSymmetricError, SymmetricHeapError
+from .torch_private import storage_use_count
 
 __all__ = ["OutputPool", "SymmetricHeap"]
 
@@ -191,11 +192,11 @@ class _Slot:
         """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone."""
         if self.typed is None or self.typed.dtype != dtype:
             self.typed = self.base.view(dtype)
-            self.idle_uses = torch._C._storage_Use_Count(self.storage_id)  # type: ignore[attr-defined]
+            self.idle_uses = storage_use_count(self.storage_id)
         return self.typed.view(shape)
 
     def is_idle(self) -> bool:
-        return not self.is_captured and torch._C._storage_Use_Count(self.storage_id) == self.idle_uses  # type: ignore[attr-defined]
+        return not self.is_captured and storage_use_count(self.storage_id) == self.idle_uses
 
 
 class OutputPool:
@@ -235,7 +236,7 @@ class OutputPool:
         base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
         storage_id = base.untyped_storage()._cdata
         # Counted after the storage's Python wrapper above is gone: whether that held a use is torch's business.
-        idle_uses = torch._C._storage_Use_Count(storage_id)  # type: ignore[attr-defined]
+        idle_uses = storage_use_count(storage_id)
         slot = _Slot(offset, nbytes, base, storage_id, idle_uses, stream, is_captured)
         self._slots.setdefault(nbytes, []).append(slot)
         return slot

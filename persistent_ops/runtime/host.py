@@ -19,6 +19,7 @@ import torch
 from .backend import KernelRequest
 from .bootstrap import Bootstrap
 from .errors import BootstrapError
+from .interruptible import Interruptible
 from .jit import KernelSource, compile_host
 
 __all__ = ["HostBackend"]
@@ -27,15 +28,17 @@ _CALL_WORDS = 5
 
 
 class _HostKernel:
-    def __init__(self, function: Any, wg_size: int) -> None:
+    def __init__(self, function: Any, wg_size: int, waits: Interruptible) -> None:
         self._function = function
         self._wg_size = wg_size
+        self._waits = waits
 
     def max_blocks_per_sm(self) -> int:
         return 64  # WGs are threads; the operating system shares the cores among them
 
     def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
-        self._function(plan, *words, *(0,) * (_CALL_WORDS - len(words)), grid, self._wg_size)
+        arguments = (plan, *words, *(0,) * (_CALL_WORDS - len(words)), grid, self._wg_size)
+        self._waits.call(lambda: self._function(*arguments))
 
 
 class _Segment:
@@ -80,6 +83,7 @@ class HostBackend:
             raise ValueError(f"wg_size: expected 1 to 64 threads, got {wg_size}")
         self.device = torch.device("cpu")
         self.heap_bytes = heap_bytes
+        self.waits = Interruptible()
         self._wg_size = wg_size
         self._segments = _map_heaps(bootstrap, heap_bytes)
         addresses = tuple(segment.address for segment in self._segments)
@@ -114,18 +118,24 @@ class HostBackend:
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
         return self.private_words((nbytes + 7) // 8).view(torch.uint8)[:nbytes]
 
+    def set_word(self, words: torch.Tensor, index: int, value: int) -> None:
+        ctypes.c_uint64.from_address(words.data_ptr() + 8 * index).value = value
+
     def load(self, request: KernelRequest) -> _HostKernel:
         defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
         library = ctypes.CDLL(str(compile_host(KernelSource(f"kernels/{request.name}.cuh", defines))))
         function = getattr(library, request.name)
         function.restype = None
         function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * _CALL_WORDS, ctypes.c_int, ctypes.c_int]
-        return _HostKernel(function, self._wg_size)
+        return _HostKernel(function, self._wg_size, self.waits)
+
+    def use_in_this_thread(self) -> None:
+        """Nothing to do: all threads have the same processor."""
 
     def stream(self) -> int:
         return 0
 
-    def synchronize(self) -> None:
+    def synchronize(self, patience: float | None = None) -> None:
         """Nothing to do: launches on the host are synchronous."""
 
     def quiet(self) -> None:
@@ -133,6 +143,7 @@ class HostBackend:
             self._runtime.po_network_quiet(self.network)
 
     def close(self) -> None:
+        self.waits.close()
         if self._runtime is not None and self.network:
             self._runtime.po_network_destroy(self.network)
             self.network = 0

@@ -9,13 +9,14 @@ with the wrong world.
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from persistent_ops.runtime.errors import BootstrapError
 
-__all__ = ["LAUNCHER_VARIABLES", "LaunchEnvironment", "detect"]
+__all__ = ["LAUNCHER_VARIABLES", "LaunchEnvironment", "detect", "local_numbers"]
 
 # What a launcher sets for one process and what would be wrong in a process started by that one.
 LAUNCHER_VARIABLES = (
@@ -97,6 +98,23 @@ def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
     if by_hand is not None:
         return by_hand
     return LaunchEnvironment("single", 0, 1, 0, 1)
+
+
+def local_numbers(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
+    """Return this process' number among those of its host and, where that is said too, how many they are.
+
+    For processes that meet without a launcher's help (a torch.distributed group): what is missing or contradicts
+    itself is no error then.
+    """
+    try:
+        found = detect(environ)
+        if found.launcher == "single" and "LOCAL_RANK" in environ:
+            local = _local_numbers(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", 0, sys.maxsize)
+        else:
+            local = (None, None) if found.launcher == "single" else (found.local_rank, found.local_world_size)
+    except BootstrapError:
+        return None
+    return None if local[0] is None else (local[0], local[1])
 
 
 _NAMES = {

@@ -41,12 +41,12 @@ class LocalState(ctypes.Structure):
         ("_pad1", ctypes.c_uint64 * 15),
         ("departed", ctypes.c_uint64),
         ("_pad2", ctypes.c_uint64 * 15),
-        ("asked", ctypes.c_uint32),
-        ("_pad3", ctypes.c_uint32 * 31),
         ("abort", ctypes.c_uint64),
         ("error_claimed", ctypes.c_uint64),
         ("input_error_claimed", ctypes.c_uint64),
-        ("_pad4", ctypes.c_uint64 * 13),
+        ("lost", ctypes.c_uint64),
+        ("preparing", ctypes.c_uint64),
+        ("_pad3", ctypes.c_uint64 * 11),
     )
 
 

@@ -27,6 +27,8 @@ from persistent_ops.runtime.launchers import LaunchEnvironment
 
 __all__ = ["Meeting", "meet", "own_address"]
 
+_SEND_S = 1.0  # for one process of this host to take the address
+
 # Stores at a port that was agreed beforehand. They serve until the process ends, because another init() finds the
 # port again, and a socket that is closed and opened in between could be taken.
 _fixed: dict[tuple[str, int], Any] = {}
@@ -177,16 +179,19 @@ def _hand_out(listener: socket.socket, text: str) -> Callable[[], None]:
                 except OSError:
                     return
                 with connection, contextlib.suppress(OSError):
-                    connection.settimeout(1.0)
+                    connection.settimeout(_SEND_S)
                     if _peer_uid(connection) == os.getuid():
                         connection.sendall(text.encode())
+
+    thread = threading.Thread(target=run, name="persistent_ops address", daemon=True)
 
     def stop() -> None:
         stopped.set()
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # Wakes accept(); close() alone does not.
+        thread.join(_SEND_S)
 
-    threading.Thread(target=run, name="persistent_ops address", daemon=True).start()
+    thread.start()
     return stop
 
 

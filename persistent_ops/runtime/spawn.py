@@ -1,4 +1,4 @@
-"""Start PEs on this machine without a launcher: fresh processes, or threads for tests."""
+"""Start PEs on this machine without a launcher: fresh processes, or threads (`pe_threads`) for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import secrets
 import selectors
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,19 +20,19 @@ from typing import Any
 
 from persistent_ops.runtime import bootstrap
 from persistent_ops.runtime.board import Worker, serve_store
-from persistent_ops.runtime.bootstrap import Bootstrap
-from persistent_ops.runtime.errors import BootstrapError, PeerTimeoutError, PersistentOpsError
+from persistent_ops.runtime.errors import PersistentOpsError
 from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
+from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_cause
+from persistent_ops.runtime.pe_threads import launch_threads
+from persistent_ops.runtime.task import Task, hidden_main, pack, pack_task
 
-__all__ = ["launch", "thread_bootstrap"]
+__all__ = ["launch"]
 
 _GRACE_S = 1.0  # for the other PEs to report their own errors after the first one
-_THREAD_GRACE_S = 5.0  # threads cannot be ended, so they get longer to end by themselves
+_LEAVE_S = 10.0  # for the exit handlers of a PE
 _TERMINATE_S = 0.5  # between SIGTERM and SIGKILL
 _HEADER_BYTES = 8
 _PR_SET_PDEATHSIG = 1
-
-_this_thread = threading.local()
 
 
 def launch(
@@ -44,11 +43,14 @@ def launch(
     Args:
         fn: Called as `fn(*args)` on every PE; calls `persistent_ops.init()` itself where it needs the other PEs. Must
             be picklable (defined at module level) unless `threads` is set; the script that calls `launch` must guard
-            that call with `if __name__ == "__main__":`, because each process imports it afresh.
+            that call with `if __name__ == "__main__":`, because each process imports it afresh. From a notebook,
+            `python -c` or standard input, which no process can import, it is sent by value, with what it refers to;
+            that takes cloudpickle (`pip install 'persistent-ops[notebook]'`).
         num_pes: Number of PEs.
         args: Arguments of `fn`, the same for all PEs.
         threads: Make the PEs threads of this process instead of processes. A thread cannot be killed: one that hangs
-            past `timeout` is left behind as a daemon thread.
+            past `timeout` is left behind as a daemon thread. At the interpreter's exit SystemExit is raised in such
+            threads, once they are back in Python code, and they are waited for, at most 5 s.
         timeout: Seconds for the whole; then the processes are killed. None for no limit.
 
     Returns:
@@ -59,50 +61,22 @@ def launch(
             traceback as its cause.
         PersistentOpsError: A PE was killed by a signal, ended without a result, raised an exception that cannot be
             rebuilt here, or the time-out passed; the rank is named.
-        ValueError: `num_pes` is less than 1, `timeout` is not positive, or `fn` or `args` cannot be pickled.
+        ValueError: `num_pes` is less than 1, `timeout` is not positive, `fn` or `args` cannot be pickled, or they need
+            cloudpickle, which is not installed.
     """
     if not isinstance(num_pes, int) or num_pes < 1:
         raise ValueError(f"num_pes must be a whole number of at least 1, got {num_pes!r}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
     if threads:
-        return _launch_threads(fn, num_pes, args, timeout)
-    try:
-        task = pickle.dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"fn and args must be picklable to reach the PEs ({error}); define fn at module level, or pass threads=True"
-        ) from error
-    return _Processes(task, num_pes, timeout).run()
-
-
-def thread_bootstrap() -> Bootstrap | None:
-    """Return the connection of the PE that this thread is, or None outside `launch(..., threads=True)`."""
-    return getattr(_this_thread, "bootstrap", None)
-
-
-class _RemoteTraceback(Exception):
-    """Carries a PE's traceback as text, to be shown as the cause of its exception."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class _Failure:
-    """Why one PE has no result."""
-
-    def __init__(self, rank: int, error: BaseException, *, killed: bool = False) -> None:
-        self.rank = rank
-        self.error = error
-        # A PE that died, or failed in its own code, explains the ones that then missed it.
-        missed_a_peer = isinstance(error, (BootstrapError, PeerTimeoutError))
-        self.order = 0 if killed else 2 if missed_a_peer else 1
+        return launch_threads(fn, num_pes, args, timeout)
+    return _Processes(pack_task(fn, args), num_pes, timeout).run()
 
 
 class _Processes:
     """The processes of one `launch`."""
 
-    def __init__(self, task: bytes, num_pes: int, timeout: float | None) -> None:
+    def __init__(self, task: Task, num_pes: int, timeout: float | None) -> None:
         self._task = task
         self._num_pes = num_pes
         self._deadline = None if timeout is None else time.monotonic() + timeout
@@ -111,7 +85,7 @@ class _Processes:
         self._readers: list[Connection] = []
         self._received = [bytearray() for _ in range(num_pes)]
         self._results: dict[int, Any] = {}
-        self._failures: list[_Failure] = []
+        self._failures: list[Failure] = []
 
     def run(self) -> list[Any]:
         worker = Worker()
@@ -126,7 +100,7 @@ class _Processes:
             del store
             worker.close()
         if self._failures:
-            raise min(self._failures, key=lambda failure: failure.order).error
+            raise first_cause(self._failures)
         return [self._results[rank] for rank in range(self._num_pes)]
 
     def _start(self, store: str, job: str) -> None:
@@ -143,7 +117,7 @@ class _Processes:
             process = context.Process(
                 target=_run_process, args=(self._task, environment, writer, os.getpid()), name=f"PE {rank}"
             )
-            with contextlib.closing(writer):
+            with contextlib.closing(writer), hidden_main():
                 process.start()
             self._processes.append(process)
             os.set_blocking(reader.fileno(), False)
@@ -171,7 +145,7 @@ class _Processes:
                     if not self._failures:
                         names = ", ".join(map(str, sorted(running)))
                         text = f"launch() ran longer than {self._timeout} s and was ended; still running: PE {names}"
-                        self._failures.append(_Failure(min(running), PersistentOpsError(text)))
+                        self._failures.append(Failure(min(running), PersistentOpsError(text)))
                     return
 
     def _collect(self, rank: int) -> bool:
@@ -189,10 +163,12 @@ class _Processes:
                 self._take(rank, bytes(received[_HEADER_BYTES:]))
                 return True
         if closed and not ended:
-            self._processes[rank].join(_GRACE_S)  # Closing the pipe is among the last things a dying process does.
+            self._processes[rank].join(
+                _LEAVE_S
+            )  # What closes the pipe is the end of the process, exit handlers and all.
             ended = True
         if ended:
-            self._failures.append(_Failure(rank, self._death(rank), killed=True))
+            self._failures.append(Failure(rank, self._death(rank), killed=True))
         return ended
 
     def _take(self, rank: int, message: bytes) -> None:
@@ -205,12 +181,12 @@ class _Processes:
             rebuilt = pickle.loads(error) if error else None
         except Exception as error:
             unreadable = PersistentOpsError(f"what PE {rank} returned cannot be rebuilt here: {error}")
-            self._failures.append(_Failure(rank, unreadable))
+            self._failures.append(Failure(rank, unreadable))
             return
         if not isinstance(rebuilt, BaseException):
             rebuilt = PersistentOpsError(f"PE {rank} of {self._num_pes} raised {name}: {text}")
-        rebuilt.__cause__ = _RemoteTraceback(f"PE {rank} of {self._num_pes} raised it:\n{trace}")
-        self._failures.append(_Failure(rank, rebuilt))
+        rebuilt.__cause__ = RemoteTraceback(f"PE {rank} of {self._num_pes} raised it:\n{trace}")
+        self._failures.append(Failure(rank, rebuilt))
 
     def _death(self, rank: int) -> PersistentOpsError:
         code = self._processes[rank].exitcode
@@ -245,7 +221,7 @@ class _Processes:
 
     def _time_to_leave(self) -> float:
         # PEs that have returned their results still run their exit handlers.
-        return 10.0 if self._deadline is None else max(1.0, self._deadline - time.monotonic())
+        return _LEAVE_S if self._deadline is None else max(1.0, self._deadline - time.monotonic())
 
     def _join(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -253,7 +229,7 @@ class _Processes:
             process.join(max(0.0, until - time.monotonic()))
 
 
-def _run_process(task: bytes, environment: dict[str, str], writer: Connection, parent: int) -> None:
+def _run_process(task: Task, environment: dict[str, str], writer: Connection, parent: int) -> None:
     """Be one PE: run the task and send its result, or its exception, to the process that called `launch`."""
     if sys.platform == "linux":
         # The parent ends its PEs, but cannot once it is killed itself; so the kernel does.
@@ -265,76 +241,37 @@ def _run_process(task: bytes, environment: dict[str, str], writer: Connection, p
         os.environ.pop(name, None)
     os.environ.update(environment)
     try:
-        fn, args = pickle.loads(task)
+        fn, args = _unpack(task)
         # Plain pickle, not multiprocessing's: that one would send a tensor as a handle of a shared memory segment.
-        message = pickle.dumps((pickle.dumps(fn(*args)), None, None, None, None))
+        message = pickle.dumps((pack(fn(*args), by_value=task.by_value), None, None, None, None))
     except SystemExit:
         raise
     except BaseException as error:
         bootstrap.fail_all(f"{type(error).__name__}: {error}")
-        message = _describe(error)
+        message = _describe(error, by_value=task.by_value)
     with writer:
         view = memoryview(len(message).to_bytes(_HEADER_BYTES, "little") + message)
         while view:
             view = view[os.write(writer.fileno(), view) :]
 
 
-def _describe(error: BaseException) -> bytes:
+def _unpack(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    try:
+        fn, args = pickle.loads(task.data)
+    except (AttributeError, ImportError) as error:
+        raise PersistentOpsError(
+            f"fn or args cannot be found by a PE's process ({error}); define what they refer to at the top level of a "
+            "module or script"
+        ) from error
+    return fn, args
+
+
+def _describe(error: BaseException, *, by_value: bool) -> bytes:
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
-        pickled = pickle.dumps(error)
+        pickled = pack(error, by_value=by_value)
         pickle.loads(pickled)  # Many exceptions pickle, but cannot be rebuilt.
     except Exception:
         pickled = b""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     return pickle.dumps((None, pickled, name, str(error), trace))
-
-
-def _launch_threads(fn: Callable[..., Any], num_pes: int, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
-    boards = bootstrap.from_threads(num_pes, timeout if timeout is not None else 30.0)
-    results: dict[int, Any] = {}
-    failures: list[_Failure] = []
-    changed = threading.Condition()
-
-    def run(rank: int) -> None:
-        _this_thread.bootstrap = boards[rank]
-        failure, result = None, None
-        try:
-            result = fn(*args)
-        except BaseException as error:
-            boards[rank].fail(f"{type(error).__name__}: {error}")
-            if error.__cause__ is None:
-                error.__cause__ = _RemoteTraceback(f"PE {rank} of {num_pes} (a thread) raised it")
-            failure = _Failure(rank, error)
-        finally:
-            del _this_thread.bootstrap
-        with changed:
-            if failure is None:
-                results[rank] = result
-            else:
-                failures.append(failure)
-            changed.notify_all()
-
-    deadline = None if timeout is None else time.monotonic() + timeout
-    pes = [threading.Thread(target=run, args=(rank,), name=f"PE {rank}", daemon=True) for rank in range(num_pes)]
-    for pe in pes:
-        pe.start()
-    with changed:
-        while len(results) + len(failures) < num_pes:
-            if failures:
-                changed.wait_for(lambda: len(results) + len(failures) == num_pes, _THREAD_GRACE_S)
-                break
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                hung = [rank for rank in range(num_pes) if rank not in results]
-                for board in boards:
-                    board.fail("the time-out of launch() passed")
-                raise PersistentOpsError(
-                    f"launch() ran longer than {timeout} s; still running: PE {', '.join(map(str, hung))} (threads, "
-                    "which cannot be ended)"
-                )
-            # A bounded wait, so that Ctrl-C is seen on every platform.
-            changed.wait(1.0 if remaining is None else min(remaining, 1.0))
-        if failures:
-            raise min(failures, key=lambda failure: failure.order).error
-    return [results[rank] for rank in range(num_pes)]

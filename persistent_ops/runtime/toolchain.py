@@ -24,7 +24,10 @@ from .errors import CompileError
 
 __all__ = ["Cxx", "Nvcc", "Nvshmem", "find_cxx", "find_nvcc", "find_nvshmem"]
 
-_MIN_NVCC = (12, 0)  # the first release with -std=c++20
+# The kernels' ld and st.relaxed.sys.b128. PTX ISA, "ld" and "st", PTX ISA Notes: "Support for .b128 type introduced in
+# PTX ISA version 8.3. Support for .sys scope with .b128 type introduced in PTX ISA version 8.4." Its release history
+# gives 8.4 to CUDA 12.4. (-std=c++20 alone would need 12.0.)
+_MIN_NVCC = (12, 4)
 _MIN_CPLUSPLUS = 201709  # what g++ 10, the oldest compiler with -std=c++20, reports for it
 _PROBE_TIMEOUT_S = 60.0
 
@@ -245,7 +248,10 @@ def _nvcc_at(path: Path, source: str, include_dirs: tuple[Path, ...] = ()) -> tu
         return None, f"{path} did not answer as nvcc: {text[:200]}"
     found = Nvcc(path, version, source, f"{os.path.realpath(path)}\n{text}", include_dirs)
     if found.release < _MIN_NVCC:
-        return None, f"{path} is release {version}, but C++20 needs {_MIN_NVCC[0]}.{_MIN_NVCC[1]} or newer"
+        return None, (
+            f"{path} is release {version}, but the kernels need {_MIN_NVCC[0]}.{_MIN_NVCC[1]} or newer, for loads and "
+            "stores of 128 bits with system scope (ld, st.relaxed.sys.b128: PTX ISA 8.4)"
+        )
     return found, ""
 
 
@@ -260,7 +266,7 @@ def find_nvcc() -> Nvcc:
     plain name first, then the newest), and the wheels nvidia-cuda-nvcc, -runtime and -cccl of this Python environment.
 
     Returns:
-        The first compiler of that order that works and is of release 12.0 or newer.
+        The first compiler of that order that works and is of release 12.4 or newer.
 
     Raises:
         CompileError: none was found, PERSISTENT_OPS_NVCC names none, or the wheels do not fit each other. The

@@ -5,16 +5,17 @@ One launch is in flight on a workspace at a time; `StreamOrder` sees to it where
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from .backend import Backend, Kernel
 from .bootstrap import Bootstrap
-from .contract import Contract, describe
-from .errors import CapacityError, ContractMismatchError, PeerTimeoutError, PersistentOpsError
+from .contract import Contract, describe, differences
+from .errors import CapacityError, ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError
 from .heap import SymmetricHeap
 from .layout import (
     BLAME_KIND_SHIFT,
@@ -34,7 +35,8 @@ __all__ = ["Workspace"]
 
 _ALONE_GRANTS = 3
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have
-_KINDS = {1: "timeout", 2: "contract", 3: "reported"}
+_MAX_CONTRACTS = 1024  # whose values are kept for messages
+_KINDS = {1: "timeout", 2: "contract", 3: "lost", 4: "reported"}
 _PHASES = {
     1: "credit to write its output (has it launched the operator?)",
     2: "its rows (sliceRdy word of its work-group {index})",
@@ -55,6 +57,10 @@ class Workspace:
         self._bootstrap = bootstrap
         self.lock = threading.Lock()
         self.timeout = timeout
+        self._contracts: dict[tuple[int, ...], Contract] = {}
+        self._telling = threading.Lock()
+        self._lost = self._preparing = 0  # a bit per PE
+        self._is_interrupted = False
         size = bootstrap.world_size
         # One per peer and two staging copies; behind them the same for a team of this PE alone.
         self._grants = heap.empty(((size + 2 + _ALONE_GRANTS) * GRANT_BYTES // 8,), torch.int64)
@@ -72,6 +78,7 @@ class Workspace:
         self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64))
         self._failure: PersistentOpsError | None = None
         self._order = StreamOrder(backend.device)
+        backend.waits.interrupted = self.interrupted
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
 
@@ -98,6 +105,9 @@ class Workspace:
                 of them.
         """
         words = contract.words()
+        if len(self._contracts) >= _MAX_CONTRACTS:
+            self._contracts.clear()
+        self._contracts[words] = contract
         base = self._backend.heap_base
         rank, size, first_heap, first_grant = self._bootstrap.rank, self._bootstrap.world_size, 0, 0
         if is_alone:  # what it needs lies behind what the world needs
@@ -153,8 +163,7 @@ class Workspace:
         self.raise_failure()
         if self._input_error.state:
             error = self._describe_input_error()
-            self._input_error.state = 0
-            self._local[LocalState.input_error_claimed.offset // 8] = 0
+            self._input_error.state = 0  # launches may report the next one
             raise error
 
     def raise_failure(self) -> None:
@@ -170,28 +179,47 @@ class Workspace:
         remedy = "The output is poisoned with NaN. po.recover(), called by every PE, makes the world usable again."
         if kind == "contract":
             return ContractMismatchError(
-                f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch}). "
-                f"PE {me}: {describe(error.own_contract)}; PE {error.peer}: {describe(error.peer_contract)}. {remedy}"
+                f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch})"
+                f"{self._describe_contracts(f'PE {error.peer}')}. {remedy}"
             )
         if kind == "reported":
             return self._describe_report(remedy)
+        if kind == "lost" and error.peer == me:
+            return PeerLostError(f"PE {me} was interrupted while it waited (epoch {error.epoch}). {remedy}")
         what = _PHASES[error.phase].format(index=error.index)
-        return PeerTimeoutError(
+        waited = (
             f"PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, "
-            f"saw {error.seen >> EPOCH_SHIFT}. {remedy}"
+            f"saw {error.seen >> EPOCH_SHIFT}"
         )
+        if kind == "lost":
+            return PeerLostError(
+                f"{waited}; PE {error.peer} has ended, look at its output. The output of this PE is poisoned with NaN."
+            )
+        return PeerTimeoutError(f"{waited}. {remedy}")
+
+    def _describe_contracts(self, peer: str) -> str:
+        """Tell both sides of a mismatch: what differs, then all of both."""
+        error, me = self._error, self._bootstrap.rank
+        mine, theirs = tuple(error.own_contract), tuple(error.peer_contract)
+        own = self._contracts.get(mine)
+        differing = differences(mine, own, theirs, me, error.peer)
+        head = f": {differing}" if differing else ""
+        return f"{head}. PE {me}: {describe(mine, own)}; {peer}: {describe(theirs, own)}"
 
     def _describe_report(self, remedy: str) -> PersistentOpsError:
         """Describe a failure that another PE met first and told this one."""
         error, me = self._error, self._bootstrap.rank
         blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
         left = f"so PE {me} left its launch too (epoch {error.epoch})"
-        if _KINDS[error.seen >> BLAME_KIND_SHIFT & 3] == "contract":
+        reason = _KINDS[error.seen >> BLAME_KIND_SHIFT & 3]
+        if reason == "contract":
+            told = self._describe_contracts(f"PE {error.peer}, as far as PE {me} was told")
             return ContractMismatchError(
-                f"PE {error.index} and {blamed} launched operators that do not match, {left}. PE {me}: "
-                f"{describe(error.own_contract)}; PE {error.peer}, as far as PE {me} was told: "
-                f"{describe(error.peer_contract)}. {remedy}"
+                f"PE {error.index} and {blamed} launched operators that do not match, {left}{told}. {remedy}"
             )
+        if reason == "lost":
+            what = "was interrupted" if error.peer == error.index else f"found that {blamed} has ended"
+            return PeerLostError(f"PE {error.index} {what}, {left}. {remedy}")
         return PeerTimeoutError(
             f"PE {error.index} gave up on epoch {error.seen >> EPOCH_SHIFT} because of {blamed}, {left}. {remedy}"
         )
@@ -225,6 +253,34 @@ class Workspace:
             f"{record.value - record.limit} too many; nothing was written"
         )
 
+    # ---- what the host tells launches under way ----------------------------------------------------------------------
+
+    def peers_changed(self, lost: Iterable[int], preparing: Iterable[int]) -> None:
+        """Let launches know which PEs have ended, and which prepare a launch; from any thread."""
+        with self._telling:
+            self._lost = sum(1 << rank for rank in lost)
+            self._preparing = sum(1 << rank for rank in preparing)
+            self._tell_kernels()
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Let launches give up that wait while this context is open; `recover` makes up for it. From any thread."""
+        self._set_interrupted(True)
+        try:
+            yield
+        finally:
+            self._set_interrupted(False)
+
+    def _set_interrupted(self, is_interrupted: bool) -> None:
+        with self._telling:
+            self._is_interrupted = is_interrupted
+            self._tell_kernels()
+
+    def _tell_kernels(self) -> None:
+        own = 1 << self._bootstrap.rank if self._is_interrupted else 0
+        self._backend.set_word(self._local, LocalState.preparing.offset // 8, self._preparing)
+        self._backend.set_word(self._local, LocalState.lost.offset // 8, self._lost | own)
+
     # ---- recovery --------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
@@ -236,8 +292,11 @@ class Workspace:
         self._backend.quiet()
         self._bootstrap.exchange("recover-quiet", b"")
         self._abort.zero_()
-        self._local.zero_()
-        self._local_alone.zero_()
+        with self._telling:
+            self._local.zero_()
+            self._local_alone.zero_()
+            self._backend.synchronize()
+            self._tell_kernels()
         for words in self._wg_done:
             words.zero_()
         self._local[LocalState.epoch.offset // 8] = max(epochs) + 1

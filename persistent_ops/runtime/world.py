@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import math
@@ -12,22 +13,30 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from . import launchers, spawn
-from .backend import Backend, KernelRequest
+from . import launchers, pe_threads
+from .backend import Backend, Kernel, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
 from .contract import Contract, register
 from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
 from .layout import MAX_PES
+from .torch_private import backward_pass
 from .workspace import Workspace
 
-__all__ = ["World", "current", "finalize", "init", "is_initialized"]
+__all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized"]
 
 _log = logging.getLogger("persistent_ops")
 _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
+_DEFAULT_TIMEOUT_S = 120.0
+_DEFAULT_OPERATOR_TIMEOUT_S = 600.0
+_LONGEST_FAREWELL_S = 5.0
+_PATIENCE_S = 30.0  # of who leaves, for launches that still wait for peers
 
 _process_world: World | None = None
 _thread_worlds = threading.local()
+_admitted = threading.local()  # the world whose operators this thread may call: a thread's number is given out again
+_open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
+_was_forked = False  # whether this process was forked from one that had a world
 register("barrier", ("world_size",))
 
 
@@ -42,14 +51,13 @@ class Forgetful(Protocol):
 class World:
     """Everything that one PE knows and owns; `po.init()` makes it, operators take it from `current()`."""
 
-    def __init__(self, bootstrap: Bootstrap, backend: Backend, timeout: float) -> None:
+    def __init__(self, bootstrap: Bootstrap, backend: Backend, operator_timeout: float) -> None:
         self.bootstrap = bootstrap
         self.backend = backend
-        self.timeout = timeout
         self.rank = bootstrap.rank
         self.size = bootstrap.world_size
         self.heap = SymmetricHeap(backend, bootstrap)
-        self.workspace = Workspace(backend, bootstrap, self.heap, timeout)
+        self.workspace = Workspace(backend, bootstrap, self.heap, operator_timeout)
         self.outputs = OutputPool(backend, self.heap)
         reachable = [int(base != 0) for base in backend.peer_heaps]
         matrix = [list(raw) for raw in bootstrap.exchange("reachable", bytes(reachable))]
@@ -61,15 +69,40 @@ class World:
         self.all_reachable = all(all(row) for row in matrix)
         self.operator_state: dict[str, Any] = {}
         """Per operator: its plans and agreements. Operators keep nothing elsewhere."""
-        self.captured: list[Any] = []
-        """What CUDA graphs of this world read at every replay; kept until the world is closed."""
+        self._captured: dict[int, tuple[object, ...]] = {}
         self._barrier: tuple[Any, Any] | None = None
+        self._caller: threading.Thread | None = None
+        self._watch = bootstrap.watch(self.workspace.peers_changed)
+        bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
+
+    def load(self, request: KernelRequest) -> Kernel:
+        """Compile (or take from the cache) and load a kernel; peers that wait meanwhile do not count that time."""
+        with contextlib.nullcontext() if self._watch is None else self._watch.preparing():
+            return self.backend.load(request)
+
+    def admit_caller(self) -> None:
+        """Raise where another thread than this one calls the operators of this world.
+
+        What two threads launch has no order that all PEs could share: they would take each other's results.
+        """
+        if backward_pass() != -1:
+            return  # in a backward pass torch's own threads call for the one that began it, which waits
+        thread = threading.current_thread()
+        if self._caller is not None and self._caller is not thread and self._caller.is_alive():
+            raise RuntimeError(
+                f"this PE's operators are called by thread {self._caller.name!r}, and now by {thread.name!r}: calls of "
+                "two threads have no order that all PEs could share. Make them from one thread; another one may go on "
+                "when that one has ended"
+            )
+        self.backend.use_in_this_thread()
+        self._caller = thread
+        _admitted.world = self
 
     def enqueue_barrier(self) -> None:
         """Let the current stream wait until every PE has launched this barrier; on GPUs the host goes on."""
         if self._barrier is None:
             team = self.workspace.team(Contract("barrier", (self.size,)))
-            kernel = self.backend.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
+            kernel = self.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
             self._barrier = (kernel, upload(self.backend, bytes(team)))
         kernel, plan = self._barrier
         self.workspace.launch(kernel, 1, plan.data_ptr(), ())
@@ -80,7 +113,7 @@ class World:
         What follows may be collective on the host, where PEs that do not match would wait for each other in vain.
         """
         team = self.workspace.team(contract)
-        kernel = self.backend.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
+        kernel = self.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
         plan = upload(self.backend, bytes(team))
         self.workspace.launch(kernel, 1, plan.data_ptr(), (), raises_input_errors=False)
         self.backend.synchronize()
@@ -88,6 +121,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait, on the host too, until every PE has come here and this PE's launches before it have completed."""
+        self.admit_caller()
         self.enqueue_barrier()
         self.check()
 
@@ -103,6 +137,15 @@ class World:
             if isinstance(state, Forgetful):
                 state.forget()
 
+    def keep_captured(self, plan: object, *tensors: object) -> None:
+        """Keep what a CUDA graph that is being captured uses at every replay, until the world is closed."""
+        if id(plan) not in self._captured and self.workspace.is_capturing():
+            self._captured[id(plan)] = (plan, *tensors)
+
+    def is_captured(self, plan: object) -> bool:
+        """Return whether a CUDA graph uses a plan."""
+        return id(plan) in self._captured
+
     def make_room(self, plans: dict[Any, Any], most: int) -> None:
         """Drop the older half of `plans` where there are `most`, when no launch that is queued reads them any more."""
         if len(plans) < most or self.workspace.is_capturing():
@@ -114,15 +157,17 @@ class World:
     def close(self) -> None:
         """Release the world; collective where the peers are still there."""
         try:
-            self.backend.synchronize()
+            self.backend.synchronize(_PATIENCE_S)
         except RuntimeError:
             _log.warning("PE %d: the device reported an error while the world was closed", self.rank)
         try:
-            self.bootstrap.exchange("close", b"", timeout=min(self.timeout, 5.0))
+            self.bootstrap.exchange("close", b"", timeout=_LONGEST_FAREWELL_S)
         except BootstrapError:
             _log.info("PE %d: closing without its peers", self.rank)
+        if self._watch is not None:
+            self._watch.close()
         self.operator_state.clear()
-        self.captured.clear()
+        self._captured.clear()
         self.backend.close()
         self.bootstrap.close()
 
@@ -144,15 +189,29 @@ def current() -> World:
     """Return this PE's world; RuntimeError where there is none."""
     world = getattr(_thread_worlds, "world", None) or _process_world
     if world is None:
+        if _was_forked:
+            raise RuntimeError(
+                "this process was forked after persistent_ops.init() and is no PE: call operators in the process that "
+                "called init(), and start PEs with a launcher or persistent_ops.launch()"
+            )
         raise RuntimeError("persistent_ops is not initialised in this process: call persistent_ops.init() first")
+    return world
+
+
+def for_call() -> World:
+    """Return this PE's world to an operator that is called; see `World.admit_caller`."""
+    world = current()
+    if getattr(_admitted, "world", None) is not world:
+        world.admit_caller()
     return world
 
 
 def init(
     backend: str = "auto",
     group: Any = None,
-    timeout: float = 30.0,
+    timeout: float | None = None,
     *,
+    operator_timeout: float | None = None,
     heap_size: int | None = None,
     transport: str = "auto",
     host_options: dict[str, int] | None = None,
@@ -163,10 +222,8 @@ def init(
         raise ValueError(f"backend: expected 'auto', 'cuda' or 'host', got {backend!r}")
     if transport not in ("auto", "staged"):
         raise ValueError(f"transport: expected 'auto' or 'staged', got {transport!r}")
-    if not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout: expected seconds, got {timeout!r}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout: expected seconds above 0 and below infinity, got {timeout}")
+    timeout = _seconds("timeout", timeout, _DEFAULT_TIMEOUT_S)
+    operator_timeout = _seconds("operator_timeout", operator_timeout, _DEFAULT_OPERATOR_TIMEOUT_S)
     if heap_size is not None and not isinstance(heap_size, int):
         raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
     unknown = set(host_options or {}) - {"network_delay_us", "wg_size"}
@@ -174,23 +231,30 @@ def init(
         raise TypeError(f"host_options: expected network_delay_us and wg_size, got {', '.join(sorted(unknown))}")
     if is_initialized():
         raise RuntimeError("persistent_ops is already initialised here: call persistent_ops.finalize() first")
-    thread_bootstrap = spawn.thread_bootstrap()
+    thread_bootstrap = pe_threads.thread_bootstrap()
     if thread_bootstrap is not None:
         bootstrap = thread_bootstrap
+        bootstrap.timeout = timeout
     elif group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         bootstrap = from_group(group, timeout)
     else:
         bootstrap = connect(launchers.detect(os.environ), timeout)
+    made: Backend | None = None
     try:
-        world = World(
-            bootstrap, _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options), timeout
-        )
+        made = _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options)
+        world = World(bootstrap, made, operator_timeout)
     except BaseException as error:
         bootstrap.fail(f"{type(error).__name__}: {error}")
-        bootstrap.close()
+        try:
+            if made is not None:
+                made.close()
+        finally:
+            bootstrap.close()
         raise
+    _open.add(world)
     if thread_bootstrap is not None:
         _thread_worlds.world = world
+        pe_threads.when_pe_ends(_leave_thread_world)
     else:
         _process_world = world
         atexit.register(finalize)
@@ -199,16 +263,67 @@ def init(
         _log.log(level, "persistent_ops: %d PEs on backend '%s'", world.size, world.backend.name)
 
 
+def _seconds(name: str, given: float | None, default: float) -> float:
+    """Return a time-out as it was given, by the environment (PERSISTENT_OPS_ and its name), or by default."""
+    if given is None:
+        variable = f"PERSISTENT_OPS_{name.upper()}"
+        text = os.environ.get(variable, "")
+        if not text:
+            return default
+        try:
+            given, name = float(text), variable
+        except ValueError:
+            raise ValueError(f"{variable}: expected seconds, got {text!r}") from None
+    if not isinstance(given, (int, float)):
+        raise TypeError(f"{name}: expected seconds, got {given!r}")
+    if not 0 < given < math.inf:
+        raise ValueError(f"{name}: expected seconds above 0 and below infinity, got {given}")
+    return given
+
+
 def finalize() -> None:
     """Leave the world; collective. Tensors from the heap must not be used afterwards. Harmless without a world."""
     global _process_world
-    world = getattr(_thread_worlds, "world", None)
+    if getattr(_thread_worlds, "world", None) is not None:
+        _leave_thread_world()
+        return
+    world, _process_world = _process_world, None
     if world is not None:
-        _thread_worlds.world = None
-    else:
-        world, _process_world = _process_world, None
+        _close(world)
+
+
+def _leave_thread_world() -> None:
+    """Leave the world of the PE that this thread is, where it has one."""
+    world, _thread_worlds.world = getattr(_thread_worlds, "world", None), None
     if world is not None:
-        world.close()
+        _close(world)
+
+
+def _close(world: World) -> None:
+    world.close()
+    _open.discard(world)
+
+
+def _never_release_open_worlds() -> None:
+    """Keep what worlds hold until the process is gone: at exit, those of threads that still run."""
+    for world in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(world))
+
+
+def _leave_worlds_to_parent() -> None:
+    """Have no world in a child that was forked: threads, connections and peers are the parent's alone.
+
+    Nothing of it is released either, not even at exit: what would release it waits for threads that the child lacks.
+    """
+    global _process_world, _thread_worlds, _was_forked
+    _never_release_open_worlds()
+    _was_forked = _was_forked or bool(_open)
+    _open.clear()
+    _process_world, _thread_worlds = None, threading.local()
+
+
+atexit.register(_never_release_open_worlds)  # first, and so called behind every finalize
+os.register_at_fork(after_in_child=_leave_worlds_to_parent)
 
 
 def _make_backend(

@@ -1,7 +1,10 @@
 // What the drivers share: their options, how they fail, and all PEs at work as threads of one process.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -14,11 +17,12 @@
 #include <utility>
 #include <vector>
 
+#include "comm/team.cuh"
+#include "exits.h"
+
 namespace driver {
 
-constexpr int kBadOption = 2;
-
-[[noreturn]] inline void fail(int status, const char* format, ...) {
+[[noreturn]] inline void fail(Exit status, const char* format, ...) {
   static std::mutex mutex;
   mutex.lock();  // never released: the first failure is the one that is told
   va_list arguments;
@@ -28,6 +32,13 @@ constexpr int kBadOption = 2;
   std::fputc('\n', stderr);
   std::fflush(stderr);
   std::_Exit(status);
+}
+
+// The end of a launch that was given up without a reason that the driver knows of.
+inline Exit exit_of_aborted(const po::ErrorRecord& error) {
+  const bool was_told = error.kind == po::kReportedByPeer;
+  const uint64_t reason = was_told ? po::low_bits_of(error.seen) >> po::kBlameKindShift : error.kind;
+  return reason == po::kTimeout ? kTimedOut : kMismatched;
 }
 
 // --name=value; a name that has no default is none.
@@ -63,6 +74,28 @@ class Options {
 
  private:
   std::map<std::string, std::string> values_;
+};
+
+// Waits until a condition holds. What it looks at must be atomic and relaxed: waiting then orders nothing that the sanitizer
+// knows of, so it hides no race.
+template <class Condition>
+void wait_until(const Condition& condition) {
+  while (!condition()) usleep(200);
+}
+
+// Where PEs meet without an order, in that sense, between what they do before and behind it.
+class Meeting {
+ public:
+  explicit Meeting(int size) : size_(size) {}
+
+  void arrive_and_wait() {
+    const int64_t last = (arrived_.fetch_add(1, std::memory_order_relaxed) / size_ + 1) * size_;
+    wait_until([&] { return arrived_.load(std::memory_order_relaxed) >= last; });
+  }
+
+ private:
+  const int64_t size_;
+  std::atomic<int64_t> arrived_{0};
 };
 
 template <class Pe>

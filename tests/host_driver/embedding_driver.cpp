@@ -3,10 +3,10 @@
 // credit is a data race in it, also where the values happen to be right.
 //
 // Between two launches a PE reads its output and overwrites it with plain accesses, as a user's next operators would.
-// Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort that was not expected (or one that was, and
-// did not come, or left a wrong record); ThreadSanitizer adds its own.
+// exits.h says how it ends.
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cstdlib>
 #include <cstring>
@@ -25,8 +25,6 @@ using driver::fail;
 using po::embedding_all_to_all::Plan;
 using po::embedding_all_to_all::Table;
 
-constexpr int kWrongOutput = 3;
-constexpr int kUnexpectedAbort = 4;
 constexpr int kNumRows = 37;              // of every table
 constexpr uint32_t kStale = 0x7b7b7b7bu;  // what an output holds before its launch
 constexpr uint32_t kAborted = 0xffffffffu;
@@ -51,10 +49,12 @@ driver::Options options({{"--tables", "2,2"},        // tables of each PE; as ma
                          {"--slow-pes", ""},  // the first sleeps before each of its launches, the second twice as long
                          {"--slow-us", "0"},  // between half of this and this
                          {"--heavy-pe", "-1"},       // has huge bags
-                         {"--timeout-ms", "20000"},  // of one wait
+                         {"--timeout-ms", "60000"},  // of one wait; if there is trouble, from then on until recovery
+                         {"--patient-pe", "-1"},     // waits ten times as long
                          {"--stop-pe", "-1"},        // does not launch at ...
                          {"--late-pe", "-1"},        // does not launch before all others have given up at ...
                          {"--mismatch-pe", "-1"},    // launches under another contract at ...
+                         {"--in-turn", ""},          // PEs that launch when the one before has left, at ...
                          {"--trouble-at", "-1"},     // ... this launch (from 0); then all recover and go on
                          {"--queued", "0"},  // launches behind that one that look at no errors, as in a GPU's queue
                          {"--expect-reported", "-1"}});  // leaves because a peer gave up, not by its own time-out
@@ -91,9 +91,13 @@ struct World {
   std::vector<uint8_t*> heaps = std::vector<uint8_t*>(static_cast<size_t>(size));
   std::vector<uint64_t> epochs = std::vector<uint64_t>(static_cast<size_t>(size));  // for recovery
   std::barrier<> meeting{size};
+  driver::Meeting start{size};  // of a launch that somebody stays away from
+  std::vector<std::atomic<bool>> has_left =
+      std::vector<std::atomic<bool>>(static_cast<size_t>(size));  // the launch with the trouble
 
   explicit World(const driver::Options& options_in) : options(options_in) {
-    if (batch.size() != tables.size() || tables.empty()) fail(2, "--tables and --batch need one entry per PE");
+    if (batch.size() != tables.size() || tables.empty())
+      fail(driver::kBadOption, "--tables and --batch need one entry per PE");
     std::partial_sum(batch.begin(), batch.end(), batch_start.begin() + 1);
     for (int pe = 0; pe < size; ++pe) {
       int64_t bytes = 0;
@@ -152,19 +156,24 @@ class Pe {
     const driver::Options& options = world_.options;
     for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
       const bool is_trouble = launch == options.number("--trouble-at");
-      nap(launch);
+      set_timeout(is_trouble);
       const bool is_stopped = is_trouble && rank_ == options.number("--stop-pe");
       const bool has_late_pe = is_trouble && options.number("--late-pe") >= 0;
+      // Who is there must not be taken for the one that is not.
+      if (has_late_pe || (is_trouble && options.number("--stop-pe") >= 0)) world_.start.arrive_and_wait();
+      nap(launch);
+      if (is_trouble) await_turn();
       const bool is_late = has_late_pe && rank_ == options.number("--late-pe");
       if (is_late) world_.meeting.arrive_and_wait();
       if (!is_stopped) run_kernel(launch, is_trouble);
+      if (is_trouble) world_.has_left[static_cast<size_t>(rank_)].store(true, std::memory_order_relaxed);
       if (is_trouble) {
         for (int64_t i = 1; i <= options.number("--queued") && !is_stopped; ++i) run_kernel(launch + i, false);
         check_trouble(launch);
         if (has_late_pe && !is_late) world_.meeting.arrive_and_wait();
         recover();
       } else {
-        if (error_.state != 0) fail_with_record(launch);
+        if (error_.state != 0) fail_with_record(driver::exit_of_aborted(error_), launch);
         check_output(launch);
       }
       for (const uint64_t output : outputs_) fill_output(output);
@@ -178,12 +187,12 @@ class Pe {
     for (const uint64_t offset : guards_) {
       for (uint64_t i = 0; i < kGuardBytes; ++i) {
         if (heap_[offset + i] != kGuard) {
-          fail(kWrongOutput, "PE %d: a write outside the buffers, at heap offset %lu", rank_, offset + i);
+          fail(driver::kWrongRemains, "PE %d: a write outside the buffers, at heap offset %lu", rank_, offset + i);
         }
       }
     }
     for (const uint64_t word : wg_done_) {
-      if (word != 0) fail(kWrongOutput, "PE %d: a WG_Done word is not zero after the launches", rank_);
+      if (word != 0) fail(driver::kWrongRemains, "PE %d: a WG_Done word is not zero after the launches", rank_);
     }
   }
 
@@ -251,7 +260,6 @@ class Pe {
     team.wg_done = wg_done_.data();
     team.error = &error_;
     team.input_error = &input_error_;
-    team.timeout_ns = static_cast<uint64_t>(options.number("--timeout-ms")) * 1000000;
     set_contract(0);
 
     po::ExchangeOrder& order = plan_.order;
@@ -275,6 +283,25 @@ class Pe {
   void set_contract(int64_t variant) {
     for (int i = 0; i < po::kContractWords; ++i) plan_.team.contract[i] = 1000 + i + variant;
     plan_.team.contract_hash = static_cast<uint64_t>(0x5a5a + variant);
+  }
+
+  // On a busy machine a PE may be late by more than a wait for one that never comes should last.
+  void set_timeout(bool is_trouble) {
+    constexpr int64_t kMinute = 60000;
+    const driver::Options& options = world_.options;
+    const bool is_told = is_trouble || options.number("--trouble-at") < 0;
+    const int64_t ms = is_told ? options.number("--timeout-ms") : kMinute;
+    const int64_t factor = is_told && rank_ == options.number("--patient-pe") ? 10 : 1;
+    plan_.team.timeout_ns = static_cast<uint64_t>(ms * factor) * 1000000;
+  }
+
+  void await_turn() const {
+    const std::vector<int64_t> order = world_.options.list("--in-turn");
+    for (size_t i = 1; i < order.size(); ++i) {
+      if (order[i] != rank_) continue;
+      const std::atomic<bool>& before = world_.has_left[static_cast<size_t>(order[i - 1])];
+      driver::wait_until([&] { return before.load(std::memory_order_relaxed); });
+    }
   }
 
   void nap(int64_t launch) const {
@@ -303,7 +330,7 @@ class Pe {
                                             output_offset(launch)};
     po::run_on_host<Kernel>(&plan_, words, static_cast<int>(world_.options.number("--wgs")),
                             static_cast<int>(world_.options.number("--threads")));
-    if (input_error_.state != 0) fail(kWrongOutput, "PE %d: good input was reported as bad", rank_);
+    if (input_error_.state != 0) fail(driver::kWrongReport, "PE %d: good input was reported as bad", rank_);
   }
 
   uint64_t output_bytes() const { return static_cast<uint64_t>(world_.batch[rank_] * world_.row_bytes()); }
@@ -325,8 +352,9 @@ class Pe {
               expected += table_value(sender, t, row_of(sender, t, bag, i, launch), c);
             }
             if (*words != po::float_bits(expected)) {
-              fail(kWrongOutput, "PE %d, launch %ld: row %ld from PE %d, table %ld, column %ld is %g (0x%08x), not %g",
-                   rank_, launch, row, sender, t, c, po::bits_float(*words), *words, expected);
+              fail(driver::kWrongOutput,
+                   "PE %d, launch %ld: row %ld from PE %d, table %ld, column %ld is %g (0x%08x), not %g", rank_, launch,
+                   row, sender, t, c, po::bits_float(*words), *words, expected);
             }
           }
         }
@@ -334,9 +362,9 @@ class Pe {
     }
   }
 
-  [[noreturn]] void fail_with_record(int64_t launch) const {
-    fail(kUnexpectedAbort, "PE %d, launch %ld: aborted: kind %lu, phase %lu, peer %lu, index %lu, epoch %lu, saw 0x%lx",
-         rank_, launch, error_.kind, error_.phase, error_.peer, error_.index, error_.epoch, error_.seen);
+  [[noreturn]] void fail_with_record(driver::Exit status, int64_t launch) const {
+    fail(status, "PE %d, launch %ld: aborted: kind %lu, phase %lu, peer %lu, index %lu, epoch %lu, saw 0x%lx", rank_,
+         launch, error_.kind, error_.phase, error_.peer, error_.index, error_.epoch, error_.seen);
   }
 
   // A launch in which one PE stayed away, came too late or came with another contract: everybody left, knows why, and
@@ -349,7 +377,7 @@ class Pe {
     const int absent = stopped >= 0 ? stopped : late;
     if (rank_ == stopped) return;
     if (error_.state == 0 && rank_ == late) check_output(launch);  // if rows are wrong, this tells which
-    if (error_.state == 0) fail(kUnexpectedAbort, "PE %d, launch %ld: did not notice the trouble", rank_, launch);
+    if (error_.state == 0) fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble", rank_, launch);
     const auto blamed = static_cast<int>(error_.peer);
     if (absent >= 0) {
       // PEs that were there find out by their own time-out or from one another; a late PE hears from them that it is
@@ -357,17 +385,18 @@ class Pe {
       const bool is_as_told = rank_ != options.number("--expect-reported") || error_.kind == po::kReportedByPeer;
       const bool is_from_witness = error_.kind == po::kReportedByPeer && static_cast<int>(error_.index) != absent;
       const bool is_known = error_.kind == po::kTimeout || is_from_witness;
-      if (blamed != absent || !is_known || !is_as_told) fail_with_record(launch);
+      if (blamed != absent || !is_known || !is_as_told) fail_with_record(driver::kWrongReport, launch);
     } else {
       // Whoever noticed first tells the others, with the reason, and whom it blames.
       const bool was_told = error_.kind == po::kReportedByPeer;
       const auto reason = was_told ? po::low_bits_of(error_.seen) >> po::kBlameKindShift : error_.kind;
       const bool is_named = blamed == mismatched || (was_told && static_cast<int>(error_.index) == mismatched);
-      if ((rank_ != mismatched && !is_named) || reason != po::kContractMismatch) fail_with_record(launch);
+      if ((rank_ != mismatched && !is_named) || reason != po::kContractMismatch)
+        fail_with_record(driver::kWrongReport, launch);
     }
     const auto behind = static_cast<uint64_t>(options.number("--queued"));
     if (local_.epoch < error_.epoch || local_.epoch > error_.epoch + behind) {
-      fail(kUnexpectedAbort, "PE %d: the aborted launch did not close its epoch", rank_);
+      fail(driver::kWrongRemains, "PE %d: the aborted launch did not close its epoch", rank_);
     }
 
     const int silent = absent >= 0 ? absent : mismatched;
@@ -378,7 +407,8 @@ class Pe {
     for (size_t i = 0; i < output_bytes() / 4; ++i) {
       const bool is_from_silent = rank_ == late || (i % width >= first && i % width < last);
       if (is_from_silent && words[i] != kAborted) {
-        fail(kWrongOutput, "PE %d: word %zu of an aborted launch's output is 0x%08x, not poisoned", rank_, i, words[i]);
+        fail(driver::kWrongOutput, "PE %d: word %zu of an aborted launch's output is 0x%08x, not poisoned", rank_, i,
+             words[i]);
       }
     }
   }

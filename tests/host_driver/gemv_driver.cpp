@@ -1,8 +1,7 @@
 // Runs the host build of gemv_all_reduce with all PEs as threads of one process, launch after launch, and checks every
 // output. Built with -fsanitize=thread, as embedding_driver.cpp: what is not ordered by the protocol is a data race.
 //
-// Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort that was not expected (or one that was, and
-// did not come), 5 a launch behind an aborted one took part, 6 a launch did not count its WGs out; ThreadSanitizer adds its own.
+// exits.h says how it ends.
 
 #include <algorithm>
 #include <barrier>
@@ -21,10 +20,6 @@ using Kernel = po::gemv_all_reduce::Kernel;
 using po::gemv_all_reduce::Config;
 using po::gemv_all_reduce::Plan;
 
-constexpr int kWrongOutput = 3;
-constexpr int kAbort = 4;
-constexpr int kTookPart = 5;
-constexpr int kCount = 6;
 constexpr uint64_t kReadyStride = 64;
 
 driver::Options options(
@@ -35,13 +30,13 @@ driver::Options options(
      {"--staged", "0"},        {"--node", "1"},  // so many PEs in a row reach each other where others are staged
      {"--long-pe", "-1"},                        // has so many columns, and this time-out of one wait
      {"--long-columns", "0"},  {"--long-timeout-ms", "0"},
-     {"--empty-between", "0"},                            // every second launch has no rows
-     {"--delay-us", "0"},                                 // longest delay of an operation of the network
-     {"--slow-pe", "-1"},                                 // sleeps before each of its launches ...
-     {"--slow-us", "3000"},    {"--timeout-ms", "4000"},  // of one wait
-     {"--stop-pe", "-1"},                                 // does not launch, or ...
-     {"--other-pe", "-1"},                                // ... launches under another contract, at ...
-     {"--trouble-at", "-1"},                              // ... this launch (from 0); then all recover and go on
+     {"--empty-between", "0"},                             // every second launch has no rows
+     {"--delay-us", "0"},                                  // longest delay of an operation of the network
+     {"--slow-pe", "-1"},                                  // sleeps before each of its launches ...
+     {"--slow-us", "3000"},    {"--timeout-ms", "60000"},  // of one wait; if there is trouble, from then until recovery
+     {"--stop-pe", "-1"},                                  // does not launch, or ...
+     {"--other-pe", "-1"},                                 // ... launches under another contract, at ...
+     {"--trouble-at", "-1"},                               // ... this launch (from 0); then all recover and go on
      {"--queued", "0"}});  // launches behind that one that do not look at errors, as in a GPU's queue
 
 // Small whole numbers: sums are exact in fp32.
@@ -56,9 +51,10 @@ int64_t columns_of(int pe) {
 
 // What the PEs tell each other on the host.
 struct World {
-  explicit World(int size) : meeting(size), epochs(static_cast<size_t>(size)) {}
+  explicit World(int size) : meeting(size), start(size), epochs(static_cast<size_t>(size)) {}
 
   std::barrier<> meeting;
+  driver::Meeting start;         // of a launch that a PE stays away from
   std::vector<uint64_t> epochs;  // of each PE: the last launch that it may have taken part in
 };
 
@@ -91,9 +87,8 @@ struct Pe {
     team.local = &local;
     team.error = &error;
     team.input_error = &input_error;
-    const char* timeout = rank == options.number("--long-pe") ? "--long-timeout-ms" : "--timeout-ms";
-    team.timeout_ns = static_cast<uint64_t>(options.number(timeout)) * 1000000;
     team.contract_hash = 0x5a5a;
+    plan.asked = &asked;
     plan.output.num_tiles = tiles;
     plan.output.stride = rows;
     plan.packets.all_reachable = size == 1 || options.number("--staged") == 0;
@@ -115,18 +110,50 @@ struct Pe {
 
   void run() {
     for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
+      const bool is_trouble = launch == options.number("--trouble-at");
+      set_timeout(is_trouble);
+      if (is_trouble && options.number("--stop-pe") >= 0) world.start.arrive_and_wait();
       if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
+      if (rank == options.number("--long-pe")) await_others();
       if (launch == options.number("--trouble-at")) {
         if (rank != options.number("--stop-pe")) run_into_trouble(launch);
         recover();
         continue;
       }
       const std::vector<float> output = run_kernel(launch);
-      if (local.asked != 0) driver::fail(kCount, "PE %d, launch %ld: %u WGs stay counted", rank, launch, local.asked);
+      if (asked != 0)
+        driver::fail(driver::kWrongRemains, "PE %d, launch %ld: %u WGs stay counted", rank, launch, asked);
       if (error.state != 0) {
-        driver::fail(kAbort, "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch, error.phase, error.peer);
+        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
+                     error.phase, error.peer);
       }
       check(output, launch);
+    }
+  }
+
+  // On a busy machine a PE may be late by more than a wait for one that never comes should last.
+  void set_timeout(bool is_trouble) {
+    constexpr int64_t kMinute = 60000;
+    int64_t ms = is_trouble || options.number("--trouble-at") < 0 ? options.number("--timeout-ms") : kMinute;
+    if (rank == options.number("--long-pe")) ms = options.number("--long-timeout-ms");
+    plan.team.timeout_ns = static_cast<uint64_t>(ms) * 1000000;
+  }
+
+  // Until all that the other PEs send in the next launch is there: their credit and, of each tile, their sums.
+  void await_others() const {
+    const uint64_t epoch = local.epoch + 1;
+    const auto* sums = reinterpret_cast<const po::Packet*>(heap + plan.packets.partials_offset +
+                                                           epoch % 2 * plan.packets.partials_bytes);
+    const int64_t per_sender = tiles * items * Config::kPacketsPerItem;
+    const auto has_come = [&](const uint64_t& flag) {
+      return po::epoch_of(__atomic_load_n(&flag, __ATOMIC_RELAXED)) >= epoch;
+    };
+    for (int sender = 0; sender < size; ++sender) {
+      if (sender == rank) continue;
+      driver::wait_until([&] { return has_come(*po::local_word(plan.team, po::grant_offset(plan.team, sender))); });
+      for (int64_t i = sender * per_sender; i < (sender + 1) * per_sender; ++i) {
+        driver::wait_until([&] { return has_come(sums[i].flag); });
+      }
     }
   }
 
@@ -155,12 +182,13 @@ struct Pe {
     for (int64_t i = 0; i <= options.number("--queued"); ++i) {
       const std::vector<float> output = run_kernel(launch + i);
       if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
-        driver::fail(kAbort, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank, launch + i);
+        driver::fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank,
+                     launch + i);
       }
       for (size_t place = 0; place < output.size(); ++place) {
         if (po::float_bits(output[place]) != 0xffffffffu) {
-          driver::fail(kWrongOutput, "PE %d, launch %ld: element %zu is %g, not poisoned", rank, launch + i, place,
-                       output[place]);
+          driver::fail(driver::kWrongOutput, "PE %d, launch %ld: element %zu is %g, not poisoned", rank, launch + i,
+                       place, output[place]);
         }
       }
     }
@@ -212,8 +240,8 @@ struct Pe {
 
   void check_trace(const char* what, int sender, uint64_t flag) const {
     if (po::epoch_of(flag) <= world.epochs[static_cast<size_t>(sender)]) return;
-    driver::fail(kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", rank, what, sender,
-                 po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
+    driver::fail(driver::kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", rank, what,
+                 sender, po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
   }
 
   static bool is_empty(int64_t launch) { return options.number("--empty-between") != 0 && launch % 2 == 1; }
@@ -228,8 +256,8 @@ struct Pe {
         }
         const float found = output[static_cast<size_t>(n * rows + row)];
         if (found != expected) {
-          driver::fail(kWrongOutput, "PE %d, launch %ld: vector %ld, row %ld is %g, not %g", rank, launch, n, row,
-                       found, expected);
+          driver::fail(driver::kWrongOutput, "PE %d, launch %ld: vector %ld, row %ld is %g, not %g", rank, launch, n,
+                       row, found, expected);
         }
       }
     }
@@ -247,6 +275,7 @@ struct Pe {
   Plan plan{};
   uint8_t* heap = nullptr;
   po::LocalState local{};
+  uint32_t asked = 0;
   po::ErrorRecord error{};
   po::InputErrorRecord input_error{};
   std::unique_ptr<po::DelayedNetwork> network;

@@ -2,7 +2,7 @@
 // rows, and checks every output. Built with -fsanitize=thread, as embedding_driver.cpp: what is not ordered by the protocol
 // is a data race.
 //
-// Exit status: 0 all as expected, 2 bad option, 3 wrong output, 4 an abort; ThreadSanitizer adds its own.
+// exits.h says how it ends.
 
 #include <cstdlib>
 #include <cstring>
@@ -20,8 +20,6 @@ using po::sparse_all_reduce::Plan;
 using po::sparse_all_reduce::Report;
 using Storage = Config::Scalar::Storage;
 
-constexpr int kWrongOutput = 3;
-constexpr int kAbort = 4;
 constexpr uint64_t kReadyStride = 64;
 
 // --overlap: of 8 rows, how many all PEs may have; the others belong to one each. --repeats: the most times that a row occurs on a PE.
@@ -40,7 +38,7 @@ driver::Options options({{"--pes", "2"},
                          {"--empty-pe", "-1"},
                          {"--slow-pe", "-1"},
                          {"--slow-us", "3000"},
-                         {"--timeout-ms", "4000"}});
+                         {"--timeout-ms", "60000"}});
 
 uint64_t mixed(uint64_t x) {
   x = (x ^ x >> 31) * 0x7fb5d329728ea185ull;
@@ -94,6 +92,11 @@ struct Pe {
     output_offset = take(static_cast<uint64_t>(capacity * plan.row_bytes));
     heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
     std::memset(heap, 0, bytes);
+    // Of the same size in each launch: what is left of a larger one must not lead out of them.
+    const auto most = static_cast<size_t>(rows * options.number("--repeats"));
+    entries.resize(most);
+    order.resize(most);
+    values.resize(most * static_cast<size_t>(columns));
     first_entry.resize(static_cast<size_t>(plan.sets.num_words));
     totals.resize(static_cast<size_t>(options.number("--wgs")));
     met.resize(totals.size() * po::kNumMeetings);
@@ -135,27 +138,34 @@ struct Pe {
   void run() {
     for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
       if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
-      std::vector<Config::Index> entries;
-      std::vector<int64_t> order;
-      std::vector<Storage> values;
+      int64_t count = 0;
+      int64_t num_hot = 0;
       for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t time = 0; time < times(rank, row, launch, size); ++time) {
-          order.push_back(static_cast<int64_t>(entries.size()));
-          entries.push_back(static_cast<Config::Index>(row));
+        const int64_t occurrences = times(rank, row, launch, size);
+        num_hot += occurrences >= PO_HOT_ENTRIES;
+        for (int64_t time = 0; time < occurrences; ++time, ++count) {
+          order[static_cast<size_t>(count)] = count;
+          entries[static_cast<size_t>(count)] = static_cast<Config::Index>(row);
           for (int64_t column = 0; column < columns; ++column) {
-            values.push_back(Config::Scalar::from_float(value(rank, row, column, time, launch)));
+            values[static_cast<size_t>(count * columns + column)] =
+                Config::Scalar::from_float(value(rank, row, column, time, launch));
           }
         }
       }
-      const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(entries.data()),
-                                              reinterpret_cast<uint64_t>(order.data()),
-                                              reinterpret_cast<uint64_t>(values.data()), entries.size(), output_offset};
+      const uint64_t words[po::kCallWords] = {
+          reinterpret_cast<uint64_t>(entries.data()), reinterpret_cast<uint64_t>(order.data()),
+          reinterpret_cast<uint64_t>(values.data()), static_cast<uint64_t>(count), output_offset};
       po::run_on_host<Kernel>(&plan, words, static_cast<int>(options.number("--wgs")),
                               static_cast<int>(options.number("--threads")));
       if (error.state != 0) {
-        driver::fail(kAbort, "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch, error.phase, error.peer);
+        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
+                     error.phase, error.peer);
       }
       check(launch);
+      if (plan.all_reachable && num_rows_out <= capacity && hot.count != static_cast<uint64_t>(num_hot)) {
+        driver::fail(driver::kWrongRemains, "PE %d, launch %ld: %lu rows listed as hot, not %ld", rank, launch,
+                     hot.count, num_hot);
+      }
       std::memset(heap + output_offset, 0xff, static_cast<size_t>(capacity * plan.row_bytes));  // it is the user's now
     }
   }
@@ -187,7 +197,7 @@ struct Pe {
   }
 
   void fail(int64_t launch, const char* what, int64_t where) const {
-    driver::fail(kWrongOutput, "PE %d, launch %ld: wrong %s %ld", rank, launch, what, where);
+    driver::fail(driver::kWrongOutput, "PE %d, launch %ld: wrong %s %ld", rank, launch, what, where);
   }
 
   const int rank;
@@ -199,6 +209,9 @@ struct Pe {
   uint8_t* heap = nullptr;
   uint64_t output_offset = 0;
   std::vector<uint64_t> seen_heaps;
+  std::vector<Config::Index> entries;
+  std::vector<int64_t> order;
+  std::vector<Storage> values;
   std::vector<uint32_t> first_entry;
   std::vector<po::Packet> totals;
   std::vector<uint64_t> met;

@@ -1,0 +1,72 @@
+"""Which GPU a PE takes, and whether the PEs' choices work together. Decided from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .errors import BootstrapError
+
+__all__ = ["Numbers", "check_sharing", "choose_device"]
+
+
+class Numbers(NamedTuple):
+    """A process' place among those of its host.
+
+    Attributes:
+        rank: its number among them.
+        size: how many they are; None where that is not known.
+    """
+
+    rank: int
+    size: int | None
+
+
+def choose_device(count: int, *, current: int | None, of_job: Numbers | None, of_world: Numbers) -> int:
+    """Return the index of the GPU that this PE takes.
+
+    The device that the user has chosen; else that of the local rank which the launcher gave this process, since the
+    PEs of a world may be a part of a job; else that of the PE's place in its world.
+
+    Args:
+        count: GPUs that this process sees, at least 1.
+        current: torch's current device where this process has initialised CUDA, which setting a device does; else
+            None.
+        of_job: what the launcher said, where it said something.
+        of_world: this PE among the world's on this host.
+    """
+    if current is not None:
+        return current
+    rank, size = of_job or of_world
+    if size is not None and size > count:
+        # Too few for one each. Equally many on each, because NVSHMEM does not start otherwise.
+        count = max(number for number in range(1, count + 1) if size % number == 0)
+    return rank % count
+
+
+def check_sharing(uuids: Sequence[str], rank: int) -> str:
+    """Return what PE `rank` is to be told about the GPU that it shares; "" where it has one of its own.
+
+    Args:
+        uuids: of each PE's GPU, in rank order.
+        rank: this PE.
+
+    Raises:
+        BootstrapError: some GPUs carry more PEs than others, with which NVSHMEM's start does not end.
+    """
+    sharers: dict[str, list[int]] = {}
+    for pe, uuid in enumerate(uuids):
+        sharers.setdefault(uuid, []).append(pe)
+    if len({len(pes) for pes in sharers.values()}) > 1:
+        listed = "; ".join(f"{uuid}: PE {', '.join(map(str, pes))}" for uuid, pes in sharers.items())
+        raise BootstrapError(
+            f"some GPUs carry more PEs than others ({listed}), with which NVSHMEM does not start; give each PE a GPU "
+            "of its own with torch.cuda.set_device() before init(), or put equally many on each"
+        )
+    if len(sharers[uuids[rank]]) == 1:
+        return ""
+    gpus = "1 GPU" if len(sharers) == 1 else f"{len(sharers)} GPUs"
+    return (
+        f"{len(uuids)} PEs share {gpus}; fine for tests, useless for timing. Where there are more GPUs, call "
+        "torch.cuda.set_device() before init()"
+    )

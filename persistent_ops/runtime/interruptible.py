@@ -1,0 +1,59 @@
+"""Calls that block outside of Python, made so that a signal (Ctrl-C) is handled while they wait.
+
+Python runs signal handlers between two of its own instructions, and in the main thread alone: a library call there
+would put them off until it returns.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["Interruptible"]
+
+T = TypeVar("T")
+
+
+class Interruptible:
+    """Makes such calls from a thread of its own where the caller is the main thread.
+
+    Attributes:
+        interrupted: as long as the context that it returns is open, a call that is under way returns soon.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def call(self, function: Callable[[], T], patience: float | None = None) -> T:
+        """Return what `function` returns; where a signal handler raises, let it end and raise that.
+
+        Args:
+            function: that blocks.
+            patience: seconds after which it is let end too; None for as long as it takes.
+        """
+        if patience is None and threading.current_thread() is not threading.main_thread():
+            return function()  # no signal is handled here
+        if self._pool is None:
+            self._pool = concurrent.futures.ThreadPoolExecutor(1, "persistent_ops wait")
+        future = self._pool.submit(function)
+        try:
+            concurrent.futures.wait([future], patience)
+            if not future.done():
+                with self.interrupted():
+                    concurrent.futures.wait([future])
+            return future.result()
+        except BaseException:
+            if not future.done():
+                with self.interrupted():
+                    concurrent.futures.wait([future])
+            raise
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None

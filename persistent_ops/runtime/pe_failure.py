@@ -1,0 +1,32 @@
+"""Why a PE that `launch` started has no result, and which of several failures explains the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from persistent_ops.runtime.errors import BootstrapError, PeerTimeoutError
+
+__all__ = ["Failure", "RemoteTraceback", "first_cause"]
+
+
+class RemoteTraceback(Exception):
+    """Carries a PE's traceback as text, to be shown as the cause of its exception."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Failure:
+    """Why one PE has no result."""
+
+    def __init__(self, rank: int, error: BaseException, *, killed: bool = False) -> None:
+        self.rank = rank
+        self.error = error
+        # A PE that died, or failed in its own code, explains the ones that then missed it.
+        missed_a_peer = isinstance(error, (BootstrapError, PeerTimeoutError))
+        self.order = 0 if killed else 2 if missed_a_peer else 1
+
+
+def first_cause(failures: Iterable[Failure]) -> BaseException:
+    """Return the error that explains the others, of the earliest failures."""
+    return min(failures, key=lambda failure: failure.order).error

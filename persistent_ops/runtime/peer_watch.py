@@ -1,0 +1,126 @@
+"""Knowing of the other PEs, while launches wait for them, what flags cannot tell: that one has ended, or compiles.
+
+Every PE leaves its state on the board and counts the change. A thread looks at that count, and at the processes of this
+host, four times a second; what it finds goes to the kernels, which then wait no longer, or do not count the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from persistent_ops.runtime.board import Board
+from persistent_ops.runtime.errors import BootstrapError
+
+__all__ = ["ABSENT", "HERE", "PREPARING", "PeerWatch", "tell_state"]
+
+HERE, PREPARING, ABSENT = b"here", b"preparing", b"absent"
+_PERIOD_S = 0.25
+_REQUEST_S = 3600.0  # a board that is slow to answer is no news; whoever needs it has a time-out of his own
+_NEWS = "news"
+
+
+def tell_state(board: Board, rank: int, state: bytes, deadline: float) -> None:
+    """Let all PEs know the state of one."""
+    board.put(f"state/{rank}", state, deadline)
+    board.add(_NEWS, 1, deadline)
+
+
+class PeerWatch:
+    """The thread of one PE; it ends with `close`, or when the board is gone.
+
+    Args:
+        board: of the job; all PEs have told their state.
+        rank: of this PE.
+        size: of the world.
+        serving_rank: the PE that serves the board; None where it is none of them.
+        find_dead: returns the ranks whose processes are known to have ended.
+        report: called from the thread, with the ranks that have ended and those that prepare a launch, at each change.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        size: int,
+        *,
+        serving_rank: int | None,
+        find_dead: Callable[[], Sequence[int]],
+        report: Callable[[frozenset[int], frozenset[int]], None],
+    ) -> None:
+        self._board: Board | None = board
+        self._rank = rank
+        self._size = size
+        self._serving_rank = serving_rank
+        self._find_dead = find_dead
+        self._report = report
+        self._seen = 0
+        self._lost: frozenset[int] = frozenset()
+        self._preparing: frozenset[int] = frozenset()
+        self._busy_since: float | None = None
+        self._has_told_busy = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="persistent_ops peer watch", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Let the peers not count the time that this takes, where it takes long enough to matter."""
+        if self._busy_since is not None:
+            yield
+            return
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_PERIOD_S):
+            lost, preparing = self._lost, self._preparing
+            if self._board is not None:
+                try:
+                    self._tell_busy(self._board)
+                    preparing, absent = self._read(self._board)
+                    lost |= absent
+                except BootstrapError:
+                    # Who served it has left. Of the PEs on this host their processes tell more.
+                    self._board, preparing = None, frozenset()
+                    if self._serving_rank is not None and not self._stopped.is_set():
+                        lost |= {self._serving_rank}
+            dead = frozenset(self._find_dead()) - lost
+            for rank in dead:
+                with contextlib.suppress(BootstrapError):
+                    if self._board is not None:  # PEs on other hosts cannot see it for themselves
+                        tell_state(self._board, rank, ABSENT, time.monotonic() + _REQUEST_S)
+            lost = (lost | dead) - {self._rank}
+            preparing -= lost | {self._rank}
+            if not self._stopped.is_set() and (lost, preparing) != (self._lost, self._preparing):
+                self._lost, self._preparing = lost, preparing
+                self._report(lost, preparing)
+
+    def _tell_busy(self, board: Board) -> None:
+        since = self._busy_since
+        is_busy = since is not None and time.monotonic() - since > _PERIOD_S / 2
+        if is_busy != self._has_told_busy:
+            tell_state(board, self._rank, PREPARING if is_busy else HERE, time.monotonic() + _REQUEST_S)
+            self._has_told_busy = is_busy
+
+    def _read(self, board: Board) -> tuple[frozenset[int], frozenset[int]]:
+        """Return who prepares a launch, and who has told that it leaves."""
+        deadline = time.monotonic() + _REQUEST_S
+        number = board.add(_NEWS, 0, deadline)
+        if number == self._seen:
+            return self._preparing, frozenset()
+        states = board.read([f"state/{rank}" for rank in range(self._size)], deadline)
+        self._seen = number
+        found = {state: frozenset(r for r, told in enumerate(states) if told == state) for state in (PREPARING, ABSENT)}
+        return found[PREPARING], found[ABSENT]

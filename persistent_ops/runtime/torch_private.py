@@ -1,0 +1,83 @@
+"""What the package uses of torch's private names, in one place: what for, and which public name is missing.
+
+They are the functions themselves, so that asking for them here costs a call nothing. A torch without one of them fails
+at import; pyproject.toml bounds torch by the versions that were run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils._python_dispatch import _disable_current_modes
+
+_guards = getattr(torch._C._dynamo, "guards", None)
+
+__all__ = [
+    "TensorGuards",
+    "autograd_node",
+    "backward_pass",
+    "current_raw_stream",
+    "function_transform",
+    "num_dispatch_modes",
+    "queue_callback",
+    "storage_use_count",
+    "without_dispatch_modes",
+]
+
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+"""How many tensors share a storage, given its `_cdata`: the output pool hands a buffer out again when nobody does.
+
+Public torch counts no uses: `sys.getrefcount` sees Python's wrappers alone, and a view that C++ holds has none.
+"""
+
+current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""The handle of a device's current stream; None in builds of torch without CUDA.
+
+`torch.cuda.current_stream(device).cuda_stream` makes a Python object each time: a microsecond of every launch.
+"""
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many TorchDispatchModes are active (fake tensors, tracing): a call must then go through the dispatcher.
+
+Public torch lets a mode be entered, and does not say whether one is.
+"""
+
+function_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func (vmap, grad) that is active, or None; a call must go through the dispatcher.
+
+Public torch applies transforms, and does not say whether one is active.
+"""
+
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread is in, or -1: DDP's hook asks where it was called from.
+
+Public torch numbers nodes and tensors of a graph, but no backward passes.
+"""
+
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Has a function called at the end of the backward pass that this thread is in: DDP is done with its buckets then.
+
+Public torch has hooks for tensors and nodes, and none for the end of a backward pass.
+"""
+
+autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
+"""The node that the backward pass of this thread runs, or None in its final callbacks.
+
+Public torch calls hooks with a node's gradients, and does not tell other code which node runs.
+"""
+
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""A context in which no TorchDispatchMode is active: what the PEs agree on beside fake tensors is done with real ones.
+
+Public torch lets a mode be left in the order of entering alone.
+"""
+
+TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+"""Compares many tensors with shapes, strides and dtypes that they had once, in one call; None where torch lacks it.
+
+Public torch gives these of one tensor at a time, each as a new object of Python's: 0.2 us per table and call.
+"""

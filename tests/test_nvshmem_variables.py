@@ -1,0 +1,67 @@
+"""The variables that NVSHMEM reads when it starts: in force then, and as they were afterwards."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from persistent_ops.runtime.nvshmem_variables import NvshmemVariables
+
+SIZE, INTERFACE, NO_NVLS = "NVSHMEM_SYMMETRIC_SIZE", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_DISABLE_NVLS"
+
+
+@pytest.fixture(autouse=True)
+def none_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (SIZE, INTERFACE, NO_NVLS):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test, whatever that does
+        monkeypatch.delenv(name)
+
+
+def seen() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in (SIZE, INTERFACE, NO_NVLS))
+
+
+def test_each_start_gets_its_own_heap_size() -> None:
+    for heap_bytes in (64 << 20, 512 << 20):
+        with NvshmemVariables(heap_bytes, single_host=True):
+            assert seen() == (str(heap_bytes + (64 << 20)), "lo", "1")
+        assert seen() == (None, None, "1")
+    with NvshmemVariables(1 << 20, single_host=False):
+        assert seen() == (str(65 << 20), None, "1")
+
+
+def test_what_the_user_has_set_stands_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIZE, "8G")
+    monkeypatch.setenv(INTERFACE, "eth0")
+    with NvshmemVariables(1 << 20, single_host=True):
+        assert seen() == ("8G", "eth0", "1")
+        os.environ.pop(SIZE)
+    assert seen() == ("8G", "eth0", "1")
+
+
+def test_a_start_that_fails_restores_them_too() -> None:
+    with pytest.raises(RuntimeError, match="no peer"), NvshmemVariables(1 << 20, single_host=True):
+        raise RuntimeError("no peer")
+    assert seen() == (None, None, "1")
+
+
+def test_multicast_is_off_whatever_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(NO_NVLS, "0")
+    for _ in range(2):
+        with NvshmemVariables(1 << 20, single_host=True):
+            assert os.environ[NO_NVLS] == "1"
+        assert os.environ[NO_NVLS] == "1"
+    assert [record.getMessage() for record in caplog.records] == [
+        "persistent_ops: NVSHMEM_DISABLE_NVLS=0 becomes 1: NVLink multicast is never used"
+    ]
+
+
+def test_processes_that_are_started_see_them(capfd: pytest.CaptureFixture[str]) -> None:
+    """What C libraries read with getenv() follows os.environ."""
+    with NvshmemVariables(1 << 20, single_host=True):
+        os.system(f"echo [${SIZE}]")
+    os.system(f"echo [${SIZE}]")
+    assert capfd.readouterr().out == f"[{65 << 20}]\n[]\n"

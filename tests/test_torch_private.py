@@ -1,0 +1,120 @@
+"""torch's private names: used in one module, where each is explained, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from pathlib import Path
+
+import persistent_ops
+from persistent_ops.runtime import torch_private
+
+PACKAGE = Path(persistent_ops.__file__).parent
+MODULE = PACKAGE / "runtime/torch_private.py"
+
+
+def dotted(node: ast.AST) -> str:
+    """Return "torch._C.name" of an attribute's expression, or "" where it is no chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{before}.{node.attr}" if (before := dotted(node.value)) else ""
+    return ""
+
+
+def private_names(file: Path) -> set[str]:
+    """Return the private names of torch that a file uses, imports and getattr() included."""
+    tree = ast.parse(file.read_text())
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    origin = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imported for alias in node.names}
+    names = [*origin.values()]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names.append(dotted(node))
+        elif isinstance(node, ast.Call) and dotted(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
+            names.append(f"{dotted(node.args[0])}.{node.args[1].value}")
+    for number, name in enumerate(names):
+        first, dot, rest = name.partition(".")
+        names[number] = f"{origin.get(first, first)}{dot}{rest}"
+    found = {name for name in names if name.startswith("torch.") and re.search(r"\._(?!_)", name)}
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def explained() -> dict[str, str]:
+    """Return the docstrings of the module's names: the string behind each assignment."""
+    body = ast.parse(MODULE.read_text()).body
+    return {
+        node.target.id: following.value.value
+        for node, following in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+    }
+
+
+def test_private_names_are_used_in_one_module() -> None:
+    used = {str(file.relative_to(PACKAGE)): private_names(file) for file in sorted(PACKAGE.rglob("*.py"))}
+    listed = used.pop(str(MODULE.relative_to(PACKAGE)))
+    assert listed == {
+        "torch._C._cuda_getCurrentRawStream",
+        "torch._C._current_autograd_node",
+        "torch._C._current_graph_task_id",
+        "torch._C._dynamo.guards",
+        "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._len_torch_dispatch_stack",
+        "torch._C._storage_Use_Count",
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "torch.utils._python_dispatch._disable_current_modes",
+    }
+    assert not {file: names for file, names in used.items() if names}
+
+
+def test_each_is_explained() -> None:
+    assert set(explained()) == set(torch_private.__all__)
+    for name, text in explained().items():
+        assert text.count("\n\n") == 1, f"{name}: what it is for, then what public torch lacks"
+
+
+def test_the_list_sees_what_it_is_to_see(tmp_path: Path) -> None:
+    file = tmp_path / "uses.py"
+    file.write_text(
+        "import torch\nimport torch._dynamo\nfrom torch._subclasses import fake_tensor\n"
+        "from torch.autograd import Variable as V\nb = V._five.six, torch.__version__, other._seven\n"
+        "a = torch._C._one() + torch.cuda._two\nc = getattr(torch._C, '_three', None)\n"
+        "self._torch._four = torch.ones(1)\n"
+    )
+    assert private_names(file) == {
+        "torch._dynamo",
+        "torch._subclasses.fake_tensor",
+        "torch._C._one",
+        "torch.cuda._two",
+        "torch._C._three",
+        "torch.autograd.Variable._five.six",
+    }
+
+
+def test_what_they_answer() -> None:
+    """A torch in which a name means something else must be noticed here."""
+    import torch
+
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()._cdata
+    before = torch_private.storage_use_count(storage)
+    views = [tensor[:2], tensor.view(2, 2)]
+    assert torch_private.storage_use_count(storage) == before + len(views)
+    assert torch_private.num_dispatch_modes() == 0 and torch_private.function_transform() is None
+    assert torch_private.backward_pass() == -1 and torch_private.autograd_node() is None
+    seen = []
+
+    def look(gradient: torch.Tensor) -> None:
+        seen.append((torch_private.backward_pass() != -1, torch_private.autograd_node() is not None))
+
+    parameter = torch.ones(2, requires_grad=True)
+    product = parameter * 2
+    product.register_hook(look)
+    product.sum().backward()
+    assert seen == [(True, True)]
+    transformed = torch.func.vmap(lambda x: x * (torch_private.function_transform() is not None))(torch.ones(3))
+    assert transformed.tolist() == [1.0] * 3
