@@ -103,7 +103,7 @@ def _places() -> list[str]:
     """A team of one must own what it writes: nothing of it may be the world's."""
     world = po.runtime.world.current()
     workspace = world.workspace
-    contract = Contract("gemv_all_reduce", (1, 8, 1, 0, 0, 0, 1, 0))
+    contract = Contract("gemv_all_reduce", (1, 8, 1, torch.float32, torch.float32, False, 1, 0))
     ours, own = workspace.team(contract), workspace.team(contract, is_alone=True)
     problems = []
     if (own.rank, own.size) != (0, 1) or own.local == ours.local:

@@ -262,7 +262,7 @@ def test_a_peer_behind_a_network_has_no_view() -> None:
 @pytest.mark.host
 def test_growing_batches_share_the_room_for_staged_rows() -> None:
     def program() -> list[int]:
-        po.init("host", operator_timeout=20.0, heap_size=6 * MB, transport="staged")
+        po.init("host", operator_timeout=120.0, heap_size=6 * MB, transport="staged")
         world, wrong = po.world_size(), []
         table = torch.arange(40.0).repeat(64, 1).t().contiguous()
         for batch in [*range(400, 4000, 400), 1, 4000, 17]:  # rows of up to 1 MB a PE sends, of 256 bytes each
@@ -275,7 +275,7 @@ def test_growing_batches_share_the_room_for_staged_rows() -> None:
         po.finalize()
         return wrong
 
-    assert po.launch(program, 2, threads=True, timeout=100) == [[], []]
+    assert po.launch(program, 2, threads=True, timeout=250) == [[], []]
 
 
 # ---- the pool of results -------------------------------------------------------------------------------------------

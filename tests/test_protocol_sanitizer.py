@@ -310,7 +310,7 @@ MUTATIONS = {
         (Edit(LAUNCH, " && low_bits_of(seen) != team.contract_hash) {", " && false) {"),), MISMATCH, {Exit.WRONG_REPORT}
     ),
     "report_passed_on_without_its_reason": Mutation(
-        (Edit(LAUNCH, "? low_bits_of(seen)", "? kind << kBlameKindShift | (low_bits_of(seen) & 0x3fffu)"),),
+        (Edit(LAUNCH, "? low_bits_of(seen)", "? low_bits_of(seen) & ((1u << kBlameKindShift) - 1)"),),
         PASSED_ON,
         {Exit.WRONG_REPORT},
     ),
