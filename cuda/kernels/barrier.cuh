@@ -10,8 +10,10 @@ namespace po::barrier {
 struct Plan {
   Team team;
 };
+PO_DESCRIBE(Plan, team)
 
 struct Call {};
+PO_DESCRIBE(Call)
 
 struct Shared {
   Plan plan;
@@ -22,7 +24,7 @@ struct Kernel {
   using Plan = barrier::Plan;
   using Call = barrier::Call;
   using Shared = barrier::Shared;
-  static constexpr int kThreads = 64;
+  static constexpr int kThreads = 64;  // on the GPU
   static constexpr int kBlocksPerSm = 1;
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call&) {
@@ -35,5 +37,3 @@ struct Kernel {
 };
 
 }  // namespace po::barrier
-
-PO_ENTRY(barrier, po::barrier::Kernel)

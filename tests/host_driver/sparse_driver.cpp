@@ -142,7 +142,7 @@ struct Pe {
       int64_t num_hot = 0;
       for (int64_t row = 0; row < rows; ++row) {
         const int64_t occurrences = times(rank, row, launch, size);
-        num_hot += occurrences >= PO_HOT_ENTRIES;
+        num_hot += occurrences >= po::kHotEntries;
         for (int64_t time = 0; time < occurrences; ++time, ++count) {
           order[static_cast<size_t>(count)] = count;
           entries[static_cast<size_t>(count)] = static_cast<Config::Index>(row);
