@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from persistent_ops.runtime.layout import Team
 
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
@@ -26,7 +27,6 @@ from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_fact
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.jit import KernelResources, KernelSource, compile_cuda
-from persistent_ops.runtime.layout import Team
 from persistent_ops.runtime.toolchain import find_nvcc
 
 TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "kernel_resources.json"

@@ -22,12 +22,12 @@ from gemv_cases import (
     make_inputs,
     placed,
 )
+from persistent_ops.runtime.layout import GRANT_BYTES
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.runtime.contract import Contract
-from persistent_ops.runtime.layout import GRANT_BYTES
 
 MB = 1 << 20
 ROWS, COLUMNS = 21, 24

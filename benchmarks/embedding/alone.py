@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from persistent_ops.runtime.layout import Team
 
 from persistent_ops.ops.embedding_plan import EmbeddingPlan
 from persistent_ops.runtime.contract import Contract
-from persistent_ops.runtime.layout import Team
 from persistent_ops.runtime.workspace import Workspace
 from persistent_ops.runtime.world import World
 

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from persistent_ops.runtime.layout import Team
 
 import persistent_ops as po
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.contract import Contract, register
-from persistent_ops.runtime.layout import Team
 from persistent_ops.runtime.world import World, upload
 
 from .pes import gather

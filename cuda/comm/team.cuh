@@ -56,6 +56,7 @@ using Phase = uint32_t;
 inline constexpr int kPhaseBits = 16;
 constexpr Phase make_phase(uint32_t code, uint32_t eighths = 8) { return eighths << kPhaseBits | code; }
 inline constexpr Phase kPhaseCredit = make_phase(1);
+PO_CONSTANT(kPhaseCredit)
 inline constexpr uint32_t kFirstPhase = 16;
 
 // Host-visible memory. `state` is released last and makes the other fields valid.

@@ -20,11 +20,14 @@ struct Shared {
   uint64_t is_last;
 };
 
+inline constexpr int kThreads = 64;  // on the GPU
+PO_CONSTANT(kThreads)
+
 struct Kernel {
   using Plan = barrier::Plan;
   using Call = barrier::Call;
   using Shared = barrier::Shared;
-  static constexpr int kThreads = 64;  // on the GPU
+  static constexpr int kThreads = barrier::kThreads;
   static constexpr int kBlocksPerSm = 1;
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call&) {

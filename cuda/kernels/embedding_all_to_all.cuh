@@ -58,6 +58,8 @@ PO_CONSTANT(kLanes4)
 // What a wait is for.
 inline constexpr Phase kPhaseReady = make_phase(kFirstPhase);
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 1);
+PO_CONSTANT(kPhaseReady)
+PO_CONSTANT(kPhaseSlice)
 
 // ---- arguments ------------------------------------------------------------------------------------------------------
 
@@ -101,6 +103,8 @@ struct Shared {
 // ---- bad input ------------------------------------------------------------------------------------------------------
 
 enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2 };
+PO_CONSTANT(kBadIndex)
+PO_CONSTANT(kBadOffset)
 
 PO_FN void report_bad_input(const Plan& plan, InputErrorKind kind, int64_t table, int64_t bag, int64_t value,
                             int64_t limit) {

@@ -94,6 +94,10 @@ struct Shared {
 // ---- input ----------------------------------------------------------------------------------------------------------
 
 enum InputErrorKind : uint64_t { kBadRow = 1, kBadCount = 2, kTooManyRows = 3, kNotAscending = 4 };
+PO_CONSTANT(kBadRow)
+PO_CONSTANT(kBadCount)
+PO_CONSTANT(kTooManyRows)
+PO_CONSTANT(kNotAscending)
 
 // How many of the entries are valid. They are sorted, so rows out of range are the first or the last ones.
 template <class Traits>

@@ -12,6 +12,7 @@ from ..runtime import world as _world
 from .gemv_plan import (
     ALGORITHMS,
     MAX_VECTORS,
+    OPERATOR,
     SCALARS,
     TUNING,
     GemvPlan,
@@ -108,8 +109,6 @@ class GemvOperator:
 
 # ---- launch --------------------------------------------------------------------------------------------------------
 
-_MAX_PLANS = 1024  # a decode loop's layers have a plan each where they have a bias
-
 
 def execute(
     weight: torch.Tensor,
@@ -158,8 +157,7 @@ def execute(
             prefetch_weight,
             is_alone=is_alone,
         )
-        world.make_room(plans, _MAX_PLANS)
-        plans[signature] = plan
+        OPERATOR.keep(world, plans, signature, plan)
     world.keep_captured(plan)
     if out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=device)

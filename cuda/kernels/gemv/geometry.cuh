@@ -17,7 +17,6 @@ PO_CONSTANT(kMaxRows)
 PO_CONSTANT(kServingWarps)
 PO_CONSTANT(kMostStepsAtOnce)
 PO_CONSTANT(kStaticBytes)
-PO_CONSTANT(sizeof(Packet))
 
 // Tiles of a WG that may be under way in its own memory.
 PO_FN constexpr int slots_of(int vectors) { return vectors == 1 ? 8 : 4; }
@@ -36,6 +35,7 @@ PO_FN constexpr int64_t parts_bytes(int64_t warps, int64_t vectors) {
   return warps / num_teams_of(static_cast<int>(warps)) * vectors * kTileRows * int64_t{sizeof(float)} *
          slots_of(static_cast<int>(vectors));
 }
+PO_QUERY(num_teams, (int64_t warps), num_teams_of(static_cast<int>(warps)))
 PO_QUERY(shares_sm, (int64_t vectors, int64_t prefetches), shares_sm(static_cast<int>(vectors), prefetches != 0))
 PO_QUERY(ring_step_bytes, (int64_t warps), ring_step_bytes(warps))
 PO_QUERY(vectors_bytes, (int64_t vectors, int64_t row_bytes), vectors_bytes(vectors, row_bytes))

@@ -16,6 +16,8 @@ namespace po::gemv_all_reduce {
 inline constexpr Phase kPhasePartial = make_phase(kFirstPhase);
 // Who owes a result may itself wait for sums: whose are missing should be told first.
 inline constexpr Phase kPhaseResult = make_phase(kFirstPhase + 1, 9);
+PO_CONSTANT(kPhasePartial)
+PO_CONSTANT(kPhaseResult)
 
 // A part of the plan. Offsets are in every PE's heap.
 struct PacketPlan {

@@ -12,6 +12,8 @@ namespace po {
 
 inline constexpr Phase kPhaseShare = make_phase(kFirstPhase + 1);
 inline constexpr Phase kPhaseRows = make_phase(kFirstPhase + 2);
+PO_CONSTANT(kPhaseShare)
+PO_CONSTANT(kPhaseRows)
 
 template <class Traits, class Plan>
 class RowExchange {

@@ -14,6 +14,7 @@
 namespace po {
 
 inline constexpr Phase kPhaseRowSet = make_phase(kFirstPhase);
+PO_CONSTANT(kPhaseRowSet)
 
 inline constexpr int kRowsPerWord = 64;
 PO_CONSTANT(kRowsPerWord)
