@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from persistent_ops.runtime.layout import Team
 
 from persistent_ops.ops.embedding_plan import EmbeddingPlan
 from persistent_ops.runtime.contract import Contract
@@ -28,8 +27,10 @@ class _AloneWorkspace:
         self.max_ready_words = workspace.max_ready_words
         self.launch = workspace.launch
 
-    def team(self, contract: Contract, *, wg_done: torch.Tensor | None = None) -> Team:
-        team = self._workspace.team(contract, wg_done=wg_done)
+        self.is_capturing = workspace.is_capturing
+
+    def team(self, contract: Contract) -> Any:
+        team: Any = self._workspace.team(contract)
         team.rank, team.size, team.peer_heaps = 0, 1, self._heaps.data_ptr()
         return team
 

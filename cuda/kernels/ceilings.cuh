@@ -31,6 +31,7 @@ struct Call {
 PO_DESCRIBE(Call, place, bytes, sink)
 
 inline constexpr int64_t kTileBytes = 4096;  // of a segment, from one WG to one peer at a time
+PO_CONSTANT(kTileBytes)
 
 struct Shared {
   Plan plan;

@@ -25,6 +25,7 @@ struct Config {
   int bytes = 16;        // of an access
   int threads = 256;
   int blocks_per_sm = 2;
+  int hot_entries = 32;  // of a row on a PE, from which on all its warps share it
 };
 
 template <Config kConfig>
@@ -32,6 +33,7 @@ struct Traits {
   using Scalar = ScalarOf<kConfig.scalar>;
   using Index = IndexOf<kConfig.index>;
   static constexpr bool kGathers = kConfig.gathers;
+  static constexpr int64_t kHotEntries = kConfig.hot_entries;
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kMostWarps = kWarpSize == 1 ? kMaxWarps : kThreads / kWarpSize;

@@ -2,7 +2,7 @@
 // host, `_gpu` only this PE. Flags are aligned 64-bit words.
 #pragma once
 
-#include "platform/platform.cuh"
+#include "platform/describe.cuh"
 
 #if !PO_ON_DEVICE
 #include <sched.h>

@@ -8,8 +8,6 @@
 
 namespace po {
 
-inline constexpr int64_t kHotEntries = 32;  // of a row, from which on it is hot; more where the list would overflow
-
 // Private memory of a PE.
 struct HotList {
   static constexpr int64_t kMost = 8192;
@@ -31,7 +29,7 @@ class HotRows {
   static PO_FN int64_t least_entries(const Plan& plan, const Traits::Entries& entries) {
     // Where peers are not within reach, their sums take the place that a hot row's would wait in.
     if (entries.order == nullptr || plan.all_reachable == 0) return kNever;
-    return max_of<int64_t>(kHotEntries, ceil_div(entries.count, HotList::kMost));
+    return max_of<int64_t>(Traits::kHotEntries, ceil_div(entries.count, HotList::kMost));
   }
 
   PO_FN HotRows(const WorkGroup& wg, const Plan& plan, const Traits::Entries& entries, const Transfer& transfer,
