@@ -1,4 +1,4 @@
-"""What the headers tell Python of their structs is what a compiler makes of them, and what is not told does not compile."""
+"""What the headers tell Python of their structs is what a compiler makes of them; what is left out does not compile."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
+from ..runtime.torch_library import define_operator
 from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
 from .embedding_plan import MODES, OPERATOR, SCHEDULES, SETS, TUNING, EmbeddingPlan, average_pooling, check_types
 from .plain_call import is_plain
@@ -28,9 +29,6 @@ _FORWARD_ONLY = (
     "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
     "all_to_all_single where gradients are needed"
 )
-_library = torch.library.Library("persistent_ops", "FRAGMENT")
-_library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
-_library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
 
 
 def embedding_all_to_all(
@@ -300,15 +298,8 @@ def _fake_out(*arguments: object, out: torch.Tensor) -> None:
     _fake(*arguments)  # type: ignore[arg-type]
 
 
-def _backward(context: object, gradient: torch.Tensor) -> None:
-    raise NotImplementedError(_FORWARD_ONLY)
-
-
-_library.impl(_NAME, _run, "CompositeExplicitAutograd")
-_library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
-torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
-torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
-torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+define_operator(_NAME, f"({_ARGUMENTS}) -> Tensor", _run, fake=_fake, no_gradient=_FORWARD_ONLY)
+define_operator(f"{_NAME}_out", f"({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _run_out, fake=_fake_out)
 
 
 # ---- reference -----------------------------------------------------------------------------------------------------

@@ -66,16 +66,16 @@ class KernelSource:
 
     Attributes:
         entry: path of the file, relative to the root, for example "kernels/embedding_all_to_all.cuh".
-        head, tail: lines of C++ before and behind the file: what instantiates its templates, for one.
         defines: (name, value) pairs, each passed as -Dname=value; no name twice.
         root: folder that includes are relative to; None for the package's own kernel sources.
+        head, tail: lines of C++ before and behind the file: what instantiates its templates, for one.
     """
 
     entry: str
     defines: tuple[tuple[str, str], ...] = ()
+    root: Path | None = None
     head: str = ""
     tail: str = ""
-    root: Path | None = None
 
     @property
     def unit(self) -> str:
