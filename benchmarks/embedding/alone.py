@@ -45,6 +45,7 @@ class _AloneWorld:
     def __init__(self, world: World) -> None:
         self.backend = world.backend
         self.load = world.load
+        self.preparing = world.preparing
         self.operator_state: dict[str, Any] = world.operator_state
         self._heaps = world.backend.private_words(1)
         self._heaps.fill_(world.backend.heap_base)

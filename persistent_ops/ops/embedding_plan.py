@@ -124,8 +124,7 @@ class EmbeddingPlan:
         _check_tables(weights, dtype, self._device)
         self.dtype = dtype
         _check_split(world, weights, offsets, dim_per_rank, batch_per_rank)
-        OPERATOR.refuse_capture(world)
-        structs = OPERATOR.description.structs
+        structs = OPERATOR.begin_plan(world).structs
         tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
         batch = sum(batch_per_rank)
         element = self.dtype.itemsize

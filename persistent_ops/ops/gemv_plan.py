@@ -98,7 +98,7 @@ def areas_of(world: World) -> Areas:
     """Return the world's room for packets; collective the first time."""
     areas: Areas | None = world.operator_state.get(_AREAS)
     if areas is None:
-        OPERATOR.refuse_capture(world)
+        OPERATOR.begin_plan(world)
         world.meet(_ROOM.contract(world.size, world.backend.heap_bytes))
         # Enough for every launch: rows that need more are done in several launches.
         nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
@@ -212,8 +212,7 @@ class GemvPlan:
         *,
         is_alone: bool = False,
     ) -> None:
-        OPERATOR.refuse_capture(world)
-        description = OPERATOR.description
+        description = OPERATOR.begin_plan(world)
         structs, constants = description.structs, description.constants
         tile_rows = constants["kTileRows"]
         if columns >= 1 << 30:

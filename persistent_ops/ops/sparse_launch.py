@@ -79,7 +79,7 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
     plan = state.plans.get(signature)
     if plan is not None:
         return plan
-    OPERATOR.refuse_capture(world)
+    OPERATOR.begin_plan(world)
     reserve(world, state, wanted.layout, wanted.capacity, gathers=wanted.gathers)
     plan = SparsePlan(
         world,

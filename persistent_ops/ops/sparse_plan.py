@@ -266,7 +266,7 @@ def state_of(world: World) -> SparseState:
         warps = _THREADS // 32
         if backend.name == "host":
             grid = tuning.work_groups or _HOST_WORK_GROUPS
-            warps = OPERATOR.description.constants["kMaxWarps"]
+            warps = OPERATOR.prepare(world).constants["kMaxWarps"]
         grid = min(grid, world.workspace.max_ready_words)
         state = world.operator_state[_NAME] = SparseState(grid, grid * warps)
     return state

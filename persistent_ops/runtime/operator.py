@@ -24,6 +24,7 @@ _MAX_PLANS = 1024  # of an operator in a world; a decode loop's layers have a pl
 _PHASE_BITS = 16
 _CREDIT = "credit to write its output (has it launched the operator?)"
 _Plan = TypeVar("_Plan")
+_described: dict[str, Description] = {}  # of this process
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,13 @@ class Operator:
         """What its kernel's headers say of themselves."""
         return description_of(self.name) if self.has_kernel else describe(COMM)
 
+    def prepare(self, world: World) -> Description:
+        """Return the description; where it must be compiled, peers that wait do not count the time."""
+        if self.name not in _described:
+            with world.preparing():
+                _described[self.name] = self.description
+        return _described[self.name]
+
     def contract(self, *values: Any) -> Contract:
         """Return the contract of a launch; `values`: one per field."""
         return Contract(self.name, values)
@@ -78,13 +86,18 @@ class Operator:
 
     # ---- plans -----------------------------------------------------------------------------------------------------
 
-    def refuse_capture(self, world: World) -> None:
-        """Raise where a plan would have to be made while the current stream is being captured into a CUDA graph."""
+    def begin_plan(self, world: World) -> Description:
+        """Return the description for a plan that is to be made.
+
+        Raises:
+            RuntimeError: the current stream is being captured into a CUDA graph.
+        """
         if world.workspace.is_capturing():
             raise RuntimeError(
                 f"{self.name}: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
                 "capture cannot do: call it once before the capture, with the same shapes, tables, buffers and bias"
             )
+        return self.prepare(world)
 
     def keep(self, world: World, plans: dict[Any, _Plan], key: Any, plan: _Plan) -> _Plan:
         """Keep a plan for later calls; the oldest are dropped when there are too many."""

@@ -78,8 +78,12 @@ class World:
 
     def load(self, request: KernelRequest) -> Kernel:
         """Compile (or take from the cache) and load a kernel; peers that wait meanwhile do not count that time."""
-        with contextlib.nullcontext() if self._watch is None else self._watch.preparing():
+        with self.preparing():
             return self.backend.load(request)
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.preparing()
 
     def admit_caller(self) -> None:
         """Raise where another thread than this one calls the operators of this world.
@@ -108,7 +112,7 @@ class World:
 
     def _barrier_of(self, contract: Contract) -> tuple[Kernel, torch.Tensor, ctypes.Structure]:
         """Return a barrier's kernel, plan and call under a contract."""
-        description = _BARRIER.description
+        description = _BARRIER.prepare(self)
         kernel = self.load(KernelRequest("barrier", None, description.constants["kThreads"]))
         plan = description.structs["Plan"](team=self.workspace.team(contract))
         return kernel, upload(self.backend, bytes(plan)), description.structs["Call"]()
