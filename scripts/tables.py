@@ -6,7 +6,8 @@ A document holds a table between two comments, of which the first one names it:
     <!-- end of table -->
 
 Figures come from benchmarks/results/*.jsonl, what each test file covers from its docstring, and what ran on GPUs from
-tests/gpu_runs.json. A record's figures stand for the package where `problems` finds none.
+tests/gpu_runs.json. A record's figures stand for the package where it ran on GPUs; a method whose check has failed in a
+case is left out there, and what is not known of the tree that ran is said beneath the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
 TESTS = REPOSITORY / "tests"
-DOCUMENTS = ("README.md", "docs/results.md", "docs/verification.md", "docs/what_was_tried.md")
+DOCUMENTS = ("README.md", "docs/results.md", "docs/verification.md")
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
@@ -117,15 +118,32 @@ def read_runs(folder: Path = RESULTS) -> list[Run]:
                 found = re.search(r"bench (\w+)", line["command"])
                 assert found is not None, f"{path.name}: the run names no benchmark"
                 own = [other for other in lines if other.get("pes") == line["pes"] and other is not line]
-                runs.append(Run(path.name, found[1], line["pes"], line, own, note))
+                runs.append(Run(path.name, found[1], line["pes"], line, without_failed(own), note))
             elif "kind" not in line:
                 subject = "decode_loop" if "model" in line else "sparse_embedding_train"
                 runs.append(Run(path.name, subject, line["pes"], line, (), note))
     return sorted(runs, key=lambda run: str(run.about["date"]), reverse=True)
 
 
+def _failed(line: _Line) -> list[tuple[str, str]]:
+    """Return the cases and methods of which a check says that they failed ("PE 0, method, ...")."""
+    case = str(line.get("case") or line.get("shape_name") or line.get("config"))
+    return [(case, [*failure.split(", "), ""][1]) for failure in line["failures"]]
+
+
+def without_failed(lines: Sequence[_Line]) -> list[_Line]:
+    """Return a record's lines without the times of what a check found wrong; where it names no method, of all."""
+    failed = {pair for line in select(lines, "check") for pair in _failed(line)}
+
+    def is_wrong(line: _Line) -> bool:
+        case = str(line.get("case") or line.get("shape_name") or line.get("config"))
+        return (case, str(line.get("method"))) in failed or (case, "") in failed
+
+    return [line for line in lines if line["kind"] != "time" or not is_wrong(line)]
+
+
 def problems(run: Run) -> list[str]:
-    """Return why the figures of a run are not shown as the package's; nothing where they may be."""
+    """Return what speaks against the figures of a run; nothing where all is known of it and all went well."""
     found = []
     commit = run.about.get("commit")
     if "commit" in run.note:
@@ -148,7 +166,7 @@ def _current(runs: Iterable[Run], subject: str) -> list[Run]:
     """Return the runs of a subject that may be shown: of those that measured the same, the newest."""
     found: dict[tuple[int, frozenset[tuple[str, ...]]], Run] = {}
     for run in runs:
-        if run.subject == subject and not problems(run):
+        if run.subject == subject and run.about["backend"] == "cuda":
             found.setdefault((run.pes, run.cases), run)
     return sorted(found.values(), key=lambda run: -run.pes)
 
@@ -337,7 +355,9 @@ def _source(run: Run, folder: Path) -> str:
     checks = select(run.lines, "check")
     failures = sum(len(line["failures"]) for line in checks)
     if checks:
-        text += f" {failures} checks failed." if failures else " All checks passed."
+        wrong = sorted({f"`{method}`" for line in checks for _, method in _failed(line)})
+        told = f" {failures} checks failed, of {', '.join(wrong)}, which is left out there."
+        text += told if failures else " All checks passed."
     return f"{text} [{run.file}]({os.path.relpath(RESULTS / run.file, folder)})"
 
 
@@ -350,11 +370,7 @@ def _show(runs: Sequence[Run], folder: Path) -> str:
 
 def _runs_block(folder: Path, subject: str) -> str:
     runs = _current(read_runs(), subject)
-    return _show(runs, folder) if runs else "No record that may be shown; [Records](#records) says why not."
-
-
-def _record_block(folder: Path, file: str) -> str:
-    return _show([run for run in read_runs() if run.file == file], folder)
+    return _show(runs, folder) if runs else "No record of a run on GPUs."
 
 
 def _operators_block(folder: Path) -> str:
@@ -374,9 +390,7 @@ def _operators_block(folder: Path) -> str:
     head = ["", "in one kernel", "case", "us", "best peer, us", "x best peer", "x limit", "GPUs, date", "command"]
     if all(row[-1] for row in rows):
         return _table(head, rows)
-    older = os.path.relpath(REPOSITORY / "docs" / "what_was_tried.md", folder)
-    why = f"*to be measured*: no record names its commit and passed all checks; [{older}]({older}) has figures by date."
-    return f"{_table(head, rows)}\n\n{why}"
+    return f"{_table(head, rows)}\n\n*to be measured*: there is no record of a run on GPUs."
 
 
 def _headline(run: Run, case: str) -> list[str] | None:
@@ -444,7 +458,6 @@ def _gpu_runs_block(folder: Path) -> str:
 
 _BLOCKS: dict[str, Callable[..., str]] = {
     "runs": _runs_block,
-    "record": _record_block,
     "operators": _operators_block,
     "records": _records_block,
     "tests": _tests_block,

@@ -127,7 +127,7 @@ def _record(folder: Path, *, name: str = "gemv.jsonl", fused_us: float = 10.0, *
         {"kind": "time", "pes": 2, "shape_name": "8192x3584", "method": method, "us": us, "limit_us": 8.0}
         for method, us in (("fused", fused_us), ("cublas_nccl", 20.0), ("cublas_symm_one_shot", 15.0))
     ]
-    lines = [{**about, **changes}, {"kind": "check", "pes": 2, "failures": failures}, *times]
+    lines = [{**about, **changes}, {"kind": "check", "pes": 2, "shape_name": "8192x3584", "failures": failures}, *times]
     if note is not None:
         lines.append({"kind": "note", **note})
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -153,21 +153,40 @@ def test_a_record_with_nothing_against_it_is_shown(results: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "problem", "said"),
     [
-        ({"commit": None}, "names no commit"),
-        ({"commit": f"{_COMMIT} with changes"}, "names commit 0123456 with changes"),
-        ({"failures": ["PE 0", "PE 1"]}, "reports 2 failed checks"),
-        ({"backend": "host"}, "ran without a GPU"),
+        ({"commit": None}, "names no commit", "the record names no commit"),
+        ({"commit": f"{_COMMIT} with changes"}, "names commit 0123456 with changes", "commit 0123456 with changes"),
     ],
 )
-def test_a_record_with_something_against_it_is_not_shown(results: Path, changes: dict[str, Any], problem: str) -> None:
+def test_what_speaks_against_a_record_is_said_beneath_its_table(
+    results: Path, changes: dict[str, Any], problem: str, said: str
+) -> None:
     _record(results, **changes)
     assert tables.problems(*tables.read_runs()) == [problem]
-    assert "8192x3584" not in tables._runs_block(REPOSITORY, "gemv_all_reduce")
-    assert "| `po.gemv_all_reduce` |" in tables._operators_block(REPOSITORY)
-    assert "15.0" not in tables._operators_block(REPOSITORY)
+    assert "8192x3584" in (shown := tables._runs_block(REPOSITORY, "gemv_all_reduce"))
+    assert said in shown
     assert problem in tables._records_block(REPOSITORY)
+
+
+def test_a_method_whose_check_failed_is_left_out(results: Path) -> None:
+    _record(results, failures=["PE 0, cublas_nccl, input 2: 1 values have other bits", "PE 1, cublas_nccl, input 2: 1"])
+    assert tables.problems(*tables.read_runs()) == ["reports 2 failed checks"]
+    shown = tables._runs_block(REPOSITORY, "gemv_all_reduce")
+    assert "| `8192x3584` | 10.0 | 8.0 | 1.25 | 15.0 | 1.50 |" in shown
+    assert "2 checks failed, of `cublas_nccl`, which is left out there" in shown
+
+
+def test_a_case_whose_check_names_no_method_is_left_out(results: Path) -> None:
+    _record(results, failures=["PE 0"])
+    assert "8192x3584" not in tables._runs_block(REPOSITORY, "gemv_all_reduce")
+
+
+def test_a_run_without_gpus_is_not_shown(results: Path) -> None:
+    _record(results, backend="host")
+    assert tables.problems(*tables.read_runs()) == ["ran without a GPU"]
+    assert "8192x3584" not in tables._runs_block(REPOSITORY, "gemv_all_reduce")
+    assert "15.0" not in tables._operators_block(REPOSITORY)
 
 
 def test_a_commit_noted_by_hand_counts_and_failed_checks_count_nevertheless(results: Path) -> None:
@@ -182,7 +201,7 @@ def test_a_commit_noted_by_hand_counts_and_failed_checks_count_nevertheless(resu
 def test_of_runs_that_measured_the_same_the_newest_is_shown(results: Path) -> None:
     _record(results, name="b.jsonl", fused_us=11.0, date="2026-01-01T00:00:00+00:00")
     _record(results, name="a.jsonl", fused_us=12.0, date="2026-01-03T00:00:00+00:00")
-    _record(results, name="c.jsonl", fused_us=13.0, date="2026-01-04T00:00:00+00:00", commit=None)
+    _record(results, name="c.jsonl", fused_us=13.0, date="2026-01-04T00:00:00+00:00", backend="host")
     shown = tables._runs_block(REPOSITORY, "gemv_all_reduce")
     assert "| 12.0 |" in shown
     assert "| 11.0 |" not in shown
