@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 
 import pytest
@@ -14,6 +15,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share what the machine has, before torch is imported and looks at it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests of Ctrl-C send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--backend") == "host":  # PEs are many and cores are few: torch's threads would spin
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):

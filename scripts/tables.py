@@ -1,0 +1,492 @@
+"""Tables of the documents, made from the records: python scripts/tables.py tells which differ, --write replaces them.
+
+A document holds a table between two comments, of which the first one names it:
+
+    <!-- table: runs gemv_all_reduce -->
+    <!-- end of table -->
+
+Figures come from benchmarks/results/*.jsonl, what each test file covers from its docstring, and what ran on GPUs from
+tests/gpu_runs.json. A record's figures stand for the package where it ran on GPUs; a method whose check has failed in a
+case is left out there, and what is not known of the tree that ran is said beneath the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+TESTS = REPOSITORY / "tests"
+DOCUMENTS = ("README.md", "docs/results.md", "docs/verification.md")
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import embedding.methods  # noqa: E402
+import gemv.methods  # noqa: E402
+import sparse.methods  # noqa: E402
+from harness.record import select, unique, us_text  # noqa: E402
+from sparse.report import swept_lines  # noqa: E402
+
+__all__ = ["BLOCK", "DOCUMENTS", "Run", "problems", "read_runs", "rewritten"]
+
+BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+_Line = dict[str, Any]
+# The cases of which README has one figure: neither the best nor the worst of their tables.
+_BAGS, _GEMV, _ROWS = "B2048_T256_P10", "8192x3584", "5Mx2048_50k_zipf"
+_OURS_SPARSE = ("auto", "into")
+_PEERS_SPARSE = {  # columns, and the methods of which each is the faster one
+    "all-gather + `index_add`": ("gather_add", "gather_add_graph"),
+    "union + NCCL": ("union_reduce", "union_reduce_graph"),
+    "dense NCCL": ("dense_reduce",),
+    "Gloo": ("gloo",),
+}
+
+
+# ---- records -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run has written about one world.
+
+    Attributes:
+        file: in benchmarks/results/.
+        subject: the benchmark, or the example, that ran.
+        pes: size of the world.
+        about: the line that says what ran, where and when.
+        lines: all others of this world; of an example none.
+        note: of a line {"kind": "note", "commit": ..., "command": ...}, added by hand where the run did not know it.
+    """
+
+    file: str
+    subject: str
+    pes: int
+    about: _Line
+    lines: Sequence[_Line]
+    note: _Line
+
+    @property
+    def date(self) -> str:
+        return str(self.about["date"])[:10]
+
+    @property
+    def place(self) -> str:
+        """GPUs, as "2x NVIDIA H200"."""
+        gpu = self.about.get("gpu") or self.about.get("hardware", ["CPU"])[0]
+        return f"{self.pes}x {gpu}"
+
+    @property
+    def command(self) -> str | None:
+        command = self.note.get("command", self.about.get("command"))
+        return None if command is None else re.sub(r" --out \S+", "", command)
+
+    @property
+    def commit(self) -> str:
+        """What the record says of its commit, short."""
+        commit = self.about.get("commit")
+        return "none" if commit is None else re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
+
+    @property
+    def cases(self) -> frozenset[tuple[str, ...]]:
+        """What was measured, so that a later run of the same can be told."""
+        times = select(self.lines, "time")
+        keys = ("config", "distribution", "shape_name", "group", "case", "method")
+        return frozenset(tuple(str(line.get(key)) for key in keys) for line in times) or frozenset(
+            [(str(self.about.get("model")), str(self.about.get("layers")))]
+        )
+
+
+def read_runs(folder: Path = RESULTS) -> list[Run]:
+    """Return all runs on record, the newest first."""
+    runs = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        note = {name: value for line in lines if line.get("kind") == "note" for name, value in line.items()}
+        for line in lines:
+            if line.get("kind") == "run":
+                found = re.search(r"bench (\w+)", line["command"])
+                assert found is not None, f"{path.name}: the run names no benchmark"
+                own = [other for other in lines if other.get("pes") == line["pes"] and other is not line]
+                runs.append(Run(path.name, found[1], line["pes"], line, without_failed(own), note))
+            elif "kind" not in line:
+                subject = "decode_loop" if "model" in line else "sparse_embedding_train"
+                runs.append(Run(path.name, subject, line["pes"], line, (), note))
+    return sorted(runs, key=lambda run: str(run.about["date"]), reverse=True)
+
+
+def _failed(line: _Line) -> list[tuple[str, str]]:
+    """Return the cases and methods of which a check says that they failed ("PE 0, method, ...")."""
+    case = str(line.get("case") or line.get("shape_name") or line.get("config"))
+    return [(case, [*failure.split(", "), ""][1]) for failure in line["failures"]]
+
+
+def without_failed(lines: Sequence[_Line]) -> list[_Line]:
+    """Return a record's lines without the times of what a check found wrong; where it names no method, of all."""
+    failed = {pair for line in select(lines, "check") for pair in _failed(line)}
+
+    def is_wrong(line: _Line) -> bool:
+        case = str(line.get("case") or line.get("shape_name") or line.get("config"))
+        return (case, str(line.get("method"))) in failed or (case, "") in failed
+
+    return [line for line in lines if line["kind"] != "time" or not is_wrong(line)]
+
+
+def problems(run: Run) -> list[str]:
+    """Return what speaks against the figures of a run; nothing where all is known of it and all went well."""
+    found = []
+    commit = run.about.get("commit")
+    if "commit" in run.note:
+        pass
+    elif commit is None:
+        found.append("names no commit")
+    elif not re.fullmatch(r"[0-9a-f]{40}", commit):
+        found.append(f"names commit {run.commit}")
+    if run.command is None:
+        found.append("names no command")
+    failures = sum(len(line["failures"]) for line in select(run.lines, "check"))
+    if failures:
+        found.append(f"reports {failures} failed checks")
+    if run.about["backend"] != "cuda":
+        found.append("ran without a GPU")
+    return found
+
+
+def _current(runs: Iterable[Run], subject: str) -> list[Run]:
+    """Return the runs of a subject that may be shown: of those that measured the same, the newest."""
+    found: dict[tuple[int, frozenset[tuple[str, ...]]], Run] = {}
+    for run in runs:
+        if run.subject == subject and run.about["backend"] == "cuda":
+            found.setdefault((run.pes, run.cases), run)
+    return sorted(found.values(), key=lambda run: -run.pes)
+
+
+# ---- a run's tables ------------------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of markdown, without columns in which no row has anything."""
+    rows = list(rows)
+    kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    listed = [[cells[i] for i in kept] for cells in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in listed)
+
+
+def _us(line: _Line | None) -> str:
+    return us_text(line["us"]) if line else ""
+
+
+def _times(a: float | None, b: float | None) -> str:
+    """Return a / b, or nothing where one is missing."""
+    return f"{a / b:.2f}" if a and b else ""
+
+
+def _fastest(rows: dict[str, _Line], methods: Iterable[str]) -> float | None:
+    return min((float(rows[name]["us"]) for name in methods if name in rows), default=None)
+
+
+def _by(lines: Sequence[_Line], field: str) -> dict[Any, dict[str, _Line]]:
+    """Return "time" lines by a field, then by method."""
+    found: dict[Any, dict[str, _Line]] = {}
+    for line in select(lines, "time"):
+        found.setdefault(line[field], {})[line["method"]] = line
+    return found
+
+
+def _embedding_tables(run: Run) -> list[str]:
+    methods = embedding.methods
+    tables = []
+    for distribution in unique(select(run.lines, "time"), "distribution"):
+        is_uniform = distribution == "uniform"  # hot rows stay in the cache, so the limit says less
+        rows = []
+        for config, by_method in _by(select(run.lines, "time", distribution=distribution), "config").items():
+            fused = by_method.get("fused")
+            limit = by_method[next(iter(by_method))]["limit_us"] if is_uniform else None
+            rows.append(
+                [
+                    f"`{config}`",
+                    _us(fused),
+                    us_text(limit) if limit else "",
+                    _times(fused["us"] if fused else None, limit),
+                    *[_us(by_method.get(name)) for name in methods.METHODS[1:]],
+                    _times(_fastest(by_method, methods.UNFUSED), fused["us"] if fused else None),
+                ]
+            )
+        labels = [methods.LABELS[name].format(collective="NCCL") for name in methods.METHODS[1:]]
+        tables.append(
+            _table([f"us, {distribution} indices", "fused", "limit", "x limit", *labels, "x best unfused"], rows)
+        )
+    rows = []
+    for config in unique(select(run.lines, "skew", distribution="uniform"), "config"):
+        pair = {line["method"]: line for line in select(run.lines, "skew", distribution="uniform", config=config)}
+        if "fused" in pair and "oblivious" in pair:
+            cells = [text for line in pair.values() for text in (_us(line), f"{100 * line['skew']:.1f} %")]
+            rows.append([f"`{config}`", *cells, _times(pair["oblivious"]["us"], pair["fused"]["us"])])
+    if rows:
+        head = ["us, single launches begun together", "communication-aware", "skew", "oblivious", "skew", "x"]
+        tables.append(_table(head, rows))
+    for line in select(run.lines, "host_cost"):
+        costs = ", ".join(f"{us:.0f} us ({name})" for name, us in line["us_per_call"].items())
+        tables.append(f"Host time of an eager call, by the number of tables: {costs}.")
+    return tables
+
+
+def _gemv_tables(run: Run) -> list[str]:
+    labels = {
+        name: text.format(product="cuBLAS", collective="NCCL").replace(" alone", "")
+        for name, text in gemv.methods.LABELS.items()
+    }
+    ours = ("fused", "prefetch") if run.pes > 1 else ("gemv_alone", "gemv_alone_prefetch")
+    peers = gemv.methods.UNFUSED if run.pes > 1 else ("cublas_alone",)
+    rows = []
+    for shape, by_method in _by(run.lines, "shape_name").items():
+        limit = next(iter(by_method.values()))["limit_us"]
+        first = by_method.get(ours[0])
+        rows.append(
+            [
+                f"`{shape}`",
+                *[_us(by_method.get(name)) for name in ours],
+                us_text(limit),
+                _times(first["us"] if first else None, limit),
+                *[_us(by_method.get(name)) for name in peers],
+                *[_times(_fastest(by_method, peers), _fastest(by_method, [name])) for name in ours],
+            ]
+        )
+    against = "x best unfused" if run.pes > 1 else "x cuBLAS"
+    head = [f"us, {run.pes} PE{'s' if run.pes > 1 else ''}", *[labels[name] for name in ours], "weight", "x weight"]
+    return [_table([*head, *[labels[name] for name in peers], against, f"{against}, prefetch"], rows)]
+
+
+def _sparse_tables(run: Run) -> list[str]:
+    tables = []
+    rows = []
+    for case, by_method in _by(select(run.lines, "time", group="cases"), "case").items():
+        (about,) = select(run.lines, "case", group="cases", case=case)
+        own = _fastest(by_method, _OURS_SPARSE)
+        peers = [_fastest(by_method, names) for names in _PEERS_SPARSE.values()]
+        rows.append(
+            [
+                f"`{case}`",
+                *[_us(by_method.get(name)) for name in _OURS_SPARSE],
+                us_text(about["limit_us"]),
+                us_text(about["unicast_us"]),
+                _times(own, about["unicast_us"]),
+                *[us_text(peer) if peer else "" for peer in peers],
+                _times(min((peer for peer in peers if peer), default=None), own),
+            ]
+        )
+    if rows:
+        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "limit", "unicast", "x unicast"]
+        tables.append(_table([*head, *_PEERS_SPARSE, "x best peer"], rows))
+    for sweep, name in (("sparsity", "rows on each PE"), ("overlap", "rows that all PEs share")):
+        points = swept_lines(run.lines, sweep, run.pes)
+        if points:
+            methods = [method for method in sparse.methods.SWEPT if any(method in times for _, times in points)]
+            labels = [sparse.methods.label_of(method, backend="cuda") for method in methods]
+            rows = [
+                [f"{case['shape']['point']:.3g}", us_text(case["limit_us"]), us_text(case["unicast_us"])]
+                + [_us(times.get(method)) for method in methods]
+                for case, times in points
+            ]
+            tables.append(_table([f"us, by the share of {name}", "limit", "unicast", *labels], rows))
+    return tables
+
+
+def _decode_tables(run: Run) -> list[str]:
+    steps = {
+        method["label"]: statistics.median(map(max, zip(*method["seconds"], strict=True)))
+        for method in run.about["methods"]
+    }
+    per_layer = [
+        us_text(1e6 * (seconds - run.about["outside_seconds"]) / run.about["layers"]) for seconds in steps.values()
+    ]
+    best = min((seconds for label, seconds in steps.items() if not label.startswith("fused")), default=None)
+    model = f"{run.about['model']['name']}, {run.about['layers']} layers"
+    row = [model, *per_layer, _times(best, steps.get("fused"))]
+    return [_table([f"us per layer, {run.pes} PEs", *steps, "x best unfused, whole step"], [row])]
+
+
+def _train_tables(run: Run) -> list[str]:
+    passes = {name: 1e3 * seconds for name, seconds in run.about["passes"].items()}
+    cells = [1e3 * run.about["seconds"] / run.about["timed_steps"], passes["hook"], passes["none"]]
+    row = [f"{run.about['options']['batch']} words", *[f"{ms:.2f}" for ms in cells]]
+    head = [f"ms, {run.pes} PEs", "step", "forward and backward pass, with the hook", "without an exchange"]
+    return [_table([*head, "all PEs' tables have the same bits"], [[*row, "yes" if run.about["same_bits"] else "no"]])]
+
+
+_TABLES: dict[str, Callable[[Run], list[str]]] = {
+    "embedding_all_to_all": _embedding_tables,
+    "gemv_all_reduce": _gemv_tables,
+    "sparse_all_reduce": _sparse_tables,
+    "decode_loop": _decode_tables,
+    "sparse_embedding_train": _train_tables,
+}
+
+
+def _source(run: Run, folder: Path) -> str:
+    """Return where the figures are from, in one paragraph; links lead from `folder`."""
+    about = run.about
+    commit = f"the record names commit {run.commit}" if run.commit != "none" else "the record names no commit"
+    if "commit" in run.note:
+        commit = f"commit {run.note['commit'][:7]}, noted by hand ({commit})"
+    versions = about.get("versions", about)
+    known = {
+        "torch": versions.get("torch"),
+        "CUDA": versions.get("cuda"),
+        "NCCL": versions.get("nccl"),
+        "NVSHMEM": about.get("nvidia-nvshmem-cu13"),
+    }
+    software = ", ".join(f"{name} {version}" for name, version in known.items() if version)
+    command = f"`{run.command}`" if run.command else "the record names no command"
+    text = f"{run.place}, {run.date}; {command}; {commit}; {software}."
+    for line in select(run.lines, "ceilings"):
+        store = f", stores to peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else ""
+        text += f" Ceilings: HBM read {line['read'] / 1e12:.2f} TB/s{store}."
+    checks = select(run.lines, "check")
+    failures = sum(len(line["failures"]) for line in checks)
+    if checks:
+        wrong = sorted({f"`{method}`" for line in checks for _, method in _failed(line)})
+        told = f" {failures} checks failed, of {', '.join(wrong)}, which is left out there."
+        text += told if failures else " All checks passed."
+    return f"{text} [{run.file}]({os.path.relpath(RESULTS / run.file, folder)})"
+
+
+def _show(runs: Sequence[Run], folder: Path) -> str:
+    return "\n\n".join("\n\n".join((*_TABLES[run.subject](run), _source(run, folder))) for run in runs)
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+
+def _runs_block(folder: Path, subject: str) -> str:
+    runs = _current(read_runs(), subject)
+    return _show(runs, folder) if runs else "No record of a run on GPUs."
+
+
+def _operators_block(folder: Path) -> str:
+    """Return one row per operator: a figure against the best peer and against the limit."""
+    runs = read_runs()
+    rows = []
+    for name, does, subject, case, is_alone in (
+        ("embedding_all_to_all", "embedding bags, sent to their samples' PEs", "embedding_all_to_all", _BAGS, False),
+        ("gemv_all_reduce", "`weight @ x` for 1 to 16 vectors, summed over PEs", "gemv_all_reduce", _GEMV, False),
+        ("gemv", "the same on one PE alone", "gemv_all_reduce", _GEMV, True),
+        ("sparse_all_reduce", "sum of sparse COO tensors over PEs", "sparse_all_reduce", _ROWS, False),
+    ):
+        found = [run for run in _current(runs, subject) if (run.pes == 1) == is_alone]
+        found.sort(key=lambda run: (run.date, run.pes), reverse=True)  # of one day, the largest world
+        figures = [figure for run in found for figure in [_headline(run, case)] if figure]
+        rows.append([f"`po.{name}`", does, f"`{case}`", *(figures[0] if figures else ["to be measured", *[""] * 5])])
+    head = ["", "in one kernel", "case", "us", "best peer, us", "x best peer", "x limit", "GPUs, date", "command"]
+    if all(row[-1] for row in rows):
+        return _table(head, rows)
+    return f"{_table(head, rows)}\n\n*to be measured*: there is no record of a run on GPUs."
+
+
+def _headline(run: Run, case: str) -> list[str] | None:
+    lines = [
+        line
+        for line in select(run.lines, "time")
+        if case in (line.get("config"), line.get("shape_name"), line.get("case"))
+        and line.get("distribution", "uniform") == "uniform"
+        and line.get("group", "cases") == "cases"
+    ]
+    by_method = {line["method"]: line for line in lines}
+    ours, peers = {
+        "embedding_all_to_all": (("fused",), embedding.methods.UNFUSED),
+        "gemv_all_reduce": (("fused", "gemv_alone"), (*gemv.methods.UNFUSED, "cublas_alone")),
+        "sparse_all_reduce": (_OURS_SPARSE, sparse.methods.PEERS),
+    }[run.subject]
+    if run.pes > 1:
+        peers = tuple(name for name in peers if name != "cublas_alone")
+    own, best = _fastest(by_method, ours), _fastest(by_method, peers)
+    if own is None or best is None:
+        return None
+    limit = next(line["limit_us"] for line in [*lines, *select(run.lines, "case", case=case)] if "limit_us" in line)
+    where = [f"{run.place}, {run.date}", f"`{run.command}`"]
+    return [us_text(own), us_text(best), _times(best, own), _times(own, limit), *where]
+
+
+def _records_block(folder: Path) -> str:
+    rows = []
+    for run in read_runs():
+        row = [
+            f"[{run.file}]({os.path.relpath(RESULTS / run.file, folder)})",
+            run.date,
+            run.place,
+            "; ".join(problems(run)) or "nothing",
+        ]
+        if row not in rows:
+            rows.append(row)
+    return _table(["record", "date", "GPUs", "what speaks against it"], rows)
+
+
+def _tests_block(folder: Path) -> str:
+    runs = json.loads((TESTS / "gpu_runs.json").read_text())
+    rows = []
+    for path in sorted(TESTS.glob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        covers = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+        on_gpus = [f"{run['gpus']}, {run['date']}" for run in runs if path.stem in run["files"]]
+        marks = re.findall(r"(pytestmark = )?\S*pytest\.mark\.gpu", path.read_text())
+        on_host = "-" if any(marks) else "in part" if marks else "yes"
+        link = f"[{path.name}]({os.path.relpath(path, folder)})"
+        rows.append([link, covers, on_host, "; ".join(on_gpus) or "-"])
+    return _table(["test file", "what it covers", "host CI", "on GPUs"], rows)
+
+
+def _gpu_runs_block(folder: Path) -> str:
+    runs = json.loads((TESTS / "gpu_runs.json").read_text())
+    rows = [
+        [run["date"], run["gpus"], run["commit"], f"`{run['command']}`"]
+        + [str(run[name]) for name in ("passed", "skipped", "failed")]
+        + [run["note"]]
+        for run in runs
+    ]
+    return _table(["date", "GPUs", "commit", "command", "passed", "skipped", "failed", "note"], rows)
+
+
+_BLOCKS: dict[str, Callable[..., str]] = {
+    "runs": _runs_block,
+    "operators": _operators_block,
+    "records": _records_block,
+    "tests": _tests_block,
+    "gpu_runs": _gpu_runs_block,
+}
+
+
+def rewritten(path: Path) -> str:
+    """Return a document's text with its tables as the records give them."""
+
+    def replace(match: re.Match[str]) -> str:
+        name, *arguments = match[2].split()
+        return f"{match[1]}{_BLOCKS[name](path.parent, *arguments)}\n{match[3]}"
+
+    return BLOCK.sub(replace, path.read_text())
+
+
+def main() -> None:
+    """Compare the documents with the records, or write them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="replace what differs")
+    is_asked_to_write = parser.parse_args().write
+    differ = [path for name in DOCUMENTS for path in [REPOSITORY / name] if rewritten(path) != path.read_text()]
+    for path in differ:
+        if is_asked_to_write:
+            path.write_text(rewritten(path))
+        sys.stdout.write(f"{path.relative_to(REPOSITORY)}: {'written' if is_asked_to_write else 'differs'}\n")
+    sys.exit(bool(differ) and not is_asked_to_write)
+
+
+if __name__ == "__main__":
+    main()
