@@ -65,7 +65,7 @@ class KernelSource:
     """A kernel file and what it is compiled with.
 
     Attributes:
-        entry: path of the file, relative to the root, for example "kernels/embedding_all_to_all.cuh".
+        entry: path of the file, relative to the root, for example "kernels/barrier.cuh".
         defines: (name, value) pairs, each passed as -Dname=value; no name twice.
         root: folder that includes are relative to; None for the package's own kernel sources.
         head, tail: lines of C++ before and behind the file: what instantiates its templates, for one.
