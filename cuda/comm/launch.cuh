@@ -106,7 +106,8 @@ template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
                  bool has_given_up = false) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
-  const uint64_t bound_ns = team.timeout_ns / 8 * (phase >> kPhaseBits);
+  const uint32_t eighths = phase >> kPhaseBits;
+  const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
