@@ -26,6 +26,8 @@ __all__ = ["GpuBackend"]
 
 _log = logging.getLogger("persistent_ops")
 _END = "NVSHMEM's end"
+_MAX_CONFIGS = 256  # of a kernel: streams may come and go
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
 _CLOSE_S = 10.0  # for that: it waits for peers that may be dead
 
 
@@ -41,7 +43,7 @@ class _GpuKernel:
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
         _check_driver(outcome, request.name)
         self._function = outcome[1]
-        self._configs: dict[int, driver.CUlaunchConfig] = {}
+        self._configs: dict[tuple[int, int], driver.CUlaunchConfig] = {}
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
         self._parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._plan), 0)
@@ -53,18 +55,21 @@ class _GpuKernel:
         return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
-        config = self._configs.get(grid)
+        stream = self._backend.stream()
+        config = self._configs.get((grid, stream))
         if config is None:
-            config = self._configs[grid] = self._make_config(grid)
-        config.hStream = self._backend.driver_stream()
+            if len(self._configs) >= _MAX_CONFIGS:
+                self._configs.clear()
+            config = self._configs[grid, stream] = self._make_config(grid, stream)
         self._plan.value = plan
         self._parameters[1] = ctypes.addressof(call)
-        outcome = driver.cuLaunchKernelEx(config, self._function, self._parameters_address, 0)
-        if outcome[0] != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{self._request.name}: the CUDA driver did not launch it: {outcome[0].name}")
+        outcome = driver.cuLaunchKernelEx(config, self._function, self._parameters_address, 0)[0]
+        if outcome != _SUCCESS:
+            raise RuntimeError(f"{self._request.name}: the CUDA driver did not launch it: {outcome.name}")
 
-    def _make_config(self, grid: int) -> driver.CUlaunchConfig:
+    def _make_config(self, grid: int, stream: int) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
+        config.hStream = driver.CUstream(stream)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._request.threads, 1, 1
         config.sharedMemBytes = self._request.arena_bytes
@@ -128,7 +133,6 @@ class GpuBackend:
         self.arena_bytes = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
         self.heap_bytes = heap_bytes
         self._libraries: list[Any] = []
-        self._streams: dict[int, driver.CUstream] = {}
         self.waits = Interruptible()
         outcome = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         _check_driver(outcome, "a stream")
@@ -188,14 +192,6 @@ class GpuBackend:
         if transport == "staged":
             heaps = [base if pe == bootstrap.rank else 0 for pe, base in enumerate(heaps)]
         return tuple(heaps)
-
-    def driver_stream(self) -> driver.CUstream:
-        """Return torch's current stream as the driver's bindings take it."""
-        handle = self.stream()
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = self._streams[handle] = driver.CUstream(handle)
-        return stream
 
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
@@ -289,5 +285,5 @@ def _choose_device(bootstrap: Bootstrap) -> int:
 
 
 def _check_driver(outcome: tuple[Any, ...], what: str) -> None:
-    if outcome[0] != driver.CUresult.CUDA_SUCCESS:
+    if outcome[0] != _SUCCESS:
         raise BackendUnavailableError(f"{what}: the CUDA driver said {outcome[0].name}")
