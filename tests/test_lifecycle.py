@@ -386,6 +386,29 @@ def test_the_exit_is_clean_where_a_thread_pe_never_comes_back(transport: str) ->
     assert time.monotonic() - began < 60
 
 
+def test_what_thread_pes_hold_is_let_go_of_before_launch_returns() -> None:
+    """Behind all their code: what is released while the interpreter ends, torch's tensors above all, can abort it."""
+    place, released = threading.local(), []
+
+    class Held:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __del__(self) -> None:
+            time.sleep(0.3)
+            released.append(self.rank)
+
+    def program() -> int:
+        po.init("host", heap_size=1 << 20)
+        rank = po.rank()
+        po.finalize()
+        place.held = Held(rank)
+        return rank
+
+    assert po.launch(program, 2, threads=True, timeout=60) == [0, 1]
+    assert sorted(released) == [0, 1]
+
+
 def test_at_exit_where_no_thread_can_be_started_the_call_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in handlers of atexit from Python 3.12 on, which close worlds."""
 

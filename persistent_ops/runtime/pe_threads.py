@@ -74,6 +74,7 @@ class _Threads:
         try:
             self._watch()
         finally:
+            self._await_ends()
             self._leave_behind()
         if self._failures:
             raise first_cause(self._failures)
@@ -96,6 +97,17 @@ class _Threads:
                     )
                 # A bounded wait, so that Ctrl-C is seen on every platform.
                 self._changed.wait(1.0 if remaining is None else min(remaining, 1.0))
+
+    def _await_ends(self) -> None:
+        """Wait for the threads of PEs that are done.
+
+        What they hold in thread-local places is let go of behind all code of theirs, and must be so before the
+        interpreter ends: a world's tensors could not be released then (see `_end_those_left_behind`).
+        """
+        with self._changed:
+            done = {*self._results, *(failure.rank for failure in self._failures)}
+        for rank in done:
+            self._threads[rank].join(_EXIT_S)
 
     def _is_complete(self) -> bool:
         return len(self._results) + len(self._failures) == self._num_pes

@@ -309,6 +309,8 @@ def _leave_thread_world() -> None:
 
 
 def _close(world: World) -> None:
+    if getattr(_admitted, "world", None) is world:
+        _admitted.world = None
     world.close()
     _open.discard(world)
 
