@@ -25,8 +25,7 @@ from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
-from persistent_ops.runtime.jit import KernelResources, KernelSource, compile_cuda
-from persistent_ops.runtime.layout import Team
+from persistent_ops.runtime.jit import KernelResources, compile_cuda
 from persistent_ops.runtime.toolchain import find_nvcc
 
 TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "kernel_resources.json"
@@ -66,8 +65,7 @@ class Embedding:
         mode = "mean" if self.pooling == "mean" else "sum"
         dtype = DTYPES[self.dtype]
         request = _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, Tuning(), _WORLD)
-        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
-        binary = compile_cuda(KernelSource(f"kernels/{request.name}.cuh", defines), arch=self.arch)
+        binary = compile_cuda(request.source(), arch=self.arch)
         return binary.kernels[request.name]
 
 
@@ -84,8 +82,8 @@ class Barrier:
     threads = 64
 
     def compile(self) -> KernelResources:
-        plan_bytes = ("PO_PLAN_BYTES", str(len(bytes(Team()))))
-        return compile_cuda(KernelSource("kernels/barrier.cuh", (plan_bytes,)), arch=self.arch).kernels["barrier"]
+        source = KernelRequest("barrier", None, self.threads).source()
+        return compile_cuda(source, arch=self.arch).kernels["barrier"]
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,7 @@ class Gemv:
     def compile(self) -> KernelResources:
         """Compile it as the plan would have it compiled."""
         request = self._request()
-        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
-        binary = compile_cuda(KernelSource(f"kernels/{request.name}.cuh", defines), arch=self.arch)
+        binary = compile_cuda(request.source(), arch=self.arch)
         return binary.kernels[request.name]
 
 
@@ -174,8 +171,7 @@ class Sparse:
     def compile(self) -> KernelResources:
         """Compile it as the plan would have it compiled."""
         request = self._request()
-        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
-        binary = compile_cuda(KernelSource(f"kernels/{request.name}.cuh", defines), arch=self.arch)
+        binary = compile_cuda(request.source(), arch=self.arch)
         return binary.kernels[request.name]
 
 

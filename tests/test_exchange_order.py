@@ -12,7 +12,7 @@ from host_driver.build import load_shim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistent_ops.ops.embedding_plan import _Order
+from persistent_ops.runtime.description import describe
 
 Task = tuple[int, int, int]  # destination, slice, table
 
@@ -63,7 +63,7 @@ def list_order(tmp_path_factory: pytest.TempPathFactory) -> List:
 
     def list_order(case: Case, oblivious: bool) -> Listing:
         starts = (ctypes.c_int64 * (case.size + 1))(*[sum(case.batch[:pe]) for pe in range(case.size + 1)])
-        order = _Order(
+        order = describe("sched/exchange_order.cuh").structs["ExchangeOrder"](
             rank=case.rank,
             size=case.size,
             num_tables=case.num_tables,

@@ -5,6 +5,7 @@ The kernel is that of gemv_all_reduce, whose tests cover it; here is what a PE a
 
 from __future__ import annotations
 
+import ctypes
 import re
 from typing import Any
 
@@ -26,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.runtime.contract import Contract
-from persistent_ops.runtime.layout import GRANT_BYTES
+from persistent_ops.ops.gemv_plan import OPERATOR
+from persistent_ops.runtime.description import describe
 
 MB = 1 << 20
 ROWS, COLUMNS = 21, 24
@@ -103,14 +104,15 @@ def _places() -> list[str]:
     """A team of one must own what it writes: nothing of it may be the world's."""
     world = po.runtime.world.current()
     workspace = world.workspace
-    contract = Contract("gemv_all_reduce", (1, 8, 1, torch.float32, torch.float32, False, 1, 0))
+    contract = OPERATOR.contract(1, 8, 1, torch.float32, torch.float32, False, 1, 0)
+    grant_bytes = ctypes.sizeof(describe("comm/team.cuh").structs["Grant"])
     ours, own = workspace.team(contract), workspace.team(contract, is_alone=True)
     problems = []
     if (own.rank, own.size) != (0, 1) or own.local == ours.local:
         problems.append(f"rank {own.rank} of {own.size}, state at {own.local}")
-    end_of_world = ours.grants_offset + (world.size + 2) * GRANT_BYTES
+    end_of_world = ours.grants_offset + (world.size + 2) * grant_bytes
     end_of_area = ours.grants_offset + workspace._grants.nbytes
-    if not end_of_world <= own.grants_offset <= end_of_area - 3 * GRANT_BYTES:
+    if not end_of_world <= own.grants_offset <= end_of_area - 3 * grant_bytes:
         problems.append(f"grants from {own.grants_offset}, of the world up to {end_of_world}, of all to {end_of_area}")
     first = (own.peer_heaps - workspace._peer_heaps.data_ptr()) // 8
     if int(workspace._peer_heaps[first]) != world.backend.heap_base:

@@ -26,9 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from worlds import CaseWorld, CaseWorlds, in_world
 
 import persistent_ops as po
-from persistent_ops.ops import gemv_call
 from persistent_ops.ops.gemv_all_reduce import reference
 from persistent_ops.ops.gemv_plan import TUNING, Tuning, plans_of
+from persistent_ops.runtime import operator
 
 MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -138,7 +138,7 @@ def _fresh_biases() -> list[str]:
     plans = plans_of(po.runtime.world.current())
     weight, x = torch.ones(9, 4, device=po.device()), torch.ones(4, device=po.device())
     biases = [torch.full((9,), float(i), device=po.device()) for i in range(40)]
-    with mock.patch.object(gemv_call, "_MAX_PLANS", 8):
+    with mock.patch.object(operator, "_MAX_PLANS", 8):
         outputs = [po.gemv_all_reduce(weight, x, bias=bias) for bias in biases]
     for i, output in enumerate(outputs):
         if output.tolist() != [4.0 * po.world_size() + i] * 9:

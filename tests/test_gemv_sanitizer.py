@@ -20,10 +20,9 @@ ALGORITHMS = ("one_shot", "two_phase")
 
 
 def _compile(cuda: Path, program: Path, algorithm: str) -> None:
-    choices = {"SUM_SCALAR": "Float32", "VECTORS": "8", "DEPTH": "1", "ALIGNED": "true", "RESIDENT": "true"}
-    choices |= {"TWO_PHASE": str(algorithm == "two_phase").lower(), "WARPS": "8"}
-    choices |= {"PREFETCHES": "false", "LETS_IN": "kLate"}
-    flags = [f"-DPO_{name}={value}" for name, value in choices.items()]
+    two_phase = str(algorithm == "two_phase").lower()
+    config = f".vectors = 8, .depth = 1, .two_phase = {two_phase}, .lets_in = po::LetsIn::kLate"
+    flags = (f"-DDRIVER_CONFIG={{.scalar = po::DType::kFloat32, {config}}}",)
     compile_sanitized("gemv_driver.cpp", program, *flags, cuda=cuda)
 
 

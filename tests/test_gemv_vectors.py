@@ -98,7 +98,7 @@ MUTATIONS = {
         Edit(STREAM, "    if (bring_vectors(used_position_)) meet(num_bringing(used_position_));\n", ""),
     ),
     "ring_without_places_for_what_is_in_use": (
-        Edit(STREAM, "kRingSteps = Config::kDepth + Config::kStepsAtOnce;", "kRingSteps = Config::kDepth;"),
+        Edit(STREAM, "kRingSteps = Traits::kDepth + Traits::kStepsAtOnce;", "kRingSteps = Traits::kDepth;"),
     ),
     # Seldom seen without a delay: the others take as long to replace a step as these to read it.
     "teams_leave_before_they_have_read": (Edit(STREAM, "meet(share_.num_teams);", "{}"), LAST_TEAM_READS_LATE),

@@ -29,7 +29,7 @@ from kernel_resources import (
     row,
 )
 
-from persistent_ops.ops.gemv_plan import _STATIC_BYTES
+from persistent_ops.ops.gemv_plan import OPERATOR as GEMV
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.jit import KernelResources
 
@@ -94,7 +94,7 @@ def test_nothing_in_the_table_spills() -> None:
 def test_a_plan_leaves_room_for_what_a_kernel_has_beside_its_arena() -> None:
     kernels = json.loads(TABLE.read_text())["kernels"]
     used = [found["shared_bytes"] for name, found in kernels.items() if name.startswith("gemv_all_reduce")]
-    assert 0 < max(used) <= _STATIC_BYTES
+    assert 0 < max(used) <= GEMV.description.constants["kStaticBytes"]
 
 
 def test_the_set_covers_every_pair() -> None:

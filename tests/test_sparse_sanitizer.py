@@ -14,7 +14,7 @@ from mutations import Edit, mutated
 from sanitizer import Exit, Mutation, assert_caught, assert_silent, compile_sanitized, run_driver
 
 KERNEL = "kernels/sparse_all_reduce.cuh"
-UNION = "comm/row_union.cuh"
+UNION = "kernels/sparse/row_union.cuh"
 EXCHANGE = "kernels/sparse/row_exchange.cuh"
 SCAN = "platform/scan.cuh"
 SLOTS = "sched/slot_blocks.cuh"
@@ -23,12 +23,14 @@ ALGORITHMS = ("owner", "allgather")
 SMALL_CHUNKS = Edit(UNION, "inline constexpr int kChunkWords = 1024;", "inline constexpr int kChunkWords = 1;")
 
 
-def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32", window: int = 32) -> None:
-    choices = {"INDEX": "int32_t", "GATHERS": str(algorithm == "allgather").lower(), "LANES": "32"}
-    choices |= {"SCALAR": scalar, "BYTES": "16" if scalar == "Float32" else "2"}
-    choices |= {"WINDOW": str(window), "HOT_ENTRIES": "3"}  # so that few occurrences make a row hot
-    # The other drivers' macros are given as well; ours come last.
-    flags = [flag for name, value in choices.items() for flag in (f"-UPO_{name}", f"-DPO_{name}={value}")]
+def _window(slots: int) -> Edit:
+    return Edit(SLOTS, "kWindow = 32;", f"kWindow = {slots};")
+
+
+def _compile(cuda: Path, program: Path, algorithm: str, scalar: str = "Float32") -> None:
+    gathers, access = str(algorithm == "allgather").lower(), 16 if scalar == "Float32" else 2
+    config = f".scalar = po::DType::k{scalar}, .index = po::IndexType::kInt32, .gathers = {gathers}, .bytes = {access}"
+    flags = (f"-DDRIVER_CONFIG={{{config}, .hot_entries = 3}}",)  # so that few occurrences make a row hot
     compile_sanitized("sparse_driver.cpp", program, *flags, cuda=cuda)
 
 
@@ -39,8 +41,8 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         _compile(CUDA, folder / algorithm, algorithm)
     _compile(CUDA, folder / "bfloat16", "owner", "BFloat16")
     # More chunks than one, and, as few WGs with far larger unions have them, blocks of several windows.
-    several = (SMALL_CHUNKS, Edit(SLOTS, "kMost = 65000;", "kMost = 5;"))
-    _compile(mutated(folder, several), folder / "small_chunks", "owner", window=2)
+    several = (SMALL_CHUNKS, _window(2), Edit(SLOTS, "kMost = 65000;", "kMost = 5;"))
+    _compile(mutated(folder, several), folder / "small_chunks", "owner")
     return {name: folder / name for name in (*ALGORITHMS, "bfloat16", "small_chunks")}
 
 
@@ -184,5 +186,5 @@ MUTATIONS = {
 def test_mutation_is_caught(tmp_path: Path, name: str) -> None:
     mutation = MUTATIONS[name]
     # Small windows, so that warps have several blocks.
-    _compile(mutated(tmp_path, mutation.edits), tmp_path / "driver", "owner", window=4)
+    _compile(mutated(tmp_path, (*mutation.edits, _window(4))), tmp_path / "driver", "owner")
     assert_caught(tmp_path / "driver", mutation)

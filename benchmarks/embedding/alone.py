@@ -14,7 +14,6 @@ import torch
 
 from persistent_ops.ops.embedding_plan import EmbeddingPlan
 from persistent_ops.runtime.contract import Contract
-from persistent_ops.runtime.layout import Team
 from persistent_ops.runtime.workspace import Workspace
 from persistent_ops.runtime.world import World
 
@@ -28,8 +27,10 @@ class _AloneWorkspace:
         self.max_ready_words = workspace.max_ready_words
         self.launch = workspace.launch
 
-    def team(self, contract: Contract, *, wg_done: torch.Tensor | None = None) -> Team:
-        team = self._workspace.team(contract, wg_done=wg_done)
+        self.is_capturing = workspace.is_capturing
+
+    def team(self, contract: Contract) -> Any:
+        team: Any = self._workspace.team(contract)
         team.rank, team.size, team.peer_heaps = 0, 1, self._heaps.data_ptr()
         return team
 
@@ -44,6 +45,7 @@ class _AloneWorld:
     def __init__(self, world: World) -> None:
         self.backend = world.backend
         self.load = world.load
+        self.preparing = world.preparing
         self.operator_state: dict[str, Any] = world.operator_state
         self._heaps = world.backend.private_words(1)
         self._heaps.fill_(world.backend.heap_base)

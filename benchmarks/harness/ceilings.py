@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,8 +11,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime.backend import KernelRequest
-from persistent_ops.runtime.contract import Contract, register
-from persistent_ops.runtime.layout import Team
+from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World, upload
 
 from .pes import gather
@@ -21,8 +19,7 @@ from .timing import Subject, time_interleaved
 
 __all__ = ["H200", "Ceilings", "measure_ceilings"]
 
-register("ceilings", ())
-_TILE_BYTES = 4096  # of cuda/kernels/ceilings.cuh
+_CEILINGS = Operator("ceilings", ())
 _READ_UNIT = 1 << 16  # a multiple of what the WGs of the read kernel take at a time
 
 
@@ -67,6 +64,7 @@ def measure_ceilings(
     Raises:
         RuntimeError: what the peers stored is not what they should have.
     """
+    tile_bytes = _CEILINGS.description.constants["kTileBytes"]
     flat = source.view(-1).view(torch.uint8)
     read_bytes = flat.numel() // _READ_UNIT * _READ_UNIT
     sink = world.backend.private_words(1)
@@ -79,7 +77,7 @@ def measure_ceilings(
     if world.backend.name == "cuda":
         whole = flat[:read_bytes].view(torch.float32)
         ways["read: torch.sum"] = (lambda: torch.sum(whole), read_bytes)
-    segment = store_bytes // world.size // _TILE_BYTES * _TILE_BYTES
+    segment = store_bytes // world.size // tile_bytes * tile_bytes
     if world.size > 1 and world.all_reachable:
         store = _kernel(world, "kStore", 256)
         sent = segment * (world.size - 1)
@@ -103,13 +101,15 @@ def measure_ceilings(
 
 
 def _kernel(world: World, ceiling: str, threads: int) -> Callable[[int, int, int], None]:
-    defines = (("PO_CEILING", ceiling), ("PO_THREADS", str(threads)))
-    kernel = world.backend.load(KernelRequest("ceilings", defines, ctypes.sizeof(Team), threads))
-    plan = upload(world.backend, bytes(world.workspace.team(Contract("ceilings", ()))))
+    config = (("ceiling", f"po::ceilings::Ceiling::{ceiling}"), ("threads", str(threads)))
+    kernel = world.backend.load(KernelRequest("ceilings", config, threads))
+    structs = _CEILINGS.description.structs
+    plan = upload(world.backend, bytes(structs["Plan"](team=world.workspace.team(_CEILINGS.contract()))))
     grid = world.backend.num_sms * (2 if world.backend.name == "cuda" else 1)
 
     def launch(place: int, nbytes: int, sink: int) -> None:
-        world.workspace.launch(kernel, grid, plan.data_ptr(), (place, nbytes, sink))
+        call = structs["Call"](place=place, bytes=nbytes, sink=sink)
+        world.workspace.launch(kernel, grid, plan.data_ptr(), call)
 
     return launch
 

@@ -31,14 +31,15 @@ PO_FN bool host_says(const uint64_t& word, int pe, int other) {
 
 // What is wrong with this PE's own input: the first that a launch finds, unless the host has yet to take what an earlier one
 // found. The launch goes on.
-PO_NOINLINE inline void report_input_error(const Team& team, InputErrorKind kind, int64_t table, int64_t bag,
-                                           int64_t value, int64_t limit) {
+PO_NOINLINE inline void report_input_error(const Team& team, uint64_t kind, int64_t outer, int64_t inner, int64_t value,
+                                           int64_t limit) {
   if (atomic_exchange_acq_rel_gpu(&team.local->input_error_claimed, team.epoch) == team.epoch) return;
   InputErrorRecord& record = *team.input_error;
   if (flag_load_acquire_sys(&record.state) != 0) return;
   record.kind = kind;
-  record.table = table;
-  record.bag = bag;
+  record.operator_id = team.contract[0];
+  record.outer = outer;
+  record.inner = inner;
   record.value = value;
   record.limit = limit;
   flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
@@ -51,7 +52,7 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
       peer = team.rank;  // interrupted, whoever was waited for
     ErrorRecord& record = *team.error;
     record.kind = kind;
-    record.phase = phase;
+    record.phase = phase & ((1u << kPhaseBits) - 1);
     record.peer = static_cast<uint64_t>(peer);
     record.index = index;
     record.epoch = team.epoch;
@@ -87,7 +88,7 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
       const uint64_t report = low_bits_of(word);
       const auto blamed = static_cast<int>(report & ((1u << kAccuserShift) - 1));
       const uint64_t accuser = report >> kAccuserShift & ((1u << (kBlameKindShift - kAccuserShift)) - 1);
-      raise_abort(team, kReportedByPeer, kPhaseReady, blamed, accuser, word, 0);
+      raise_abort(team, kReportedByPeer, kPhaseCredit, blamed, accuser, word, 0);
       return true;
     }
   }
@@ -105,8 +106,8 @@ template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
                  bool has_given_up = false) {
   constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
-  // Who owes a result may itself wait for sums: whose are missing should be told first.
-  const uint64_t bound_ns = team.timeout_ns + (phase == kPhaseResult ? team.timeout_ns / 8 : 0);
+  const uint32_t eighths = phase >> kPhaseBits;
+  const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;

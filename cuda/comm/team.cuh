@@ -1,16 +1,19 @@
 // What every kernel knows about its world: the PEs' heaps, the flags in them, and where errors go.
 //
-// Offsets are bytes from the heap's base and the same on every PE. One definition serves both sides: the host fills
-// these structs from the ctypes mirrors in persistent_ops/runtime/layout.py, and the compile checks their sizes.
+// Offsets are bytes from the heap's base and the same on every PE. The host fills these structs, which it knows by their
+// descriptions (platform/describe.cuh).
 #pragma once
 
-#include "platform/platform.cuh"
+#include "platform/describe.cuh"
 
 namespace po {
 
 inline constexpr int kMaxPes = 64;         // a warp remembers the peers that granted it credit in one 64-bit mask
 inline constexpr int kContractWords = 14;  // fills a Grant up to its 128 bytes
 inline constexpr int kEpochShift = 16;     // a flag is the epoch above a 16-bit hash of the launch contract
+PO_CONSTANT(kMaxPes)
+PO_CONSTANT(kContractWords)
+PO_CONSTANT(kEpochShift)
 
 // A receiver's permission to write this epoch's output: where it is in the receiver's heap, and the receiver's launch
 // contract. Lives in the sender's heap, one per receiver, written by that receiver alone; `flag` is set last.
@@ -19,6 +22,7 @@ struct alignas(128) Grant {
   uint64_t output_offset;
   int64_t contract[kContractWords];
 };
+PO_DESCRIBE(Grant, flag, output_offset, contract)
 
 // Private to a PE, in device memory. Words that many WGs update stand on lines of their own.
 struct LocalState {
@@ -32,6 +36,7 @@ struct LocalState {
   uint64_t lost;       // has ended, so nobody need wait for it any longer; the own bit: the host wants to leave
   uint64_t preparing;  // makes ready for a launch (compiles a kernel), which is not counted as time waited for it
 };
+PO_DESCRIBE(LocalState, epoch, ticket, departed, abort, error_claimed, input_error_claimed, lost, preparing)
 
 enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, kPeerLost = 3, kReportedByPeer = 4 };
 // An abort word is the epoch above the ErrorKind (below kReportedByPeer), the PE that met the trouble first, and the PE that
@@ -39,24 +44,20 @@ enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, k
 inline constexpr int kBlameKindShift = 14;
 inline constexpr int kAccuserShift = 7;
 static_assert(kMaxPes < 1 << kAccuserShift, "two PE numbers and a kind share the bits below the epoch");
-enum Phase : uint64_t {
-  kPhaseCredit = 1,
-  kPhaseReady = 2,
-  kPhaseSlice = 3,
-  kPhasePartial = 4,
-  kPhaseResult = 5,
-  kPhaseRowSet = 6,
-  kPhaseShare = 7,
-  kPhaseRows = 8
-};
-enum InputErrorKind : uint64_t {
-  kBadIndex = 1,
-  kBadOffset = 2,
-  kBadRow = 3,
-  kBadCount = 4,
-  kTooManyRows = 5,
-  kNotAscending = 6
-};
+PO_CONSTANT(kTimeout)
+PO_CONSTANT(kContractMismatch)
+PO_CONSTANT(kPeerLost)
+PO_CONSTANT(kReportedByPeer)
+PO_CONSTANT(kBlameKindShift)
+
+// What a wait is for: a code, and above it the wait's bound in eighths of the time-out. Operators have codes of their own,
+// from kFirstPhase on; what each means says the operator's module in Python, as it does of the kinds of bad input.
+using Phase = uint32_t;
+inline constexpr int kPhaseBits = 16;
+constexpr Phase make_phase(uint32_t code, uint32_t eighths = 8) { return eighths << kPhaseBits | code; }
+inline constexpr Phase kPhaseCredit = make_phase(1);
+PO_CONSTANT(kPhaseCredit)
+inline constexpr uint32_t kFirstPhase = 16;
 
 // Host-visible memory. `state` is released last and makes the other fields valid.
 struct ErrorRecord {
@@ -71,15 +72,19 @@ struct ErrorRecord {
   int64_t own_contract[kContractWords];
   int64_t peer_contract[kContractWords];
 };
+PO_DESCRIBE(ErrorRecord, state, kind, phase, peer, index, epoch, seen, waited_ns, own_contract, peer_contract)
 
+// What is wrong, where and with which value is for the operator to say; `operator_id` is its contract's first word.
 struct InputErrorRecord {
   uint64_t state;
   uint64_t kind;
-  int64_t table;
-  int64_t bag;
+  int64_t operator_id;
+  int64_t outer;
+  int64_t inner;
   int64_t value;
   int64_t limit;
 };
+PO_DESCRIBE(InputErrorRecord, state, kind, operator_id, outer, inner, value, limit)
 
 class DelayedNetwork;  // host backend only: a proxy that delays and reorders puts as a network would
 
@@ -93,7 +98,6 @@ struct Team {
   uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up: epoch, why, who says so of whom
   uint64_t ready_stride;
   LocalState* local;
-  uint64_t* wg_done;  // bitmasks of the slices for peers that are not reachable
   ErrorRecord* error;
   InputErrorRecord* input_error;
   uint64_t timeout_ns;
@@ -102,6 +106,8 @@ struct Team {
   DelayedNetwork* network;
   uint64_t epoch;  // of this launch; begin_launch fills it into each WG's own copy
 };
+PO_DESCRIBE(Team, rank, size, heap, peer_heaps, grants_offset, ready_offset, abort_offset, ready_stride, local, error,
+            input_error, timeout_ns, contract_hash, contract, network, epoch)
 
 PO_FN bool is_reachable(const Team& team, int peer) { return team.peer_heaps[peer] != 0; }
 

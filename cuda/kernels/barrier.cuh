@@ -10,19 +10,24 @@ namespace po::barrier {
 struct Plan {
   Team team;
 };
+PO_DESCRIBE(Plan, team)
 
 struct Call {};
+PO_DESCRIBE(Call)
 
 struct Shared {
   Plan plan;
   uint64_t is_last;
 };
 
+inline constexpr int kThreads = 64;  // on the GPU
+PO_CONSTANT(kThreads)
+
 struct Kernel {
   using Plan = barrier::Plan;
   using Call = barrier::Call;
   using Shared = barrier::Shared;
-  static constexpr int kThreads = 64;
+  static constexpr int kThreads = barrier::kThreads;
   static constexpr int kBlocksPerSm = 1;
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call&) {
@@ -35,5 +40,3 @@ struct Kernel {
 };
 
 }  // namespace po::barrier
-
-PO_ENTRY(barrier, po::barrier::Kernel)

@@ -9,28 +9,29 @@
 #include "platform/entry.cuh"
 #include "platform/memory.cuh"
 
-#ifndef PO_CEILING
-#define PO_CEILING kRead
-#endif
-#ifndef PO_THREADS
-#define PO_THREADS 512
-#endif
-
 namespace po::ceilings {
 
 enum class Ceiling { kRead, kStore };
 
+struct Config {
+  Ceiling ceiling = Ceiling::kRead;
+  int threads = 512;
+};
+
 struct Plan {
   Team team;
 };
+PO_DESCRIBE(Plan, team)
 
 struct Call {
   uint64_t place;  // kRead: address of the buffer; else its offset in the symmetric heap
   int64_t bytes;   // of the buffer
   uint32_t* sink;  // kRead: never written, but the compiler cannot know
 };
+PO_DESCRIBE(Call, place, bytes, sink)
 
 inline constexpr int64_t kTileBytes = 4096;  // of a segment, from one WG to one peer at a time
+PO_CONSTANT(kTileBytes)
 
 struct Shared {
   Plan plan;
@@ -83,15 +84,16 @@ PO_FN void store_all(const WorkGroup& wg, const Team& team, const Call& call) {
   }
 }
 
+template <Config kConfig>
 struct Kernel {
   using Plan = ceilings::Plan;
   using Call = ceilings::Call;
   using Shared = ceilings::Shared;
-  static constexpr int kThreads = PO_THREADS;
+  static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = 2;
 
   static PO_FN void run(const WorkGroup& wg, [[maybe_unused]] Shared& shared, const Call& call) {
-    if constexpr (Ceiling::PO_CEILING == Ceiling::kRead) {
+    if constexpr (kConfig.ceiling == Ceiling::kRead) {
       read_all(wg, call);
     } else {
       store_all(wg, shared.plan.team, call);
@@ -100,5 +102,3 @@ struct Kernel {
 };
 
 }  // namespace po::ceilings
-
-PO_ENTRY(ceilings, po::ceilings::Kernel)

@@ -16,40 +16,50 @@
 #include "sched/exchange_order.cuh"
 #include "tile/bag_stream.cuh"
 
-#ifndef PO_SCALAR
-#define PO_SCALAR Float32
-#define PO_INDEX int64_t
-#define PO_OFFSET int64_t
-#define PO_POOLING kSum
-#define PO_SHAPES 0x3f
-#endif
-#ifndef PO_THREADS
-#define PO_THREADS 256
-#endif
-#ifndef PO_BLOCKS_PER_SM
-#define PO_BLOCKS_PER_SM 2
-#endif
-#ifndef PO_ROWS
-#define PO_ROWS 8
-#endif
-
 namespace po::embedding_all_to_all {
 
 // ---- configuration --------------------------------------------------------------------------------------------------
 
 struct Config {
-  using Scalar = PO_SCALAR;
-  static constexpr int kThreads = PO_THREADS;
-  static constexpr int kBlocksPerSm = PO_BLOCKS_PER_SM;
-  static constexpr int kElementBytes = static_cast<int>(sizeof(Scalar::Storage));
+  DType scalar = DType::kFloat32;
+  IndexType index = IndexType::kInt64;
+  IndexType offset = IndexType::kInt64;
+  Pooling pooling = Pooling::kSum;
+  int shapes = 0x3f;       // of the tables, a bit per RowShape
+  int rows_in_flight = 8;  // of a table, that a group of lanes loads ahead
+  int threads = 256;
+  int blocks_per_sm = 2;
+};
+
+template <Config kConfig>
+struct Traits {
+  using Scalar = ScalarOf<kConfig.scalar>;
+  using Index = IndexOf<kConfig.index>;
+  using Offset = IndexOf<kConfig.offset>;
+  static constexpr int kShapes = kConfig.shapes;
+  static constexpr int kThreads = kConfig.threads;
+  static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
+  static constexpr int kElementBytes = static_cast<int>(sizeof(typename Scalar::Storage));
   static_assert(kThreads % 32 == 0, "a WG consists of whole warps");
 
   template <int kLanes, int kVectors, int kBytes>
-  using Shape = BagShape<Scalar, PO_INDEX, PO_OFFSET, Pooling::PO_POOLING, kLanes, kVectors, kBytes, PO_ROWS>;
+  using Shape = BagShape<Scalar, Index, Offset, kConfig.pooling, kLanes, kVectors, kBytes, kConfig.rows_in_flight>;
 };
 
 // How a warp divides over a table's rows; `shape` of a Table. The plan picks the narrowest that holds a row.
 enum RowShape : int32_t { kElementwise = 0, kLanes32x2 = 1, kLanes32 = 2, kLanes16 = 3, kLanes8 = 4, kLanes4 = 5 };
+PO_CONSTANT(kElementwise)
+PO_CONSTANT(kLanes32x2)
+PO_CONSTANT(kLanes32)
+PO_CONSTANT(kLanes16)
+PO_CONSTANT(kLanes8)
+PO_CONSTANT(kLanes4)
+
+// What a wait is for.
+inline constexpr Phase kPhaseReady = make_phase(kFirstPhase);
+inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 1);
+PO_CONSTANT(kPhaseReady)
+PO_CONSTANT(kPhaseSlice)
 
 // ---- arguments ------------------------------------------------------------------------------------------------------
 
@@ -60,6 +70,7 @@ struct Table {
   int64_t column_bytes;  // where its columns begin in a row of output
   int64_t shape;
 };
+PO_DESCRIBE(Table, rows, num_rows, row_bytes, column_bytes, shape)
 
 struct Plan {
   Team team;
@@ -70,7 +81,10 @@ struct Plan {
   int64_t output_row_bytes;
   uint64_t staging_offset;  // [batch, own columns] in the symmetric heap; used for peers that are not reachable
   int64_t reports_bad_input;
+  uint64_t* wg_done;  // bitmasks of the slices for peers that are not reachable; 0 after every launch
 };
+PO_DESCRIBE(Plan, team, order, tables, column_start, batch, output_row_bytes, staging_offset, reports_bad_input,
+            wg_done)
 
 struct Call {
   const void* indices;
@@ -79,6 +93,7 @@ struct Call {
   int64_t num_indices;
   uint64_t output_offset;
 };
+PO_DESCRIBE(Call, indices, offsets, weights, num_indices, output_offset)
 
 struct Shared {
   Plan plan;
@@ -86,6 +101,10 @@ struct Shared {
 };
 
 // ---- bad input ------------------------------------------------------------------------------------------------------
+
+enum InputErrorKind : uint64_t { kBadIndex = 1, kBadOffset = 2 };
+PO_CONSTANT(kBadIndex)
+PO_CONSTANT(kBadOffset)
 
 PO_FN void report_bad_input(const Plan& plan, InputErrorKind kind, int64_t table, int64_t bag, int64_t value,
                             int64_t limit) {
@@ -108,13 +127,13 @@ PO_FN BagRange bags_of(const ExchangeOrder& order, const Task& task, int part, i
 }
 
 // Looks up what a stream found: errors are rare, so the hot loop remembers nothing but the places.
-PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, int32_t position, int part,
-                                        int num_parts, const void* all_offsets, const void* indices,
-                                        int64_t num_indices) {
+template <class Traits>
+PO_NOINLINE void report_findings(const Plan& plan, BagFindings findings, int32_t position, int part, int num_parts,
+                                 const void* all_offsets, const void* indices, int64_t num_indices) {
   Task task;
   plan.order.task_at(position, &task);
   const BagRange bags = bags_of(plan.order, task, part, num_parts);
-  const auto* offsets = static_cast<const PO_OFFSET*>(all_offsets) + task.table * plan.batch + bags.first;
+  const auto* offsets = static_cast<const typename Traits::Offset*>(all_offsets) + task.table * plan.batch + bags.first;
   if (findings.bad_bag >= 0) {
     report_bad_input(plan, kBadOffset, task.table, bags.first + findings.bad_bag,
                      static_cast<int64_t>(offsets[findings.bad_bag + 1]), num_indices);
@@ -124,14 +143,15 @@ PO_NOINLINE inline void report_findings(const Plan& plan, BagFindings findings, 
     int32_t bag = 0;
     while (bag + 1 < bags.count && static_cast<int64_t>(offsets[bag + 1]) <= place) ++bag;
     report_bad_input(plan, kBadIndex, task.table, bags.first + bag,
-                     static_cast<int64_t>(static_cast<const PO_INDEX*>(indices)[place]),
+                     static_cast<int64_t>(static_cast<const typename Traits::Index*>(indices)[place]),
                      plan.tables[task.table].num_rows);
   }
 }
 
 // The first offset of all is 0 and the last one the number of indices; pool_bags checks those between.
+template <class Traits>
 PO_FN void check_outer_offsets(const Plan& plan, const Call& call) {
-  const auto* offsets = static_cast<const PO_OFFSET*>(call.offsets);
+  const auto* offsets = static_cast<const typename Traits::Offset*>(call.offsets);
   const int64_t last = plan.order.num_tables * plan.batch;
   if (last == 0) return;
   if (offsets[0] != 0) report_bad_input(plan, kBadOffset, 0, 0, static_cast<int64_t>(offsets[0]), call.num_indices);
@@ -209,6 +229,7 @@ class RowStore {
 
 // ---- one warp's work ------------------------------------------------------------------------------------------------
 
+template <class Traits>
 class Worker {
  public:
   PO_FN Worker(const WorkGroup& wg, const Plan& plan, const Call& call)
@@ -242,23 +263,23 @@ class Worker {
   PO_FN void pool(const Task& task) {
     const Table& table = plan_.tables[task.table];
     const auto shape = static_cast<int32_t>(table.shape);
-    if constexpr ((PO_SHAPES & 1 << kElementwise) != 0) {
-      if (shape == kElementwise) pool_as<Config::Shape<32, 2, Config::kElementBytes>>(task, table);
+    if constexpr ((Traits::kShapes & 1 << kElementwise) != 0) {
+      if (shape == kElementwise) pool_as<typename Traits::template Shape<32, 2, Traits::kElementBytes>>(task, table);
     }
-    if constexpr ((PO_SHAPES & 1 << kLanes32x2) != 0) {
-      if (shape == kLanes32x2) pool_as<Config::Shape<32, 2, 16>>(task, table);
+    if constexpr ((Traits::kShapes & 1 << kLanes32x2) != 0) {
+      if (shape == kLanes32x2) pool_as<typename Traits::template Shape<32, 2, 16>>(task, table);
     }
-    if constexpr ((PO_SHAPES & 1 << kLanes32) != 0) {
-      if (shape == kLanes32) pool_as<Config::Shape<32, 1, 16>>(task, table);
+    if constexpr ((Traits::kShapes & 1 << kLanes32) != 0) {
+      if (shape == kLanes32) pool_as<typename Traits::template Shape<32, 1, 16>>(task, table);
     }
-    if constexpr ((PO_SHAPES & 1 << kLanes16) != 0) {
-      if (shape == kLanes16) pool_as<Config::Shape<16, 1, 16>>(task, table);
+    if constexpr ((Traits::kShapes & 1 << kLanes16) != 0) {
+      if (shape == kLanes16) pool_as<typename Traits::template Shape<16, 1, 16>>(task, table);
     }
-    if constexpr ((PO_SHAPES & 1 << kLanes8) != 0) {
-      if (shape == kLanes8) pool_as<Config::Shape<8, 1, 16>>(task, table);
+    if constexpr ((Traits::kShapes & 1 << kLanes8) != 0) {
+      if (shape == kLanes8) pool_as<typename Traits::template Shape<8, 1, 16>>(task, table);
     }
-    if constexpr ((PO_SHAPES & 1 << kLanes4) != 0) {
-      if (shape == kLanes4) pool_as<Config::Shape<4, 1, 16>>(task, table);
+    if constexpr ((Traits::kShapes & 1 << kLanes4) != 0) {
+      if (shape == kLanes4) pool_as<typename Traits::template Shape<4, 1, 16>>(task, table);
     }
     warp_.sync();
   }
@@ -268,21 +289,22 @@ class Worker {
   PO_FN void pool_as(const Task& task, const Table& table) {
     using Group = typename Shape::Group;
     const BagRange bags = bags_of(plan_.order, task, Group{}.index(), Group::kPerWarp);
-    const BagInputs inputs{table.rows,
-                           table.num_rows,
-                           static_cast<int32_t>(table.row_bytes),
-                           call_.indices,
-                           call_.num_indices,
-                           static_cast<const PO_OFFSET*>(call_.offsets) + task.table * plan_.batch + bags.first,
-                           call_.weights,
-                           bags.count};
+    const BagInputs inputs{
+        table.rows,
+        table.num_rows,
+        static_cast<int32_t>(table.row_bytes),
+        call_.indices,
+        call_.num_indices,
+        static_cast<const typename Traits::Offset*>(call_.offsets) + task.table * plan_.batch + bags.first,
+        call_.weights,
+        bags.count};
     for (int32_t chunk = 0; chunk < inputs.row_bytes; chunk += Shape::kChunkBytes) {
       store_.aim(task.destination, bags.first, table.column_bytes + chunk,
                  min_of(inputs.row_bytes - chunk, Shape::kChunkBytes));
       const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
       if (findings.bad_index >= 0 || findings.bad_bag >= 0) {
-        report_findings(plan_, findings, position_, Group{}.index(), Group::kPerWarp, call_.offsets, call_.indices,
-                        call_.num_indices);
+        report_findings<Traits>(plan_, findings, position_, Group{}.index(), Group::kPerWarp, call_.offsets,
+                                call_.indices, call_.num_indices);
       }
     }
   }
@@ -297,7 +319,7 @@ class Worker {
     int64_t slice = task.slice;
     for (int destination = 0; destination < task.destination; ++destination) slice += order.num_slices(destination);
     const int64_t num_words = ceil_div<int64_t>(order.num_tables, 64);
-    uint64_t* done = plan_.team.wg_done + slice * (num_words + 1);  // [0] has a bit per word, the others one per task
+    uint64_t* done = plan_.wg_done + slice * (num_words + 1);  // [0] has a bit per word, the others one per task
     const int64_t word = task.table / 64;
     if (atomic_or_fetch_acq_rel_gpu(done + 1 + word, 1ull << task.table % 64) !=
         all_bits(order.num_tables - word * 64)) {
@@ -373,26 +395,28 @@ PO_FN void await_ready(const WorkGroup& wg, const Plan& plan) {
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
+template <Config kConfig>
 struct Kernel {
+  using Traits = embedding_all_to_all::Traits<kConfig>;
   using Plan = embedding_all_to_all::Plan;
   using Call = embedding_all_to_all::Call;
   using Shared = embedding_all_to_all::Shared;
-  static constexpr int kThreads = Config::kThreads;
-  static constexpr int kBlocksPerSm = Config::kBlocksPerSm;
+  static constexpr int kThreads = Traits::kThreads;
+  static constexpr int kBlocksPerSm = Traits::kBlocksPerSm;
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Plan& plan = shared.plan;
     begin_launch(shared.plan.team, wg);
     if (wg.index() == 0) grant_credit(plan.team, wg, call.output_offset);
 
-    Worker worker(wg, plan, call);
+    Worker<Traits> worker(wg, plan, call);
     worker.run_until(plan.order.num_leading());
     wg.sync();  // the rows of all warps are before the words that announce them
     signal_ready(plan.team, wg);
     worker.run_until(plan.order.num_positions());
     worker.complete_puts();
 
-    if (wg.index() == 0 && wg.rank() == 0) check_outer_offsets(plan, call);
+    if (wg.index() == 0 && wg.rank() == 0) check_outer_offsets<Traits>(plan, call);
     if (wg.index() == 0) await_all_credits(plan.team, wg);
     await_ready(wg, plan);
     const auto rows = static_cast<uint64_t>(plan.order.num_samples(plan.team.rank));
@@ -402,5 +426,3 @@ struct Kernel {
 };
 
 }  // namespace po::embedding_all_to_all
-
-PO_ENTRY(embedding_all_to_all, po::embedding_all_to_all::Kernel)

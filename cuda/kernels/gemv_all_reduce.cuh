@@ -11,6 +11,7 @@
 #pragma once
 
 #include "comm/launch.cuh"
+#include "kernels/gemv/geometry.cuh"
 #include "kernels/gemv/packet_exchange.cuh"
 #include "kernels/gemv/tile_output.cuh"
 #include "kernels/gemv/tile_pipeline.cuh"
@@ -19,57 +20,56 @@
 #include "sched/succession.cuh"
 #include "tile/weight_stream.cuh"
 
-#ifndef PO_SCALAR
-#define PO_SCALAR BFloat16
-#define PO_SUM_SCALAR Float32
-#define PO_VECTORS 1
-#define PO_DEPTH 8
-#define PO_ALIGNED true
-#define PO_RESIDENT true
-#define PO_TWO_PHASE false
-#define PO_PREFETCHES false
-#define PO_LETS_IN kAtOnce
-#define PO_WARPS 8
-#endif
 namespace po::gemv_all_reduce {
 
 struct Config {
-  using Scalar = PO_SCALAR;         // of weight, vectors, bias, residual and result
-  using SumScalar = PO_SUM_SCALAR;  // of the partial sums as they travel
-  static constexpr int kVectors = PO_VECTORS;
-  static constexpr bool kAligned = PO_ALIGNED;    // all rows begin at multiples of 16 bytes
-  static constexpr bool kResident = PO_RESIDENT;  // the vectors find room in a WG's own memory
-  static constexpr int kDepth = PO_DEPTH;         // steps of the weights that a warp asks for ahead
-  static constexpr bool kTwoPhase = PO_TWO_PHASE;
-  static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(SumScalar::Storage));
+  DType scalar = DType::kBFloat16;     // of weight, vectors, bias, residual and result
+  DType sum_scalar = DType::kFloat32;  // of the partial sums as they travel
+  int vectors = 1;                     // 1, 8 or 16
+  int depth = 8;                       // steps of the weights that a warp asks for ahead
+  int warps = 8;                       // that multiply
+  bool aligned = true;                 // all rows begin at multiples of 16 bytes
+  bool resident = true;                // the vectors find room in a WG's own memory
+  bool two_phase = false;
+  bool prefetches = false;  // asks for weights before the kernel before it has ended
+  LetsIn lets_in = LetsIn::kAtOnce;
+};
+
+template <Config kConfig>
+struct Traits {
+  using Scalar = ScalarOf<kConfig.scalar>;
+  using SumScalar = ScalarOf<kConfig.sum_scalar>;
+  static constexpr int kVectors = kConfig.vectors;
+  static constexpr bool kAligned = kConfig.aligned;
+  static constexpr bool kResident = kConfig.resident;
+  static constexpr int kDepth = kConfig.depth;
+  static constexpr bool kTwoPhase = kConfig.two_phase;
+  static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(typename SumScalar::Storage));
   // Results that one thread finishes: what one packet brings, or, where a packet carries them on, what fills one.
-  static constexpr int kItem = kTwoPhase ? 8 / static_cast<int>(sizeof(Scalar::Storage)) : kSumsPerPacket;
-  static constexpr int kComputing = PO_WARPS;
-  static constexpr int kServing = 2;  // warps of a WG that send; kSlots is a multiple, so a slot always meets the same
+  static constexpr int kItem = kTwoPhase ? 8 / static_cast<int>(sizeof(typename Scalar::Storage)) : kSumsPerPacket;
+  static constexpr int kComputing = kConfig.warps;
+  static constexpr int kServing = kServingWarps;  // kSlots is a multiple, so a slot always meets the same
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
-  static constexpr bool kPrefetches = PO_PREFETCHES;         // asks for weights before the kernel before it has ended
-  static constexpr LetsIn kLetsIn = LetsIn::PO_LETS_IN;      // its successor
-  static constexpr bool kSharesSm =
-      kResident && (kVectors == 1 || (kPrefetches && kVectors <= 8));  // with its successor
+  static constexpr bool kPrefetches = kConfig.prefetches;
+  static constexpr LetsIn kLetsIn = kConfig.lets_in;
+  static constexpr bool kSharesSm = kResident && shares_sm(kVectors, kPrefetches);  // with its successor
   // Fewer than 100 for a thread: two WGs share an SM, or one has more warps than four for each of its schedulers.
   static constexpr bool kHasFewRegisters = kSharesSm || kComputing + kServing > 16;
   // That a warp multiplies at once; like the next one, as many as there are registers for.
   static constexpr int kStepsAtOnce = kVectors > 1 && sizeof(typename Scalar::Storage) == 2 &&
                                               (kSharesSm ? !kTwoPhase : !kHasFewRegisters)
-                                          ? 2
+                                          ? kMostStepsAtOnce
                                           : 1;
   // Senders whose packets are looked at together.
   static constexpr int kSendersAtOnce = kSharesSm          ? (kTwoPhase ? 2 : 8)
                                         : kHasFewRegisters ? (kTwoPhase ? 1 : 4)
                                                            : 8 / kPacketsPerItem;
-  static constexpr int kSlots = kVectors == 1 ? 8 : 4;  // tiles of a WG that may be under way in its own memory
+  static constexpr int kSlots = slots_of(kVectors);  // tiles of a WG that may be under way in its own memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
 };
-
-using Pipeline = TilePipeline<Config>;
 
 struct Plan {
   Team team;
@@ -77,51 +77,74 @@ struct Plan {
   PacketPlan packets;
   uint32_t* asked;  // WGs that have asked for all their weights; 0 when all have (sched/succession.cuh)
 };
+PO_DESCRIBE(Plan, team, output, packets, asked)
+
+// What is known of a launch before its plan has come, in one word: a kernel that is over in some microseconds has it at once.
+struct Shape {
+  uint64_t packed;
+
+  static PO_FN Shape of(int64_t rows, int64_t rank, int64_t size, int64_t vectors, int64_t columns) {
+    return {static_cast<uint64_t>(rows | rank << 17 | size << 23 | (vectors - 1) << 30 | columns << 34)};
+  }
+  PO_FN int num_rows() const { return static_cast<int>(packed & 0x1ffff); }
+  PO_FN int rank() const { return static_cast<int>(packed >> 17 & 0x3f); }
+  PO_FN int size() const { return static_cast<int>(packed >> 23 & 0x7f); }
+  PO_FN int num_vectors() const { return static_cast<int>(packed >> 30 & 0xf) + 1; }
+  PO_FN int num_columns() const { return static_cast<int>(packed >> 34); }
+};
+PO_DESCRIBE(Shape, packed)
+PO_QUERY(packed_shape, (int64_t rows, int64_t rank, int64_t size, int64_t vectors, int64_t columns),
+         Shape::of(rows, rank, size, vectors, columns).packed)
+static_assert(kMaxRows <= 0x1ffff && kMaxPes <= 64, "a Shape has room for them");
 
 struct Call {
   const uint8_t* weight;
   const uint8_t* vectors;
   uint8_t* output;
   const uint8_t* residual;  // may be the output; null: none
-  uint64_t shape;           // what `begin` has no plan for: see below
-
-  PO_FN int num_rows() const { return static_cast<int>(shape & 0x1ffff); }
-  PO_FN int rank() const { return static_cast<int>(shape >> 17 & 0x3f); }
-  PO_FN int size() const { return static_cast<int>(shape >> 23 & 0x7f); }
-  PO_FN int num_vectors() const { return static_cast<int>(shape >> 30 & 0xf) + 1; }
-  PO_FN int num_columns() const { return static_cast<int>(shape >> 34); }
+  Shape shape;              // what `begin` has no plan for
 };
+PO_DESCRIBE(Call, weight, vectors, output, residual, shape)
 
-using Exchange = PacketExchange<Config, Call>;
-
+template <class Traits>
 struct Shared {
   Plan plan;
-  Pipeline::Shared pipeline;
+  typename TilePipeline<Traits>::Shared pipeline;
   Handover told;  // from the first serving warp to all: the epoch, and whether this PE takes part
-  Exchange::Shared exchange;
+  typename PacketExchange<Traits, Call>::Shared exchange;
 };
 
+template <Config kConfig>
 struct Kernel {
+  using Traits = gemv_all_reduce::Traits<kConfig>;
+  using Pipeline = TilePipeline<Traits>;
   using Plan = gemv_all_reduce::Plan;
   using Call = gemv_all_reduce::Call;
-  using Shared = gemv_all_reduce::Shared;
-  static constexpr int kThreads = (Config::kComputing + Config::kServing) * 32;
-  static constexpr int kBlocksPerSm = Config::kSharesSm ? 2 : 1;
-  static constexpr size_t kHostArenaBytes = 64ull * Config::kSlots * Config::kVectors * kTileRows * sizeof(float);
+  using Exchange = PacketExchange<Traits, Call>;
+  using Shared = gemv_all_reduce::Shared<Traits>;
+  static constexpr int kThreads = (Traits::kComputing + Traits::kServing) * 32;
+  static constexpr int kBlocksPerSm = Traits::kSharesSm ? 2 : 1;
+  static constexpr size_t kHostArenaBytes = 64ull * Traits::kSlots * Traits::kVectors * kTileRows * sizeof(float);
+
+#if PO_ON_DEVICE
+  static_assert(sizeof(Shared) <= kStaticBytes && Pipeline::Stream::kBytesPerWarp * Traits::kComputing ==
+                                                      ring_step_bytes(Traits::kComputing) * Traits::kDepth,
+                "the host plans a WG's memory by kernels/gemv/geometry.cuh");
+#endif
 
   struct Begun {
-    Pipeline::Vectors vectors;
-    Pipeline::Stream stream;
+    typename Pipeline::Vectors vectors;
+    typename Pipeline::Stream stream;
   };
 
   // Neither vectors nor weights wait for the plan. A lone vector goes first: behind the weights it would wait for all that
   // are under way. Where weights are asked for before the predecessor has ended, which may still be making the vectors, they
   // go alone.
   static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
-    static_assert(Config::kResident || !Config::kPrefetches, "a ring of vectors begins with that of the weights");
-    const Pipeline::Vectors vectors{call.vectors, call.num_vectors(), call.num_columns(),
-                                    wg.arena() + Pipeline::ring_bytes(wg)};
-    if constexpr (Config::kPrefetches) {
+    static_assert(Traits::kResident || !Traits::kPrefetches, "a ring of vectors begins with that of the weights");
+    const typename Pipeline::Vectors vectors{call.vectors, call.shape.num_vectors(), call.shape.num_columns(),
+                                             wg.arena() + Pipeline::ring_bytes(wg)};
+    if constexpr (Traits::kPrefetches) {
       vectors.expect(wg, first_fetching(wg));
     } else {
       await_predecessor();
@@ -129,12 +152,13 @@ struct Kernel {
     }
     RowTiles tiles = tiles_of(wg, call);
     if (wg.warp_index() >= Pipeline::num_computing(wg)) tiles.count = 0;
-    return {vectors, Pipeline::Stream({call.weight, call.num_rows(), call.num_columns()}, vectors, tiles,
-                                      Pipeline::share(wg, call.num_columns()), wg.arena(), wg.warp_index())};
+    return {vectors,
+            typename Pipeline::Stream({call.weight, call.shape.num_rows(), call.shape.num_columns()}, vectors, tiles,
+                                      Pipeline::share(wg, call.shape.num_columns()), wg.arena(), wg.warp_index())};
   }
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
-    if constexpr (Config::kPrefetches) {
+    if constexpr (Traits::kPrefetches) {
       // A lone vector is brought by some, and through it, or the sync below, the others know that it has ended.
       if (!Pipeline::Vectors::kComeAtOnce || wg.rank() >= first_fetching(wg)) {
         await_predecessor();
@@ -150,24 +174,24 @@ struct Kernel {
     if (wg.rank() == 0) shared.told.start(1);
     begun.vectors.template await_copies<Pipeline::Stream::kStepsAhead>();
     wg.sync();
-    if constexpr (Config::kLetsIn == LetsIn::kAtOnce) release_successor();
+    if constexpr (Traits::kLetsIn == LetsIn::kAtOnce) release_successor();
     const int served = Pipeline::serving_index(wg);
     if (served >= 0) open(wg, shared, served);
     Succession succession(plan.asked, wg, begun.stream.num_steps(), Pipeline::Stream::kStepsAhead);
-    if constexpr (Config::kLetsIn == LetsIn::kLate) succession.begin(wg);
+    if constexpr (Traits::kLetsIn == LetsIn::kLate) succession.begin(wg);
     pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
-      if constexpr (Config::kLetsIn == LetsIn::kLate) succession.step();
+      if constexpr (Traits::kLetsIn == LetsIn::kLate) succession.step();
     });
     if (plan.team.size != 1) finish(wg, shared, exchange);  // in a world of one the serving warps have
-    if constexpr (Config::kLetsIn == LetsIn::kLate) {
+    if constexpr (Traits::kLetsIn == LetsIn::kLate) {
       if (wg.rank() == 0) succession.await_others();
     }
   }
 
  private:
   static PO_FN RowTiles tiles_of(const WorkGroup& wg, const Call& call) {
-    return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.num_rows(), kTileRows), call.rank(),
-                           Config::kTwoPhase ? call.size() : 1);
+    return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.shape.num_rows(), kTileRows), call.shape.rank(),
+                           Traits::kTwoPhase ? call.shape.size() : 1);
   }
 
   // Where weights are prefetched, the threads that bring a lone vector.
@@ -203,5 +227,3 @@ struct Kernel {
 };
 
 }  // namespace po::gemv_all_reduce
-
-PO_ENTRY(gemv_all_reduce, po::gemv_all_reduce::Kernel)

@@ -2,47 +2,46 @@
 // sorted. One persistent launch.
 //
 // (1) WG 0 grants every peer credit, with the place of this PE's result. (2) The PEs tell each other which rows they have,
-// and every row of the union gets its slot (comm/row_union.cuh). (3) Warps take blocks of slots, the same on every PE. A
+// and every row of the union gets its slot (kernels/sparse/row_union.cuh). (3) Warps take blocks of slots, the same on every PE. A
 // row that one PE alone has goes straight from it to its slot on every PE. A row that several have is left by each of
 // them in its own slot, where the row's owner, one of them, fetches it; the owner adds up in rank order and stores the
 // sum into the slot on every PE: no room but the result's, and no atomics. Or, for few rows, all of them go to every PE
 // at once and each adds up for itself. (4) Each warp tells its counterparts that its rows are stored, and waits for theirs.
 #pragma once
 
-#include "comm/row_union.cuh"
+#include "kernels/sparse/row_union.cuh"
 #include "kernels/sparse/hot_rows.cuh"
 #include "kernels/sparse/row_exchange.cuh"
 #include "platform/entry.cuh"
 #include "tile/row_chunk.cuh"
 
-#ifndef PO_SCALAR
-#define PO_SCALAR Float32
-#define PO_INDEX int64_t
-#define PO_GATHERS false
-#define PO_LANES 32
-#define PO_BYTES 16
-#endif
-#ifndef PO_THREADS
-#define PO_THREADS 256
-#endif
-#ifndef PO_BLOCKS_PER_SM
-#define PO_BLOCKS_PER_SM 2
-#endif
-
 namespace po::sparse_all_reduce {
 
 struct Config {
-  using Scalar = PO_SCALAR;
-  using Index = PO_INDEX;
-  static constexpr bool kGathers = PO_GATHERS;  // every PE adds up itself
-  static constexpr int kThreads = PO_THREADS;
-  static constexpr int kBlocksPerSm = PO_BLOCKS_PER_SM;
+  DType scalar = DType::kFloat32;
+  IndexType index = IndexType::kInt64;
+  bool gathers = false;  // every PE adds up itself
+  int lanes = 32;        // of a group that has a row
+  int bytes = 16;        // of an access
+  int threads = 256;
+  int blocks_per_sm = 2;
+  int hot_entries = 32;  // of a row on a PE, from which on all its warps share it
+};
+
+template <Config kConfig>
+struct Traits {
+  using Scalar = ScalarOf<kConfig.scalar>;
+  using Index = IndexOf<kConfig.index>;
+  static constexpr bool kGathers = kConfig.gathers;
+  static constexpr int64_t kHotEntries = kConfig.hot_entries;
+  static constexpr int kThreads = kConfig.threads;
+  static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kMostWarps = kWarpSize == 1 ? kMaxWarps : kThreads / kWarpSize;
   // A lane has up to 16 values of a row under way; more would not stay in registers.
   static constexpr int kVectors =
-      PO_LANES == 32 ? min_of(16 * static_cast<int>(sizeof(Scalar::Storage)) / PO_BYTES, 4) : 1;
-  using Chunk = RowChunk<Scalar, PO_LANES, kVectors, PO_BYTES>;
-  using Piece = RowChunk<Scalar, PO_LANES, 1, PO_BYTES>;
+      kConfig.lanes == 32 ? min_of(16 * static_cast<int>(sizeof(typename Scalar::Storage)) / kConfig.bytes, 4) : 1;
+  using Chunk = RowChunk<Scalar, kConfig.lanes, kVectors, kConfig.bytes>;
+  using Piece = RowChunk<Scalar, kConfig.lanes, 1, kConfig.bytes>;
   using Entries = RowEntries<Index>;
 };
 
@@ -53,8 +52,7 @@ struct Report {
   int64_t num_shares;    // rows of all PEs together, those that several have counted for each
   uint64_t phase_ns[4];  // when WG 0 began, knew all row sets, had the rows listed, was done
 };
-
-static_assert(sizeof(Report) == 56, "Report in persistent_ops/ops/sparse_plan.py mirrors it");
+PO_DESCRIBE(Report, state, num_rows, num_shares, phase_ns)
 
 struct Plan {
   Team team;
@@ -75,29 +73,38 @@ struct Plan {
   int64_t divisor;
   int64_t all_reachable;
 };
+PO_DESCRIBE(Plan, team, sets, row_bytes, capacity, progress_offset, num_workers, gather_offset, low_offset, rows_out,
+            num_rows_out, num_entries, hot, report, splits_partials, reports_overflow, divisor, all_reachable)
 
 struct Call {
-  const Config::Index* rows;  // ascending
-  const int64_t* order;       // which of the values belongs to an entry; null: the entry's own number
+  const void* rows;      // ascending
+  const int64_t* order;  // which of the values belongs to an entry; null: the entry's own number
   const uint8_t* values;
   int64_t num_entries;
   uint64_t output_offset;
 };
+PO_DESCRIBE(Call, rows, order, values, num_entries, output_offset)
 
-using Exchange = RowExchange<Config, Plan>;
-using Hot = HotRows<Config, Plan>;
-
+template <class Traits>
 struct Shared {
   Plan plan;
   UnionShared rows;
-  Exchange::Shared exchange;
+  typename RowExchange<Traits, Plan>::Shared exchange;
   uint64_t is_last;
 };
 
 // ---- input ----------------------------------------------------------------------------------------------------------
 
+enum InputErrorKind : uint64_t { kBadRow = 1, kBadCount = 2, kTooManyRows = 3, kNotAscending = 4 };
+PO_CONSTANT(kBadRow)
+PO_CONSTANT(kBadCount)
+PO_CONSTANT(kTooManyRows)
+PO_CONSTANT(kNotAscending)
+
 // How many of the entries are valid. They are sorted, so rows out of range are the first or the last ones.
+template <class Traits>
 PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& call) {
+  const auto* rows = static_cast<const typename Traits::Index*>(call.rows);
   const bool reports = wg.index() == 0 && wg.rank() == 0;
   int64_t count = call.num_entries;
   if (plan.num_entries != nullptr) {
@@ -109,13 +116,13 @@ PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& c
   const auto stride = static_cast<int64_t>(wg.count()) * wg.size();
   for (int64_t entry = 1 + static_cast<int64_t>(wg.index()) * wg.size() + wg.rank();
        call.order == nullptr && entry < count; entry += stride) {
-    const auto row = static_cast<int64_t>(call.rows[entry]);
-    if (row > static_cast<int64_t>(call.rows[entry - 1])) continue;
-    report_input_error(plan.team, kNotAscending, 0, entry, row, static_cast<int64_t>(call.rows[entry - 1]));
+    const auto row = static_cast<int64_t>(rows[entry]);
+    if (row > static_cast<int64_t>(rows[entry - 1])) continue;
+    report_input_error(plan.team, kNotAscending, 0, entry, row, static_cast<int64_t>(rows[entry - 1]));
   }
   if (!reports || count == 0) return count;
   for (const int64_t entry : {int64_t{0}, count - 1}) {
-    const auto row = static_cast<int64_t>(call.rows[entry]);
+    const auto row = static_cast<int64_t>(rows[entry]);
     if (row >= 0 && row < plan.sets.num_rows) continue;
     report_input_error(plan.team, kBadRow, 0, call.order == nullptr ? entry : call.order[entry], row,
                        plan.sets.num_rows);
@@ -125,12 +132,16 @@ PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& c
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
+template <Config kConfig>
 struct Kernel {
+  using Traits = sparse_all_reduce::Traits<kConfig>;
   using Plan = sparse_all_reduce::Plan;
+  using Exchange = RowExchange<Traits, Plan>;
+  using Hot = HotRows<Traits, Plan>;
   using Call = sparse_all_reduce::Call;
-  using Shared = sparse_all_reduce::Shared;
-  static constexpr int kThreads = Config::kThreads;
-  static constexpr int kBlocksPerSm = Config::kBlocksPerSm;
+  using Shared = sparse_all_reduce::Shared<Traits>;
+  static constexpr int kThreads = Traits::kThreads;
+  static constexpr int kBlocksPerSm = Traits::kBlocksPerSm;
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Plan& plan = shared.plan;
@@ -139,7 +150,7 @@ struct Kernel {
     begin_launch(shared.plan.team, wg);
     mark(wg, plan, 0);
     if (wg.index() == 0) grant_credit(team, wg, call.output_offset);
-    const int64_t num_entries = check_entries(wg, plan, call);
+    const int64_t num_entries = check_entries<Traits>(wg, plan, call);
     exchange(wg, shared, call, num_entries);
     mark(wg, plan, 3);
     if (plan.all_reachable == 0) put_quiet(team);  // what was put from may be written again
@@ -151,7 +162,8 @@ struct Kernel {
   static PO_FN void exchange(const WorkGroup& wg, Shared& shared, const Call& call, int64_t num_entries) {
     const Plan& plan = shared.plan;
     const Team& team = plan.team;
-    RowUnion<Config::Index> rows(wg, shared.rows, team, plan.sets, call.rows, num_entries);
+    const auto* numbers = static_cast<const typename Traits::Index*>(call.rows);
+    RowUnion<typename Traits::Index> rows(wg, shared.rows, team, plan.sets, numbers, num_entries);
     // Behind a launch that was given up: its peers may not be in this one.
     if (!rows.all_threads(kCheckAborted, wg.rank() != 0 || !is_aborted(team))) return;
     if (!rows.all_threads(kCheckCredits, find_outputs(wg, shared, call))) return;
@@ -165,10 +177,10 @@ struct Kernel {
     if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);
     if (!rows.list(listed)) return;
     mark(wg, plan, 2);
-    const Config::Entries entries{call.rows, call.order, call.values, num_entries};
+    const typename Traits::Entries entries{numbers, call.order, call.values, num_entries};
     const int64_t hot_entries = Hot::least_entries(plan, entries);
     if (hot_entries != Hot::kNever) {
-      const Hot::Transfer transfer(plan, shared.exchange.outputs, entries, hot_entries);
+      const typename Hot::Transfer transfer(plan, shared.exchange.outputs, entries, hot_entries);
       const Hot hot(wg, plan, entries, transfer, hot_entries);
       hot.find(listed, rows.num_union());
       if (!rows.meet(kMeetFound)) return;
@@ -213,5 +225,3 @@ struct Kernel {
 };
 
 }  // namespace po::sparse_all_reduce
-
-PO_ENTRY(sparse_all_reduce, po::sparse_all_reduce::Kernel)

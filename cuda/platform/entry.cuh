@@ -1,10 +1,15 @@
-// PO_ENTRY(name, Kernel): the launchable symbol of a kernel, on both backends.
+// PO_ENTRY(name, Kernel): the launchable symbol of a kernel, on both backends. Who compiles it writes that line, behind the
+// kernel's header and with the kernel's configuration as a template argument.
 //
-// Every launch takes one plan pointer and kCallWords 64-bit words, which become the kernel's `Call`. A kernel gives
+// Every launch takes a pointer to a plan and, by value, the kernel's `Call`: a struct of any size. A kernel gives
 // `Plan`, `Call`, `Shared` (a WG's own memory, which begins with its copy of the plan), `kThreads`, `kBlocksPerSm` and
 // `run(wg, shared, call)`. One with a `begin(wg, call)` starts there what needs no plan, while the plan is still on its
 // way, and gets the result as a fourth argument of `run`. `kHostArenaBytes` is what `wg.arena()` has on the host; on the
 // GPU the launch says.
+//
+// On the GPU a `Call` stays where the launch has put it, in the constant bank, so that its address can be taken. With
+// PO_ENTRY_HOLDING_CALL each thread has a copy in registers: for a kernel that is over so soon that to load a word again is
+// felt.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -18,28 +23,17 @@
 
 namespace po {
 
-inline constexpr int kCallWords = 5;
-
-template <class Call>
-PO_FN Call make_call(const uint64_t (&words)[kCallWords]) {
-  static_assert(sizeof(Call) <= sizeof(words), "a Call has at most kCallWords fields of 8 bytes");
-  Call call;
-  __builtin_memcpy(&call, words, sizeof(Call));
-  return call;
-}
-
 template <class Kernel>
 concept BeginsEarly = requires(const WorkGroup& wg, const typename Kernel::Call& call) { Kernel::begin(wg, call); };
 
 // The plan is read all through the launch, so each WG keeps a copy in its own memory.
 template <class Kernel>
 PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, const typename Kernel::Plan* plan,
-                      const uint64_t (&words)[kCallWords]) {
+                      const typename Kernel::Call& call) {
   constexpr int kPlanWords = sizeof(typename Kernel::Plan) / sizeof(uint64_t);
   static_assert(sizeof(typename Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");
   const auto* source = reinterpret_cast<const uint64_t*>(plan);
   auto* target = reinterpret_cast<uint64_t*>(&shared.plan);
-  const auto call = make_call<typename Kernel::Call>(words);
   if constexpr (BeginsEarly<Kernel>) {
     const uint64_t first = wg.rank() < kPlanWords ? source[wg.rank()] : 0;  // on its way while the kernel begins
     auto begun = Kernel::begin(wg, call);
@@ -56,24 +50,21 @@ PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, cons
 
 }  // namespace po
 
-#ifdef PO_PLAN_BYTES
-#define PO_CHECK_PLAN(Kernel) \
-  static_assert(sizeof(Kernel::Plan) == PO_PLAN_BYTES, "the Python mirror of Plan differs from the kernel's");
-#else
-#define PO_CHECK_PLAN(Kernel)
-#endif
-
 #if PO_ON_DEVICE
 
-#define PO_ENTRY(name, Kernel)                                                                          \
-  PO_CHECK_PLAN(Kernel)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)                  \
-      name(const Kernel::Plan* plan, uint64_t w0, uint64_t w1, uint64_t w2, uint64_t w3, uint64_t w4) { \
-    __shared__ Kernel::Shared shared;                                                                   \
-    const po::WorkGroup wg;                                                                             \
-    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                        \
-    po::run_kernel<Kernel>(wg, shared, plan, words);                                                    \
+#define PO_ENTRY_WITH(name, Kernel, attribute)                                         \
+  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) \
+      name(const Kernel::Plan* plan, const attribute Kernel::Call call) {              \
+    __shared__ Kernel::Shared shared;                                                  \
+    const po::WorkGroup wg;                                                            \
+    po::run_kernel<Kernel>(wg, shared, plan, call);                                    \
   }
+#define PO_ENTRY(name, ...)             \
+  using po_kernel_##name = __VA_ARGS__; \
+  PO_ENTRY_WITH(name, po_kernel_##name, __grid_constant__)
+#define PO_ENTRY_HOLDING_CALL(name, ...) \
+  using po_kernel_##name = __VA_ARGS__;  \
+  PO_ENTRY_WITH(name, po_kernel_##name, )
 
 #else
 
@@ -87,7 +78,7 @@ constexpr size_t host_arena_bytes() {
 
 // Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them.
 template <class Kernel>
-void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCallWords], int num_wgs, int wg_size) {
+void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs, int wg_size) {
   struct alignas(128) Line {
     uint8_t bytes[128];
   };
@@ -105,7 +96,7 @@ void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCal
     WgState& state = *states[static_cast<size_t>(wg_index)];
     const WorkGroup wg{rank,    wg_size,        wg_index,
                        num_wgs, &state.barrier, reinterpret_cast<uint8_t*>(state.arena.data())};
-    run_kernel<Kernel>(wg, state.shared, plan, words);
+    run_kernel<Kernel>(wg, state.shared, plan, call);
   };
   std::vector<std::thread> threads;
   for (int i = 1; i < num_wgs * wg_size; ++i) threads.emplace_back(body, i / wg_size, i % wg_size);
@@ -116,12 +107,12 @@ void run_on_host(const typename Kernel::Plan* plan, const uint64_t (&words)[kCal
 
 }  // namespace po
 
-#define PO_ENTRY(name, Kernel)                                                                                         \
-  PO_CHECK_PLAN(Kernel)                                                                                                \
-  extern "C" __attribute__((visibility("default"))) void name(const void* plan, uint64_t w0, uint64_t w1, uint64_t w2, \
-                                                              uint64_t w3, uint64_t w4, int num_wgs, int wg_size) {    \
-    const uint64_t words[po::kCallWords] = {w0, w1, w2, w3, w4};                                                       \
-    po::run_on_host<Kernel>(static_cast<const Kernel::Plan*>(plan), words, num_wgs, wg_size);                          \
+#define PO_ENTRY(name, ...)                                                                               \
+  using po_kernel_##name = __VA_ARGS__;                                                                   \
+  extern "C" __attribute__((visibility("default"))) void name(                                            \
+      const po_kernel_##name::Plan* plan, const po_kernel_##name::Call* call, int num_wgs, int wg_size) { \
+    po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size);                                     \
   }
+#define PO_ENTRY_HOLDING_CALL PO_ENTRY
 
 #endif

@@ -2,7 +2,7 @@
 // host, `_gpu` only this PE. Flags are aligned 64-bit words.
 #pragma once
 
-#include "platform/platform.cuh"
+#include "platform/describe.cuh"
 
 #if !PO_ON_DEVICE
 #include <sched.h>
@@ -128,6 +128,7 @@ struct alignas(16) Packet {
   uint32_t data[2];
   uint64_t flag;
 };
+PO_CONSTANT(sizeof(Packet))
 
 PO_FN void packet_store_sys(Packet* place, const Packet& packet) {
 #if PO_ON_DEVICE

@@ -86,6 +86,42 @@ struct Float16 {
   }
 };
 
+// Types as values, for the configuration of a kernel.
+enum class DType { kFloat32, kFloat16, kBFloat16 };
+enum class IndexType { kInt32, kInt64 };
+
+namespace detail {
+template <DType>
+struct ScalarOf;
+template <>
+struct ScalarOf<DType::kFloat32> {
+  using Type = Float32;
+};
+template <>
+struct ScalarOf<DType::kFloat16> {
+  using Type = Float16;
+};
+template <>
+struct ScalarOf<DType::kBFloat16> {
+  using Type = BFloat16;
+};
+template <IndexType>
+struct IndexOf;
+template <>
+struct IndexOf<IndexType::kInt32> {
+  using Type = int32_t;
+};
+template <>
+struct IndexOf<IndexType::kInt64> {
+  using Type = int64_t;
+};
+}  // namespace detail
+
+template <DType kType>
+using ScalarOf = typename detail::ScalarOf<kType>::Type;
+template <IndexType kType>
+using IndexOf = typename detail::IndexOf<kType>::Type;
+
 // A vector's elements. The loops have compile-time bounds, so the storage stays in registers.
 template <class Scalar, int kBytes>
 struct VectorOf {

@@ -1,6 +1,7 @@
 // Sums over the threads of a WG, and binary search by a warp.
 #pragma once
 
+#include "platform/describe.cuh"
 #include "platform/groups.cuh"
 #include "platform/memory.cuh"
 
@@ -11,6 +12,7 @@ inline constexpr int kMaxWarps = 32;
 #else
 inline constexpr int kMaxWarps = 64;
 #endif
+PO_CONSTANT(kMaxWarps)
 
 struct SumScratch {
   uint64_t warps[kMaxWarps];

@@ -8,7 +8,7 @@
 // Oblivious: destination 0 first, on every PE, as the logical grid numbers its WGs.
 #pragma once
 
-#include "platform/platform.cuh"
+#include "platform/describe.cuh"
 
 namespace po {
 
@@ -84,5 +84,7 @@ struct ExchangeOrder {
     return true;
   }
 };
+PO_DESCRIBE(ExchangeOrder, rank, size, num_tables, slice_samples, batch_start, num_rounds, local_delay, oblivious,
+            slice_major)
 
 }  // namespace po

@@ -5,11 +5,12 @@
 // with its own PE's: what must travel goes first, and no two PEs begin with the same receiver.
 #pragma once
 
-#include "platform/platform.cuh"
+#include "platform/describe.cuh"
 
 namespace po {
 
 inline constexpr int kTileRows = 8;
+PO_CONSTANT(kTileRows)
 
 struct RowTiles {
   int32_t wg;

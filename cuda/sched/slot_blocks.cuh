@@ -7,19 +7,12 @@
 
 #include "platform/bits.cuh"
 
-#ifndef PO_WINDOW
-#define PO_WINDOW 32
-#endif
-#ifndef PO_BLOCK_BYTES
-#define PO_BLOCK_BYTES 8192
-#endif
-
 namespace po {
 
 struct SlotBlocks {
-  static constexpr int kWindow = PO_WINDOW;          // slots that a warp looks up at once
-  static constexpr int64_t kBytes = PO_BLOCK_BYTES;  // of a block's rows, where most rows have several contributors
-  static constexpr int64_t kMost = 65000;            // of a worker; its progress has 16 bits beside the epoch
+  static constexpr int kWindow = 32;       // slots that a warp looks up at once
+  static constexpr int64_t kBytes = 8192;  // of a block's rows, where most rows have several contributors
+  static constexpr int64_t kMost = 65000;  // of a worker; its progress has 16 bits beside the epoch
 
   int64_t first;   // slot of the worker's first block
   int64_t stride;  // from one of its blocks to the next

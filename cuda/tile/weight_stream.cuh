@@ -20,14 +20,20 @@ struct Weight {
   int num_columns;
 };
 
-// A warp's part in a WG's tiles. Warps form teams of kTeam or a few more; a tile is a team's, and its warps share the
+inline constexpr int kStepBytes = 128;     // of a row, in a step
+inline constexpr int kDeliveryBytes = 16;  // of the handover that says that a lone vector has come
+inline constexpr int kLanesOfGpu = 32;
+
+// Teams that the warps of a WG form: a power of two (see Handover), of four warps or a few more.
+PO_FN constexpr int num_teams_of(int num_warps) { return num_warps >= 16 ? 4 : num_warps >= 8 ? 2 : 1; }
+
+// A warp's part in a WG's tiles. A tile is a team's, and its warps share the
 // columns. A step is kStep elements of each row of a tile, 128 bytes.
 template <class Scalar>
 struct WarpShare {
   static constexpr int kPiece =
       16 / static_cast<int>(sizeof(typename Scalar::Storage));  // elements of a row that a lane has in a step
   static constexpr int kStep = 8 * kPiece;
-  static constexpr int kTeam = 4;
   static constexpr int kMaxTeams = 4;
   int num_parts;  // warps in a team
   int num_teams;
@@ -40,7 +46,7 @@ struct WarpShare {
 
   // On the GPU `num_warps` is a constant, and so is every divisor here.
   static PO_FN WarpShare of_warp(int num_columns, int warp, int num_warps) {
-    const int num_teams = num_warps >= 4 * kTeam ? 4 : num_warps >= 2 * kTeam ? 2 : 1;  // powers of two: see Handover
+    const int num_teams = num_teams_of(num_warps);
     const int num_parts = num_warps / num_teams;
     const int total = num_steps_of(num_columns);
     const int each = ceil_div(total, num_parts);
@@ -62,10 +68,10 @@ struct WarpShare {
 #if PO_ON_DEVICE
 
 // Starts copying 16 bytes of a row, of which `left` more elements are there: zeros behind its end.
-template <class Config, bool kOnce>
-PO_FN void copy_piece(uint8_t* target, const typename Config::Scalar::Storage* source, int left) {
-  using Storage = typename Config::Scalar::Storage;
-  if constexpr (Config::kAligned) {
+template <class Traits, bool kOnce>
+PO_FN void copy_piece(uint8_t* target, const typename Traits::Scalar::Storage* source, int left) {
+  using Storage = typename Traits::Scalar::Storage;
+  if constexpr (Traits::kAligned) {
     const int bytes = left > 0 ? 16 : 0;
     if constexpr (kOnce) {
       copy_async_once(target, reinterpret_cast<const uint8_t*>(source), bytes);
@@ -73,7 +79,7 @@ PO_FN void copy_piece(uint8_t* target, const typename Config::Scalar::Storage* s
       copy_async(target, reinterpret_cast<const uint8_t*>(source), bytes);
     }
   } else {
-    constexpr int kPiece = WarpShare<typename Config::Scalar>::kPiece;
+    constexpr int kPiece = WarpShare<typename Traits::Scalar>::kPiece;
     Storage elements[kPiece];
     PO_UNROLL
     for (int i = 0; i < kPiece; ++i) elements[i] = i < left ? source[i] : Storage{0};
@@ -89,40 +95,40 @@ PO_FN void copy_piece(uint8_t* target, const typename Config::Scalar::Storage* s
 // A lone vector comes as a whole, and before the weights. Several, which are much more to read, come step by step beside the
 // weights of the teams' first tiles; or of all tiles, through a ring, where there is no room to keep them. The warps that
 // have the same part of the columns, one of each team, bring some pieces of each step each.
-template <class Config>
+template <class Traits>
 struct Vectors {
-  using Scalar = typename Config::Scalar;
+  using Scalar = typename Traits::Scalar;
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  static constexpr bool kComeAtOnce = Config::kVectors == 1 && Config::kResident;
-  static constexpr int kStepBytes = Config::kVectors * 128;
-  static constexpr int kRingSteps = Config::kDepth + Config::kStepsAtOnce;  // those on their way, and those in use
+  static constexpr bool kComeAtOnce = Traits::kVectors == 1 && Traits::kResident;
+  static constexpr int kBytesOfStep = Traits::kVectors * kStepBytes;
+  static constexpr int kRingSteps = Traits::kDepth + Traits::kStepsAtOnce;  // those on their way, and those in use
   const uint8_t* elements;                                                  // [count][num_columns]
   int count;
   int num_columns;
   uint8_t* own;
 
   static PO_FN int own_bytes(const Share& share, int num_columns) {
-    if (!Config::kResident) return share.num_parts * kRingSteps * kStepBytes;
-    return Share::num_steps_of(num_columns) * kStepBytes + (kComeAtOnce ? 16 : 0);
+    if (!Traits::kResident) return share.num_parts * kRingSteps * kBytesOfStep;
+    return Share::num_steps_of(num_columns) * kBytesOfStep + (kComeAtOnce ? kDeliveryBytes : 0);
   }
 
   // Starts bringing a lone vector. All threads; where weights are prefetched the last warps alone, on a handover of their own,
   // so that nobody who waits for it waits for weights. All must await their copies, a sync must follow, and then whoever
   // reads must await the delivery.
   PO_FN void expect(const WorkGroup& wg, int first_thread) const {
-    if (kComeAtOnce && Config::kPrefetches && wg.rank() == first_thread) delivery().start(wg.size() - first_thread);
+    if (kComeAtOnce && Traits::kPrefetches && wg.rank() == first_thread) delivery().start(wg.size() - first_thread);
   }
   PO_FN void fetch(const WorkGroup& wg, int first_thread) const {
     if constexpr (kComeAtOnce) {
       const int num_pieces = Share::num_steps_of(num_columns) * 8;
       for (int i = wg.rank() - first_thread; i < num_pieces; i += wg.size() - first_thread) {
         const int k = i * Share::kPiece;
-        copy_piece<Config, false>(own + i * 16, row(0, k < num_columns ? k : 0), num_columns - k);
+        copy_piece<Traits, false>(own + i * 16, row(0, k < num_columns ? k : 0), num_columns - k);
       }
-      if constexpr (!Config::kPrefetches) {
+      if constexpr (!Traits::kPrefetches) {
         copy_async_commit();
-      } else if constexpr (Config::kAligned) {
+      } else if constexpr (Traits::kAligned) {
         delivery().arrive_behind_copies();
       } else {
         delivery().arrive();
@@ -132,10 +138,10 @@ struct Vectors {
   // kBehind: batches of copies that this thread has started behind the vector.
   template <int kBehind>
   PO_FN void await_copies() const {
-    if constexpr (kComeAtOnce && !Config::kPrefetches) copy_async_wait<kBehind>();
+    if constexpr (kComeAtOnce && !Traits::kPrefetches) copy_async_wait<kBehind>();
   }
   PO_FN void await_delivery() const {
-    if constexpr (kComeAtOnce && Config::kPrefetches) delivery().await(0);
+    if constexpr (kComeAtOnce && Traits::kPrefetches) delivery().await(0);
   }
 
   // Starts copying what one of `num` warps brings of some steps of several vectors, to places one behind the other. `left`:
@@ -143,23 +149,23 @@ struct Vectors {
   PO_FN void copy_steps(uint8_t* target, int left, int num_steps, int index, int num) const {
     const int lane = Warp().rank();
     const int place = (lane % 8 ^ lane / 8 % 2 * 4) * 16;  // whether n is odd is the same in each round
-    for (int n = lane / 8 + index * 4; n < Config::kVectors; n += num * 4) {
+    for (int n = lane / 8 + index * 4; n < Traits::kVectors; n += num * 4) {
       const Storage* source = row(n < count ? n : 0, num_columns - left);
       uint8_t* own_piece = target + n * 128 + place;
       int own_left = n < count ? left : 0;
       for (int step = 0; step < num_steps; ++step) {
-        copy_piece<Config, false>(own_piece, source, own_left);
+        copy_piece<Traits, false>(own_piece, source, own_left);
         source += Share::kStep;
-        own_piece += kStepBytes;
+        own_piece += kBytesOfStep;
         own_left -= Share::kStep;
       }
     }
   }
 
   // Where a step of a warp's part is.
-  PO_FN uint8_t* resident(const Share& share, int step) const { return own + (share.first_step + step) * kStepBytes; }
+  PO_FN uint8_t* resident(const Share& share, int step) const { return own + (share.first_step + step) * kBytesOfStep; }
   PO_FN uint8_t* in_ring(const Share& share, int place) const {
-    return own + (share.part * kRingSteps + place) * kStepBytes;
+    return own + (share.part * kRingSteps + place) * kBytesOfStep;
   }
 
   // 16 bytes of a vector's step.
@@ -172,23 +178,23 @@ struct Vectors {
     return reinterpret_cast<const Storage*>(elements) + static_cast<int64_t>(n) * num_columns + k;
   }
   PO_FN Handover& delivery() const {
-    return *reinterpret_cast<Handover*>(own + Share::num_steps_of(num_columns) * kStepBytes);
+    return *reinterpret_cast<Handover*>(own + Share::num_steps_of(num_columns) * kBytesOfStep);
   }
 };
 
-template <class Config>
+template <class Traits>
 class WeightStream {
  public:
-  using Scalar = typename Config::Scalar;
+  using Scalar = typename Traits::Scalar;
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  using VectorsOf = Vectors<Config>;
+  using VectorsOf = Vectors<Traits>;
   static constexpr bool kOnTensorCores = sizeof(Storage) == 2;
   static constexpr int kQuad = kTileRows / 2;  // rows that a warp reads at once: two quads make a tile
   static constexpr int kBytesPerStep = 2 * kWarpSize * 16;
-  static constexpr int kBytesPerWarp = Config::kDepth * kBytesPerStep;
-  static constexpr int kStepsAhead = Config::kDepth;
-  static_assert(Config::kDepth >= Config::kStepsAtOnce);
+  static constexpr int kBytesPerWarp = Traits::kDepth * kBytesPerStep;
+  static constexpr int kStepsAhead = Traits::kDepth;
+  static_assert(Traits::kDepth >= Traits::kStepsAtOnce);
 
   // Starts the first copies, of the tiles at the positions of this warp's team. `ring` has kBytesPerWarp for each warp.
   PO_FN WeightStream(const Weight& weight, const VectorsOf& vectors, const RowTiles& tiles, const Share& share,
@@ -202,13 +208,13 @@ class WeightStream {
         used_position_(share.team) {
     begin_tile();
     PO_NO_UNROLL  // little code is there sooner
-        for (int step = 0; step < Config::kDepth; ++step) copy_next<!Config::kPrefetches>();
+        for (int step = 0; step < Traits::kDepth; ++step) copy_next<!Traits::kPrefetches>();
   }
 
   // Where weights are prefetched, several vectors are asked for behind the predecessor's end: those that go with the weights
   // that are on their way.
   PO_FN void fetch_vectors() const {
-    if constexpr (Config::kPrefetches && !VectorsOf::kComeAtOnce) {
+    if constexpr (Traits::kPrefetches && !VectorsOf::kComeAtOnce) {
       if (vectors_asked_ == 0) return;
       copy_vectors(vectors_.resident(share_, 0), left_at_start(), vectors_asked_, share_.team);
       copy_async_commit();
@@ -217,7 +223,7 @@ class WeightStream {
   // Before the first step.
   PO_FN void await_vectors() const {
     vectors_.await_delivery();
-    if constexpr (Config::kPrefetches && !VectorsOf::kComeAtOnce) copy_async_wait<0>();
+    if constexpr (Traits::kPrefetches && !VectorsOf::kComeAtOnce) copy_async_wait<0>();
   }
 
   PO_FN int num_steps() const { return share_.num_steps_of_all(tiles_); }
@@ -235,12 +241,12 @@ class WeightStream {
           for (int group = 0; group < kGroups; ++group) {
             const int n = 8 * group + lane / 4;
             const float (&d)[4] = values_[quad][group];
-            if (n < Config::kVectors) partial[n * kTileRows + quad * kQuad + lane % 4] = d[0] + d[3];
+            if (n < Traits::kVectors) partial[n * kTileRows + quad * kQuad + lane % 4] = d[0] + d[3];
           }
         } else {
           const Lanes<8> row;
           PO_UNROLL
-          for (int n = 0; n < Config::kVectors; ++n) {
+          for (int n = 0; n < Traits::kVectors; ++n) {
             float sum = values_[quad][n / 4][n % 4];
             PO_UNROLL
             for (int distance = 1; distance < row.size(); distance *= 2) sum = row.add_across(sum, distance);
@@ -253,7 +259,7 @@ class WeightStream {
    private:
     friend WeightStream;
     // On tensor cores, of eight vectors each: see multiply_step. Else of four, a sum each.
-    static constexpr int kGroups = ceil_div(Config::kVectors, kOnTensorCores ? 8 : 4);
+    static constexpr int kGroups = ceil_div(Traits::kVectors, kOnTensorCores ? 8 : 4);
     float values_[2][kGroups][4] = {};
   };
 
@@ -262,24 +268,24 @@ class WeightStream {
   PO_FN Sums multiply(const InStep& in_step) {
     Sums sums;
     int step = 0;
-    for (; step + Config::kStepsAtOnce <= share_.num_steps; step += Config::kStepsAtOnce) {
-      multiply_steps<Config::kStepsAtOnce>(step, sums, in_step);
+    for (; step + Traits::kStepsAtOnce <= share_.num_steps; step += Traits::kStepsAtOnce) {
+      multiply_steps<Traits::kStepsAtOnce>(step, sums, in_step);
     }
-    if constexpr (Config::kStepsAtOnce > 1) {
+    if constexpr (Traits::kStepsAtOnce > 1) {
       PO_NO_UNROLL
       for (; step < share_.num_steps; ++step) multiply_steps<1>(step, sums, in_step);
     }
     used_position_ += share_.num_teams;
     // Teams without another tile do not meet the others again, who would replace what these may still be reading.
     const int num_next = tiles_.count - (used_position_ - share_.team);
-    if (!Config::kResident && num_next > 0 && num_next < share_.num_teams) meet(share_.num_teams);
+    if (!Traits::kResident && num_next > 0 && num_next < share_.num_teams) meet(share_.num_teams);
     return sums;
   }
 
  private:
   template <int kSteps, class InStep>
   PO_FN void multiply_steps(int step, Sums& sums, const InStep& in_step) {
-    copy_async_wait<Config::kDepth - kSteps>();
+    copy_async_wait<Traits::kDepth - kSteps>();
     // Behind everybody's copies of these steps of the vectors, and everybody's use of those before, whose places come next.
     if (bring_vectors(used_position_)) meet(num_bringing(used_position_));
     Vector<16> w[kSteps][2];
@@ -305,7 +311,7 @@ class WeightStream {
     if constexpr (kOnTensorCores) {
       PO_UNROLL
       for (int group = 0; group < Sums::kGroups; ++group) {
-        const int n = Config::kVectors == 1 ? 0 : 8 * group + lane / 4;  // a lone vector may stand in all rows
+        const int n = Traits::kVectors == 1 ? 0 : 8 * group + lane / 4;  // a lone vector may stand in all rows
         const Vector<16> first = VectorsOf::piece(vectors, n, 0, lane % 4);
         const Vector<16> second = VectorsOf::piece(vectors, n, 1, lane % 4);
         PO_UNROLL
@@ -320,7 +326,7 @@ class WeightStream {
       }
     } else {
       PO_UNROLL
-      for (int n = 0; n < Config::kVectors; ++n) {
+      for (int n = 0; n < Traits::kVectors; ++n) {
         const Vector<16> x = VectorsOf::piece(vectors, n, lane % 8 / 4, lane % 4);
         PO_UNROLL
         for (int quad = 0; quad < 2; ++quad) {
@@ -339,7 +345,7 @@ class WeightStream {
 
   // Whether the vectors come with the tile at a position, and how many warps bring each part of them.
   PO_FN bool bring_vectors(int position) const {
-    return !VectorsOf::kComeAtOnce && (!Config::kResident || position < share_.num_teams);
+    return !VectorsOf::kComeAtOnce && (!Traits::kResident || position < share_.num_teams);
   }
   PO_FN int num_bringing(int position) const {
     return min_of(share_.num_teams, tiles_.count - (position - share_.team));
@@ -352,7 +358,7 @@ class WeightStream {
     return weight_.num_columns - share_.first_step * Share::kStep - Warp().rank() % 8 * Share::kPiece;
   }
   PO_FN const uint8_t* place_to_use(int step) {
-    if constexpr (Config::kResident) return vectors_.resident(share_, step);
+    if constexpr (Traits::kResident) return vectors_.resident(share_, step);
     const uint8_t* place = vectors_.in_ring(share_, vectors_used_);
     if (++vectors_used_ == VectorsOf::kRingSteps) vectors_used_ = 0;
     return place;
@@ -375,7 +381,7 @@ class WeightStream {
   PO_FN void copy_next() {
     if (position_ < tiles_.count) {
       if (bring_vectors(position_)) {
-        if constexpr (!Config::kResident) {
+        if constexpr (!Traits::kResident) {
           copy_vectors(vectors_.in_ring(share_, vectors_asked_), left_, 1, position_);
           if (++vectors_asked_ == VectorsOf::kRingSteps) vectors_asked_ = 0;
         } else if constexpr (kWithVectors) {
@@ -384,8 +390,8 @@ class WeightStream {
           ++vectors_asked_;
         }
       }
-      copy_piece<Config, true>(ring_ + next_, source_, left_);
-      copy_piece<Config, true>(ring_ + next_ + kWarpSize * 16, source_ + to_second_quad_, left_);
+      copy_piece<Traits, true>(ring_ + next_, source_, left_);
+      copy_piece<Traits, true>(ring_ + next_ + kWarpSize * 16, source_ + to_second_quad_, left_);
       source_ += Share::kStep;
       left_ -= Share::kStep;
       if (--steps_left_ == 0) {
@@ -417,9 +423,9 @@ class WeightStream {
 #else
 
 // Host: everything is read where it lies.
-template <class Config>
+template <class Traits>
 struct Vectors {
-  using Share = WarpShare<typename Config::Scalar>;
+  using Share = WarpShare<typename Traits::Scalar>;
   static constexpr bool kComeAtOnce = true;
   const uint8_t* elements;
   int count;
@@ -433,13 +439,13 @@ struct Vectors {
   void await_copies() const {}
 };
 
-template <class Config>
+template <class Traits>
 class WeightStream {
  public:
-  using Scalar = typename Config::Scalar;
+  using Scalar = typename Traits::Scalar;
   using Storage = typename Scalar::Storage;
   using Share = WarpShare<Scalar>;
-  using VectorsOf = Vectors<Config>;
+  using VectorsOf = Vectors<Traits>;
   static constexpr int kBytesPerWarp = 0;
   static constexpr int kStepsAhead = 0;
 
@@ -451,7 +457,7 @@ class WeightStream {
   void await_vectors() const {}
 
   struct Sums {
-    float values[Config::kVectors][kTileRows];
+    float values[Traits::kVectors][kTileRows];
     void store(float* partial) const { memcpy(partial, values, sizeof(values)); }
   };
 

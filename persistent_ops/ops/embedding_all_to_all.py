@@ -9,17 +9,18 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.contract import Contract, register
 from ..runtime.errors import BootstrapError
+from ..runtime.operator import Operator
+from ..runtime.torch_library import define_operator
 from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
-from .embedding_plan import MODES, SCHEDULES, SETS, TUNING, EmbeddingPlan, average_pooling, check_types
+from .embedding_plan import MODES, OPERATOR, SCHEDULES, SETS, TUNING, EmbeddingPlan, average_pooling, check_types
 from .plain_call import is_plain
 from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
 
 _NAME = "embedding_all_to_all"
-_WIDTHS = "agreement on the widths of embedding_all_to_all's tables"
+_WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", ("world_size",), has_kernel=False)
 _ARGUMENTS = (
     "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
     "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
@@ -28,10 +29,6 @@ _FORWARD_ONLY = (
     "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
     "all_to_all_single where gradients are needed"
 )
-register(_WIDTHS, ("world_size",))
-_library = torch.library.Library("persistent_ops", "FRAGMENT")
-_library.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
-_library.define(f"{_NAME}_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
 
 
 def embedding_all_to_all(
@@ -205,7 +202,7 @@ def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
     if world.size == 1:
         return (own,)
     with without_dispatch_modes():  # of fake tensors: the PEs meet all the same
-        world.meet(Contract(_WIDTHS, (world.size,)))
+        world.meet(_WIDTHS.contract(world.size))
     try:
         return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))
     except BootstrapError as error:
@@ -216,8 +213,6 @@ def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
-
-_MAX_PLANS = 64  # per set of tables; a plan holds a few KB, and shapes that change without end must not collect
 
 
 def _execute(
@@ -243,8 +238,7 @@ def _execute(
         check_types(weights, indices, offsets, per_sample_weights, choices[0], choices[1], out)
         completed = _completed(world, weights, offsets, *choices[:3])
         plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *completed, *choices[3:])
-        world.make_room(tables.plans, _MAX_PLANS)
-        tables.plans[signature] = plan
+        OPERATOR.keep(world, tables.plans, signature, plan)
     plan.check_lookups(indices, offsets, per_sample_weights)
     is_captured = world.workspace.is_capturing()
     if is_captured:
@@ -304,15 +298,8 @@ def _fake_out(*arguments: object, out: torch.Tensor) -> None:
     _fake(*arguments)  # type: ignore[arg-type]
 
 
-def _backward(context: object, gradient: torch.Tensor) -> None:
-    raise NotImplementedError(_FORWARD_ONLY)
-
-
-_library.impl(_NAME, _run, "CompositeExplicitAutograd")
-_library.impl(_NAME + "_out", _run_out, "CompositeExplicitAutograd")
-torch.library.register_fake(f"persistent_ops::{_NAME}", _fake, lib=_library)
-torch.library.register_fake(f"persistent_ops::{_NAME}_out", _fake_out, lib=_library)
-torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+define_operator(_NAME, f"({_ARGUMENTS}) -> Tensor", _run, fake=_fake, no_gradient=_FORWARD_ONLY)
+define_operator(f"{_NAME}_out", f"({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _run_out, fake=_fake_out)
 
 
 # ---- reference -----------------------------------------------------------------------------------------------------

@@ -6,16 +6,28 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..runtime.backend import KernelRequest
-from ..runtime.contract import Contract, Field, register
-from ..runtime.layout import Team
+from ..runtime.contract import Field
+from ..runtime.dtypes import INDEX_TYPES, SCALARS
+from ..runtime.operator import Operator
 from ..runtime.world import World, upload
 from .table_set import TableSets
 
-__all__ = ["MODES", "SCHEDULES", "SETS", "TUNING", "EmbeddingPlan", "Tuning", "average_pooling", "check_types"]
+__all__ = [
+    "MODES",
+    "OPERATOR",
+    "SCHEDULES",
+    "SETS",
+    "TUNING",
+    "EmbeddingPlan",
+    "Tuning",
+    "average_pooling",
+    "check_types",
+]
 
 SETS = "embedding_all_to_all"  # key in a world's operator_state of its TableSets
 _STAGING = "embedding_all_to_all.staging"
@@ -23,26 +35,49 @@ TUNING = "embedding_all_to_all.tuning"  # key in a world's operator_state of a T
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
 _BOUNDS = ("fatal", "ignore")
-_SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
-_INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _VECTOR_BYTES = 16
 _MAX_POSITIONS = 2**31 - 1 - 2**20  # tickets are 32-bit numbers, and every warp takes one too many
 _TASK_BYTES = 96 << 10
 _TASKS_PER_WARP = 3
-_WIDEST_SHAPE = 1
 _MAX_SLICE_SAMPLES = 32  # the ends of a task's bags lie in the lanes of a warp
-register(
+
+
+def _where(record: Any) -> str:
+    return f"table {record.outer}, bag {record.inner}"
+
+
+def _bad_index(record: Any) -> IndexError:
+    return IndexError(
+        f"indices: {_where(record)} has index {record.value}, but the table has {record.limit} rows (valid: 0 to "
+        f"{record.limit - 1})"
+    )
+
+
+def _bad_offset(record: Any) -> IndexError:
+    return IndexError(
+        f"offsets: {_where(record)} has offset {record.value}, but offsets must start at 0, not fall, and end at the "
+        f"number of indices, {record.limit}"
+    )
+
+
+OPERATOR = Operator(
     "embedding_all_to_all",
     (
         "world_size",
         "batch",
         "output_row_bytes",
-        Field.dtype("dtype", list(_SCALARS)),
+        Field.dtype("dtype", list(SCALARS)),
         "work_groups",
         "slice_samples",
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
     ),
+    phases={
+        "kPhaseReady": "its rows (sliceRdy word of its work-group {index})",
+        "kPhaseSlice": "its rows (sliceRdy word of its slice {index})",
+    },
+    input_errors={"kBadIndex": _bad_index, "kBadOffset": _bad_offset},
+    max_plans=64,  # of a set of tables: a plan holds a few KB, and shapes that change without end must not collect
 )
 
 
@@ -67,43 +102,6 @@ class Tuning:
     local_delay: float = 0.0
 
 
-class _Order(ctypes.Structure):
-    _fields_ = (
-        ("rank", ctypes.c_int32),
-        ("size", ctypes.c_int32),
-        ("num_tables", ctypes.c_int64),
-        ("slice_samples", ctypes.c_int64),
-        ("batch_start", ctypes.c_uint64),
-        ("num_rounds", ctypes.c_int64),
-        ("local_delay", ctypes.c_int64),
-        ("oblivious", ctypes.c_int32),
-        ("slice_major", ctypes.c_int32),
-    )
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = (
-        ("team", Team),
-        ("order", _Order),
-        ("tables", ctypes.c_uint64),
-        ("column_start", ctypes.c_uint64),
-        ("batch", ctypes.c_int64),
-        ("output_row_bytes", ctypes.c_int64),
-        ("staging_offset", ctypes.c_uint64),
-        ("reports_bad_input", ctypes.c_int64),
-    )
-
-
-class _Table(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_uint64),
-        ("num_rows", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("column_bytes", ctypes.c_int64),
-        ("shape", ctypes.c_int64),
-    )
-
-
 class EmbeddingPlan:
     """One signature's kernel and plan. Raises ValueError and TypeError for what the operator cannot take."""
 
@@ -126,11 +124,7 @@ class EmbeddingPlan:
         _check_tables(weights, dtype, self._device)
         self.dtype = dtype
         _check_split(world, weights, offsets, dim_per_rank, batch_per_rank)
-        if world.backend.name == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "embedding_all_to_all: the first call with these shapes compiles and loads its kernel, which a "
-                "CUDA-graph capture cannot do: call it once before the capture, with the same tables"
-            )
+        structs = OPERATOR.begin_plan(world).structs
         tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
         batch = sum(batch_per_rank)
         element = self.dtype.itemsize
@@ -183,28 +177,25 @@ class EmbeddingPlan:
                 raise ValueError(
                     f"weights: at most 4096 tables per PE where peers are not reachable, got {len(weights)}"
                 )
-            wg_done = world.workspace.wg_done_words(slices * (-(-len(weights) // 64) + 1))
+            wg_done = world.workspace.zero_words(slices * (-(-len(weights) // 64) + 1))
 
         self._tables = upload(world.backend, b"".join(bytes(table) for table in tables) or b"\0" * 8)
         self._batch_start = upload(world.backend, _packed(batch_start))
         self._column_start = upload(world.backend, _packed(column_start))
         self._wg_done = wg_done
-        contract = Contract(
-            "embedding_all_to_all",
-            (
-                world.size,
-                batch,
-                row_bytes,
-                self.dtype,
-                self._grid,
-                0 if world.all_reachable else slice_samples,
-                tuple(batch_per_rank),
-                tuple(dim_per_rank),
-            ),
+        contract = OPERATOR.contract(
+            world.size,
+            batch,
+            row_bytes,
+            self.dtype,
+            self._grid,
+            0 if world.all_reachable else slice_samples,
+            tuple(batch_per_rank),
+            tuple(dim_per_rank),
         )
-        plan = _Plan(
-            team=world.workspace.team(contract, wg_done=wg_done),
-            order=_Order(
+        plan = structs["Plan"](
+            team=world.workspace.team(contract),
+            order=structs["ExchangeOrder"](
                 rank=world.rank,
                 size=world.size,
                 num_tables=len(weights),
@@ -221,7 +212,9 @@ class EmbeddingPlan:
             output_row_bytes=row_bytes,
             staging_offset=staging_offset,
             reports_bad_input=int(bounds == "fatal"),
+            wg_done=0 if wg_done is None else wg_done.data_ptr(),
         )
+        self._call = structs["Call"]()
         self._plan = upload(world.backend, bytes(plan))
         self._address = self._plan.data_ptr()
         self._kernel = kernel
@@ -271,14 +264,13 @@ class EmbeddingPlan:
         output_offset: int,
     ) -> None:
         """Launch on the current stream; the output goes to `output_offset` of this PE's heap."""
-        words = (
-            indices.data_ptr(),
-            offsets.data_ptr(),
-            0 if per_sample_weights is None else per_sample_weights.data_ptr(),
-            indices.shape[0],
-            output_offset,
-        )
-        world.workspace.launch(self._kernel, self._grid, self._address, words)
+        call = self._call
+        call.indices = indices.data_ptr()
+        call.offsets = offsets.data_ptr()
+        call.weights = 0 if per_sample_weights is None else per_sample_weights.data_ptr()
+        call.num_indices = indices.shape[0]
+        call.output_offset = output_offset
+        world.workspace.launch(self._kernel, self._grid, self._address, call)
 
 
 @dataclass(frozen=True)
@@ -355,7 +347,7 @@ def _check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: to
 
 
 def _check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    if dtype not in _SCALARS:
+    if dtype not in SCALARS:
         raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
     for t, weight in enumerate(weights):
         if weight.dim() != 2 or not weight.is_contiguous():
@@ -425,11 +417,12 @@ def _threads(shapes: int, is_weighted: bool) -> int:
     is_mixed = shapes & (shapes - 1) != 0
     if is_weighted or is_mixed:
         return 128
-    return 192 if shapes == 1 << _WIDEST_SHAPE else 256
+    return 192 if shapes == 1 << OPERATOR.description.constants["kLanes32x2"] else 256
 
 
-def _row_shape(table: _Table, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
+def _row_shape(table: Any, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
     """Return the RowShape of a table: vectors of 16 bytes where every address of a row allows them."""
+    constants = OPERATOR.description.constants
     addresses = (
         table.rows,
         table.row_bytes,
@@ -439,24 +432,26 @@ def _row_shape(table: _Table, row_bytes: int, own_column_bytes: int, own_bytes: 
         own_bytes,
     )
     if any(address % _VECTOR_BYTES for address in addresses):
-        return 0
+        return constants["kElementwise"]
     if backend == "host":
-        return 1  # one lane does the work of all, so the widths do not differ
+        return constants["kLanes32x2"]  # one lane does the work of all, so the widths do not differ
     vectors = table.row_bytes // _VECTOR_BYTES
-    return next(shape for shape, lanes in ((5, 4), (4, 8), (3, 16), (2, 32), (1, 1 << 31)) if vectors <= lanes)
+    lanes = next((lanes for lanes in (4, 8, 16, 32) if vectors <= lanes), None)
+    return constants["kLanes32x2" if lanes is None else f"kLanes{lanes}"]
 
 
 def _tables(
     weights: Sequence[torch.Tensor], own_column_bytes: int, row_bytes: int, backend: str
-) -> tuple[list[_Table], int]:
+) -> tuple[list[ctypes.Structure], int]:
     """Return the tables' descriptors and the set of their shapes, as a bit mask."""
-    tables: list[_Table] = []
+    tables: list[ctypes.Structure] = []
+    make = OPERATOR.description.structs["Table"]
     own_bytes = sum(weight.shape[1] * weight.element_size() for weight in weights)
     column = own_column_bytes
     mask = 0
     for weight in weights:
         width = weight.shape[1] * weight.element_size()
-        table = _Table(rows=weight.data_ptr(), num_rows=weight.shape[0], row_bytes=width, column_bytes=column)
+        table: Any = make(rows=weight.data_ptr(), num_rows=weight.shape[0], row_bytes=width, column_bytes=column)
         table.shape = _row_shape(table, row_bytes, own_column_bytes, own_bytes, backend)
         mask |= 1 << table.shape
         tables.append(table)
@@ -476,20 +471,20 @@ def _request(
     world: World,
 ) -> KernelRequest:
     for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if tensor.dtype not in _INTEGERS:
+        if tensor.dtype not in INDEX_TYPES:
             raise TypeError(f"{name}: expected int32 or int64, got {tensor.dtype}")
     pooling = "kMean" if mode == "mean" else "kSum" if per_sample_weights is None else "kWeightedSum"
-    defines = {
-        "PO_SCALAR": _SCALARS[dtype],
-        "PO_INDEX": _INTEGERS[indices.dtype],
-        "PO_OFFSET": _INTEGERS[offsets.dtype],
-        "PO_POOLING": pooling,
-        "PO_SHAPES": str(shapes),
-        "PO_ROWS": str(tuning.rows_in_flight),
-        "PO_THREADS": str(threads),
-        "PO_BLOCKS_PER_SM": str(tuning.blocks_per_sm or world.backend.default_blocks_per_sm),
+    config = {
+        "scalar": SCALARS[dtype],
+        "index": INDEX_TYPES[indices.dtype],
+        "offset": INDEX_TYPES[offsets.dtype],
+        "pooling": f"po::Pooling::{pooling}",
+        "shapes": str(shapes),
+        "rows_in_flight": str(tuning.rows_in_flight),
+        "threads": str(threads),
+        "blocks_per_sm": str(tuning.blocks_per_sm or world.backend.default_blocks_per_sm),
     }
-    return KernelRequest("embedding_all_to_all", tuple(defines.items()), ctypes.sizeof(_Plan), threads)
+    return KernelRequest("embedding_all_to_all", tuple(config.items()), threads)
 
 
 def _packed(values: Sequence[int]) -> bytes:

@@ -9,9 +9,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.torch_library import define_operator
 from .gemv_plan import (
     ALGORITHMS,
     MAX_VECTORS,
+    OPERATOR,
     SCALARS,
     TUNING,
     GemvPlan,
@@ -53,14 +55,14 @@ class GemvOperator:
             f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
         )
         arguments = f"Tensor weight, Tensor x, Tensor? bias, Tensor? residual, {choices}"
-        self._library = torch.library.Library("persistent_ops", "FRAGMENT")
-        self._library.define(f"{name}({arguments}) -> Tensor")
-        self._library.define(f"{name}_out({arguments}, *, Tensor(a!) out) -> ()")
-        self._library.impl(name, lambda *given: run(*given, None), "CompositeExplicitAutograd")
-        self._library.impl(f"{name}_out", self._run_out, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"persistent_ops::{name}", self._fake, lib=self._library)
-        torch.library.register_fake(f"persistent_ops::{name}_out", self._fake_out, lib=self._library)
-        torch.library.register_autograd(f"persistent_ops::{name}", self._backward, lib=self._library)
+        define_operator(
+            name,
+            f"({arguments}) -> Tensor",
+            lambda *given: run(*given, None),
+            fake=self._fake,
+            no_gradient=self._forward_only,
+        )
+        define_operator(f"{name}_out", f"({arguments}, *, Tensor(a!) out) -> ()", self._run_out, fake=self._fake_out)
 
     def __call__(
         self,
@@ -102,13 +104,8 @@ class GemvOperator:
     def _fake_out(self, *given: Any, out: torch.Tensor) -> None:
         self._fake(*given, out=out)
 
-    def _backward(self, context: object, gradient: torch.Tensor) -> None:
-        raise NotImplementedError(self._forward_only)
-
 
 # ---- launch --------------------------------------------------------------------------------------------------------
-
-_MAX_PLANS = 1024  # a decode loop's layers have a plan each where they have a bias
 
 
 def execute(
@@ -158,8 +155,7 @@ def execute(
             prefetch_weight,
             is_alone=is_alone,
         )
-        world.make_room(plans, _MAX_PLANS)
-        plans[signature] = plan
+        OPERATOR.keep(world, plans, signature, plan)
     world.keep_captured(plan)
     if out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,15 @@ from typing import Any
 import torch
 
 from ..runtime.backend import Kernel, KernelRequest
-from ..runtime.contract import Contract, Field, register
-from ..runtime.layout import MAX_PES, Team
+from ..runtime.contract import Field
+from ..runtime.dtypes import SCALARS
+from ..runtime.operator import Operator
 from ..runtime.world import World, upload
 
 __all__ = [
     "ALGORITHMS",
     "MAX_VECTORS",
+    "OPERATOR",
     "SCALARS",
     "TUNING",
     "Areas",
@@ -34,26 +35,14 @@ __all__ = [
 TUNING = "gemv_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
 ALGORITHMS = ("auto", "one_shot", "two_phase")
 MAX_VECTORS = 16
-SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 _NAME = "gemv_all_reduce"
-_ROOM = "room for gemv_all_reduce's packets"
+_AREAS = "gemv_all_reduce.areas"
 _PLANS = {False: "gemv_all_reduce.plans", True: "gemv.plans"}
-_TILE_ROWS = 8
-_SERVING_WARPS = 2
-_PACKET_BYTES = 16  # half of it data
-_STEP_BYTES = 128  # of a row, in one step of a warp
-_STEPS_AT_ONCE = 2  # at most, that a warp multiplies
-_TEAM_WARPS = 4  # or a few more; whole teams of at least as many, one, two or _MOST_TEAMS
-_MOST_TEAMS = 4
-_RING_STEP_BYTES = 1024  # a step of all rows of a tile
-_DELIVERY_BYTES = 16  # for the word that says that a lone vector has come
-_MAX_ROWS = 65536  # of one launch: what the shape word of a call has room for
 _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
-_STATIC_BYTES = 1536  # what the kernel has beside its arena, rounded up
 _LINE_BYTES = 128
 _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
-register(
+OPERATOR = Operator(
     _NAME,
     (
         "world_size",
@@ -65,8 +54,12 @@ register(
         "work_groups",
         "first_row",
     ),
+    phases={
+        "kPhasePartial": "its partial sums of the rows in tile {index}",
+        "kPhaseResult": "the result of the rows in tile {index}, which it owns",
+    },
 )
-register(_ROOM, ("world_size", "heap_bytes"))
+_ROOM = Operator("room for gemv_all_reduce's packets", ("world_size", "heap_bytes"), has_kernel=False)
 
 
 @dataclass(frozen=True)
@@ -88,22 +81,6 @@ class Tuning:
     one_shot_bytes: int = 4 << 20
 
 
-class _Plan(ctypes.Structure):
-    _fields_ = (
-        ("team", Team),
-        ("num_tiles", ctypes.c_int64),
-        ("output_stride", ctypes.c_int64),
-        ("bias", ctypes.c_uint64),
-        ("partials_offset", ctypes.c_uint64),
-        ("partials_bytes", ctypes.c_uint64),
-        ("results_offset", ctypes.c_uint64),
-        ("results_bytes", ctypes.c_uint64),
-        ("all_reachable", ctypes.c_int64),
-        ("heaps", ctypes.c_uint64 * MAX_PES),
-        ("asked", ctypes.c_uint64),
-    )
-
-
 @dataclass(frozen=True)
 class Areas:
     """Symmetric memory of a world for this operator.
@@ -119,10 +96,10 @@ class Areas:
 
 def areas_of(world: World) -> Areas:
     """Return the world's room for packets; collective the first time."""
-    areas: Areas | None = world.operator_state.get(_NAME)
+    areas: Areas | None = world.operator_state.get(_AREAS)
     if areas is None:
-        _refuse_capture(world, _NAME)
-        world.meet(Contract(_ROOM, (world.size, world.backend.heap_bytes)))
+        OPERATOR.begin_plan(world)
+        world.meet(_ROOM.contract(world.size, world.backend.heap_bytes))
         # Enough for every launch: rows that need more are done in several launches.
         nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
         nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
@@ -132,7 +109,7 @@ def areas_of(world: World) -> Areas:
         partials, results = (area.view(2, -1) for area in room.split([2 * count for count in words]))
         world.backend.synchronize()
         world.bootstrap.exchange("gemv-areas", b"")  # no packet comes before the areas are zero
-        areas = world.operator_state[_NAME] = Areas(partials, results)
+        areas = world.operator_state[_AREAS] = Areas(partials, results)
     return areas
 
 
@@ -170,7 +147,8 @@ def team_factor(warps: int, dtype: torch.dtype) -> int:
     They come again for each tile of every team, and the teams share them: twice the teams read them half as often. The
     warps' shares of the columns stay, and with them the bits. fp32 takes too many registers.
     """
-    return 2 if _TEAM_WARPS <= warps < _MOST_TEAMS * _TEAM_WARPS and dtype != torch.float32 else 1
+    num_teams = OPERATOR.description.queries["num_teams"]
+    return 2 if num_teams(2 * warps) > num_teams(warps) and dtype != torch.float32 else 1
 
 
 def kernel_vectors_of(num_vectors: int) -> int:
@@ -191,30 +169,12 @@ def _lets_in(has_room: bool, prefetches: bool, bytes_per_wg: int) -> str:
     return "kLate" if has_room and not _is_little(bytes_per_wg) else "kAtOnce"
 
 
-def _warps_of_team(warps: int) -> int:
-    """Return how many of a WG's warps share the columns of a tile."""
-    return warps // next(teams for teams in (_MOST_TEAMS, 2, 1) if warps >= teams * _TEAM_WARPS or teams == 1)
-
-
-def _slots_of(kernel_vectors: int) -> int:
-    """Return how many tiles of a WG may be under way in its own memory."""
-    return 8 if kernel_vectors == 1 else 4
-
-
-def _refuse_capture(world: World, name: str) -> None:
-    if world.workspace.is_capturing():
-        raise RuntimeError(
-            f"{name}: the first call with these shapes compiles and loads its kernel, which a CUDA-graph capture "
-            "cannot do: call it once before the capture, with the same shapes and bias"
-        )
-
-
 @dataclass
 class _Launch:
     """One launch: a range of rows."""
 
     first_row: int
-    shape: int
+    call: Any
     plan: torch.Tensor
     address: int
     asked: torch.Tensor
@@ -252,7 +212,9 @@ class GemvPlan:
         *,
         is_alone: bool = False,
     ) -> None:
-        _refuse_capture(world, "gemv" if is_alone else _NAME)
+        description = OPERATOR.begin_plan(world)
+        structs, constants = description.structs, description.constants
+        tile_rows = constants["kTileRows"]
         if columns >= 1 << 30:
             raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
         tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
@@ -261,42 +223,42 @@ class GemvPlan:
         two_phase = algorithm == "two_phase"
         if algorithm == "auto":
             two_phase = choose_algorithm(world, rows, num_vectors, comm_dtype) == "two_phase"
-        vectors_per_tile = num_vectors * _TILE_ROWS
-        tile_bytes = vectors_per_tile // (8 // comm_dtype.itemsize) * _PACKET_BYTES
-        max_tiles = _MAX_ROWS // _TILE_ROWS
-        packets = {}
+        packet_bytes = constants["sizeof(Packet)"]  # half of it data
+        tile_bytes = num_vectors * tile_rows * comm_dtype.itemsize // (packet_bytes // 2) * packet_bytes
+        max_tiles = constants["kMaxRows"] // tile_rows
+        packets = structs["PacketPlan"]()
         if not is_alone:
             areas = areas_of(world)
             max_tiles = min(max_tiles, areas.partials[0].nbytes // (tile_bytes * size))
             if not world.all_reachable:
                 max_tiles = min(max_tiles, world.workspace.max_ready_words // 2)
-            packets = {
-                "partials_offset": areas.partials.data_ptr() - world.backend.heap_base,
-                "partials_bytes": areas.partials[0].nbytes,
-                "results_offset": areas.results.data_ptr() - world.backend.heap_base,
-                "results_bytes": areas.results[0].nbytes,
-                "all_reachable": int(world.all_reachable),
-                "heaps": (ctypes.c_uint64 * MAX_PES)(*world.backend.peer_heaps),
-            }
+            packets = structs["PacketPlan"](
+                partials_offset=areas.partials.data_ptr() - world.backend.heap_base,
+                partials_bytes=areas.partials[0].nbytes,
+                results_offset=areas.results.data_ptr() - world.backend.heap_base,
+                results_bytes=areas.results[0].nbytes,
+                all_reachable=int(world.all_reachable),
+            )
+            for pe, heap in enumerate(world.backend.peer_heaps):
+                packets.heaps[pe] = heap
         if max_tiles == 0:
             raise ValueError(
                 f"x: {num_vectors} vectors do not fit the symmetric heap's room for packets; pass a larger heap_size "
                 "to po.init()"
             )
-        total_tiles = max(1, -(-rows // _TILE_ROWS))
+        total_tiles = max(1, -(-rows // tile_rows))
         launches = -(-total_tiles // max_tiles)
         tiles_each = -(-total_tiles // launches)
         grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         kernel_vectors = kernel_vectors_of(num_vectors)
-        bytes_per_wg = -(-tiles_each // grid) * _TILE_ROWS * columns * element
+        bytes_per_wg = -(-tiles_each // grid) * tile_rows * columns * element
         warps = tuning.warps
         arena = _Arena.of_wg(world.backend.arena_bytes, warps, kernel_vectors, columns * element)
-        # More vectors take too many registers for a second WG on an SM.
-        shares_sm = kernel_vectors == 1 or (prefetch_weight and kernel_vectors <= 8)
+        shares_sm = description.queries["shares_sm"](kernel_vectors, prefetch_weight)
         room_for_two = arena.steps_of_each_of_two() if shares_sm else 0
         depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two if prefetch_weight else 0)
-        if depth < _STEPS_AT_ONCE:
-            raise ValueError(f"depth: at least {_STEPS_AT_ONCE}, the steps that a warp multiplies at once; got {depth}")
+        if depth < (steps := constants["kMostStepsAtOnce"]):
+            raise ValueError(f"depth: at least {steps}, the steps that a warp multiplies at once; got {depth}")
         is_resident = arena.holds_vectors(depth)
         prefetches = prefetch_weight and is_resident
         arena_bytes = arena.with_depth(depth, is_resident=is_resident)
@@ -322,10 +284,11 @@ class GemvPlan:
             lets_in=_lets_in(depth <= room_for_two, prefetches, bytes_per_wg),
         )
         if world.backend.name == "host":  # most choices are not about the host: one library for all of them
-            defines = dict(request.defines) | {"PO_DEPTH": "1", "PO_ALIGNED": "true", "PO_RESIDENT": "true"}
-            defines |= {"PO_WARPS": "8", "PO_PREFETCHES": "false", "PO_LETS_IN": "kAtOnce"}
-            defines["PO_VECTORS"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
-            request = dataclasses.replace(request, defines=tuple(defines.items()))
+            assert request.config is not None
+            config = dict(request.config) | {"depth": "1", "aligned": "true", "resident": "true"}
+            config |= {"warps": "8", "prefetches": "false", "lets_in": "po::LetsIn::kAtOnce"}
+            config["vectors"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
+            request = dataclasses.replace(request, config=tuple(config.items()))
         self._kernel: Kernel = world.load(request)
         resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
         if world.backend.name == "cuda" and resident < grid:
@@ -340,9 +303,9 @@ class GemvPlan:
         self._columns = columns
         self._launches: list[_Launch] = []
         for first_tile in range(0, total_tiles, tiles_each):
-            first_row = first_tile * _TILE_ROWS
-            num_rows = min(tiles_each * _TILE_ROWS, rows - first_row)
-            num_tiles = -(-num_rows // _TILE_ROWS)
+            first_row = first_tile * tile_rows
+            num_rows = min(tiles_each * tile_rows, rows - first_row)
+            num_tiles = -(-num_rows // tile_rows)
             values = (
                 size,
                 rows,
@@ -354,32 +317,30 @@ class GemvPlan:
                 first_row,
             )
             asked = world.backend.private_words(_LINE_BYTES // 8)  # a line that no other word is on
-            plan = _Plan(
-                team=world.workspace.team(Contract(_NAME, values), is_alone=is_alone),
-                num_tiles=num_tiles,
-                output_stride=rows,
-                bias=0 if bias is None else bias.data_ptr() + first_row * element,
+            bias_at = 0 if bias is None else bias.data_ptr() + first_row * element
+            plan = structs["Plan"](
+                team=world.workspace.team(OPERATOR.contract(*values), is_alone=is_alone),
+                output=structs["OutputPlan"](num_tiles=num_tiles, stride=rows, bias=bias_at),
+                packets=packets,
                 asked=asked.data_ptr(),
-                **packets,
             )
             words = upload(world.backend, bytes(plan))
-            shape = num_rows | rank << 17 | size << 23 | (num_vectors - 1) << 30 | columns << 34
-            self._launches.append(_Launch(first_row, shape, words, words.data_ptr(), asked))
+            packed = description.queries["packed_shape"](num_rows, rank, size, num_vectors, columns)
+            call = structs["Call"](shape=structs["Shape"](packed=packed))
+            self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
 
     def launch(self, world: World, weight: int, x: int, output: int, residual: int) -> None:
         """Launch on the current stream. All arguments are addresses; `residual` is 0 where there is none."""
         for number, launch in enumerate(self._launches, start=1):
             skipped = launch.first_row * self._element
-            words = (
-                weight + skipped * self._columns,
-                x,
-                output + skipped,
-                residual + skipped if residual else 0,
-                launch.shape,
-            )
+            call = launch.call
+            call.weight = weight + skipped * self._columns
+            call.vectors = x
+            call.output = output + skipped
+            call.residual = residual + skipped if residual else 0
             # What earlier operators left behind is raised once the peers have all launches of this call.
             is_last = number == len(self._launches)
-            world.workspace.launch(self._kernel, self._grid, launch.address, words, raises_input_errors=is_last)
+            world.workspace.launch(self._kernel, self._grid, launch.address, call, raises_input_errors=is_last)
 
 
 @dataclass(frozen=True)
@@ -388,11 +349,15 @@ class _Arena:
 
     Attributes:
         room: bytes, for one WG alone on an SM.
+        static_bytes: of a WG, beside its arena.
+        steps_at_once: that a warp multiplies, at most.
         step_bytes: of the ring, for each step of its depth.
     """
 
     room: int
     _: dataclasses.KW_ONLY
+    static_bytes: int
+    steps_at_once: int
     step_bytes: int
     parts_bytes: int
     vectors_bytes: int
@@ -401,18 +366,20 @@ class _Arena:
     @classmethod
     def of_wg(cls, sm_bytes: int, warps: int, kernel_vectors: int, row_bytes: int) -> _Arena:
         """Return the sizes for `warps` that multiply; `sm_bytes`: what one WG may have."""
-        vector_step_bytes = kernel_vectors * _STEP_BYTES
+        constants, geometry = OPERATOR.description.constants, OPERATOR.description.queries
         return cls(
-            sm_bytes - _STATIC_BYTES,
-            step_bytes=warps * _RING_STEP_BYTES,
-            parts_bytes=_warps_of_team(warps) * kernel_vectors * _TILE_ROWS * 4 * _slots_of(kernel_vectors),
-            vectors_bytes=-(-row_bytes // _STEP_BYTES) * vector_step_bytes + (kernel_vectors == 1) * _DELIVERY_BYTES,
-            vector_ring_step_bytes=_warps_of_team(warps) * vector_step_bytes,
+            sm_bytes - constants["kStaticBytes"],
+            static_bytes=constants["kStaticBytes"],
+            steps_at_once=constants["kMostStepsAtOnce"],
+            step_bytes=geometry["ring_step_bytes"](warps),
+            parts_bytes=geometry["parts_bytes"](warps, kernel_vectors),
+            vectors_bytes=geometry["vectors_bytes"](kernel_vectors, row_bytes),
+            vector_ring_step_bytes=geometry["vector_ring_step_bytes"](warps, kernel_vectors),
         )
 
     def steps_of_each_of_two(self) -> int:
         """Return the depth for which two WGs with vectors of their own fit an SM; below 1: none."""
-        room = (self.room - _STATIC_BYTES - _RESERVED_BYTES) // 2
+        room = (self.room - self.static_bytes - _RESERVED_BYTES) // 2
         return (room - self.parts_bytes - self.vectors_bytes) // self.step_bytes
 
     def holds_vectors(self, depth: int) -> bool:
@@ -421,7 +388,7 @@ class _Arena:
 
     def with_depth(self, depth: int, *, is_resident: bool) -> int:
         """Return the arena's bytes, with the vectors in it or with their ring."""
-        ring_bytes = (depth + _STEPS_AT_ONCE) * self.vector_ring_step_bytes
+        ring_bytes = (depth + self.steps_at_once) * self.vector_ring_step_bytes
         return depth * self.step_bytes + self.parts_bytes + (self.vectors_bytes if is_resident else ring_bytes)
 
 
@@ -444,23 +411,23 @@ def kernel_request(
     `prefetches`: the launch asks for weights before its predecessor has ended. `lets_in`: when it lets its successor
     begin, an enumerator of LetsIn in cuda/sched/succession.cuh.
     """
-    defines = {
-        "PO_SCALAR": SCALARS[dtype],
-        "PO_SUM_SCALAR": SCALARS[comm_dtype],
-        "PO_VECTORS": str(kernel_vectors),
-        "PO_DEPTH": str(depth),
-        "PO_ALIGNED": str(is_aligned).lower(),
-        "PO_RESIDENT": str(is_resident).lower(),
-        "PO_TWO_PHASE": str(two_phase).lower(),
-        "PO_PREFETCHES": str(prefetches).lower(),
-        "PO_LETS_IN": lets_in,
-        "PO_WARPS": str(warps),
+    config = {
+        "scalar": SCALARS[dtype],
+        "sum_scalar": SCALARS[comm_dtype],
+        "vectors": str(kernel_vectors),
+        "depth": str(depth),
+        "warps": str(warps),
+        "aligned": str(is_aligned).lower(),
+        "resident": str(is_resident).lower(),
+        "two_phase": str(two_phase).lower(),
+        "prefetches": str(prefetches).lower(),
+        "lets_in": f"po::LetsIn::{lets_in}",
     }
     return KernelRequest(
         _NAME,
-        tuple(defines.items()),
-        ctypes.sizeof(_Plan),
-        (warps + _SERVING_WARPS) * 32,
+        tuple(config.items()),
+        (warps + OPERATOR.description.constants["kServingWarps"]) * 32,
         arena_bytes=arena_bytes,
         overlaps_predecessor=True,
+        holds_call=True,
     )

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.torch_library import define_operator
 from .plain_call import is_plain
 from .sparse_launch import Entries, PendingSum, Wanted, find_plan, refuse_capture, sorted_entries, start
 from .sparse_plan import MAX_ROWS, OPS, SCALARS, TUNING, Layout, Tuning, state_of
@@ -18,12 +19,6 @@ __all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse
 ALGORITHMS = ("auto", "owner", "allgather", "dense")
 _NAME = "sparse_all_reduce"
 _NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, under torch.no_grad()"
-_library = torch.library.Library("persistent_ops", "FRAGMENT")
-_library.define(f"{_NAME}(Tensor x, str op, str algorithm) -> Tensor")
-_library.define(
-    f"{_NAME}_into(Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, "
-    "bool is_coalesced=False, *, Tensor(a!) out_indices, Tensor(b!) out_values, Tensor(c!) out_count) -> ()"
-)
 
 
 def sparse_all_reduce(
@@ -418,14 +413,14 @@ def _fake_into(
     _check_buffers(values, count, out_indices, out_values, out_count)
 
 
-def _backward(context: object, gradient: torch.Tensor) -> None:
-    raise NotImplementedError(_NO_GRADIENT)
-
-
-_library.impl(_NAME, _run, "CompositeExplicitAutograd")
-_library.impl(_NAME + "_into", _run_into, "CompositeExplicitAutograd")
-torch.library.register_fake(f"persistent_ops::{_NAME}_into", _fake_into, lib=_library)
-torch.library.register_autograd(f"persistent_ops::{_NAME}", _backward, lib=_library)
+define_operator(_NAME, "(Tensor x, str op, str algorithm) -> Tensor", _run, no_gradient=_NO_GRADIENT)
+define_operator(
+    f"{_NAME}_into",
+    "(Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, bool is_coalesced=False, *, "
+    "Tensor(a!) out_indices, Tensor(b!) out_values, Tensor(c!) out_count) -> ()",
+    _run_into,
+    fake=_fake_into,
+)
 
 
 # ---- reference -----------------------------------------------------------------------------------------------------

@@ -8,11 +8,9 @@ import torch
 
 from ..runtime.errors import PeerLostError, PeerTimeoutError
 from ..runtime.world import World
-from .sparse_plan import GIVEN_UP, TUNING, Layout, Room, SparsePlan, Tuning, reserve, state_of
+from .sparse_plan import GIVEN_UP, OPERATOR, TUNING, Layout, Room, SparsePlan, Tuning, reserve, state_of
 
 __all__ = ["Entries", "PendingSum", "Wanted", "find_plan", "refuse_capture", "sorted_entries", "start"]
-
-_MAX_PLANS = 1024
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,7 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
     plan = state.plans.get(signature)
     if plan is not None:
         return plan
-    if world.workspace.is_capturing():
-        raise RuntimeError(
-            "sparse_all_reduce: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
-            "capture cannot do: call it once before the capture, with the same buffers"
-        )
+    OPERATOR.begin_plan(world)
     reserve(world, state, wanted.layout, wanted.capacity, gathers=wanted.gathers)
     plan = SparsePlan(
         world,
@@ -99,9 +93,7 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
         outputs=wanted.outputs,
         count=wanted.count,
     )
-    world.make_room(state.plans, _MAX_PLANS)
-    state.plans[signature] = plan
-    return plan
+    return OPERATOR.keep(world, state.plans, signature, plan)
 
 
 # ---- results of a size that is not known ---------------------------------------------------------------------------

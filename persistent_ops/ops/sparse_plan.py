@@ -13,20 +13,21 @@ from typing import Any
 import torch
 
 from ..runtime.backend import Kernel, KernelRequest
-from ..runtime.contract import Contract, Field, register
-from ..runtime.errors import PeerTimeoutError
-from ..runtime.layout import Team
+from ..runtime.contract import Contract, Field
+from ..runtime.dtypes import INDEX_TYPES, SCALARS
+from ..runtime.errors import CapacityError, PeerTimeoutError
+from ..runtime.operator import Operator
 from ..runtime.world import World, upload
 
 __all__ = [
     "GIVEN_UP",
     "MAX_ROWS",
+    "OPERATOR",
     "OPS",
     "SCALARS",
     "TUNING",
     "Areas",
     "Layout",
-    "Report",
     "Room",
     "SparsePlan",
     "SparseState",
@@ -37,23 +38,44 @@ __all__ = [
 ]
 
 TUNING = "sparse_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
-SCALARS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 OPS = ("sum", "mean")
 MAX_ROWS = 1 << 31
 _NAME = "sparse_all_reduce"
-_INDICES = {torch.int32: "int32_t", torch.int64: "int64_t"}
-_ROWS_PER_WORD = 64
 _THREADS = 256
-_MEETINGS = 3  # of a launch's WGs
-_MOST_HOT = 8192  # rows of a PE that all of its warps add up
 GIVEN_UP = "sparse_all_reduce: this launch was given up before po.recover()"
 _HOST_WORK_GROUPS = 2
-_HOST_WARPS = 64  # of a WG, at most: a thread each
 _VECTOR_BYTES = 16
 _LEAST_ROOM = 64  # rows
 _PATIENT_BYTES = 16 << 20
 _PATIENCE = 32
-register(
+
+
+def _bad_row(record: Any) -> IndexError:
+    return IndexError(
+        f"indices: entry {record.inner} is row {record.value}, but the tensor has {record.limit} rows (valid: 0 to "
+        f"{record.limit - 1})"
+    )
+
+
+def _bad_count(record: Any) -> IndexError:
+    return IndexError(f"count: {record.value} entries are not within 0 to {record.limit}, those there are")
+
+
+def _too_many_rows(record: Any) -> CapacityError:
+    return CapacityError(
+        f"out_values: the PEs have {record.value} rows together, capacity {record.limit}: "
+        f"{record.value - record.limit} too many; nothing was written"
+    )
+
+
+def _not_ascending(record: Any) -> ValueError:
+    return ValueError(
+        f"indices: entry {record.inner} is row {record.value}, behind row {record.limit}, in what was said to be "
+        "coalesced; the sums are wrong"
+    )
+
+
+OPERATOR = Operator(
     _NAME,
     (
         "world_size",
@@ -68,6 +90,17 @@ register(
         "planes",
         "gather_area",
     ),
+    phases={
+        "kPhaseRowSet": "the set of its rows (part of its work-group {index})",
+        "kPhaseShare": "its sums of rows that several PEs have (its warp {index})",
+        "kPhaseRows": "its rows (its warp {index})",
+    },
+    input_errors={
+        "kBadRow": _bad_row,
+        "kBadCount": _bad_count,
+        "kTooManyRows": _too_many_rows,
+        "kNotAscending": _not_ascending,
+    },
 )
 
 
@@ -85,51 +118,6 @@ class Tuning:
     work_groups: int | None = None
     gather_bytes: int = 4 << 20
     gather_share: float = 1.25
-
-
-class Report(ctypes.Structure):
-    """What a launch tells the host; `state` is written last."""
-
-    _fields_ = (
-        ("state", ctypes.c_uint64),
-        ("num_rows", ctypes.c_int64),
-        ("num_shares", ctypes.c_int64),
-        ("phase_ns", ctypes.c_uint64 * 4),
-    )
-
-
-class _RowSets(ctypes.Structure):
-    _fields_ = (
-        ("num_rows", ctypes.c_int64),
-        ("num_words", ctypes.c_int64),
-        ("planes_offset", ctypes.c_uint64),
-        ("headers_offset", ctypes.c_uint64),
-        ("first_entry", ctypes.c_uint64),
-        ("totals", ctypes.c_uint64),
-        ("met", ctypes.c_uint64),
-    )
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = (
-        ("team", Team),
-        ("sets", _RowSets),
-        ("row_bytes", ctypes.c_int64),
-        ("capacity", ctypes.c_int64),
-        ("progress_offset", ctypes.c_uint64),
-        ("num_workers", ctypes.c_int64),
-        ("gather_offset", ctypes.c_uint64),
-        ("low_offset", ctypes.c_uint64),
-        ("rows_out", ctypes.c_uint64),
-        ("num_rows_out", ctypes.c_uint64),
-        ("num_entries", ctypes.c_uint64),
-        ("hot", ctypes.c_uint64),
-        ("report", ctypes.c_uint64),
-        ("splits_partials", ctypes.c_int64),
-        ("reports_overflow", ctypes.c_int64),
-        ("divisor", ctypes.c_int64),
-        ("all_reachable", ctypes.c_int64),
-    )
 
 
 @dataclass(frozen=True)
@@ -209,7 +197,7 @@ class Room:
     def learn(self, num_rows: int, shares: float) -> None:
         """Take in a result's number of rows."""
         self.shares = shares
-        fitting = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // _ROWS_PER_WORD) * _ROWS_PER_WORD)
+        fitting = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // _LEAST_ROOM) * _LEAST_ROOM)
         fitting = min(fitting, max(self.layout.num_rows, 1))
         if num_rows <= self.rows and self.rows > 2 * fitting:
             self._num_small += 1
@@ -278,7 +266,7 @@ def state_of(world: World) -> SparseState:
         warps = _THREADS // 32
         if backend.name == "host":
             grid = tuning.work_groups or _HOST_WORK_GROUPS
-            warps = _HOST_WARPS
+            warps = OPERATOR.prepare(world).constants["kMaxWarps"]
         grid = min(grid, world.workspace.max_ready_words)
         state = world.operator_state[_NAME] = SparseState(grid, grid * warps)
     return state
@@ -286,7 +274,7 @@ def state_of(world: World) -> SparseState:
 
 def reserve(world: World, state: SparseState, layout: Layout, capacity: int, *, gathers: bool) -> Areas:
     """Make room for a launch; collective where something must grow, which it does on all PEs at once, or on none."""
-    num_words = _num_words(layout)
+    num_words, constants = _num_words(layout), OPERATOR.description.constants
     gather_bytes = max(8, world.size * capacity * layout.columns * 4) if gathers else 0
     areas = state.areas
     has_gather = not gathers or (areas is not None and areas.gather is not None and areas.gather.nbytes >= gather_bytes)
@@ -307,9 +295,9 @@ def reserve(world: World, state: SparseState, layout: Layout, capacity: int, *, 
             areas = Areas(
                 headers,
                 progress,
-                private(2 * state.grid),
-                private(_MEETINGS * state.grid),
-                private(1 + _MOST_HOT),
+                private(constants["sizeof(Packet)"] // 8 * state.grid),
+                private(constants["kNumMeetings"] * state.grid),
+                private(constants["sizeof(HotList)"] // 8),
                 words,
                 planes,
                 first_entry,
@@ -341,7 +329,7 @@ def _reserve_low(world: World, state: SparseState, nbytes: int) -> int:
 
 
 def _num_words(layout: Layout) -> int:
-    return max(1, -(-layout.num_rows // _ROWS_PER_WORD))
+    return max(1, -(-layout.num_rows // OPERATOR.description.constants["kRowsPerWord"]))
 
 
 def _contract(world: World, state: SparseState, layout: Layout, capacity: int, *, gathers: bool) -> Contract:
@@ -359,7 +347,7 @@ def _contract(world: World, state: SparseState, layout: Layout, capacity: int, *
         0 if areas is None else areas.planes.data_ptr() - base,
         0 if areas is None or areas.gather is None or not gathers else areas.gather.data_ptr() - base,
     )
-    return Contract(_NAME, values)
+    return OPERATOR.contract(*values)
 
 
 class SparsePlan:
@@ -432,12 +420,13 @@ class SparsePlan:
         self.layout = layout
         self.capacity = capacity
         self.gathers = gathers
-        self._mailbox = backend.host_visible_bytes(ctypes.sizeof(Report))
-        self.report = Report.from_address(self._mailbox.data_ptr())
+        structs = OPERATOR.description.structs
+        self._mailbox = backend.host_visible_bytes(ctypes.sizeof(structs["Report"]))
+        self.report: Any = structs["Report"].from_address(self._mailbox.data_ptr())
         base = backend.heap_base
-        plan = _Plan(
+        plan = structs["Plan"](
             team=world.workspace.team(_contract(world, state, layout, capacity, gathers=gathers)),
-            sets=_RowSets(
+            sets=structs["RowSets"](
                 num_rows=layout.num_rows,
                 num_words=_num_words(layout),
                 planes_offset=areas.planes.data_ptr() - base,
@@ -462,6 +451,7 @@ class SparsePlan:
             divisor=world.size if layout.op == "mean" else 1,
             all_reachable=int(world.all_reachable),
         )
+        self._call = structs["Call"]()
         self._words = upload(backend, bytes(plan))
         self._address = self._words.data_ptr()
 
@@ -490,14 +480,13 @@ class SparsePlan:
             raises_input_errors: see `Workspace.launch`.
         """
         self.report.state = 0
-        words = (
-            rows.data_ptr(),
-            0 if order is None else order.data_ptr(),
-            values.data_ptr(),
-            rows.numel(),
-            output_offset,
-        )
-        world.workspace.launch(self._kernel, self._grid, self._address, words, raises_input_errors=raises_input_errors)
+        call = self._call
+        call.rows = rows.data_ptr()
+        call.order = 0 if order is None else order.data_ptr()
+        call.values = values.data_ptr()
+        call.num_entries = rows.numel()
+        call.output_offset = output_offset
+        world.workspace.launch(self._kernel, self._grid, self._address, call, raises_input_errors=raises_input_errors)
 
     def await_report(self, world: World, is_over: Callable[[], bool]) -> tuple[int, float]:
         """Wait for the last launch's number of rows, but not for its rows; return it and the shares per row.
@@ -518,11 +507,12 @@ def kernel_request(
     """Return what is compiled for rows of a kind."""
     access = _VECTOR_BYTES if is_aligned else dtype.itemsize
     lanes = next((n for n in (1, 4, 8, 16) if n * access >= row_bytes), 32)
-    defines = {
-        "PO_SCALAR": SCALARS[dtype],
-        "PO_INDEX": _INDICES[index_dtype],
-        "PO_GATHERS": str(gathers).lower(),
-        "PO_LANES": "32" if is_host else str(lanes),
-        "PO_BYTES": str(access),
+    config = {
+        "scalar": SCALARS[dtype],
+        "index": INDEX_TYPES[index_dtype],
+        "gathers": str(gathers).lower(),
+        "lanes": "32" if is_host else str(lanes),
+        "bytes": str(access),
+        "threads": str(_THREADS),
     }
-    return KernelRequest(_NAME, tuple(defines.items()), ctypes.sizeof(_Plan), _THREADS)
+    return KernelRequest(_NAME, tuple(config.items()), _THREADS)

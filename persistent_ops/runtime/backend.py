@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from .description import description_of
 from .interruptible import Interruptible
+from .jit import KernelSource
 
 __all__ = ["Backend", "Kernel", "KernelRequest"]
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A kernel, the macros it is compiled with, and the launch shape that goes with them.
+    """A kernel, its configuration, and the launch shape that goes with it.
 
     Attributes:
-        name: symbol, and stem of the file in cuda/kernels/.
-        defines: macros, as (name, value) pairs.
-        plan_bytes: size of the plan's Python mirror; the compile refuses another.
+        name: symbol, namespace, and stem of the file in cuda/kernels/.
+        config: fields of the kernel's `Config`, in order, as (name, C++ value); None where the kernel has none.
         threads: of a WG on the GPU.
         arena_bytes: of memory of its own that a WG has on the GPU, beside what the kernel declares.
         overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
             kernel must wait for that end itself.
+        holds_call: whether each thread has the call in registers; see cuda/platform/entry.cuh.
     """
 
     name: str
-    defines: tuple[tuple[str, str], ...]
-    plan_bytes: int
+    config: tuple[tuple[str, str], ...] | None
     threads: int
     arena_bytes: int = 0
     overlaps_predecessor: bool = False
+    holds_call: bool = False
+
+    def source(self) -> KernelSource:
+        """Return what is compiled; a compiler that lays a struct out in another way than the description refuses it."""
+        space, kernel = f"po::{self.name}", "Kernel"
+        if self.config is not None:
+            values = ", ".join(f".{name} = {value}" for name, value in self.config)
+            kernel = f"Kernel<{space}::Config{{{values}}}>"
+        check = f"namespace {space} {{ {description_of(self.name).layout} }}"
+        entry = "PO_ENTRY_HOLDING_CALL" if self.holds_call else "PO_ENTRY"
+        tail = f"{check}\n{entry}({self.name}, {space}::{kernel})\n"
+        return KernelSource(f"kernels/{self.name}.cuh", head="#include <cstddef>\n", tail=tail)
 
 
 class Kernel(Protocol):
@@ -41,8 +54,8 @@ class Kernel(Protocol):
     def max_blocks_per_sm(self) -> int:
         """Return how many WGs of this kernel one SM holds at once."""
 
-    def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
-        """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`."""
+    def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
+        """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`; `call` is copied."""
 
 
 class Backend(Protocol):

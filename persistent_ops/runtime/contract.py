@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .layout import CONTRACT_WORDS
+if TYPE_CHECKING:
+    from .operator import Operator
 
-__all__ = ["Contract", "Field", "describe", "differences", "register"]
+__all__ = ["Contract", "Field", "describe", "differences", "operator_of", "register"]
 
 
 def _number(value: Any) -> int:
@@ -49,6 +50,7 @@ class Field:
 
 
 _fields: dict[str, tuple[Field, ...]] = {}
+_operators: dict[str, Operator] = {}
 
 
 @dataclass(frozen=True)
@@ -63,27 +65,35 @@ class Contract:
     operator: str
     values: tuple[Any, ...]
 
-    def words(self) -> tuple[int, ...]:
-        """Return the contract as the fixed number of words that travel with every credit."""
+    def words(self, count: int) -> tuple[int, ...]:
+        """Return the contract as the `count` words that travel with every credit."""
         fields = _fields[self.operator]
+        if len(fields) >= count:
+            raise ValueError(f"contract of {self.operator}: at most {count - 1} fields, got {len(fields)}")
         if len(self.values) != len(fields):
             names = ", ".join(field.name for field in fields)
             raise ValueError(f"contract of {self.operator}: expected values for {names}, got {self.values}")
         encoded = (field.encode(value) for field, value in zip(fields, self.values, strict=True))
         words = (_operator_id(self.operator), *encoded)
-        return words + (0,) * (CONTRACT_WORDS - len(words))
+        return words + (0,) * (count - len(words))
 
 
-def register(operator: str, fields: Sequence[Field | str]) -> None:
+def register(name: str, fields: Sequence[Field | str], operator: Operator) -> None:
     """Name the fields of an operator's contract; every operator does so at import, so that all PEs know all.
 
     Args:
-        operator: its name.
+        name: of the operator.
         fields: in order; a name alone stands for a number.
+        operator: it.
     """
-    if len(fields) >= CONTRACT_WORDS:
-        raise ValueError(f"contract of {operator}: at most {CONTRACT_WORDS - 1} fields, got {len(fields)}")
-    _fields[operator] = tuple(Field(field) if isinstance(field, str) else field for field in fields)
+    _fields[name] = tuple(Field(field) if isinstance(field, str) else field for field in fields)
+    _operators[name] = operator
+
+
+def operator_of(word: int) -> Operator | None:
+    """Return the operator that a contract begins with; None for one that this process does not know."""
+    name = _operator_of((word,))
+    return None if name is None else _operators[name]
 
 
 def describe(words: Sequence[int], own: Contract | None = None) -> str:

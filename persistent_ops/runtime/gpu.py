@@ -1,15 +1,15 @@
-"""The cuda backend: NVSHMEM (through nvshmem4py) for the heap, cuda.core to load and launch."""
+"""The cuda backend: NVSHMEM (through nvshmem4py) for the heap, cuda.core to load kernels, the driver to launch them."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from cuda.bindings import driver
-from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
+from cuda.core import Device, ObjectCode
 
 from . import launchers
 from .backend import KernelRequest
@@ -18,7 +18,7 @@ from .bounded import refuse_after, within
 from .devices import Numbers, check_sharing, choose_device
 from .errors import BackendUnavailableError, BootstrapError
 from .interruptible import Interruptible
-from .jit import KernelSource, compile_cuda
+from .jit import compile_cuda
 from .nvshmem_variables import NvshmemVariables
 from .torch_private import current_raw_stream
 
@@ -26,6 +26,8 @@ __all__ = ["GpuBackend"]
 
 _log = logging.getLogger("persistent_ops")
 _END = "NVSHMEM's end"
+_MAX_CONFIGS = 256  # of a kernel: streams may come and go
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
 _CLOSE_S = 10.0  # for that: it waits for peers that may be dead
 
 
@@ -38,26 +40,52 @@ class _GpuKernel:
         self._code = code  # keeps the module loaded
         self._kernel = kernel
         self._request = request
-        self._configs: dict[int, LaunchConfig] = {}
+        outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
+        _check_driver(outcome, request.name)
+        self._function = outcome[1]
+        self._configs: dict[tuple[int, int], driver.CUlaunchConfig] = {}
+        # The driver copies what these point to before a launch returns.
+        self._plan = ctypes.c_uint64()
+        self._parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._plan), 0)
+        self._parameters_address = ctypes.addressof(self._parameters)
 
     def max_blocks_per_sm(self) -> int:
         request = self._request
         occupancy = self._kernel.occupancy
         return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
 
-    def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
-        config = self._configs.get(grid)
+    def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
+        stream = self._backend.stream()
+        config = self._configs.get((grid, stream))
         if config is None:
-            has_early_launches = torch.cuda.get_device_capability(self._backend.device)[0] >= 9
-            config = LaunchConfig(
-                grid=grid,
-                block=self._request.threads,
-                shmem_size=self._request.arena_bytes,
-                is_cooperative=True,
-                programmatic_stream_serialization=self._request.overlaps_predecessor and has_early_launches,
-            )
-            self._configs[grid] = config
-        launch(self._backend.core_stream(), config, self._kernel, plan, *words, *(0,) * (5 - len(words)))
+            if len(self._configs) >= _MAX_CONFIGS:
+                self._configs.clear()
+            config = self._configs[grid, stream] = self._make_config(grid, stream)
+        self._plan.value = plan
+        self._parameters[1] = ctypes.addressof(call)
+        outcome = driver.cuLaunchKernelEx(config, self._function, self._parameters_address, 0)[0]
+        if outcome != _SUCCESS:
+            raise RuntimeError(f"{self._request.name}: the CUDA driver did not launch it: {outcome.name}")
+
+    def _make_config(self, grid: int, stream: int) -> driver.CUlaunchConfig:
+        config = driver.CUlaunchConfig()
+        config.hStream = driver.CUstream(stream)
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._request.threads, 1, 1
+        config.sharedMemBytes = self._request.arena_bytes
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        attributes = [cooperative]
+        has_early_launches = torch.cuda.get_device_capability(self._backend.device)[0] >= 9
+        if self._request.overlaps_predecessor and has_early_launches:
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        return config
 
 
 class _DeviceMemory:
@@ -105,7 +133,6 @@ class GpuBackend:
         self.arena_bytes = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
         self.heap_bytes = heap_bytes
         self._libraries: list[Any] = []
-        self._streams: dict[int, Stream] = {}
         self.waits = Interruptible()
         outcome = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         _check_driver(outcome, "a stream")
@@ -166,14 +193,6 @@ class GpuBackend:
             heaps = [base if pe == bootstrap.rank else 0 for pe, base in enumerate(heaps)]
         return tuple(heaps)
 
-    def core_stream(self) -> Stream:
-        """Return torch's current stream as cuda.core's launcher takes it."""
-        handle = self.stream()
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = self._streams[handle] = Stream.from_handle(handle)
-        return stream
-
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -188,10 +207,7 @@ class GpuBackend:
     def load(self, request: KernelRequest) -> _GpuKernel:
         needs_nvshmem = not all(self.peer_heaps)
         major, minor = torch.cuda.get_device_capability(self.device)
-        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
-        binary = compile_cuda(
-            KernelSource(f"kernels/{request.name}.cuh", defines), arch=f"sm_{major}{minor}", nvshmem=needs_nvshmem
-        )
+        binary = compile_cuda(request.source(), arch=f"sm_{major}{minor}", nvshmem=needs_nvshmem)
         code = ObjectCode.from_cubin(str(binary.path))
         kernel = code.get_kernel(request.name)
         if needs_nvshmem:
@@ -269,5 +285,5 @@ def _choose_device(bootstrap: Bootstrap) -> int:
 
 
 def _check_driver(outcome: tuple[Any, ...], what: str) -> None:
-    if outcome[0] != driver.CUresult.CUDA_SUCCESS:
+    if outcome[0] != _SUCCESS:
         raise BackendUnavailableError(f"{what}: the CUDA driver said {outcome[0].name}")

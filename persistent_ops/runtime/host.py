@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from .jit import KernelSource, compile_host
 
 __all__ = ["HostBackend"]
 
-_CALL_WORDS = 5
-
 
 class _HostKernel:
     def __init__(self, function: Any, wg_size: int, waits: Interruptible) -> None:
@@ -36,9 +33,8 @@ class _HostKernel:
     def max_blocks_per_sm(self) -> int:
         return 64  # WGs are threads; the operating system shares the cores among them
 
-    def launch(self, grid: int, plan: int, words: Sequence[int]) -> None:
-        arguments = (plan, *words, *(0,) * (_CALL_WORDS - len(words)), grid, self._wg_size)
-        self._waits.call(lambda: self._function(*arguments))
+    def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
+        self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size))
 
 
 class _Segment:
@@ -122,11 +118,10 @@ class HostBackend:
         ctypes.c_uint64.from_address(words.data_ptr() + 8 * index).value = value
 
     def load(self, request: KernelRequest) -> _HostKernel:
-        defines = (*request.defines, ("PO_PLAN_BYTES", str(request.plan_bytes)))
-        library = ctypes.CDLL(str(compile_host(KernelSource(f"kernels/{request.name}.cuh", defines))))
+        library = ctypes.CDLL(str(compile_host(request.source())))
         function = getattr(library, request.name)
         function.restype = None
-        function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * _CALL_WORDS, ctypes.c_int, ctypes.c_int]
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
         return _HostKernel(function, self._wg_size, self.waits)
 
     def use_in_this_thread(self) -> None:

@@ -62,17 +62,25 @@ _LOOKUP_VARIABLES = (
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel file and the macros it is compiled with.
+    """A kernel file and what it is compiled with.
 
     Attributes:
-        entry: path of the file, relative to the root, for example "kernels/embedding_all_to_all.cuh".
+        entry: path of the file, relative to the root, for example "kernels/barrier.cuh".
         defines: (name, value) pairs, each passed as -Dname=value; no name twice.
         root: folder that includes are relative to; None for the package's own kernel sources.
+        head, tail: lines of C++ before and behind the file: what instantiates its templates, for one.
     """
 
     entry: str
     defines: tuple[tuple[str, str], ...] = ()
     root: Path | None = None
+    head: str = ""
+    tail: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What the compiler is given."""
+        return f'{self.head}#include "{self.entry}"\n{self.tail}'
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,8 @@ def _key(source: KernelSource, sources: Mapping[str, str], **parts: object) -> s
         "package": _package_version(),
         "entry": source.entry,
         "sources": sources,
+        "head": source.head,
+        "tail": source.tail,
         "defines": sorted(source.defines),
         "variables": {name: os.environ[name] for name in _COMPILER_VARIABLES if name in os.environ},
         **parts,
@@ -309,7 +319,7 @@ def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize:
         what=f"compiling {source.entry} for the host",
         key=key,
         artifact=f"{stem}.so",
-        unit=(f"{stem}.cpp", f'#include "{source.entry}"\n'),
+        unit=(f"{stem}.cpp", source.unit),
         commands=(command,),
         unchanged=lambda: _scan(root, source.entry) == sources,
     )
@@ -415,7 +425,7 @@ def compile_cuda(
         what=f"compiling {source.entry} for {arch}",
         key=key,
         artifact=cubin,
-        unit=(unit, f'#include "{source.entry}"\n'),
+        unit=(unit, source.unit),
         commands=tuple(commands),
         unchanged=lambda: _scan(root, source.entry) == sources,
     )

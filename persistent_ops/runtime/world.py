@@ -16,10 +16,11 @@ import torch
 from . import launchers, pe_threads
 from .backend import Backend, Kernel, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
-from .contract import Contract, register
+from .contract import Contract
+from .description import describe
 from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
-from .layout import MAX_PES
+from .operator import COMM, Operator
 from .torch_private import backward_pass
 from .workspace import Workspace
 
@@ -37,7 +38,7 @@ _thread_worlds = threading.local()
 _admitted = threading.local()  # the world whose operators this thread may call: a thread's number is given out again
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
-register("barrier", ("world_size",))
+_BARRIER = Operator("barrier", ("world_size",))
 
 
 @runtime_checkable
@@ -70,15 +71,19 @@ class World:
         self.operator_state: dict[str, Any] = {}
         """Per operator: its plans and agreements. Operators keep nothing elsewhere."""
         self._captured: dict[int, tuple[object, ...]] = {}
-        self._barrier: tuple[Any, Any] | None = None
+        self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
         self._watch = bootstrap.watch(self.workspace.peers_changed)
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
 
     def load(self, request: KernelRequest) -> Kernel:
         """Compile (or take from the cache) and load a kernel; peers that wait meanwhile do not count that time."""
-        with contextlib.nullcontext() if self._watch is None else self._watch.preparing():
+        with self.preparing():
             return self.backend.load(request)
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.preparing()
 
     def admit_caller(self) -> None:
         """Raise where another thread than this one calls the operators of this world.
@@ -101,21 +106,24 @@ class World:
     def enqueue_barrier(self) -> None:
         """Let the current stream wait until every PE has launched this barrier; on GPUs the host goes on."""
         if self._barrier is None:
-            team = self.workspace.team(Contract("barrier", (self.size,)))
-            kernel = self.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
-            self._barrier = (kernel, upload(self.backend, bytes(team)))
-        kernel, plan = self._barrier
-        self.workspace.launch(kernel, 1, plan.data_ptr(), ())
+            self._barrier = self._barrier_of(_BARRIER.contract(self.size))
+        kernel, plan, call = self._barrier
+        self.workspace.launch(kernel, 1, plan.data_ptr(), call)
+
+    def _barrier_of(self, contract: Contract) -> tuple[Kernel, torch.Tensor, ctypes.Structure]:
+        """Return a barrier's kernel, plan and call under a contract."""
+        description = _BARRIER.prepare(self)
+        kernel = self.load(KernelRequest("barrier", None, description.constants["kThreads"]))
+        plan = description.structs["Plan"](team=self.workspace.team(contract))
+        return kernel, upload(self.backend, bytes(plan)), description.structs["Call"]()
 
     def meet(self, contract: Contract) -> None:
         """Wait, on the host too, for every PE to come to a launch under the same contract.
 
         What follows may be collective on the host, where PEs that do not match would wait for each other in vain.
         """
-        team = self.workspace.team(contract)
-        kernel = self.load(KernelRequest("barrier", (), ctypes.sizeof(team), 64))
-        plan = upload(self.backend, bytes(team))
-        self.workspace.launch(kernel, 1, plan.data_ptr(), (), raises_input_errors=False)
+        kernel, plan, call = self._barrier_of(contract)
+        self.workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
         self.backend.synchronize()
         self.workspace.raise_failure()
 
@@ -231,6 +239,7 @@ def init(
         raise TypeError(f"host_options: expected network_delay_us and wg_size, got {', '.join(sorted(unknown))}")
     if is_initialized():
         raise RuntimeError("persistent_ops is already initialised here: call persistent_ops.finalize() first")
+    describe(COMM)  # before PEs meet: the first time it is compiled
     thread_bootstrap = pe_threads.thread_bootstrap()
     if thread_bootstrap is not None:
         bootstrap = thread_bootstrap
@@ -336,8 +345,9 @@ def _make_backend(
     transport: str,
     host_options: dict[str, int] | None,
 ) -> Backend:
-    if bootstrap.world_size > MAX_PES:
-        raise BootstrapError(f"a world has at most {MAX_PES} PEs, this job has {bootstrap.world_size}")
+    most = describe(COMM).constants["kMaxPes"]
+    if bootstrap.world_size > most:
+        raise BootstrapError(f"a world has at most {most} PEs, this job has {bootstrap.world_size}")
     chosen = name
     if name == "auto":
         chosen = "cuda" if torch.cuda.is_available() else "host"

@@ -11,15 +11,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parent.parent / "cuda"
-KERNEL_DEFINES = (
-    "-DPO_SCALAR=Float32",
-    "-DPO_INDEX=int64_t",
-    "-DPO_OFFSET=int64_t",
-    "-DPO_POOLING=kSum",
-    "-DPO_SHAPES=3",
-    "-DPO_ROWS=4",
-)
-_FLAGS = ("-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", "-ffp-contract=off", *KERNEL_DEFINES)
+_FLAGS = ("-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", "-ffp-contract=off")
 
 
 def compile_source(name: str, target: Path, *flags: str, cuda: Path = CUDA) -> Path:

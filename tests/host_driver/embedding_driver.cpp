@@ -20,8 +20,10 @@
 
 namespace {
 
-using Kernel = po::embedding_all_to_all::Kernel;
 using driver::fail;
+using po::embedding_all_to_all::Call;
+using po::embedding_all_to_all::Config;
+using Kernel = po::embedding_all_to_all::Kernel<Config{.shapes = 3, .rows_in_flight = 4}>;
 using po::embedding_all_to_all::Plan;
 using po::embedding_all_to_all::Table;
 
@@ -257,7 +259,7 @@ class Pe {
     team.heap = heap_;
     team.ready_stride = kReadyStride;
     team.local = &local_;
-    team.wg_done = wg_done_.data();
+    plan_.wg_done = wg_done_.data();
     team.error = &error_;
     team.input_error = &input_error_;
     set_contract(0);
@@ -325,10 +327,9 @@ class Pe {
     }
     const bool is_mismatch = is_trouble && rank_ == world_.options.number("--mismatch-pe");
     set_contract(is_mismatch ? 1 : 0);
-    const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(indices.data()),
-                                            reinterpret_cast<uint64_t>(offsets.data()), 0, indices.size(),
-                                            output_offset(launch)};
-    po::run_on_host<Kernel>(&plan_, words, static_cast<int>(world_.options.number("--wgs")),
+    const Call call{indices.data(), offsets.data(), nullptr, static_cast<int64_t>(indices.size()),
+                    output_offset(launch)};
+    po::run_on_host<Kernel>(&plan_, call, static_cast<int>(world_.options.number("--wgs")),
                             static_cast<int>(world_.options.number("--threads")));
     if (input_error_.state != 0) fail(driver::kWrongReport, "PE %d: good input was reported as bad", rank_);
   }

@@ -16,8 +16,11 @@
 
 namespace {
 
-using Kernel = po::gemv_all_reduce::Kernel;
+using po::gemv_all_reduce::Call;
 using po::gemv_all_reduce::Config;
+constexpr Config kConfig DRIVER_CONFIG;  // the compile names it
+using Kernel = po::gemv_all_reduce::Kernel<kConfig>;
+using Traits = Kernel::Traits;
 using po::gemv_all_reduce::Plan;
 
 constexpr uint64_t kReadyStride = 64;
@@ -74,7 +77,7 @@ struct Pe {
     team.ready_offset = take(static_cast<uint64_t>(size) * kReadyStride * 8);
     team.abort_offset = take(static_cast<uint64_t>(size) * 8);
     plan.packets.partials_bytes =
-        static_cast<uint64_t>(size * tiles * items * Config::kPacketsPerItem) * sizeof(po::Packet);
+        static_cast<uint64_t>(size * tiles * items * Traits::kPacketsPerItem) * sizeof(po::Packet);
     plan.packets.partials_offset = take(2 * plan.packets.partials_bytes);
     plan.packets.results_bytes = static_cast<uint64_t>(tiles * items) * sizeof(po::Packet);
     plan.packets.results_offset = take(2 * plan.packets.results_bytes);
@@ -144,7 +147,7 @@ struct Pe {
     const uint64_t epoch = local.epoch + 1;
     const auto* sums = reinterpret_cast<const po::Packet*>(heap + plan.packets.partials_offset +
                                                            epoch % 2 * plan.packets.partials_bytes);
-    const int64_t per_sender = tiles * items * Config::kPacketsPerItem;
+    const int64_t per_sender = tiles * items * Traits::kPacketsPerItem;
     const auto has_come = [&](const uint64_t& flag) {
       return po::epoch_of(__atomic_load_n(&flag, __ATOMIC_RELAXED)) >= epoch;
     };
@@ -166,13 +169,10 @@ struct Pe {
     Plan used = plan;
     if (is_empty(launch)) used.output.num_tiles = 0;
     if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
-    const auto shape = static_cast<uint64_t>(is_empty(launch) ? 0 : rows) | static_cast<uint64_t>(rank) << 17 |
-                       static_cast<uint64_t>(size) << 23 | static_cast<uint64_t>(vectors - 1) << 30 |
-                       static_cast<uint64_t>(columns) << 34;
-    const uint64_t words[po::kCallWords] = {reinterpret_cast<uint64_t>(weight.data()),
-                                            reinterpret_cast<uint64_t>(x.data()),
-                                            reinterpret_cast<uint64_t>(output.data()), 0, shape};
-    po::run_on_host<Kernel>(&used, words, static_cast<int>(options.number("--wgs")),
+    const Call call{reinterpret_cast<const uint8_t*>(weight.data()), reinterpret_cast<const uint8_t*>(x.data()),
+                    reinterpret_cast<uint8_t*>(output.data()), nullptr,
+                    po::gemv_all_reduce::Shape::of(is_empty(launch) ? 0 : rows, rank, size, vectors, columns)};
+    po::run_on_host<Kernel>(&used, call, static_cast<int>(options.number("--wgs")),
                             static_cast<int>(options.number("--threads")));
     return output;
   }
@@ -224,7 +224,7 @@ struct Pe {
                                                              parity * plan.packets.partials_bytes);
       const auto* results =
           reinterpret_cast<const po::Packet*>(heap + plan.packets.results_offset + parity * plan.packets.results_bytes);
-      const int64_t per_sender = tiles * items * Config::kPacketsPerItem;
+      const int64_t per_sender = tiles * items * Traits::kPacketsPerItem;
       for (int64_t i = 0; i < size * per_sender; ++i) {
         check_trace("sum", static_cast<int>(i / per_sender), sums[i].flag);
       }
@@ -270,7 +270,7 @@ struct Pe {
   const int64_t columns = columns_of(rank);
   const int64_t vectors = options.number("--vectors");
   const int64_t tiles = po::ceil_div<int64_t>(rows, po::kTileRows);
-  const int64_t items = vectors * Config::kItemsPerVector;  // of a tile
+  const int64_t items = vectors * Traits::kItemsPerVector;  // of a tile
   std::vector<float> weight;
   Plan plan{};
   uint8_t* heap = nullptr;

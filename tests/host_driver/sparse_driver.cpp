@@ -14,11 +14,14 @@
 
 namespace {
 
-using Kernel = po::sparse_all_reduce::Kernel;
+using po::sparse_all_reduce::Call;
 using po::sparse_all_reduce::Config;
+constexpr Config kConfig DRIVER_CONFIG;  // the compile names it
+using Kernel = po::sparse_all_reduce::Kernel<kConfig>;
+using Traits = Kernel::Traits;
 using po::sparse_all_reduce::Plan;
 using po::sparse_all_reduce::Report;
-using Storage = Config::Scalar::Storage;
+using Storage = Traits::Scalar::Storage;
 
 constexpr uint64_t kReadyStride = 64;
 
@@ -142,20 +145,19 @@ struct Pe {
       int64_t num_hot = 0;
       for (int64_t row = 0; row < rows; ++row) {
         const int64_t occurrences = times(rank, row, launch, size);
-        num_hot += occurrences >= PO_HOT_ENTRIES;
+        num_hot += occurrences >= Traits::kHotEntries;
         for (int64_t time = 0; time < occurrences; ++time, ++count) {
           order[static_cast<size_t>(count)] = count;
-          entries[static_cast<size_t>(count)] = static_cast<Config::Index>(row);
+          entries[static_cast<size_t>(count)] = static_cast<Traits::Index>(row);
           for (int64_t column = 0; column < columns; ++column) {
             values[static_cast<size_t>(count * columns + column)] =
-                Config::Scalar::from_float(value(rank, row, column, time, launch));
+                Traits::Scalar::from_float(value(rank, row, column, time, launch));
           }
         }
       }
-      const uint64_t words[po::kCallWords] = {
-          reinterpret_cast<uint64_t>(entries.data()), reinterpret_cast<uint64_t>(order.data()),
-          reinterpret_cast<uint64_t>(values.data()), static_cast<uint64_t>(count), output_offset};
-      po::run_on_host<Kernel>(&plan, words, static_cast<int>(options.number("--wgs")),
+      const Call call{entries.data(), order.data(), reinterpret_cast<const uint8_t*>(values.data()), count,
+                      output_offset};
+      po::run_on_host<Kernel>(&plan, call, static_cast<int>(options.number("--wgs")),
                               static_cast<int>(options.number("--threads")));
       if (error.state != 0) {
         driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
@@ -190,7 +192,7 @@ struct Pe {
             sum += value(pe, row, column, time, launch);
           }
         }
-        if (Config::Scalar::to_float(output[slot * columns + column]) != sum) fail(launch, "value at slot", slot);
+        if (Traits::Scalar::to_float(output[slot * columns + column]) != sum) fail(launch, "value at slot", slot);
       }
       ++slot;
     }
@@ -209,7 +211,7 @@ struct Pe {
   uint8_t* heap = nullptr;
   uint64_t output_offset = 0;
   std::vector<uint64_t> seen_heaps;
-  std::vector<Config::Index> entries;
+  std::vector<Traits::Index> entries;
   std::vector<int64_t> order;
   std::vector<Storage> values;
   std::vector<uint32_t> first_entry;

@@ -13,6 +13,12 @@
 
 namespace po::gemv_all_reduce {
 
+inline constexpr Phase kPhasePartial = make_phase(kFirstPhase);
+// Who owes a result may itself wait for sums: whose are missing should be told first.
+inline constexpr Phase kPhaseResult = make_phase(kFirstPhase + 1, 9);
+PO_CONSTANT(kPhasePartial)
+PO_CONSTANT(kPhaseResult)
+
 // A part of the plan. Offsets are in every PE's heap.
 struct PacketPlan {
   uint64_t partials_offset;  // Packet[2 parities][size senders][num_tiles][...]
@@ -22,6 +28,7 @@ struct PacketPlan {
   int64_t all_reachable;
   uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
+PO_DESCRIBE(PacketPlan, partials_offset, partials_bytes, results_offset, results_bytes, all_reachable, heaps)
 
 // The network may tear a packet, so a sliceRdy word says when all have come. One thread, behind its warp's stores. Out of
 // line: within a node nobody calls it.
@@ -31,11 +38,11 @@ PO_NOINLINE inline void put_packets(const Team& team, int pe, uint64_t offset, i
   signal(team, pe, ready_word_offset(team, team.rank, static_cast<uint64_t>(ready_index)), launch_flag(team));
 }
 
-template <class Config, class Call>
+template <class Traits, class Call>
 class PacketExchange {
  public:
-  using SumScalar = typename Config::SumScalar;
-  using Output = TileOutput<Config, Call>;
+  using SumScalar = typename Traits::SumScalar;
+  using Output = TileOutput<Traits, Call>;
   using Results = typename Output::Results;
 
   struct Shared {
@@ -97,13 +104,13 @@ class PacketExchange {
   // Waits for what peers send of this WG's tiles, and finishes them. All threads, when they know the epoch; none waits for
   // another one of the WG, except where results must be put.
   PO_FN void receive() {
-    const int num_own = Config::kTwoPhase ? tiles_.num_own() : tiles_.count;
+    const int num_own = Traits::kTwoPhase ? tiles_.num_own() : tiles_.count;
     const int num_others = tiles_.count - num_own;
     PO_NO_UNROLL
     for (int i = wg_.rank(); i < num_own * items_per_tile(); i += wg_.size()) {
       reduce_item(tiles_.tile_at(num_others + i / items_per_tile()), i % items_per_tile());
     }
-    if constexpr (Config::kTwoPhase) {
+    if constexpr (Traits::kTwoPhase) {
       if (plan_.all_reachable == 0) put_results(num_others);
       // From the other end of the WG: its first threads may still be at the items above.
       for (int i = wg_.size() - 1 - wg_.rank(); i < num_others * items_per_tile(); i += wg_.size()) {
@@ -115,9 +122,9 @@ class PacketExchange {
  private:
   // ---- places --------------------------------------------------------------------------------------------------------
 
-  PO_FN int num_vectors() const { return Config::kVectors == 1 ? 1 : call_.num_vectors(); }
-  PO_FN int items_per_tile() const { return num_vectors() * Config::kItemsPerVector; }
-  PO_FN int packets_per_tile() const { return items_per_tile() * Config::kPacketsPerItem; }
+  PO_FN int num_vectors() const { return Traits::kVectors == 1 ? 1 : call_.shape.num_vectors(); }
+  PO_FN int items_per_tile() const { return num_vectors() * Traits::kItemsPerVector; }
+  PO_FN int packets_per_tile() const { return items_per_tile() * Traits::kPacketsPerItem; }
   PO_FN uint64_t parity() const { return team_.epoch % 2; }
   PO_FN uint64_t flag() const { return launch_flag(team_); }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
@@ -139,26 +146,26 @@ class PacketExchange {
 
   // Who gets this PE's sums of a tile: its owner, or all PEs, the next one first and this one last.
   PO_FN int receiver(int tile, int hop) const {
-    if constexpr (Config::kTwoPhase) return tiles_.owner_of(tile);
+    if constexpr (Traits::kTwoPhase) return tiles_.owner_of(tile);
     const int pe = team_.rank + 1 + hop;
     return pe < team_.size ? pe : pe - team_.size;
   }
 
-  PO_FN int num_receivers() const { return Config::kTwoPhase ? 1 : team_.size; }
+  PO_FN int num_receivers() const { return Traits::kTwoPhase ? 1 : team_.size; }
 
   // What goes to a PE that is not reachable is put from this PE's own copy; in one shot this PE is a receiver itself.
-  PO_FN bool sends_to(int pe) const { return Config::kTwoPhase || is_near(pe); }
+  PO_FN bool sends_to(int pe) const { return Traits::kTwoPhase || is_near(pe); }
 
   PO_FN bool has_packet_per_lane(const Warp& warp) const { return packets_per_tile() * num_receivers() <= warp.size(); }
   PO_FN int packet_of_lane(const Warp& warp) const { return warp.rank() % packets_per_tile(); }
 
   template <class Parts>
   PO_FN Packet sums_of(const Parts& parts, int q) const {
-    float exact[Config::kSumsPerPacket];
-    typename SumScalar::Storage sums[Config::kSumsPerPacket];
-    parts.add_up(q * Config::kSumsPerPacket, exact);
+    float exact[Traits::kSumsPerPacket];
+    typename SumScalar::Storage sums[Traits::kSumsPerPacket];
+    parts.add_up(q * Traits::kSumsPerPacket, exact);
     PO_UNROLL
-    for (int i = 0; i < Config::kSumsPerPacket; ++i) sums[i] = SumScalar::from_float(exact[i]);
+    for (int i = 0; i < Traits::kSumsPerPacket; ++i) sums[i] = SumScalar::from_float(exact[i]);
     return packet_of(sums);
   }
 
@@ -176,11 +183,11 @@ class PacketExchange {
     auto addends = outgoing.addends;
     for (int item = warp.rank(); item < items_per_tile(); item += warp.size()) {
       if (item >= warp.size()) addends = output_.addends(outgoing.tile, item);
-      float sums[Config::kItem];
+      float sums[Traits::kItem];
       Results results = {};
-      parts.add_up(item * Config::kItem, sums);
+      parts.add_up(item * Traits::kItem, sums);
       PO_UNROLL
-      for (int i = 0; i < Config::kItem; ++i) sums[i] = SumScalar::to_float(SumScalar::from_float(sums[i]));
+      for (int i = 0; i < Traits::kItem; ++i) sums[i] = SumScalar::to_float(SumScalar::from_float(sums[i]));
       output_.finish(outgoing.tile, item, sums, addends, results);
     }
   }
@@ -244,18 +251,18 @@ class PacketExchange {
 
   // Waits for what all PEs sent of an item, adds it up in rank order, and finishes it; as its owner, tells the others.
   PO_FN void reduce_item(int tile, int item) {
-    constexpr int kBatch = Config::kSendersAtOnce;
+    constexpr int kBatch = Traits::kSendersAtOnce;
     const auto addends = output_.addends(tile, item);  // on their way while the packets are
     if (!are_announced(tile)) return give_up(tile, item);
     const uint64_t stride = partial_offset(1, 0) - partial_offset(0, 0);
-    float sums[Config::kItem];
+    float sums[Traits::kItem];
     PO_UNROLL
     for (float& sum : sums) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
       const int count = min_of(kBatch, team_.size - first);
-      const Packet* place = packet_at(team_.rank, partial_offset(first, tile)) + item * Config::kPacketsPerItem;
-      Packet packets[kBatch][Config::kPacketsPerItem] = {};
+      const Packet* place = packet_at(team_.rank, partial_offset(first, tile)) + item * Traits::kPacketsPerItem;
+      Packet packets[kBatch][Traits::kPacketsPerItem] = {};
       if (!take(reinterpret_cast<const uint8_t*>(place), stride, kPhasePartial, first, count, tile, packets)) {
         return give_up(tile, item);
       }
@@ -266,7 +273,7 @@ class PacketExchange {
     }
     Results results = {};
     output_.finish(tile, item, sums, addends, results);
-    if constexpr (Config::kTwoPhase) {
+    if constexpr (Traits::kTwoPhase) {
       const Packet packet = packet_of(results);
       if (shared_.takes_part == 0) return;
       const uint64_t offset = result_offset(tile, item);
@@ -277,14 +284,14 @@ class PacketExchange {
     }
   }
 
-  static PO_FN void add(const Packet (&packets)[Config::kPacketsPerItem], float (&sums)[Config::kItem]) {
-    typename SumScalar::Storage values[Config::kItem];
+  static PO_FN void add(const Packet (&packets)[Traits::kPacketsPerItem], float (&sums)[Traits::kItem]) {
+    typename SumScalar::Storage values[Traits::kItem];
     PO_UNROLL
-    for (int j = 0; j < Config::kPacketsPerItem; ++j) {
-      __builtin_memcpy(&values[j * Config::kSumsPerPacket], packets[j].data, sizeof(packets[j].data));
+    for (int j = 0; j < Traits::kPacketsPerItem; ++j) {
+      __builtin_memcpy(&values[j * Traits::kSumsPerPacket], packets[j].data, sizeof(packets[j].data));
     }
     PO_UNROLL
-    for (int i = 0; i < Config::kItem; ++i) {
+    for (int i = 0; i < Traits::kItem; ++i) {
       sums[i] += SumScalar::to_float(values[i]);
     }
   }

@@ -3,6 +3,7 @@
 // An item is what one thread finishes: kItem rows of one vector.
 #pragma once
 
+#include "platform/describe.cuh"
 #include "sched/row_tiles.cuh"
 
 namespace po::gemv_all_reduce {
@@ -13,21 +14,22 @@ struct OutputPlan {
   int64_t stride;       // elements from one vector of the output, or the residual, to the next
   const uint8_t* bias;  // null, or the bias of this launch's first row
 };
+PO_DESCRIBE(OutputPlan, num_tiles, stride, bias)
 
-template <class Config, class Call>
+template <class Traits, class Call>
 class TileOutput {
  public:
-  using Scalar = typename Config::Scalar;
+  using Scalar = typename Traits::Scalar;
   using Storage = typename Scalar::Storage;
-  using Results = Storage[Config::kItem];
+  using Results = Storage[Traits::kItem];
 
   PO_FN TileOutput(const OutputPlan& plan, const Call& call) : plan_(plan), call_(call) {}
   PO_FN int64_t num_tiles() const { return plan_.num_tiles; }
 
   // What is added to an item's sums.
   struct Addends {
-    Storage bias[Config::kItem];
-    Storage residual[Config::kItem];
+    Storage bias[Traits::kItem];
+    Storage residual[Traits::kItem];
   };
 
   PO_FN Addends addends(int tile, int item) const {
@@ -42,7 +44,7 @@ class TileOutput {
   }
 
   // Stores an item's results, and returns them.
-  PO_FN void finish(int tile, int item, const float (&sums)[Config::kItem], const Addends& addends,
+  PO_FN void finish(int tile, int item, const float (&sums)[Traits::kItem], const Addends& addends,
                     Results& results) const {
     for_each_element(tile, item, [&](int i, int64_t, int64_t place) {
       float sum = sums[i];
@@ -69,11 +71,11 @@ class TileOutput {
   // use(i, row, place in output and residual) for the item's elements that are rows of the weight.
   template <class Use>
   PO_FN void for_each_element(int tile, int item, const Use& use) const {
-    const int64_t first_row = static_cast<int64_t>(tile) * kTileRows + item % Config::kItemsPerVector * Config::kItem;
-    const int64_t place = item / Config::kItemsPerVector * plan_.stride + first_row;
+    const int64_t first_row = static_cast<int64_t>(tile) * kTileRows + item % Traits::kItemsPerVector * Traits::kItem;
+    const int64_t place = item / Traits::kItemsPerVector * plan_.stride + first_row;
     PO_UNROLL
-    for (int i = 0; i < Config::kItem; ++i) {
-      if (first_row + i < call_.num_rows()) use(i, first_row + i, place + i);
+    for (int i = 0; i < Traits::kItem; ++i) {
+      if (first_row + i < call_.shape.num_rows()) use(i, first_row + i, place + i);
     }
   }
 

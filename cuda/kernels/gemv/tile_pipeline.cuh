@@ -13,7 +13,7 @@ namespace po::gemv_all_reduce {
 // What the warps of a team make of one tile: a part each.
 template <int kVectors>
 struct TileParts {
-  float* slots;  // [Config::kSlots][count][kVectors][kTileRows]
+  float* slots;  // [Traits::kSlots][count][kVectors][kTileRows]
   int slot;
   int count;
 
@@ -42,17 +42,17 @@ struct TileParts {
   }
 };
 
-template <class Config>
+template <class Traits>
 class TilePipeline {
  public:
-  using Share = WarpShare<typename Config::Scalar>;
-  using Stream = WeightStream<Config>;
+  using Share = WarpShare<typename Traits::Scalar>;
+  using Stream = WeightStream<Traits>;
   using Vectors = typename Stream::VectorsOf;
-  using Parts = TileParts<Config::kVectors>;
+  using Parts = TileParts<Traits::kVectors>;
 
   struct Shared {
-    Handover stored[Config::kSlots];  // from all warps of a team to the one that sends: their parts are in the slot
-    Handover sent[Config::kSlots];    // back: the slot is free
+    Handover stored[Traits::kSlots];  // from all warps of a team to the one that sends: their parts are in the slot
+    Handover sent[Traits::kSlots];    // back: the slot is free
   };
 
   PO_FN TilePipeline(const WorkGroup& wg, Shared& shared, const RowTiles& tiles, const Vectors& vectors)
@@ -65,10 +65,10 @@ class TilePipeline {
 
   // The last warps send and multiply nothing; the first of them also grants and awaits credit. A lone warp does all.
 #if PO_ON_DEVICE
-  static PO_FN int num_serving(const WorkGroup&) { return Config::kServing; }
-  static PO_FN int num_computing(const WorkGroup&) { return Config::kComputing; }
+  static PO_FN int num_serving(const WorkGroup&) { return Traits::kServing; }
+  static PO_FN int num_computing(const WorkGroup&) { return Traits::kComputing; }
 #else
-  static int num_serving(const WorkGroup& wg) { return min_of(Config::kServing, max_of(wg.num_warps() - 1, 1)); }
+  static int num_serving(const WorkGroup& wg) { return min_of(Traits::kServing, max_of(wg.num_warps() - 1, 1)); }
   static int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - num_serving(wg), 1); }
 #endif
   // 0 is the first serving warp; below 0: this one multiplies.
@@ -84,7 +84,7 @@ class TilePipeline {
 
   // A sync must follow. Warps take turns: a warp's threads would start them one after the other.
   PO_FN void start_handovers() {
-    for (int i = wg_.warp_index(); i < Config::kSlots && Warp().rank() == 0; i += wg_.num_warps()) {
+    for (int i = wg_.warp_index(); i < Traits::kSlots && Warp().rank() == 0; i += wg_.num_warps()) {
       shared_.stored[i].start(share_.num_parts);
       shared_.sent[i].start(1);
     }
@@ -102,8 +102,8 @@ class TilePipeline {
     const Turn turn = this->turn(is_first_busy);
     if (computes) stream.await_vectors();
     for (int position = turn.first; position < tiles_.count; position += turn.num) {
-      const int slot = position % Config::kSlots;
-      const auto round = static_cast<uint32_t>(position / Config::kSlots);
+      const int slot = position % Traits::kSlots;
+      const auto round = static_cast<uint32_t>(position / Traits::kSlots);
       if (computes) {
         const auto sums = stream.multiply(in_step);
         if (round != 0) shared_.sent[slot].await(round - 1);

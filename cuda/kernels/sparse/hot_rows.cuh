@@ -8,10 +8,6 @@
 
 namespace po {
 
-#ifndef PO_HOT_ENTRIES
-#define PO_HOT_ENTRIES 32
-#endif
-
 // Private memory of a PE.
 struct HotList {
   static constexpr int64_t kMost = 8192;
@@ -19,23 +15,24 @@ struct HotList {
   uint64_t count;
   uint64_t places[kMost];  // first entry, and above it the slot
 };
+PO_CONSTANT(sizeof(HotList))
 
-template <class Config, class Plan>
+template <class Traits, class Plan>
 class HotRows {
  public:
-  using Chunk = Config::Piece;
+  using Chunk = Traits::Piece;
   using Group = Chunk::Group;
-  using Transfer = RowTransfer<Config, Plan>;
+  using Transfer = RowTransfer<Traits, Plan>;
   static constexpr int64_t kNever = INT64_MAX;
 
   // Entries from which on a row is hot on this PE: so many that the list has room for all.
-  static PO_FN int64_t least_entries(const Plan& plan, const Config::Entries& entries) {
+  static PO_FN int64_t least_entries(const Plan& plan, const Traits::Entries& entries) {
     // Where peers are not within reach, their sums take the place that a hot row's would wait in.
     if (entries.order == nullptr || plan.all_reachable == 0) return kNever;
-    return max_of<int64_t>(PO_HOT_ENTRIES, ceil_div(entries.count, HotList::kMost));
+    return max_of<int64_t>(Traits::kHotEntries, ceil_div(entries.count, HotList::kMost));
   }
 
-  PO_FN HotRows(const WorkGroup& wg, const Plan& plan, const Config::Entries& entries, const Transfer& transfer,
+  PO_FN HotRows(const WorkGroup& wg, const Plan& plan, const Traits::Entries& entries, const Transfer& transfer,
                 int64_t least)
       : wg_(wg), plan_(plan), entries_(entries), transfer_(transfer), least_(least) {}
 
@@ -80,7 +77,7 @@ class HotRows {
 
   const WorkGroup& wg_;
   const Plan& plan_;
-  const Config::Entries& entries_;
+  const Traits::Entries& entries_;
   const Transfer& transfer_;
   const int64_t least_;
 };

@@ -10,21 +10,26 @@
 
 namespace po {
 
-template <class Config, class Plan>
+inline constexpr Phase kPhaseShare = make_phase(kFirstPhase + 1);
+inline constexpr Phase kPhaseRows = make_phase(kFirstPhase + 2);
+PO_CONSTANT(kPhaseShare)
+PO_CONSTANT(kPhaseRows)
+
+template <class Traits, class Plan>
 class RowExchange {
  public:
-  using Transfer = RowTransfer<Config, Plan>;
-  using Chunk = Config::Chunk;
+  using Transfer = RowTransfer<Traits, Plan>;
+  using Chunk = Traits::Chunk;
   using Group = Chunk::Group;
 
   struct Shared {
     Outputs outputs;
-    Slot windows[Config::kMostWarps][2][SlotBlocks::kWindow];  // of the block at hand and the one before
+    Slot windows[Traits::kMostWarps][2][SlotBlocks::kWindow];  // of the block at hand and the one before
   };
 
   // `rows_of_slots`: of the `num_union` rows of the result. `num_shares`: rows of all PEs together. `hot_entries`: see
   // RowTransfer.
-  PO_FN RowExchange(const WorkGroup& wg, const Plan& plan, Shared& shared, const Config::Entries& entries,
+  PO_FN RowExchange(const WorkGroup& wg, const Plan& plan, Shared& shared, const Traits::Entries& entries,
                     const int64_t* rows_of_slots, int64_t num_union, int64_t num_shares, int64_t hot_entries)
       : plan_(plan),
         team_(plan.team),
@@ -54,12 +59,12 @@ class RowExchange {
   PO_FN uint64_t all_pes() const { return team_.size == 64 ? ~0ull : bit_of(team_.size) - 1; }
   // Gathering, everybody adds up what several have.
   PO_FN bool adds_up(const Slot& slot, int64_t number) const {
-    return slot.is_shared() && (Config::kGathers || owner_in_turn(slot.contributors, number) == team_.rank);
+    return slot.is_shared() && (Traits::kGathers || owner_in_turn(slot.contributors, number) == team_.rank);
   }
 
   // Whether this PE has to send the row, or to leave it for somebody.
   PO_FN bool gives(const Slot& slot, int64_t number) const {
-    return slot.is_of(team_.rank) && (Config::kGathers || !adds_up(slot, number));
+    return slot.is_of(team_.rank) && (Traits::kGathers || !adds_up(slot, number));
   }
 
   // Calls use(window, first slot, count) for the slots of a block, which are looked up where the block is new, or has more
@@ -117,7 +122,7 @@ class RowExchange {
     for_each_window(block, true, [&](const Slot* window, int64_t base, int count) {
       for (int i = warp_.rank(); i < count; i += warp_.size()) {
         if (!window[i].is_of(team_.rank) || !window[i].is_shared()) continue;
-        adders |= Config::kGathers ? all_pes() : bit_of(owner_in_turn(window[i].contributors, base + i));
+        adders |= Traits::kGathers ? all_pes() : bit_of(owner_in_turn(window[i].contributors, base + i));
       }
       for_each_slot(
           window, base, count, [&](const Slot& slot, int64_t number) { return gives(slot, number); },
@@ -125,12 +130,12 @@ class RowExchange {
             for_each_chunk([&](Chunk& chunk, int64_t) {
               transfer_.sum_own(slot, number, chunk);
               if (!slot.is_shared()) return send(chunk, number);
-              Config::kGathers ? transfer_.gather(chunk, number) : transfer_.leave(chunk, number);
+              Traits::kGathers ? transfer_.gather(chunk, number) : transfer_.leave(chunk, number);
             });
           },
           [&](const Slot& slot, int64_t number, int pe) {
             if (!slot.is_shared()) return transfer_.put_row(number, pe);
-            if (Config::kGathers) transfer_.put_gathered(number, pe);
+            if (Traits::kGathers) transfer_.put_gathered(number, pe);
           });
     });
     tell_progress(warp_.union_of(adders), static_cast<uint64_t>(block) + 1);
@@ -157,11 +162,11 @@ class RowExchange {
               for (rest &= rest - 1; rest != 0; rest &= rest - 1) {
                 transfer_.add(slot, number, lowest_bit(rest), offset, chunk);
               }
-              send(chunk, number, Config::kGathers);
+              send(chunk, number, Traits::kGathers);
             });
           },
           [&](const Slot&, int64_t number, int pe) {
-            if (!Config::kGathers) transfer_.put_row(number, pe);
+            if (!Traits::kGathers) transfer_.put_row(number, pe);
           });
     });
     return true;
@@ -230,7 +235,7 @@ class RowExchange {
 
   const Plan& plan_;
   const Team& team_;
-  const Config::Entries& entries_;
+  const Traits::Entries& entries_;
   const Transfer transfer_;
   const int64_t* rows_of_slots_;
   const int64_t num_union_;

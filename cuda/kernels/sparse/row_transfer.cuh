@@ -5,7 +5,7 @@
 // Gathering, fp32 sums go to an area in every heap instead.
 #pragma once
 
-#include "comm/row_union.cuh"
+#include "kernels/sparse/row_union.cuh"
 #include "tile/row_chunk.cuh"
 
 namespace po {
@@ -36,14 +36,14 @@ struct Outputs {
 };
 
 // `number`: of a slot; `offset`: where a chunk begins in its row.
-template <class Config, class Plan>
+template <class Traits, class Plan>
 class RowTransfer {
  public:
-  using Chunk = Config::Chunk;
+  using Chunk = Traits::Chunk;
   using Group = Chunk::Group;
 
   // Rows of `hot_entries` or more have been summed already (`store_hot`).
-  PO_FN RowTransfer(const Plan& plan, const Outputs& outputs, const Config::Entries& entries, int64_t hot_entries)
+  PO_FN RowTransfer(const Plan& plan, const Outputs& outputs, const Traits::Entries& entries, int64_t hot_entries)
       : plan_(plan), team_(plan.team), outputs_(outputs), entries_(entries), hot_entries_(hot_entries) {}
 
   // = the sum of this PE's entries, in order of occurrence.
@@ -61,7 +61,7 @@ class RowTransfer {
   // Where a sum of this PE's entries waits until the row's turn: where it is left for others anyway.
   template <class AnyChunk>
   PO_FN void store_hot(const AnyChunk& chunk, int64_t number) const {
-    if constexpr (Config::kGathers) {
+    if constexpr (Traits::kGathers) {
       chunk.store_floats(team_.heap + gathered_offset(team_.rank, number));
     } else {
       leave(chunk, number);
@@ -111,7 +111,7 @@ class RowTransfer {
 
   // A contributor's sum of its entries.
   PO_FN void take(const Slot& slot, int64_t number, int pe, int64_t offset, Chunk& chunk) const {
-    if constexpr (Config::kGathers) {
+    if constexpr (Traits::kGathers) {
       chunk.load_floats(team_.heap + gathered_offset(pe, number));
     } else if (pe == team_.rank) {
       sum_own(slot, number, chunk);
@@ -126,7 +126,7 @@ class RowTransfer {
 
   // += a contributor's sum.
   PO_FN void add(const Slot& slot, int64_t number, int pe, int64_t offset, Chunk& chunk) const {
-    if constexpr (Config::kGathers) {
+    if constexpr (Traits::kGathers) {
       chunk.add_floats(team_.heap + gathered_offset(pe, number));
     } else {
       Chunk addend(offset, plan_.row_bytes);
@@ -139,10 +139,10 @@ class RowTransfer {
   PO_FN void store_here(const Chunk& chunk, int64_t number) const { chunk.store(place_at(team_.rank, number)); }
 
  private:
-  static constexpr int64_t kFloatsPerScalar = 4 / static_cast<int64_t>(sizeof(typename Config::Scalar::Storage));
+  static constexpr int64_t kFloatsPerScalar = 4 / static_cast<int64_t>(sizeof(typename Traits::Scalar::Storage));
 
   PO_FN void load_hot(int64_t number, Chunk& chunk) const {
-    if constexpr (Config::kGathers) {
+    if constexpr (Traits::kGathers) {
       chunk.load_floats(team_.heap + gathered_offset(team_.rank, number));
     } else {
       const bool is_split = Chunk::kIsNarrow && plan_.splits_partials != 0;
@@ -181,7 +181,7 @@ class RowTransfer {
   const Plan& plan_;
   const Team& team_;
   const Outputs& outputs_;
-  const Config::Entries& entries_;
+  const Traits::Entries& entries_;
   const int64_t hot_entries_;
 };
 

@@ -13,7 +13,11 @@
 
 namespace po {
 
+inline constexpr Phase kPhaseRowSet = make_phase(kFirstPhase);
+PO_CONSTANT(kPhaseRowSet)
+
 inline constexpr int kRowsPerWord = 64;
+PO_CONSTANT(kRowsPerWord)
 inline constexpr int kChunkWords = 1024;  // of a plane, that a WG assembles at a time
 
 struct RowSets {
@@ -25,9 +29,11 @@ struct RowSets {
   Packet* totals;           // private, [WGs]
   uint64_t* met;            // private, [kNumMeetings][WGs]: flags
 };
+PO_DESCRIBE(RowSets, num_rows, num_words, planes_offset, headers_offset, first_entry, totals, met)
 
 enum Check { kCheckAborted, kCheckCredits, kCheckSets, kCheckTotals, kCheckMet, kNumChecks = kCheckMet + 3 };
 enum Meeting { kMeetListed, kMeetFound, kMeetSummed, kNumMeetings };
+PO_CONSTANT(kNumMeetings)
 static_assert(static_cast<int>(kNumChecks) - static_cast<int>(kCheckMet) == static_cast<int>(kNumMeetings),
               "each meeting has a check of its own");
 

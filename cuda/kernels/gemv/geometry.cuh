@@ -1,0 +1,45 @@
+// How a WG's own memory is divided, in numbers that the host needs before there is a kernel: it chooses how deep the ring is
+// and whether the vectors stay.
+//
+// The ring of the weights, then the vectors, or a ring for them too, then the warps' parts of the sums under way.
+#pragma once
+
+#include "platform/describe.cuh"
+#include "tile/weight_stream.cuh"
+
+namespace po::gemv_all_reduce {
+
+inline constexpr int kMaxRows = 65536;      // of one launch
+inline constexpr int kServingWarps = 2;     // of a WG, that send
+inline constexpr int kMostStepsAtOnce = 2;  // that a warp multiplies
+inline constexpr int kStaticBytes = 1536;   // the most that a WG has beside its arena
+PO_CONSTANT(kMaxRows)
+PO_CONSTANT(kServingWarps)
+PO_CONSTANT(kMostStepsAtOnce)
+PO_CONSTANT(kStaticBytes)
+
+// Tiles of a WG that may be under way in its own memory.
+PO_FN constexpr int slots_of(int vectors) { return vectors == 1 ? 8 : 4; }
+
+// Whether two launches find room on an SM; more vectors take too many registers.
+PO_FN constexpr bool shares_sm(int vectors, bool prefetches) { return vectors == 1 || (prefetches && vectors <= 8); }
+
+PO_FN constexpr int64_t ring_step_bytes(int64_t warps) { return warps * 2 * kLanesOfGpu * 16; }
+PO_FN constexpr int64_t vectors_bytes(int64_t vectors, int64_t row_bytes) {
+  return ceil_div<int64_t>(row_bytes, kStepBytes) * vectors * kStepBytes + (vectors == 1 ? kDeliveryBytes : 0);
+}
+PO_FN constexpr int64_t vector_ring_step_bytes(int64_t warps, int64_t vectors) {
+  return warps / num_teams_of(static_cast<int>(warps)) * vectors * kStepBytes;
+}
+PO_FN constexpr int64_t parts_bytes(int64_t warps, int64_t vectors) {
+  return warps / num_teams_of(static_cast<int>(warps)) * vectors * kTileRows * int64_t{sizeof(float)} *
+         slots_of(static_cast<int>(vectors));
+}
+PO_QUERY(num_teams, (int64_t warps), num_teams_of(static_cast<int>(warps)))
+PO_QUERY(shares_sm, (int64_t vectors, int64_t prefetches), shares_sm(static_cast<int>(vectors), prefetches != 0))
+PO_QUERY(ring_step_bytes, (int64_t warps), ring_step_bytes(warps))
+PO_QUERY(vectors_bytes, (int64_t vectors, int64_t row_bytes), vectors_bytes(vectors, row_bytes))
+PO_QUERY(vector_ring_step_bytes, (int64_t warps, int64_t vectors), vector_ring_step_bytes(warps, vectors))
+PO_QUERY(parts_bytes, (int64_t warps, int64_t vectors), parts_bytes(warps, vectors))
+
+}  // namespace po::gemv_all_reduce
