@@ -193,14 +193,16 @@ def test_a_wait_is_told_in_the_operators_words_and_has_its_share_of_the_time_out
         launch = Launch(torch.ones(3), factor=1, negates=False)
         po.barrier()
         launch.call.is_silent = int(po.rank() == 1)
-        began = time.monotonic()
-        with pytest.raises(po.PeerTimeoutError) as caught:
-            launch(range(4))
+        began, told = time.monotonic(), ""
+        try:
+            launch(range(4))  # the silent one itself has all that it waits for
+        except po.PeerTimeoutError as error:
+            told = str(error)
         waited = time.monotonic() - began
         po.recover()
         launch.call.is_silent = 0
         launch(range(4))
-        return [str(caught.value), waited, float(launch.sums[0])]
+        return [told, waited, float(launch.sums[0])]
 
     (first, waited, after), (_, _, after_too) = _run(program, operator_timeout=6.0)
     assert "waited 3.0" in first
