@@ -101,7 +101,9 @@ MUTATIONS = {
         (Edit(UNION, "return packet.flag == flag;", "return packet.flag != 1;"),), PLAIN, {Exit.RACE, Exit.WRONG_OUTPUT}
     ),
     "sums_are_overwritten_before_they_are_read": Mutation(
-        (Edit(SCAN, "  wg.sync();  // the last sums have been read\n", ""),), ONE_WG, {Exit.RACE}
+        (Edit(SCAN, "  wg.sync();  // the last sums have been read\n", ""),),
+        ONE_WG,
+        {Exit.RACE, Exit.WRONG_OUTPUT},
     ),
     "rows_are_announced_before_they_are_listed": Mutation(
         (Edit(UNION, "    wg_.sync();  // what all threads have written and seen is before the flag\n", ""),),
