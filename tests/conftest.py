@@ -38,8 +38,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--backend"))
 
 
-# The files that take longest, mostly for the processes that they start: first, so that no worker is left with one of them
-# when the others are done (--dist loadfile hands out files in this order).
+# The files that take longest, mostly for the processes that they start: first, so that no worker is left with one of
+# them when the others are done (--dist loadfile hands out files in this order).
 _LONG = (
     "sparse_embedding_train",
     "decode_loop",
