@@ -40,7 +40,7 @@ _RACE_REPORT = "WARNING: ThreadSanitizer: data race"
 # A copy of more than a register that the compiler makes itself is not seen by the sanitizer; one by the library is.
 _FLAGS = ("-g1", "-fsanitize=thread", "-fno-builtin-memcpy", "-fno-builtin-memset")
 _SECONDS = 120  # of one run, which takes a few where the machine has nothing else to do
-_RUNS = 6  # of a mutation: a race is reported only where the threads meet
+_RUNS = 12  # of a mutation, at most: a race is reported only where the threads meet
 
 
 @dataclass(frozen=True)
