@@ -106,7 +106,7 @@ def tags(root: Path = CUDA) -> dict[str, Path]:
 
 def mutated(folder: Path, edits: Sequence[Edit]) -> Path:
     """Copy the kernel sources into a folder, apply edits to them, and return their root."""
-    return mutated_by(folder, {1: edits}, "1")  # the one and only
+    return mutated_by(folder, {1: edits}, "1")
 
 
 def mutated_by(folder: Path, mutations: Mapping[int, Iterable[Edit]], selector: str) -> Path:
