@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -127,7 +128,8 @@ class Programs:
 
     def _compiled(self, build: str, mutations: Mapping[int, Iterable[Edit]], *flags: str) -> Path:
         folder = self._folder / f"{build}{' with mutations' if mutations else ''}"
-        if not folder.exists():
+        if not (folder / "driver").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a compilation that failed, or was skipped
             folder.mkdir()
             own = self._driver.builds[build]
             root = mutated_by(folder, {0: own.edits, **mutations}, "mutant")
