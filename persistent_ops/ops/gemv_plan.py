@@ -325,10 +325,9 @@ class GemvPlan:
                 asked=asked.data_ptr(),
             )
             words = upload(world.backend, bytes(plan))
-            shape = structs["Shape"](
-                num_rows=num_rows, num_columns=columns, num_vectors=num_vectors, rank=rank, size=size
-            )
-            self._launches.append(_Launch(first_row, structs["Call"](shape=shape), words, words.data_ptr(), asked))
+            packed = description.queries["packed_shape"](num_rows, rank, size, num_vectors, columns)
+            call = structs["Call"](shape=structs["Shape"](packed=packed))
+            self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
 
     def launch(self, world: World, weight: int, x: int, output: int, residual: int) -> None:
         """Launch on the current stream. All arguments are addresses; `residual` is 0 where there is none."""
@@ -430,4 +429,5 @@ def kernel_request(
         (warps + OPERATOR.description.constants["kServingWarps"]) * 32,
         arena_bytes=arena_bytes,
         overlaps_predecessor=True,
+        holds_call=True,
     )

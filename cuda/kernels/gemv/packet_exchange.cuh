@@ -122,7 +122,7 @@ class PacketExchange {
  private:
   // ---- places --------------------------------------------------------------------------------------------------------
 
-  PO_FN int num_vectors() const { return Traits::kVectors == 1 ? 1 : call_.shape.num_vectors; }
+  PO_FN int num_vectors() const { return Traits::kVectors == 1 ? 1 : call_.shape.num_vectors(); }
   PO_FN int items_per_tile() const { return num_vectors() * Traits::kItemsPerVector; }
   PO_FN int packets_per_tile() const { return items_per_tile() * Traits::kPacketsPerItem; }
   PO_FN uint64_t parity() const { return team_.epoch % 2; }

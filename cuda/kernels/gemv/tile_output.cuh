@@ -75,7 +75,7 @@ class TileOutput {
     const int64_t place = item / Traits::kItemsPerVector * plan_.stride + first_row;
     PO_UNROLL
     for (int i = 0; i < Traits::kItem; ++i) {
-      if (first_row + i < call_.shape.num_rows) use(i, first_row + i, place + i);
+      if (first_row + i < call_.shape.num_rows()) use(i, first_row + i, place + i);
     }
   }
 
