@@ -30,7 +30,7 @@ demo: $(ready) ## run the fused embedding exchange on all GPUs, or on 4 processe
 	@$(py) -m persistent_ops demo $(ARGS)
 
 test: $(ready) ## run the tests that need no GPU
-	$(py) -m pytest -m "not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(py) -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
 	$(py) -m pytest --backend cuda $(PYTEST_ARGS)

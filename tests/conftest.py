@@ -38,8 +38,23 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--backend"))
 
 
+# The files that take longest, mostly for the processes that they start: first, so that no worker is left with one of
+# them when the others are done (--dist loadfile hands out files in this order).
+_LONG = (
+    "sparse_embedding_train",
+    "decode_loop",
+    "ddp_sparse_hook",
+    "launch_by_value",
+    "lifecycle",
+    "bootstrap",
+    "world",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu run only with --backend cuda; tests marked host only without it."""
+    """Tests marked gpu run only with --backend cuda; tests marked host only without it. Long files come first."""
+    places = {f"test_{name}": place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     on_gpu = config.getoption("--backend") == "cuda"
     for item in items:
         if "gpu" in item.keywords and not on_gpu:

@@ -1,4 +1,8 @@
-"""Running the drivers of host_driver/ under ThreadSanitizer, and telling apart how they end."""
+"""Operators under ThreadSanitizer: silent as they are, and loud with any part of their protocol taken out.
+
+The tests are written here once (`SanitizerSuite`). An operator gives its driver: a program of host_driver/ that runs
+all PEs of a world as threads, its builds, the cases in which it must be silent, and the mutations that it must notice.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,37 @@ import enum
 import os
 import re
 import subprocess
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from host_driver.build import HERE, compile_source
-from mutations import Edit
+from mutations import Edit, mutated_by
 
-__all__ = ["Exit", "Mutation", "Outcome", "assert_caught", "assert_silent", "compile_sanitized", "run_driver"]
+__all__ = [
+    "RACE",
+    "Build",
+    "Driver",
+    "Exit",
+    "Mutation",
+    "Outcome",
+    "SanitizerSuite",
+    "assert_caught",
+    "assert_silent",
+    "run_driver",
+]
 
 _EXITS = dict(re.findall(r"^  k(\w+) = (\d+),", (HERE / "exits.h").read_text(), re.MULTILINE))
 Exit = enum.IntEnum(  # type: ignore[misc]
     "Exit", {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper(): int(number) for name, number in _EXITS.items()}
 )
 _RACE_REPORT = "WARNING: ThreadSanitizer: data race"
+# A copy of more than a register that the compiler makes itself is not seen by the sanitizer; one by the library is.
+_FLAGS = ("-g1", "-fsanitize=thread", "-fno-builtin-memcpy", "-fno-builtin-memset")
 _SECONDS = 120  # of one run, which takes a few where the machine has nothing else to do
-_RUNS = 6  # of a mutation: a race is reported only where the threads meet
+_RUNS = 12  # of a mutation, at most: a race is reported only where the threads meet
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,10 @@ class Outcome:
     text: str
 
 
+# Who reads too early finds what was there before, and may say so before the writer comes and makes a race of it.
+RACE = frozenset({Exit.RACE, Exit.WRONG_OUTPUT})
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A part of the protocol taken out, and how a driver must end then.
@@ -41,30 +63,117 @@ class Mutation:
         edits: of the kernel sources.
         arguments: of the driver.
         shows: the ends that say that it was noticed; several where it depends on what the threads do first.
-        build: which of its builds the driver needs, where there are several.
+        build: which of its builds the driver needs; None for the one that mutations have.
     """
 
     edits: tuple[Edit, ...]
     arguments: str
     shows: Set[Exit]
-    build: str = ""
+    build: str | None = None
 
 
-# A copy of more than a register that the compiler makes itself is not seen by the sanitizer; one by the library is.
-_FLAGS = ("-g1", "-fsanitize=thread", "-fno-builtin-memcpy", "-fno-builtin-memset")
+@dataclass(frozen=True)
+class Build:
+    """How a driver is compiled: flags, and edits of the kernel sources that make them fit a small world."""
+
+    flags: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
 
 
-def compile_sanitized(source: str, program: Path, *flags: str, cuda: Path) -> Path:
-    """Compile a driver with the sanitizer."""
-    return compile_source(source, program, *_FLAGS, *flags, cuda=cuda)
+@dataclass(frozen=True)
+class Driver:
+    """What an operator gives to the suite.
+
+    Attributes:
+        source: in host_driver/.
+        builds: by name.
+        cases: of each build, the arguments with which it must end as expected and without a word of the sanitizer.
+        mutations: by name.
+        mutation_build: the build of mutations that name none.
+    """
+
+    source: str
+    builds: Mapping[str, Build]
+    cases: Mapping[str, Mapping[str, str]]
+    mutations: Mapping[str, Mutation]
+    mutation_build: str
+
+    def build_of(self, mutation: Mutation) -> str:
+        return mutation.build or self.mutation_build
 
 
-def run_driver(program: Path, arguments: str) -> Outcome:
+class Programs:
+    """A driver's programs, each compiled when it is asked for."""
+
+    def __init__(self, driver: Driver, folder: Path) -> None:
+        self._driver = driver
+        self._folder = folder
+        self._mutations = {
+            build: [name for name, mutation in driver.mutations.items() if driver.build_of(mutation) == build]
+            for build in driver.builds
+        }
+
+    def plain(self, build: str) -> Path:
+        """Return the program with the kernels as they are."""
+        return self._compiled(build, {}, "-Werror")
+
+    def mutants(self, build: str) -> Path:
+        """Return the one that holds all mutations of a build; `number_of` says which is which."""
+        edits = {number: self._driver.mutations[name].edits for number, name in enumerate(self._mutations[build], 1)}
+        return self._compiled(build, edits, "-include", str(HERE / "mutant.h"))
+
+    def number_of(self, name: str) -> int:
+        return self._mutations[self._driver.build_of(self._driver.mutations[name])].index(name) + 1
+
+    def _compiled(self, build: str, mutations: Mapping[int, Iterable[Edit]], *flags: str) -> Path:
+        folder = self._folder / f"{build}{' with mutations' if mutations else ''}"
+        if not folder.exists():
+            folder.mkdir()
+            own = self._driver.builds[build]
+            root = mutated_by(folder, {0: own.edits, **mutations}, "mutant")
+            compile_source(self._driver.source, folder / "driver", *_FLAGS, *own.flags, *flags, cuda=root)
+        return folder / "driver"
+
+
+class SanitizerSuite:
+    """The tests. An operator's class, a subclass, names its driver."""
+
+    driver: ClassVar[Driver]
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        driver = cls.driver
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize(("build", "case"), [(b, case) for b, cases in driver.cases.items() for case in cases])
+        elif "name" in metafunc.fixturenames:
+            metafunc.parametrize("name", driver.mutations)
+        elif "build" in metafunc.fixturenames:
+            builds = dict.fromkeys(driver.build_of(mutation) for mutation in driver.mutations.values())
+            metafunc.parametrize("build", builds)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def programs(cls, tmp_path_factory: pytest.TempPathFactory) -> Programs:
+        return Programs(cls.driver, tmp_path_factory.mktemp("drivers"))
+
+    def test_is_silent(self, programs: Programs, build: str, case: str) -> None:
+        assert_silent(run_driver(programs.plain(build), self.driver.cases[build][case]))
+
+    def test_is_silent_with_no_mutation_in_force(self, programs: Programs, build: str) -> None:
+        case = next(iter(self.driver.cases[build].values()))
+        assert_silent(run_driver(programs.mutants(build), case))
+
+    def test_mutation_is_caught(self, programs: Programs, name: str) -> None:
+        mutation = self.driver.mutations[name]
+        assert_caught(programs.mutants(self.driver.build_of(mutation)), mutation, programs.number_of(name))
+
+
+def run_driver(program: Path, arguments: str, mutant: int = 0) -> Outcome:
     """Run a driver; fail the test where it ends in a way that is none of Exit, or does not end."""
     options = f"halt_on_error=1 exitcode={Exit.RACE.value}"
     if "--trouble-at" in arguments:  # only where launches are given up: elsewhere the function has more to say
         options += f" suppressions='{HERE / 'suppressions.txt'}'"
-    environment = {**os.environ, "TSAN_OPTIONS": options}
+    environment = {**os.environ, "TSAN_OPTIONS": options, "MUTANT": str(mutant)}
     command = [str(program), *arguments.split()]
     status, text = _run(command, environment)
     if "unexpected memory mapping" in text:  # this kernel randomises more address bits than the sanitizer expects
@@ -90,10 +199,10 @@ def assert_silent(outcome: Outcome) -> None:
     assert "ThreadSanitizer" not in outcome.text, outcome.text[:6000]
 
 
-def assert_caught(program: Path, mutation: Mutation) -> None:
+def assert_caught(program: Path, mutation: Mutation, number: int = 0) -> None:
     """Run a mutated driver a few times, and fail where it does not end as the mutation says, or nothing is noticed."""
     for _ in range(_RUNS):
-        outcome = run_driver(program, mutation.arguments)
+        outcome = run_driver(program, mutation.arguments, number)
         if outcome.exit != Exit.AS_EXPECTED:
             expected = " or ".join(sorted(end.name for end in mutation.shows))
             assert outcome.exit in mutation.shows, f"{outcome.exit.name}, not {expected}\n{outcome.text[:6000]}"

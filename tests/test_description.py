@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 from host_driver.build import CUDA
-from mutations import Edit, mutated
 
 from persistent_ops.ops import embedding_plan, gemv_plan, sparse_plan
 from persistent_ops.runtime import backend, description
@@ -70,7 +70,11 @@ def test_a_kernel_is_compiled_with_its_layout(monkeypatch: pytest.MonkeyPatch) -
     ids=["field in the middle", "field at the end", "order", "left out"],
 )
 def test_a_struct_that_is_not_told_in_full_does_not_compile(tmp_path: Path, old: str, new: str) -> None:
-    root = mutated(tmp_path, (Edit("comm/team.cuh", old, new),))
+    root = tmp_path / "cuda"
+    shutil.copytree(CUDA, root)
+    team = root / "comm/team.cuh"
+    assert team.read_text().count(old) == 1
+    team.write_text(team.read_text().replace(old, new))
     head = description._HEAD
     with pytest.raises(CompileError, match="Team: name every field, in order"):
         compile_host(KernelSource(COMM, head=head, root=root), optimize=False)

@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+import test_embedding_sanitizer
 import test_gemv_sanitizer
 import test_gemv_vectors
-import test_protocol_sanitizer
 import test_sparse_sanitizer
+from mutations import Edit, tags
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CUDA = REPOSITORY / "cuda"
@@ -21,11 +22,16 @@ FOLDERS = ("platform", "comm", "sched", "tile", "kernels")
 OPERATORS = ("embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce")
 # The mutations of a test file, and the section that names them where those of the shared protocol do not.
 MUTATIONS = {
-    "test_protocol_sanitizer": (test_protocol_sanitizer.MUTATIONS, "3"),
+    "test_embedding_sanitizer": (test_embedding_sanitizer.MUTATIONS, "3"),
     "test_gemv_sanitizer": (test_gemv_sanitizer.MUTATIONS, "7"),
     "test_gemv_vectors": (test_gemv_vectors.MUTATIONS, "7"),
     "test_sparse_sanitizer": (test_sparse_sanitizer.MUTATIONS, "8"),
 }
+SUITES = (
+    test_embedding_sanitizer.TestEmbeddingAllToAll,
+    test_gemv_sanitizer.TestGemvAllReduce,
+    test_sparse_sanitizer.TestSparseAllReduce,
+)
 SHARED = ("2", "3", "4", "5")
 # Instructions that no source has, a compiler's family of functions, a program.
 _NOT_OURS = re.compile(r"cp\.async\.bulk|fence\.proxy|__atomic$|compute-sanitizer")
@@ -129,6 +135,18 @@ def test_every_mutation_is_named(file: str) -> None:
     assert not unnamed
 
 
+def _edits() -> list[Edit]:
+    """Return every edit of every mutation, and of the builds that fit the kernels to a small world."""
+    drivers = [suite.driver for suite in SUITES]
+    groups = [mutation.edits for driver in drivers for mutation in driver.mutations.values()]
+    groups += [build.edits for driver in drivers for build in driver.builds.values()]
+    return [edit for group in (*groups, *test_gemv_vectors.MUTATIONS.values()) for edit in group]
+
+
+def test_every_tag_has_a_mutation() -> None:
+    assert set(tags()) == {edit.tag for edit in _edits()}
+
+
 def _guards() -> list[tuple[str, str]]:
     """Return file and name of everything that the document names as a guard."""
     found = []
@@ -140,7 +158,7 @@ def _guards() -> list[tuple[str, str]]:
         if cells[0] == "#":
             header = cells
         elif header:
-            found += [("test_protocol_sanitizer", name) for name in _quoted(cells[header.index("guarded by")])]
+            found += [("test_embedding_sanitizer", name) for name in _quoted(cells[header.index("guarded by")])]
     for paragraph in re.split(r"\n\n", TEXT):
         if start := re.match(r"Guarded by `tests/(\w+)\.py`", paragraph):
             found += [(start[1], name) for name in _quoted(paragraph) if re.fullmatch(r"\w+", name)]

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from mutations import Edit, mutated
+from mutations import Before, Drop, Edit, Initial, mutated
 from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.runtime import jit
 
-STREAM = "tile/weight_stream.cuh"
 CALLS = 100
 
 
@@ -82,8 +81,7 @@ def test_bits_of_vectors_that_come_step_by_step(backend: str, name: str) -> None
     assert in_world(_problems, 1, backend, [name]) == [[]]
 
 
-READ = "    PO_UNROLL\n    for (int i = 0; i < kSteps; ++i) multiply_step("
-LAST_TEAM_READS_LATE = Edit(STREAM, READ, f"    if (share_.team == share_.num_teams - 1) __nanosleep(3000);\n{READ}")
+LAST_TEAM_READS_LATE = Before("multiply-steps", "if (share_.team == share_.num_teams - 1) __nanosleep(3000);")
 LATE_CASES = ["an odd number of steps", "prefetched", "ring", "ring, eight vectors", "ring, fp32"]
 
 
@@ -93,16 +91,12 @@ def test_a_team_reads_late(backend: str, tmp_path: Path) -> None:
     assert in_world(_problems, 1, backend, LATE_CASES, root) == [[]]
 
 
-MUTATIONS = {
-    "warps_do_not_meet": (
-        Edit(STREAM, "    if (bring_vectors(used_position_)) meet(num_bringing(used_position_));\n", ""),
-    ),
-    "ring_without_places_for_what_is_in_use": (
-        Edit(STREAM, "kRingSteps = Traits::kDepth + Traits::kStepsAtOnce;", "kRingSteps = Traits::kDepth;"),
-    ),
+MUTATIONS: dict[str, tuple[Edit, ...]] = {
+    "warps_do_not_meet": (Drop("warps-meet"),),
+    "ring_without_places_for_what_is_in_use": (Initial("ring-steps", "Traits::kDepth"),),
     # Seldom seen without a delay: the others take as long to replace a step as these to read it.
-    "teams_leave_before_they_have_read": (Edit(STREAM, "meet(share_.num_teams);", "{}"), LAST_TEAM_READS_LATE),
-    "prefetched_vectors_are_not_awaited": (Edit(STREAM, "copy_async_wait<0>();", "{}"),),
+    "teams_leave_before_they_have_read": (Drop("teams-leave"), LAST_TEAM_READS_LATE),
+    "prefetched_vectors_are_not_awaited": (Drop("prefetched-await"),),
 }
 
 

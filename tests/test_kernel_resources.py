@@ -1,60 +1,38 @@
 """The GPU kernels compile for sm_80, sm_90 and sm_100 without spills, and need no more registers than the table says.
 
-What is compiled covers every pair of dtype, pooling and row shape on sm_90 (18 of 54 combinations), each dtype and
-pooling with tables of all row shapes, int32 indices and offsets, and a few combinations and the barrier on every
-architecture. The table has the whole product; `python tests/kernel_resources.py --write` makes it.
+The table has every pair of dtype, pooling and row shape of the embedding, and the other operators' kernels that plans
+choose; `python tests/kernel_resources.py --write` makes it. That it is of these sources is seen by digests. A sample,
+with each operator on each architecture, is compiled and compared.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from kernel_resources import (
-    ALL_SHAPES,
     ARCHITECTURES,
     BLOCKS_PER_SM,
-    DTYPES,
-    POOLINGS,
     REGISTERS_PER_SM,
-    SHAPES,
     TABLE,
-    Embedding,
-    covering,
+    code_of,
+    compiled,
     everything,
     nvcc_release,
     row,
+    sample,
 )
 
 from persistent_ops.ops.gemv_plan import OPERATOR as GEMV
 from persistent_ops.runtime.errors import CompileError
-from persistent_ops.runtime.jit import KernelResources
 
-_COMBINATIONS = {combination.name: combination for combination in covering()}
-_AT_ONCE = 2  # compilers that run ahead of the tests
+SAMPLE = {combination.name: combination for combination in sample()}
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[[str], KernelResources]]:
-    """Compiles what a test asks for, and meanwhile what the next ones will; each waits for its own alone."""
-    try:
-        nvcc_release()
-    except CompileError as error:
-        pytest.skip(f"needs the CUDA compiler: {error}")
-    asked = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
-    pool = ThreadPoolExecutor(_AT_ONCE)
-    names = dict.fromkeys(name for name in asked if name in _COMBINATIONS)
-    ahead = {name: pool.submit(_COMBINATIONS[name].compile) for name in names}
-
-    def resources_of(name: str) -> KernelResources:
-        is_left = ahead[name].cancel()  # nobody has begun it: the tests are in another order
-        return _COMBINATIONS[name].compile() if is_left else ahead[name].result()
-
-    yield resources_of
-    pool.shutdown(cancel_futures=True)
+def table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text())  # type: ignore[no-any-return]
 
 
 def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
@@ -68,42 +46,43 @@ def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _COMBINATIONS)
-def test_no_spills(compiled: Callable[[str], KernelResources], name: str) -> None:
-    used = compiled(name)
-    _check(name, _COMBINATIONS[name].threads, used.registers, used.spill_store_bytes + used.spill_load_bytes)
-    assert used.registers > 16, "so few registers mean that the kernel was compiled to nothing"
+@pytest.mark.parametrize("name", SAMPLE)
+def test_what_is_compiled_is_what_the_table_says(table: dict[str, Any], name: str) -> None:
+    try:
+        release = nvcc_release()
+    except CompileError as error:
+        pytest.skip(f"needs the CUDA compiler: {error}")
+    found = row(SAMPLE[name], compiled(SAMPLE[name]))
+    _check(name, found["threads"], found["registers"], found["spill_bytes"])
+    assert found["registers"] > 16, "so few registers mean that the kernel was compiled to nothing"
+    if table["nvcc"] != release:
+        pytest.skip(f"the table is of nvcc {table['nvcc']}, this is {release}")
+    assert table["kernels"].get(name) == found, f"run `{table['command']}`"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _COMBINATIONS)
-def test_the_table_says_what_is_compiled(compiled: Callable[[str], KernelResources], name: str) -> None:
-    table = json.loads(TABLE.read_text())
-    if table["nvcc"] != nvcc_release():
-        pytest.skip(f"the table is of nvcc {table['nvcc']}, this is {nvcc_release()}")
-    assert table["kernels"].get(name) == row(_COMBINATIONS[name], compiled(name)), f"run `{table['command']}`"
+def test_the_table_is_of_these_sources(table: dict[str, Any]) -> None:
+    codes = {combination.name: code_of(combination) for combination in everything()}
+    assert {name: found["code"] for name, found in table["kernels"].items()} == codes, f"run `{table['command']}`"
 
 
-def test_nothing_in_the_table_spills() -> None:
-    kernels = json.loads(TABLE.read_text())["kernels"]
-    assert set(kernels) == {combination.name for combination in everything()}
-    for name, found in kernels.items():
+def test_a_digest_is_of_what_is_compiled() -> None:
+    """Other configurations and architectures have other digests, and only they."""
+    combinations = everything()
+    assert len({code_of(combination) for combination in combinations}) == len(combinations)
+
+
+def test_nothing_in_the_table_spills(table: dict[str, Any]) -> None:
+    for name, found in table["kernels"].items():
         _check(name, found["threads"], found["registers"], found["spill_bytes"])
 
 
-def test_a_plan_leaves_room_for_what_a_kernel_has_beside_its_arena() -> None:
-    kernels = json.loads(TABLE.read_text())["kernels"]
-    used = [found["shared_bytes"] for name, found in kernels.items() if name.startswith("gemv_all_reduce")]
+def test_a_plan_leaves_room_for_what_a_kernel_has_beside_its_arena(table: dict[str, Any]) -> None:
+    used = [found["shared_bytes"] for name, found in table["kernels"].items() if name.startswith("gemv_all_reduce")]
     assert 0 < max(used) <= GEMV.description.constants["kStaticBytes"]
 
 
-def test_the_set_covers_every_pair() -> None:
-    on_hopper = [c for c in covering() if isinstance(c, Embedding) and c.arch == "sm_90"]
-    single = [c for c in on_hopper if c.shapes != ALL_SHAPES]
-    assert {(c.dtype, c.pooling) for c in single} == set(itertools.product(DTYPES, POOLINGS))
-    assert {(c.dtype, c.shapes) for c in single} == set(itertools.product(DTYPES, SHAPES))
-    assert {(c.pooling, c.shapes) for c in single} == set(itertools.product(POOLINGS, SHAPES))
-    assert {c.dtype for c in on_hopper if c.shapes == ALL_SHAPES} == set(DTYPES)
-    assert {c.pooling for c in on_hopper if c.shapes == ALL_SHAPES} == set(POOLINGS)
-    assert {c.arch for c in covering()} == set(ARCHITECTURES)
-    assert set(covering()) <= set(everything())
+def test_the_sample_has_each_operator_on_each_architecture() -> None:
+    assert set(SAMPLE) <= {combination.name for combination in everything()}
+    pairs = {(type(combination), combination.arch) for combination in SAMPLE.values()}
+    kinds = {type(combination) for combination in everything()}
+    assert pairs == {(kind, arch) for kind in kinds for arch in ARCHITECTURES}

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from worlds import in_processes
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
@@ -145,7 +146,7 @@ def row_program(backend: str) -> dict[str, list[str]]:
 @functools.cache
 def row_results(backend: str, world: int) -> list[dict[str, list[str]]]:
     # Processes: the unfused path needs torch.distributed's default group, of which a process has one.
-    return po.launch(row_program, world, backend, timeout=250)
+    return in_processes(row_program, world, backend, backend, timeout=250)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -417,7 +418,7 @@ def other_group_program(backend: str) -> str:
 
 
 def test_a_group_of_other_ranks_is_refused(backend: str) -> None:
-    messages = po.launch(other_group_program, 2, backend, timeout=120)
+    messages = in_processes(other_group_program, 2, backend, backend, timeout=120)
     assert messages == [f"group: expected the PEs as its ranks, {rank} of 2 here, got 0 of 1" for rank in range(2)]
 
 
@@ -447,7 +448,7 @@ def compile_program(backend: str) -> list[str]:
 
 
 def test_compiles_without_a_break(backend: str) -> None:
-    assert po.launch(compile_program, 2, backend, timeout=250) == [[], []]
+    assert in_processes(compile_program, 2, backend, backend, timeout=250) == [[], []]
 
 
 # ---- splits --------------------------------------------------------------------------------------------------------

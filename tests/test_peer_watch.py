@@ -17,9 +17,11 @@ import torch
 from worlds import error_of, python_path
 
 import persistent_ops as po
+from persistent_ops.runtime import peer_watch
 from persistent_ops.runtime.board import ThreadBoard, ThreadTable
 from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
 from persistent_ops.runtime.peer_watch import ABSENT, HERE, PREPARING, PeerWatch, tell_state
+from persistent_ops.runtime.world import current
 
 
 def eventually(condition: Any, seconds: float = 30.0) -> bool:
@@ -79,10 +81,34 @@ def test_only_long_preparations_are_told() -> None:
     time.sleep(0.6)
     assert watched.boards[1].add("news", 0, 0.0) == 3, "the three first states"
     with watched.watch.preparing(), watched.watch.preparing():
-        assert eventually(lambda: watched.boards[1].read(["state/0"], 0.0) == [PREPARING])
+        assert eventually(lambda: watched.boards[1].read(["state/0"], 0.0)[0].startswith(PREPARING))
     assert eventually(lambda: watched.boards[1].read(["state/0"], 0.0) == [HERE])
     watched.watch.close()
     assert not watched.reports, "what a PE does itself is no news to it"
+
+
+def test_a_long_preparation_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched([])
+    heard = set()
+    with watched.watch.preparing():
+        assert eventually(lambda: heard.add(watched.boards[1].read(["state/0"], 0.0)[0]) or len(heard - {HERE}) >= 3)
+        monkeypatch.setattr(peer_watch, "_LONGEST_S", 1.0)
+        assert eventually(lambda: watched.boards[1].read(["state/0"], 0.0) == [HERE]), "it has no end"
+    watched.watch.close()
+
+
+def test_who_falls_silent_while_it_prepares_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_watch, "_SILENT_S", 2.0)
+    watched = Watched([])
+    for second in range(3):
+        tell_state(watched.boards[1], 1, PREPARING + b" %d" % second, 0.0)
+        tell_state(watched.boards[2], 2, PREPARING, 0.0)
+        assert watched.tells(set(), {1, 2})
+        time.sleep(0.5)
+    tell_state(watched.boards[1], 1, PREPARING + b" 3", 0.0)
+    assert watched.tells(set(), {1})
+    assert watched.tells(set(), set())
+    watched.watch.close()
 
 
 def test_it_ends_with_its_world() -> None:
@@ -137,6 +163,32 @@ def test_compiling_is_not_counted_as_waiting(backend: str, tmp_path: Path) -> No
     for gathered, seconds in results:
         assert gathered == [1.0, 2.0]
         assert seconds > 2.0, "nobody waited longer than the time-out, so nothing was tested"
+
+
+_STOPPED = "the peer has timed out"
+
+
+def _stops_while_it_prepares(backend: str) -> None:
+    po.init(backend, operator_timeout=2.0, heap_size=16 << 20)
+    assert _exchange(po.rank() + 1.0).flatten().tolist() == [1.0, 2.0]
+    po.check()
+    if po.rank() == 1:
+        with current().preparing():
+            time.sleep(2.0)  # the peer knows, and counts no time
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def call() -> None:
+        _exchange(1.0)
+        po.check()
+
+    name, text, _ = error_of(call)
+    assert name == "PeerTimeoutError" and "PE 1" in text, text
+    raise RuntimeError(_STOPPED)  # ends the launch, and PE 1 with it
+
+
+def test_a_peer_that_is_stopped_while_it_prepares_becomes_a_timeout(backend: str) -> None:
+    with pytest.raises(RuntimeError, match=_STOPPED):
+        po.launch(_stops_while_it_prepares, 2, backend, timeout=120)
 
 
 SURVIVOR = """

@@ -212,7 +212,7 @@ def test_timeout_names_the_peer_and_recovery_works(backend: str, tmp_path: Path,
     for seen in results[1:]:
         name, text, seconds = seen["error"]
         assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text
-        assert seconds < 1.6 * _TIMEOUT, "it gives up once, not one wait after the other"
+        assert seconds < 2 * _TIMEOUT, "it gives up once, not one wait after the other"
         assert seen["again"][0] == "PeerTimeoutError", "a failed world takes no launch before po.recover()"
 
 
@@ -261,7 +261,7 @@ def test_bad_input(backend: str, kind: str, bounds: str) -> None:
 def test_dead_peer(backend: str, how: str, tmp_path: Path) -> None:
     for survivor in dead_peer(_checked, backend, how, tmp_path):
         assert "PE 1" in survivor.text, survivor
-        assert survivor.seconds < 6.0
+        assert survivor.seconds < 12.0
 
 
 def test_peer_that_exits(backend: str, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-
-import persistent_ops as po
+from worlds import in_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
@@ -243,7 +242,7 @@ def options_of(text: Path, output: Path, **changes: Any) -> Options:
 
 def run(options: Options, world: int, backend: str) -> dict[str, Any]:
     taken = dataclasses.replace(options, backend=backend)
-    return dict(po.launch(run_pe, world, taken, timeout=250)[0])
+    return dict(in_processes(run_pe, world, backend, taken, timeout=250)[0])
 
 
 def exact_losses(options: Options) -> list[float]:

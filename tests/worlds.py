@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from kept_pes import run_on_kept_pes
 
 import persistent_ops as po
 
@@ -24,6 +25,7 @@ __all__ = [
     "dead_peer",
     "error_of",
     "gave_up",
+    "in_processes",
     "in_world",
     "init_with_impatient_kernels",
     "python_path",
@@ -44,6 +46,21 @@ def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, 
     """
     threads = backend == "host"
     return po.launch(_in_a_world, world, program, backend, options, *args, threads=threads, timeout=250)
+
+
+def in_processes(program: Callable[..., Any], world: int, backend: str, *args: Any, timeout: float) -> list[Any]:
+    """Run `program(*args)` in a world of processes, as torch.distributed's default group needs; see `kept_pes`.
+
+    Args:
+        program: opens its world and closes it; importable.
+        world: number of PEs.
+        backend: on "host" the processes are kept for the next program.
+        args: of the program.
+        timeout: seconds for the whole.
+    """
+    if backend == "host":
+        return run_on_kept_pes(program, world, *args, timeout=timeout)
+    return po.launch(program, world, *args, timeout=timeout)
 
 
 def _in_a_world(program: Callable[..., Any], backend: str, options: dict[str, Any], *args: Any) -> Any:

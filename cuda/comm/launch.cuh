@@ -68,12 +68,13 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
     }
     flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
     // The peers need not wait out their own time: they leave at their next look at these words.
+    // @abort-report
     const uint64_t report =
         kind == kReportedByPeer
             ? low_bits_of(seen)
             : kind << kBlameKindShift | static_cast<uint64_t>(team.rank) << kAccuserShift | static_cast<uint64_t>(peer);
     for (int other = 0; other < team.size; ++other) {
-      if (other == team.rank) continue;
+      if (other == team.rank) continue;  // @abort-tells-peers
       signal(team, other, abort_word_offset(team, team.rank), flag_value(team.epoch, report));
     }
   }
@@ -118,7 +119,7 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
       const uint64_t now = clock_ns();
       if (started == 0 || host_says(team.local->preparing, peer, peer)) started = now;
       const bool is_lost = host_says(team.local->lost, peer, team.rank);
-      if (is_lost || (now - started > bound_ns && peer != team.rank)) {
+      if (is_lost || (now - started > bound_ns && peer != team.rank)) {  // @wait-bound
         raise_abort(team, is_lost ? kPeerLost : kTimeout, phase, peer, index, seen, now - started);
         return false;
       }
@@ -144,8 +145,8 @@ PO_FN bool await_own(const Team& team, const Look& look) {
 PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int peer, uint64_t index,
                        bool has_given_up = false) {
   const auto look = [&](uint64_t* seen) {
-    *seen = flag_load_acquire_sys(flag);
-    return epoch_of(*seen) >= team.epoch;
+    *seen = flag_load_acquire_sys(flag);   // @wait-acquire
+    return epoch_of(*seen) >= team.epoch;  // @wait-passes
   };
   const bool is_there = await(team, phase, peer, index, look, has_given_up);
   if (is_there && !is_reachable(team, peer)) put_acquire(flag, flag_value(team.epoch, 0));
@@ -156,26 +157,28 @@ PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int 
 
 // A launch behind one that was aborted takes part in nothing: its credit would hide the aborted one's contract from peers
 // that have not compared yet, and let those still in that epoch write into the output of this one. `aborted`: LocalState's.
-PO_FN bool takes_part(const Team& team, uint64_t aborted) { return aborted == 0 || aborted >= team.epoch; }
+PO_FN bool takes_part(const Team& team, uint64_t aborted) {
+  return aborted == 0 || aborted >= team.epoch;  // @takes-part
+}
 
 // Tells every peer that this PE's output may be written, and under which contract. Threads of one group (a WG, or a warp
 // of it) share the peers.
 template <class Group>
 PO_FN void grant_credit(const Team& team, const Group& group, uint64_t output_offset) {
-  if (!takes_part(team, flag_load_relaxed_sys(&team.local->abort))) return;
+  if (!takes_part(team, flag_load_relaxed_sys(&team.local->abort))) return;  // @grant-takes-part
   auto fill = [&](Grant* grant) {
-    grant->output_offset = output_offset;
+    grant->output_offset = output_offset;  // @grant-output
     for (int i = 0; i < kContractWords; ++i) grant->contract[i] = team.contract[i];
   };
   for (int peer = group.rank(); peer < team.size; peer += group.size()) {
     if (peer == team.rank || !is_reachable(team, peer)) continue;
     fill(reinterpret_cast<Grant*>(peer_address(team, peer, grant_offset(team, team.rank))));
-    signal(team, peer, grant_offset(team, team.rank), launch_flag(team));
+    signal(team, peer, grant_offset(team, team.rank), launch_flag(team));  // @grant-signal
   }
   if (group.rank() == 0) {
     // Two copies in turn: that a peer granted this epoch's credit, awaited before the next one, says that it has taken
     // the last epoch's, so the put of that one has been performed.
-    const int copy = team.size + static_cast<int>(team.epoch % 2);
+    const int copy = team.size + static_cast<int>(team.epoch % 2);  // @grant-copies
     auto* staged = reinterpret_cast<Grant*>(team.heap + grant_offset(team, copy));
     fill(staged);
     for (int peer = 0; peer < team.size; ++peer) {
@@ -194,7 +197,7 @@ PO_FN bool await_credit(const Team& team, int receiver) {
   if (!await_epoch(team, flag, kPhaseCredit, receiver, 0)) return false;
   const uint64_t seen = flag_load_relaxed_sys(flag);
   // A receiver that is already one launch further has compared this launch's contracts itself.
-  if (epoch_of(seen) == team.epoch && low_bits_of(seen) != team.contract_hash) {
+  if (epoch_of(seen) == team.epoch && low_bits_of(seen) != team.contract_hash) {  // @contracts-compared
     raise_abort(team, kContractMismatch, kPhaseCredit, receiver, 0, seen, 0);
     return false;
   }
@@ -219,23 +222,24 @@ PO_FN void await_all_credits(const Team& team, const Group& group) {
 // Counts this WG out. The last one poisons the output if the launch was aborted, and closes the epoch.
 PO_FN void leave_launch(const Team& team, const WorkGroup& wg, uint64_t* last_flag, uint64_t output_offset,
                         uint64_t output_bytes) {
+  // @depart-sync
   wg.sync();  // all of this WG's waits and stores are behind its departure
   if (wg.rank() == 0) {
     const auto count = static_cast<uint64_t>(wg.count());
     *last_flag = atomic_add_fetch_acq_rel_gpu(&team.local->departed, 1) == count;
   }
-  wg.sync();
+  wg.sync();  // @last-wg-known
   if (*last_flag == 0) return;
-  if (is_aborted(team)) {
+  if (is_aborted(team)) {  // @poison
     auto* output = team.heap + output_offset;
     for (uint64_t i = static_cast<uint64_t>(wg.rank()); i < output_bytes / 2; i += static_cast<uint64_t>(wg.size())) {
       reinterpret_cast<uint16_t*>(output)[i] = 0xffff;  // NaN in fp32, fp16 and bf16
     }
   }
   if (wg.rank() == 0) {
-    team.local->ticket = 0;
-    team.local->departed = 0;
-    flag_store_relaxed_sys(&team.local->epoch, team.epoch);
+    team.local->ticket = 0;                                  // @ticket-reset
+    team.local->departed = 0;                                // @departed-reset
+    flag_store_relaxed_sys(&team.local->epoch, team.epoch);  // @epoch-advance
   }
 }
 

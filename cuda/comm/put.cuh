@@ -45,7 +45,7 @@ PO_FN void get([[maybe_unused]] const Team& team, [[maybe_unused]] int peer, [[m
 // This thread's puts so far, to any peer, arrive before its signals after this.
 PO_FN void put_fence([[maybe_unused]] const Team& team) {
 #if !PO_ON_DEVICE
-  team.network->fence();
+  team.network->fence();  // @put-fence
 #elif PO_WITH_NVSHMEM
   nvshmem_fence();
 #endif
@@ -72,7 +72,7 @@ PO_FN void put_acquire([[maybe_unused]] const uint64_t* flag, [[maybe_unused]] u
 // has written or, through a sync or an acquire, observed. To others it follows the puts before the last put_fence.
 PO_FN void signal(const Team& team, int peer, uint64_t offset, uint64_t value) {
   if (is_reachable(team, peer)) {
-    flag_store_release_sys(reinterpret_cast<uint64_t*>(peer_address(team, peer, offset)), value);
+    flag_store_release_sys(reinterpret_cast<uint64_t*>(peer_address(team, peer, offset)), value);  // @signal-release
     return;
   }
 #if !PO_ON_DEVICE

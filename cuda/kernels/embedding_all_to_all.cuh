@@ -190,7 +190,7 @@ class RowStore {
     uint64_t output = own_output_;
     if (destination_ != team.rank) {
       // One lane decides for the group: after an abort the lanes of a warp may remember different credits.
-      if (!group.shuffle(credited_ >> destination_ & 1, 0)) {
+      if (!group.shuffle(credited_ >> destination_ & 1, 0)) {  // @credit-before-stores
         const bool granted = group.rank() == 0 ? await_credit(plan_.team, destination_) : false;
         if (!group.shuffle(granted, 0)) return false;
         group.sync();  // the leader's acquire of the credit is before the stores of the other lanes
@@ -256,7 +256,7 @@ class Worker {
 
   // The staged slices may be overwritten after this.
   PO_FN void complete_puts() const {
-    if (has_put_) put_quiet(plan_.team);
+    if (has_put_) put_quiet(plan_.team);  // @staging-quiet
   }
 
  private:
@@ -321,13 +321,14 @@ class Worker {
     const int64_t num_words = ceil_div<int64_t>(order.num_tables, 64);
     uint64_t* done = plan_.wg_done + slice * (num_words + 1);  // [0] has a bit per word, the others one per task
     const int64_t word = task.table / 64;
+    // @slice-complete
     if (atomic_or_fetch_acq_rel_gpu(done + 1 + word, 1ull << task.table % 64) !=
         all_bits(order.num_tables - word * 64)) {
       return;
     }
     if (atomic_or_fetch_acq_rel_gpu(done, 1ull << word) != all_bits(num_words)) return;
-    for (int64_t i = 0; i <= num_words; ++i) done[i] = 0;
-    if (await_credit(plan_.team, task.destination)) put_slice(task);
+    for (int64_t i = 0; i <= num_words; ++i) done[i] = 0;             // @wg-done-reset
+    if (await_credit(plan_.team, task.destination)) put_slice(task);  // @credit-before-puts
   }
 
   // The slice's rows, a fence, its sliceRdy word.
@@ -365,7 +366,7 @@ class Worker {
 // This WG has nothing more for reachable peers: one sliceRdy word at each of them says so.
 PO_FN void signal_ready(const Team& team, const WorkGroup& wg) {
   for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
-    if (peer == team.rank || !is_reachable(team, peer) || is_aborted(team)) continue;
+    if (peer == team.rank || !is_reachable(team, peer) || is_aborted(team)) continue;  // @ready-unless-aborted
     signal(team, peer, ready_word_offset(team, team.rank, static_cast<uint64_t>(wg.index())), launch_flag(team));
   }
 }
@@ -375,7 +376,7 @@ PO_FN void signal_ready(const Team& team, const WorkGroup& wg) {
 PO_FN void await_ready(const WorkGroup& wg, const Plan& plan) {
   const Team& team = plan.team;
   if (plan.order.num_samples(team.rank) == 0) return;
-  for (int sender = wg.rank(); sender < team.size; sender += wg.size()) {
+  for (int sender = wg.rank(); sender < team.size; sender += wg.size()) {  // @await-senders
     if (sender == team.rank || plan.column_start[sender] == plan.column_start[sender + 1]) continue;
     if (is_reachable(team, sender)) {
       const auto index = static_cast<uint64_t>(wg.index());
@@ -410,14 +411,15 @@ struct Kernel {
     if (wg.index() == 0) grant_credit(plan.team, wg, call.output_offset);
 
     Worker<Traits> worker(wg, plan, call);
-    worker.run_until(plan.order.num_leading());
+    worker.run_until(plan.order.num_leading());  // @leading-tasks
+    // @rows-before-ready
     wg.sync();  // the rows of all warps are before the words that announce them
     signal_ready(plan.team, wg);
     worker.run_until(plan.order.num_positions());
     worker.complete_puts();
 
     if (wg.index() == 0 && wg.rank() == 0) check_outer_offsets<Traits>(plan, call);
-    if (wg.index() == 0) await_all_credits(plan.team, wg);
+    if (wg.index() == 0) await_all_credits(plan.team, wg);  // @meet-every-peer
     await_ready(wg, plan);
     const auto rows = static_cast<uint64_t>(plan.order.num_samples(plan.team.rank));
     leave_launch(plan.team, wg, &shared.is_last, call.output_offset,

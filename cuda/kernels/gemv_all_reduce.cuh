@@ -203,8 +203,8 @@ struct Kernel {
   // What is left when a warp has no more tiles.
   static PO_FN void finish(const WorkGroup& wg, Shared& shared, Exchange& exchange) {
     const Plan& plan = shared.plan;
-    shared.told.await(0);
-    if (Pipeline::serving_index(wg) == 0 && keeps_credits(wg)) await_all_credits(plan.team, Warp());
+    shared.told.await(0);                                                                             // @epoch-told
+    if (Pipeline::serving_index(wg) == 0 && keeps_credits(wg)) await_all_credits(plan.team, Warp());  // @gemv-credits
     exchange.receive();
     if (plan.packets.all_reachable == 0) put_quiet(plan.team);  // what was put is written again two epochs on
   }

@@ -153,6 +153,7 @@ struct Kernel {
     const int64_t num_entries = check_entries<Traits>(wg, plan, call);
     exchange(wg, shared, call, num_entries);
     mark(wg, plan, 3);
+    // @rows-quiet
     if (plan.all_reachable == 0) put_quiet(team);  // what was put from may be written again
     leave_launch(team, wg, &shared.is_last, call.output_offset, static_cast<uint64_t>(plan.capacity * plan.row_bytes));
   }
@@ -174,7 +175,7 @@ struct Kernel {
     if (rows.num_union() > plan.capacity) return;  // on every PE
     int64_t* listed = plan.rows_out;
     if (listed == nullptr) listed = reinterpret_cast<int64_t*>(team.heap + call.output_offset + values_bytes(plan));
-    if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);
+    if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);  // @hot-clear
     if (!rows.list(listed)) return;
     mark(wg, plan, 2);
     const typename Traits::Entries entries{numbers, call.order, call.values, num_entries};
@@ -183,9 +184,9 @@ struct Kernel {
       const typename Hot::Transfer transfer(plan, shared.exchange.outputs, entries, hot_entries);
       const Hot hot(wg, plan, entries, transfer, hot_entries);
       hot.find(listed, rows.num_union());
-      if (!rows.meet(kMeetFound)) return;
+      if (!rows.meet(kMeetFound)) return;  // @hot-found
       hot.sum();
-      if (!rows.meet(kMeetSummed)) return;
+      if (!rows.meet(kMeetSummed)) return;  // @hot-summed
     }
     Exchange(wg, plan, shared.exchange, entries, listed, rows.num_union(), rows.num_shares(), hot_entries).run();
   }
@@ -199,7 +200,7 @@ struct Kernel {
     const Team& team = shared.plan.team;
     bool is_granted = true;
     for (int pe = wg.rank(); pe < team.size; pe += wg.size()) {
-      if (pe != team.rank && !await_credit(team, pe)) is_granted = false;
+      if (pe != team.rank && !await_credit(team, pe)) is_granted = false;  // @rows-credit
       const uint64_t offset = pe == team.rank ? call.output_offset : granted_output(team, pe);
       shared.exchange.outputs.offsets[pe] = offset;
       shared.exchange.outputs.mapped[pe] = is_reachable(team, pe) ? peer_address(team, pe, offset) : nullptr;

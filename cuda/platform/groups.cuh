@@ -151,7 +151,7 @@ class Handover {
 #if PO_ON_DEVICE
     asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared.b64 s, [%0]; }" ::"r"(address()) : "memory");
 #else
-    __atomic_add_fetch(&word_, 1, __ATOMIC_ACQ_REL);
+    __atomic_add_fetch(&word_, 1, __ATOMIC_ACQ_REL);  // @handover-release
 #endif
   }
 
@@ -184,6 +184,7 @@ class Handover {
     }
 #else
     // By parity alone, as on the GPU, so that whoever falls a round behind goes wrong here too.
+    // @handover-acquire
     while ((__atomic_load_n(&word_, __ATOMIC_ACQUIRE) / arrivals_per_round_ & 1) == (round & 1)) sched_yield();
 #endif
   }

@@ -138,7 +138,7 @@ PO_FN void packet_store_sys(Packet* place, const Packet& packet) {
                "l"(packet.flag));
 #else
   memcpy(place->data, packet.data, sizeof(packet.data));
-  __atomic_store_n(&place->flag, packet.flag, __ATOMIC_RELEASE);
+  __atomic_store_n(&place->flag, packet.flag, __ATOMIC_RELEASE);  // @packet-release
 #endif
 }
 
@@ -152,7 +152,7 @@ PO_FN Packet packet_load_sys(const Packet* place, [[maybe_unused]] uint64_t expe
                : "l"(place));
   __builtin_memcpy(packet.data, &data, sizeof(data));
 #else
-  packet.flag = __atomic_load_n(&place->flag, __ATOMIC_ACQUIRE);
+  packet.flag = __atomic_load_n(&place->flag, __ATOMIC_ACQUIRE);  // @packet-acquire
   if (packet.flag == expected) memcpy(packet.data, place->data, sizeof(packet.data));
 #endif
   return packet;
@@ -174,7 +174,7 @@ PO_FN uint64_t flag_load_acquire_sys(const uint64_t* flag) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
   return value;
 #else
-  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);  // @flag-acquire
 #endif
 }
 
@@ -192,7 +192,7 @@ PO_FN void flag_store_release_sys(uint64_t* flag, uint64_t value) {
 #if PO_ON_DEVICE
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 #else
-  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+  __atomic_store_n(flag, value, __ATOMIC_RELEASE);  // @flag-release
 #endif
 }
 
@@ -210,7 +210,7 @@ PO_FN uint64_t atomic_add_fetch_acq_rel_gpu(uint64_t* word, uint64_t value) {
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
   return old + value;
 #else
-  return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL);
+  return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL);  // @add-acq-rel
 #endif
 }
 
@@ -252,7 +252,7 @@ PO_FN uint64_t atomic_or_fetch_acq_rel_gpu(uint64_t* word, uint64_t bits) {
   asm volatile("atom.acq_rel.gpu.global.or.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(bits) : "memory");
   return old | bits;
 #else
-  return __atomic_or_fetch(word, bits, __ATOMIC_ACQ_REL);
+  return __atomic_or_fetch(word, bits, __ATOMIC_ACQ_REL);  // @or-acq-rel
 #endif
 }
 

@@ -22,6 +22,7 @@ struct SumScratch {
 PO_FN uint64_t sum_before(const WorkGroup& wg, SumScratch& scratch, uint64_t value, uint64_t* total) {
   const Warp warp;
   const uint64_t through = warp.sum_through(value);
+  // @sums-read
   wg.sync();  // the last sums have been read
   if (warp.rank() == warp.size() - 1) scratch.warps[wg.warp_index()] = through;
   wg.sync();

@@ -10,8 +10,10 @@
 namespace po {
 
 struct SlotBlocks {
+  // @slot-window
   static constexpr int kWindow = 32;       // slots that a warp looks up at once
   static constexpr int64_t kBytes = 8192;  // of a block's rows, where most rows have several contributors
+  // @most-blocks
   static constexpr int64_t kMost = 65000;  // of a worker; its progress has 16 bits beside the epoch
 
   int64_t first;   // slot of the worker's first block

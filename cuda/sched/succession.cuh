@@ -27,13 +27,13 @@ class Succession {
   PO_FN Succession(uint32_t* asked, const WorkGroup& wg, int num_steps, int steps_ahead)
       : asked_(asked),
         last_(static_cast<uint32_t>(wg.count()) - 1),
-        steps_left_(wg.warp_index() == 0 ? num_steps : 0),
+        steps_left_(wg.warp_index() == 0 ? num_steps : 0),  // @one-warp-counts
         has_asked_at_(min_of(steps_ahead, max_of(num_steps - 1, 0))),
         lets_in_at_(min_of(steps_ahead + kStepsOfLaunch, max_of(num_steps - 1, 0))) {}
 
   // All warps, before their steps.
   PO_FN void begin(const WorkGroup& wg) {
-    if (wg.warp_index() != 0 || steps_left_ != 0) return;
+    if (wg.warp_index() != 0 || steps_left_ != 0) return;  // @wg-without-steps
     release_successor();
     count();
   }

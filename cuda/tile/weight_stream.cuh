@@ -102,6 +102,7 @@ struct Vectors {
   using Share = WarpShare<Scalar>;
   static constexpr bool kComeAtOnce = Traits::kVectors == 1 && Traits::kResident;
   static constexpr int kBytesOfStep = Traits::kVectors * kStepBytes;
+  // @ring-steps
   static constexpr int kRingSteps = Traits::kDepth + Traits::kStepsAtOnce;  // those on their way, and those in use
   const uint8_t* elements;                                                  // [count][num_columns]
   int count;
@@ -223,7 +224,7 @@ class WeightStream {
   // Before the first step.
   PO_FN void await_vectors() const {
     vectors_.await_delivery();
-    if constexpr (Traits::kPrefetches && !VectorsOf::kComeAtOnce) copy_async_wait<0>();
+    if constexpr (Traits::kPrefetches && !VectorsOf::kComeAtOnce) copy_async_wait<0>();  // @prefetched-await
   }
 
   PO_FN int num_steps() const { return share_.num_steps_of_all(tiles_); }
@@ -278,7 +279,7 @@ class WeightStream {
     used_position_ += share_.num_teams;
     // Teams without another tile do not meet the others again, who would replace what these may still be reading.
     const int num_next = tiles_.count - (used_position_ - share_.team);
-    if (!Traits::kResident && num_next > 0 && num_next < share_.num_teams) meet(share_.num_teams);
+    if (!Traits::kResident && num_next > 0 && num_next < share_.num_teams) meet(share_.num_teams);  // @teams-leave
     return sums;
   }
 
@@ -287,7 +288,7 @@ class WeightStream {
   PO_FN void multiply_steps(int step, Sums& sums, const InStep& in_step) {
     copy_async_wait<Traits::kDepth - kSteps>();
     // Behind everybody's copies of these steps of the vectors, and everybody's use of those before, whose places come next.
-    if (bring_vectors(used_position_)) meet(num_bringing(used_position_));
+    if (bring_vectors(used_position_)) meet(num_bringing(used_position_));  // @warps-meet
     Vector<16> w[kSteps][2];
     PO_UNROLL
     for (int i = 0; i < kSteps; ++i) {
@@ -296,6 +297,7 @@ class WeightStream {
       copy_next<true>();
       in_step();
     }
+    // @multiply-steps
     PO_UNROLL
     for (int i = 0; i < kSteps; ++i) multiply_step(place_to_use(step + i), w[i], sums);
   }

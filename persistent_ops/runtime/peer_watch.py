@@ -2,6 +2,9 @@
 
 Every PE leaves its state on the board and counts the change. A thread looks at that count, and at the processes of this
 host, four times a second; what it finds goes to the kernels, which then wait no longer, or do not count the time.
+
+A PE that prepares a launch says so anew every second. Where it falls silent (its process is stopped, say), or prepares
+for longer than any compiler takes, time counts again: no wait is without a bound.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ __all__ = ["ABSENT", "HERE", "PREPARING", "PeerWatch", "tell_state"]
 
 HERE, PREPARING, ABSENT = b"here", b"preparing", b"absent"
 _PERIOD_S = 0.25
+_SILENT_S = 5.0  # a thread of a busy machine may come late
+_LONGEST_S = 1800.0  # of one preparation
 _REQUEST_S = 3600.0  # a board that is slow to answer is no news; whoever needs it has a time-out of his own
 _NEWS = "news"
 
@@ -59,8 +64,9 @@ class PeerWatch:
         self._seen = 0
         self._lost: frozenset[int] = frozenset()
         self._preparing: frozenset[int] = frozenset()
+        self._said: dict[int, tuple[bytes, float]] = {}  # by who prepares: what it has said last, and when that was new
         self._busy_since: float | None = None
-        self._has_told_busy = False
+        self._told = HERE
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="persistent_ops peer watch", daemon=True)
         self._thread.start()
@@ -109,18 +115,25 @@ class PeerWatch:
 
     def _tell_busy(self, board: Board) -> None:
         since = self._busy_since
-        is_busy = since is not None and time.monotonic() - since > _PERIOD_S / 2
-        if is_busy != self._has_told_busy:
-            tell_state(board, self._rank, PREPARING if is_busy else HERE, time.monotonic() + _REQUEST_S)
-            self._has_told_busy = is_busy
+        seconds = 0.0 if since is None else time.monotonic() - since
+        state = PREPARING + b" %d" % seconds if _PERIOD_S / 2 < seconds < _LONGEST_S else HERE
+        if state != self._told:
+            tell_state(board, self._rank, state, time.monotonic() + _REQUEST_S)
+            self._told = state
 
     def _read(self, board: Board) -> tuple[frozenset[int], frozenset[int]]:
         """Return who prepares a launch, and who has told that it leaves."""
         deadline = time.monotonic() + _REQUEST_S
         number = board.add(_NEWS, 0, deadline)
-        if number == self._seen:
-            return self._preparing, frozenset()
-        states = board.read([f"state/{rank}" for rank in range(self._size)], deadline)
-        self._seen = number
-        found = {state: frozenset(r for r, told in enumerate(states) if told == state) for state in (PREPARING, ABSENT)}
-        return found[PREPARING], found[ABSENT]
+        absent: frozenset[int] = frozenset()
+        if number != self._seen:
+            states = board.read([f"state/{rank}" for rank in range(self._size)], deadline)
+            self._seen = number
+            absent = frozenset(rank for rank, state in enumerate(states) if state == ABSENT)
+            busy = {rank: state for rank, state in enumerate(states) if state.startswith(PREPARING)}
+            now, said = time.monotonic(), self._said
+            self._said = {
+                r: said[r] if r in said and said[r][0] == state else (state, now) for r, state in busy.items()
+            }
+        heard_since = time.monotonic() - _SILENT_S
+        return frozenset(rank for rank, (_, when) in self._said.items() if when > heard_since), absent

@@ -34,7 +34,7 @@ PO_DESCRIBE(PacketPlan, partials_offset, partials_bytes, results_offset, results
 // line: within a node nobody calls it.
 PO_NOINLINE inline void put_packets(const Team& team, int pe, uint64_t offset, int count, int ready_index) {
   put_nbi(team, pe, offset, team.heap + offset, static_cast<uint64_t>(count) * sizeof(Packet));
-  put_fence(team);
+  put_fence(team);  // @packets-fence
   signal(team, pe, ready_word_offset(team, team.rank, static_cast<uint64_t>(ready_index)), launch_flag(team));
 }
 
@@ -78,7 +78,7 @@ class PacketExchange {
   PO_FN void send(const Outgoing& outgoing, const Parts& parts, const Warp& warp) const {
     const int tile = outgoing.tile;
     if (team_.size == 1) return finish_alone(outgoing, parts, warp);
-    if (shared_.takes_part == 0) return;
+    if (shared_.takes_part == 0) return;  // @sums-take-part
     if (has_packet_per_lane(warp)) {
       if (outgoing.place != nullptr) packet_store_sys(outgoing.place, sums_of(parts, packet_of_lane(warp)));
     } else {
@@ -125,8 +125,12 @@ class PacketExchange {
   PO_FN int num_vectors() const { return Traits::kVectors == 1 ? 1 : call_.shape.num_vectors(); }
   PO_FN int items_per_tile() const { return num_vectors() * Traits::kItemsPerVector; }
   PO_FN int packets_per_tile() const { return items_per_tile() * Traits::kPacketsPerItem; }
-  PO_FN uint64_t parity() const { return team_.epoch % 2; }
-  PO_FN uint64_t flag() const { return launch_flag(team_); }
+  PO_FN uint64_t parity() const {
+    return team_.epoch % 2;  // @packet-parity
+  }
+  PO_FN uint64_t flag() const {
+    return launch_flag(team_);  // @packet-flag
+  }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
 
   // Places of a tile's packets, as offsets in every heap.
@@ -136,6 +140,7 @@ class PacketExchange {
   }
   PO_FN uint64_t result_offset(int tile, int item) const {
     const int64_t place = static_cast<int64_t>(tile) * items_per_tile() + item;
+    // @results-parity
     return plan_.results_offset + parity() * plan_.results_bytes + static_cast<uint64_t>(place) * sizeof(Packet);
   }
   PO_FN Packet* packet_at(int pe, uint64_t offset) const { return reinterpret_cast<Packet*>(plan_.heaps[pe] + offset); }
@@ -196,7 +201,7 @@ class PacketExchange {
 
   // A staged packet is read only behind its word: the network may still be writing it.
   PO_FN bool is_announced(int sender, Phase phase, int tile, int ready_index) const {
-    if (is_near(sender)) return true;
+    if (is_near(sender)) return true;  // @staged-behind-word
     const uint64_t* word = local_word(team_, ready_word_offset(team_, sender, static_cast<uint64_t>(ready_index)));
     return await_epoch(team_, word, phase, sender, static_cast<uint64_t>(tile), has_given_up_);
   }
@@ -232,7 +237,7 @@ class PacketExchange {
       for (int i = 0; i < kSenders; ++i) {
         PO_UNROLL
         for (int j = 0; j < kRow; ++j) {
-          if (i >= count || packets[i][j].flag == expected) continue;
+          if (i >= count || packets[i][j].flag == expected) continue;  // @packet-is-there
           if (first_sender + i != team_.rank) missing = first_sender + i;
           *seen = packets[i][j].flag;
         }
@@ -299,8 +304,8 @@ class PacketExchange {
   // Sends the results of the own tiles to the peers that are not reachable. All threads, behind their items. Where items
   // failed, older packets lie in their places: they are sent, and as their flags are older nobody takes them.
   PO_FN void put_results(int num_others) const {
-    wg_.sync();
-    if (wg_.rank() != 0 || shared_.takes_part == 0) return;
+    wg_.sync();                                              // @results-sync
+    if (wg_.rank() != 0 || shared_.takes_part == 0) return;  // @results-take-part
     for (int position = num_others; position < tiles_.count; ++position) {
       const int tile = tiles_.tile_at(position);
       PO_NO_UNROLL

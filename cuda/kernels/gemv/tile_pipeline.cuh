@@ -113,10 +113,10 @@ class TilePipeline {
       }
       if (serves) {
         const auto outgoing = exchange.prepare(tiles_.tile_at(position), warp);
-        shared_.stored[slot].await(round);
-        exchange.send(outgoing, parts_of(slot), warp);
+        shared_.stored[slot].await(round);              // @parts-await
+        exchange.send(outgoing, parts_of(slot), warp);  // @parts-send
         warp.sync();
-        if (warp.rank() == 0) shared_.sent[slot].arrive();
+        if (warp.rank() == 0) shared_.sent[slot].arrive();  // @slot-free
       }
     }
   }

@@ -45,11 +45,11 @@ class RowExchange {
   // A block behind: what peers have left of it, they have left by then.
   PO_FN bool run() {
     for (int64_t block = 0; block <= blocks_.count; ++block) {
-      if (block < blocks_.count) contribute(block);
+      if (block < blocks_.count) contribute(block);  // @block-contribute
       if (block > 0 && !reduce(block - 1)) return false;
     }
     tell_progress(all_pes(), kAllBlocks);
-    return await_progress(all_pes(), kAllBlocks, kPhaseRows);
+    return await_progress(all_pes(), kAllBlocks, kPhaseRows);  // @rows-await
   }
 
  private:
@@ -118,7 +118,7 @@ class RowExchange {
 
   // Sends this PE's rows of a block: to all where nobody else has the row, else to who adds up.
   PO_FN void contribute(int64_t block) {
-    uint64_t adders = 0;
+    uint64_t adders = 0;  // @shares-contribute
     for_each_window(block, true, [&](const Slot* window, int64_t base, int count) {
       for (int i = warp_.rank(); i < count; i += warp_.size()) {
         if (!window[i].is_of(team_.rank) || !window[i].is_shared()) continue;
@@ -151,7 +151,7 @@ class RowExchange {
     });
     givers = warp_.union_of(givers);
     if (givers == 0) return true;
-    if (!await_progress(givers, static_cast<uint64_t>(block) + 1, kPhaseShare)) return false;
+    if (!await_progress(givers, static_cast<uint64_t>(block) + 1, kPhaseShare)) return false;  // @shares-await
     for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
       for_each_slot(
           window, base, count, [&](const Slot& slot, int64_t number) { return adds_up(slot, number); },
@@ -206,7 +206,7 @@ class RowExchange {
   PO_FN void tell_progress_by_put(uint64_t receivers, uint64_t progress) {
     if (warp_.rank() != 0) return;
     fence_acq_rel_sys();  // what peers fetch from here is out as well
-    put_fence(team_);
+    put_fence(team_);     // @progress-fence
     for (int hop = 1; hop < team_.size; ++hop) {
       const int pe = (team_.rank + hop) % team_.size;
       if ((receivers >> pe & 1) == 0) continue;

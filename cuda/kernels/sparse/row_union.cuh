@@ -18,6 +18,7 @@ PO_CONSTANT(kPhaseRowSet)
 
 inline constexpr int kRowsPerWord = 64;
 PO_CONSTANT(kRowsPerWord)
+// @chunk-words
 inline constexpr int kChunkWords = 1024;  // of a plane, that a WG assembles at a time
 
 struct RowSets {
@@ -64,6 +65,7 @@ class RowUnion {
       send(first, count);
     }
     if (wg_.index() == 0) send_header(header);
+    // @sets-before-ready
     wg_.sync();  // the words of all threads are before the flags that announce them
     for (int peer = wg_.rank(); peer < team_.size; peer += wg_.size()) {
       if (peer == team_.rank) continue;
@@ -76,7 +78,7 @@ class RowUnion {
   PO_FN bool count() {
     bool is_there = true;
     for (int sender = wg_.rank(); sender < team_.size; sender += wg_.size()) {
-      if (sender == team_.rank) continue;
+      if (sender == team_.rank) continue;  // @sets-await
       const auto index = static_cast<uint64_t>(wg_.index());
       const uint64_t* flag = local_word(team_, ready_word_offset(team_, sender, index));
       is_there = await_epoch(team_, flag, kPhaseRowSet, sender, index) && is_there;
@@ -113,7 +115,7 @@ class RowUnion {
       is_there = await_own(team_,
                            [&] {
                              packet = packet_load_sys(sets_.totals + other, flag);
-                             return packet.flag == flag;
+                             return packet.flag == flag;  // @totals-flag
                            }) &&
                  is_there;
       const uint64_t count = packet.data[0];
@@ -153,11 +155,13 @@ class RowUnion {
   // gave up.
   PO_FN bool meet(Meeting meeting) const {
     uint64_t* flags = sets_.met + meeting * wg_.count();
+    // @meet-sync
     wg_.sync();  // what all threads have written and seen is before the flag
     if (wg_.rank() == 0) flag_store_release_sys(flags + wg_.index(), launch_flag(team_));
     bool is_there = true;
     for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
       is_there =
+          // @meet-await
           await_own(team_, [&] { return epoch_of(flag_load_acquire_sys(flags + other)) >= team_.epoch; }) && is_there;
     }
     return all_threads(static_cast<Check>(static_cast<int>(kCheckMet) + static_cast<int>(meeting)), is_there);
@@ -207,7 +211,7 @@ class RowUnion {
       atomic_or_relaxed_wg(&shared_.words[word - first], 1ull << row % kRowsPerWord);
       if (before < 0 || before / kRowsPerWord != word) sets_.first_entry[word] = static_cast<uint32_t>(entry);
     }
-    wg_.sync();
+    wg_.sync();  // @bits-set
   }
 
   // To this PE's own plane and those of the PEs within reach; the others' is put from the own one. A thread sends the words
@@ -239,7 +243,7 @@ class RowUnion {
     fence_acq_rel_sys();  // the words of all threads are out for the network
     if (bytes != 0) put_nbi(team_, peer, offset, team_.heap + offset, bytes);
     if (wg_.index() == 0) put_nbi(team_, peer, header_offset(), team_.heap + header_offset(), sizeof(uint64_t));
-    put_fence(team_);
+    put_fence(team_);  // @sets-fence
   }
 
   const WorkGroup& wg_;
