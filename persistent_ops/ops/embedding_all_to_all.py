@@ -13,14 +13,15 @@ from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
 from ..runtime.torch_library import define_operator
 from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
-from .embedding_plan import MODES, OPERATOR, SCHEDULES, SETS, TUNING, EmbeddingPlan, average_pooling, check_types
+from .embedding_plan import MODES, OPERATOR, SCHEDULES, EmbeddingKey, EmbeddingPlan, average_pooling, check_types
 from .plain_call import is_plain
 from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
 
 _NAME = "embedding_all_to_all"
-_WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", ("world_size",), has_kernel=False)
+_SETS = "embedding_all_to_all.tables"  # key in a world's operator_state
+_WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", (), has_kernel=False)
 _ARGUMENTS = (
     "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
     "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
@@ -169,9 +170,12 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int
 
 
 def _table_sets(world: _world.World) -> TableSets:
-    sets = world.operator_state.get(SETS)
+    sets = world.operator_state.get(_SETS)
     if sets is None:
-        sets = world.operator_state[SETS] = TableSets(world.make_room)
+        plans = OPERATOR.state(world).plans
+        sets = world.operator_state[_SETS] = TableSets(
+            world.make_room, lambda kept: plans.drop(lambda key: key.tables not in kept)
+        )
     return sets  # type: ignore[no-any-return]
 
 
@@ -202,7 +206,7 @@ def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
     if world.size == 1:
         return (own,)
     with without_dispatch_modes():  # of fake tensors: the PEs meet all the same
-        world.meet(_WIDTHS.contract(world.size))
+        world.meet(_WIDTHS.contract(world.team))
     try:
         return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))
     except BootstrapError as error:
@@ -229,25 +233,27 @@ def _execute(
 
     `choices`: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
     """
-    num_offsets = offsets.numel()
-    pooling = average_pooling(indices.numel(), num_offsets - 1)
-    tuning = world.operator_state.get(TUNING)
-    signature = (*choices, tuning, indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
-    plan = tables.plans.get(signature)
+    state, num_offsets = OPERATOR.state(world), offsets.numel()
+    is_weighted, pooling = per_sample_weights is not None, average_pooling(indices.numel(), num_offsets - 1)
+    sizes = (indices.dtype, offsets.dtype, num_offsets, is_weighted, pooling)
+    key = EmbeddingKey(world.team, tables, state.tuning, *choices, *sizes)
+    plan = state.plans.find(key)
     if plan is None:
         check_types(weights, indices, offsets, per_sample_weights, choices[0], choices[1], out)
-        completed = _completed(world, weights, offsets, *choices[:3])
-        plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *completed, *choices[3:])
-        OPERATOR.keep(world, tables.plans, signature, plan)
+
+        def build() -> EmbeddingPlan:
+            completed = _completed(world, weights, offsets, *choices[:3])
+            inputs = (weights, indices, offsets, per_sample_weights)
+            return EmbeddingPlan(world, key.team, key.tuning, *inputs, *completed, *choices[3:])
+
+        plan = state.plans.make(key, build)
     plan.check_lookups(indices, offsets, per_sample_weights)
-    is_captured = world.workspace.is_capturing()
-    if is_captured:
-        world.keep_captured(plan)
     if out is not None:
         plan.check_output(out)
         increment_version(out)
         plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
         return out
+    is_captured = world.workspace.is_capturing()
     slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
     plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
     return slot.tensor(plan.dtype, plan.output_shape)

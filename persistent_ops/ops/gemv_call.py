@@ -9,17 +9,17 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.plans import Plans
 from ..runtime.torch_library import define_operator
 from .gemv_plan import (
     ALGORITHMS,
     MAX_VECTORS,
     OPERATOR,
     SCALARS,
-    TUNING,
+    GemvKey,
     GemvPlan,
-    areas_of,
     choose_algorithm,
-    plans_of,
+    reserve_packets,
 )
 from .plain_call import is_plain
 
@@ -123,46 +123,43 @@ def execute(
     world = _world.for_call()
     device = world.backend.device
     rows, columns, num_vectors, shape = check(weight, x, bias, residual, out, device)
-    element = weight.dtype.itemsize
     weight_at, x_at = weight.data_ptr(), x.data_ptr()
-    is_aligned = not ((weight_at | x_at | columns * element) & 15)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    tuning = world.operator_state.get(TUNING)
-    signature = (
-        rows, columns, num_vectors, weight.dtype, comm_dtype, bias_at, algorithm, is_aligned, prefetch_weight, tuning
-    )  # fmt: skip
-    plans = plans_of(world, is_alone=is_alone)
-    plan = plans.get(signature)
-    if plan is None:
-        if not is_alone:
-            areas_of(world)  # collective, and so before what one PE alone may refuse
-            check_choices(algorithm, comm_dtype, prefetch_weight, weight.dtype)
-        if algorithm == "auto":
-            chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
-            plan = plans.get((*signature[:6], chosen, *signature[7:]))
-        else:
-            chosen = algorithm
-        plan = plan or GemvPlan(
-            world,
-            rows,
-            columns,
-            num_vectors,
-            weight.dtype,
-            comm_dtype or torch.float32,
-            bias,
-            chosen,
-            is_aligned,
-            prefetch_weight,
-            is_alone=is_alone,
-        )
-        OPERATOR.keep(world, plans, signature, plan)
-    world.keep_captured(plan)
+    is_aligned = not ((weight_at | x_at | columns * weight.dtype.itemsize) & 15)
+    team = world.alone if is_alone else world.team
+    state = OPERATOR.state(world)
+    key = GemvKey(
+        team,
+        rows,
+        columns,
+        num_vectors,
+        weight.dtype,
+        comm_dtype,
+        algorithm,
+        is_aligned,
+        prefetch_weight,
+        state.tuning,
+    )
+    plan = state.plans.find(key, bias) or _new_plan(world, key, bias)
     if out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=device)
     else:
         increment_version(out)
-    plan.launch(world, weight_at, x_at, out.data_ptr(), 0 if residual is None else residual.data_ptr())
+    bias_at = 0 if bias is None else bias.data_ptr()
+    plan.launch(world, weight_at, x_at, bias_at, 0 if residual is None else residual.data_ptr(), out.data_ptr())
     return out
+
+
+def _new_plan(world: _world.World, key: GemvKey, bias: torch.Tensor | None) -> GemvPlan:
+    """Make a plan; for "auto", find the one that it means."""
+    if key.team is world.team:
+        reserve_packets(world)  # collective, and so before what one PE alone may refuse
+        check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)
+    plans: Plans[GemvPlan] = OPERATOR.state(world).plans
+    if key.algorithm != "auto":
+        return plans.make(key, lambda: GemvPlan(world, key))
+    meant = key._replace(algorithm=choose_algorithm(world, key))
+    plan = plans[key] = plans.find(meant, bias) or _new_plan(world, meant, bias)
+    return plan
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------

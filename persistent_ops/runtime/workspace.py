@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, Pers
 from .heap import SymmetricHeap
 from .operator import COMM
 from .stream_order import StreamOrder
+from .team import ALONE
 
 __all__ = ["Workspace"]
 
@@ -68,6 +69,10 @@ class Workspace:
         self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64))
         self._failure: PersistentOpsError | None = None
         self._order = StreamOrder(backend.device)
+        self.is_capturing: Callable[[], bool] = _never
+        """Whether the current stream is being captured into a CUDA graph."""
+        if backend.name == "cuda":
+            self.is_capturing = torch.cuda.is_current_stream_capturing
         backend.waits.interrupted = self.interrupted
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
@@ -85,13 +90,10 @@ class Workspace:
             self._zero_words.append(self._backend.private_words(count))
         return self._zero_words[-1]
 
-    def team(self, contract: Contract, *, is_alone: bool = False) -> ctypes.Structure:
-        """Return the part of a plan that every operator shares.
+    def team(self, contract: Contract) -> ctypes.Structure:
+        """Return the part of a plan that every operator shares; `contract`: of its launches.
 
-        Args:
-            contract: of its launches.
-            is_alone: the team is this PE, whatever the world: its launches have epochs of their own, and no peer knows
-                of them.
+        Those of a PE alone have epochs of their own, and no peer knows of them.
         """
         count = self._constants["kContractWords"]
         words = contract.words(count)
@@ -99,12 +101,13 @@ class Workspace:
             self._contracts.clear()
         self._contracts[words] = contract
         base = self._backend.heap_base
-        rank, size, first_heap, first_grant = self._bootstrap.rank, self._bootstrap.world_size, 0, 0
+        first_heap, first_grant = 0, 0
+        is_alone = contract.team.number == ALONE
         if is_alone:  # what it needs lies behind what the world needs
-            rank, size, first_heap, first_grant = 0, 1, size, size + 2
+            first_heap, first_grant = self._bootstrap.world_size, self._bootstrap.world_size + 2
         return self._structs["Team"](
-            rank=rank,
-            size=size,
+            rank=contract.team.rank,
+            size=contract.team.size,
             heap=base,
             peer_heaps=self._peer_heaps[first_heap:].data_ptr(),
             grants_offset=self._grants.data_ptr() - base + first_grant * self._grant_bytes,
@@ -140,10 +143,6 @@ class Workspace:
             self.raise_failure()
         if raises_input_errors and self._input_error.state:
             self.raise_pending()
-
-    def is_capturing(self) -> bool:
-        """Return whether the current stream is being captured into a CUDA graph."""
-        return self._backend.name == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
@@ -276,6 +275,10 @@ class Workspace:
         self._local[self._structs["LocalState"].epoch.offset // 8] = epoch
         self._backend.synchronize()
         self._bootstrap.exchange("set-epoch", b"")
+
+
+def _never() -> bool:
+    return False
 
 
 def _contract_hash(words: tuple[int, ...]) -> int:

@@ -21,6 +21,7 @@ from .description import describe
 from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
+from .team import ALONE, WORLD, Team
 from .torch_private import backward_pass
 from .workspace import Workspace
 
@@ -38,7 +39,7 @@ _thread_worlds = threading.local()
 _admitted = threading.local()  # the world whose operators this thread may call: a thread's number is given out again
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
-_BARRIER = Operator("barrier", ("world_size",))
+_BARRIER = Operator("barrier", ())
 
 
 @runtime_checkable
@@ -68,9 +69,11 @@ class World:
                     f"PE {self.rank} and PE {peer} disagree on whether they reach each other's memory directly"
                 )
         self.all_reachable = all(all(row) for row in matrix)
+        self.team = Team(self.rank, self.size, WORLD, self.all_reachable)
+        self.alone = Team(0, 1, ALONE, True)
         self.operator_state: dict[str, Any] = {}
-        """Per operator: its plans and agreements. Operators keep nothing elsewhere."""
-        self._captured: dict[int, tuple[object, ...]] = {}
+        """What operators keep, by name: see `Operator.state`. They keep nothing elsewhere."""
+        self._captured: dict[int, object] = {}
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
         self._watch = bootstrap.watch(self.workspace.peers_changed)
@@ -106,7 +109,7 @@ class World:
     def enqueue_barrier(self) -> None:
         """Let the current stream wait until every PE has launched this barrier; on GPUs the host goes on."""
         if self._barrier is None:
-            self._barrier = self._barrier_of(_BARRIER.contract(self.size))
+            self._barrier = self._barrier_of(_BARRIER.contract(self.team))
         kernel, plan, call = self._barrier
         self.workspace.launch(kernel, 1, plan.data_ptr(), call)
 
@@ -145,14 +148,9 @@ class World:
             if isinstance(state, Forgetful):
                 state.forget()
 
-    def keep_captured(self, plan: object, *tensors: object) -> None:
+    def keep_captured(self, *used: object) -> None:
         """Keep what a CUDA graph that is being captured uses at every replay, until the world is closed."""
-        if id(plan) not in self._captured and self.workspace.is_capturing():
-            self._captured[id(plan)] = (plan, *tensors)
-
-    def is_captured(self, plan: object) -> bool:
-        """Return whether a CUDA graph uses a plan."""
-        return id(plan) in self._captured
+        self._captured.update((id(each), each) for each in used)
 
     def make_room(self, plans: dict[Any, Any], most: int) -> None:
         """Drop the older half of `plans` where there are `most`, when no launch that is queued reads them any more."""
