@@ -6,6 +6,7 @@ The kernel then pools the whole batch into local memory and waits for nobody.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 
 from persistent_ops.ops.embedding_plan import EmbeddingPlan

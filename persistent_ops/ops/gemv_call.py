@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from ..runtime.plans import Plans
-from ..runtime.torch_library import define_operator
+from ..runtime.torch_library import TorchOperator
 from .gemv_plan import (
     ALGORITHMS,
     MAX_VECTORS,
@@ -21,76 +21,24 @@ from .gemv_plan import (
     choose_algorithm,
     reserve_packets,
 )
-from .plain_call import is_plain
 
-__all__ = ["GemvOperator", "check_choices", "execute"]
+__all__ = ["check_choices", "execute", "gemv_operator"]
 
 
-class GemvOperator:
-    """One of the two as torch sees it: operators that return the result and that write it, forward only.
-
-    Called with weight, x, bias, residual, out and the choices, it returns the result, past torch's dispatcher where
-    nobody but the kernel wants to see the call.
+def gemv_operator(
+    name: str, choices: str, run: Callable[..., torch.Tensor], check_choices: Callable[..., None], instead: str
+) -> TorchOperator:
+    """Return one of the two as torch sees it.
 
     Args:
-        name: of the operator; the one that writes is called `name`_out.
+        name: of the operator.
         choices: schema of the arguments behind the tensors.
-        run: called as run(weight, x, bias, residual, *choices, out), with out or None.
+        run: called as run(weight, x, bias, residual, *choices, out=out), with out or None.
         check_choices: called as check_choices(*choices, weight.dtype) for fake tensors.
         instead: what gives gradients.
     """
 
-    def __init__(
-        self,
-        name: str,
-        choices: str,
-        run: Callable[..., torch.Tensor],
-        check_choices: Callable[..., None],
-        instead: str,
-    ) -> None:
-        self._name = name
-        self._run = run
-        self._check_choices = check_choices
-        self._forward_only = (
-            f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
-        )
-        arguments = f"Tensor weight, Tensor x, Tensor? bias, Tensor? residual, {choices}"
-        define_operator(
-            name,
-            f"({arguments}) -> Tensor",
-            lambda *given: run(*given, None),
-            fake=self._fake,
-            no_gradient=self._forward_only,
-        )
-        define_operator(f"{name}_out", f"({arguments}, *, Tensor(a!) out) -> ()", self._run_out, fake=self._fake_out)
-
-    def __call__(
-        self,
-        weight: torch.Tensor,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        out: torch.Tensor | None,
-        *choices: Any,
-    ) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            if is_plain((weight, x), (bias, residual, out)):
-                return self._run(weight, x, bias, residual, *choices, out)
-            check_types(weight, x, bias, residual, out)
-        operators = torch.ops.persistent_ops
-        if out is None:
-            result: torch.Tensor = getattr(operators, self._name)(weight, x, bias, residual, *choices)
-            return result
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual, out)):
-            raise NotImplementedError(f"out: cannot be given where gradients are recorded. {self._forward_only}")
-        getattr(operators, f"{self._name}_out")(weight, x, bias, residual, *choices, out=out)
-        return out
-
-    def _run_out(self, *given: Any, out: torch.Tensor) -> None:
-        self._run(*given, out)
-
-    def _fake(
-        self,
+    def fake(
         weight: torch.Tensor,
         x: torch.Tensor,
         bias: torch.Tensor | None,
@@ -98,11 +46,20 @@ class GemvOperator:
         *choices: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._check_choices(*choices, weight.dtype)
+        check_choices(*choices, weight.dtype)
         return weight.new_empty(check(weight, x, bias, residual, out, None)[3])
 
-    def _fake_out(self, *given: Any, out: torch.Tensor) -> None:
-        self._fake(*given, out=out)
+    return TorchOperator(
+        name,
+        f"Tensor weight, Tensor x, Tensor? bias, Tensor? residual, {choices}",
+        run,
+        check_types,
+        fake=fake,
+        outputs=("out",),
+        no_gradient=(
+            f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
+        ),
+    )
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
@@ -116,7 +73,7 @@ def execute(
     algorithm: str,
     comm_dtype: torch.dtype | None,
     prefetch_weight: bool,
-    out: torch.Tensor | None,
+    out: torch.Tensor | None = None,
     is_alone: bool = False,
 ) -> torch.Tensor:
     """Check, find or make the plan, launch it, return the result. `is_alone`: for gemv, not for gemv_all_reduce."""
@@ -170,8 +127,10 @@ def check_types(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    *choices: object,
     out: torch.Tensor | None,
 ) -> None:
+    """Raise for what is no tensor."""
     named = (("weight", weight), ("x", x), ("bias", bias), ("residual", residual), ("out", out))
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("weight", "x")):

@@ -41,6 +41,8 @@ _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
 _LINE_BYTES = 128
 _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
+
+
 @dataclass(frozen=True)
 class Tuning:
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
@@ -292,7 +294,7 @@ class GemvPlan(Plan):
             self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
 
     def launch(self, world: World, weight: int, x: int, bias: int, residual: int, output: int) -> None:
-        """Launch on the current stream. All arguments are addresses; `bias` and `residual` are 0 where there are none."""
+        """Launch on the current stream. All arguments are addresses; 0 for a `bias` or `residual` that there is not."""
         for number, launch in enumerate(self._launches, start=1):
             skipped = launch.first_row * self._element
             call = launch.call

@@ -85,7 +85,9 @@ class TableSets:
     """
 
     def __init__(
-        self, make_room: Callable[[dict[Any, Any], int], None], keep: Callable[[Set[TableSet]], None] = lambda kept: None
+        self,
+        make_room: Callable[[dict[Any, Any], int], None],
+        keep: Callable[[Set[TableSet]], None] = lambda kept: None,
     ) -> None:
         self._make_room = make_room
         self._keep = keep

@@ -21,7 +21,7 @@ class Area(NamedTuple):
 
     Attributes:
         memory: its words.
-        offset: in the heap.
+        offset: in the heap; 0 outside of it.
     """
 
     memory: torch.Tensor
@@ -31,6 +31,11 @@ class Area(NamedTuple):
     def nbytes(self) -> int:
         """Return its size."""
         return self.memory.nbytes
+
+    @property
+    def address(self) -> int:
+        """Return where it begins."""
+        return self.memory.data_ptr()
 
 
 class Need(NamedTuple):
@@ -83,16 +88,29 @@ class Areas(dict[str, Area]):
         world.backend.synchronize()
         world.bootstrap.exchange("areas", b"")  # nobody writes to them before they are zero
 
-    def reserve_own(self, name: str, nbytes: int, room: int) -> Area:
+    def reserve_own(self, name: str, nbytes: int, room: int = 0) -> Area:
         """See to an area of this PE's part of the heap alone; arguments as of `Need`."""
+
+        def take() -> Area:
+            size = max(nbytes, room)
+            slot = self._world.outputs.take(size, self._world.backend.stream(), is_captured=False)
+            return Area(slot.tensor(torch.uint8, (size,)), slot.offset)
+
+        return self._reserve_alone(name, nbytes, take)
+
+    def reserve_private(self, name: str, nbytes: int, room: int = 0) -> Area:
+        """See to an area outside of the heap, zero at first; arguments as of `Need`."""
+        return self._reserve_alone(
+            name, nbytes, lambda: Area(self._world.backend.private_words(-(-max(nbytes, room) // 8)), 0)
+        )
+
+    def _reserve_alone(self, name: str, nbytes: int, take: Callable[[], Area]) -> Area:
         if self.nbytes_of(name) < nbytes:
-            world = self._world
-            world.backend.synchronize()  # launches in flight may still use the last one, and the plans that name it
+            self._world.backend.synchronize()  # launches in flight may still use the last one, and what names it
 
             def replace() -> None:
                 self.pop(name, None)  # its room may be needed
-                slot = world.outputs.take(room, world.backend.stream(), is_captured=False)
-                self[name] = Area(slot.tensor(torch.uint8, (room,)), slot.offset)
+                self[name] = take()
 
             self._plans.renew({name}, replace)
         return self[name]
@@ -103,7 +121,7 @@ class Areas(dict[str, Area]):
         return 0 if area is None else area.nbytes
 
     def _symmetric(self, need: Need) -> Area:
-        memory = self._world.heap.empty((-(-max(need.nbytes, need.room) // 8),), torch.int64)
+        memory = self._world.heap.empty((-(-max(need.nbytes, need.room, 1) // 8),), torch.int64)
         if need.is_zeroed:
             memory.zero_()
         return Area(memory, memory.data_ptr() - self._world.backend.heap_base)

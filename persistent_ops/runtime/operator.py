@@ -11,11 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch.autograd.graph import increment_version
+
+from .changes import OnAbort
 from .contract import Contract, Field, register
 from .description import Description, describe, description_of
 from .plans import OperatorState
 
 if TYPE_CHECKING:
+    import torch
+
     from .team import Team
     from .world import World
 
@@ -38,6 +43,7 @@ class Operator:
             what the wait counts.
         input_errors: by the kernel's enumerator, what makes an exception of an InputErrorRecord.
         has_kernel: False for what PEs only meet under (`World.meet`), which launches the barrier's.
+        changes: by the name of an argument that a launch changes in place, what an abort does to it.
         max_plans: that are kept together, in a world.
         default_tuning: choices that change speed and nothing else, a frozen dataclass; None where it has none.
     """
@@ -47,6 +53,7 @@ class Operator:
     phases: Mapping[str, str] = field(default_factory=dict)
     input_errors: Mapping[str, Callable[[Any], Exception]] = field(default_factory=dict)
     has_kernel: bool = True
+    changes: Mapping[str, OnAbort] = field(default_factory=dict)
     max_plans: int = 1024
     default_tuning: Any = None
 
@@ -94,6 +101,18 @@ class Operator:
         if state is None:
             state = world.operator_state[self.name] = OperatorState(world, self)
         return state
+
+    def begin_changes(self, world: World, **tensors: torch.Tensor) -> None:
+        """Declare, right before the launch, what it changes: one contiguous tensor for each name in `changes`.
+
+        Raises:
+            PersistentOpsError: an earlier launch was given up; or such a one has changed a part of a tensor, which was
+                not loaded anew since (`Changes.loaded`).
+        """
+        world.workspace.raise_failure()  # of earlier launches, which did not touch these
+        for name, on_abort in self.changes.items():
+            world.workspace.changes.begin(name, tensors[name], on_abort)
+        increment_version(tensors.values())
 
     def tuning(self, world: World) -> Any:
         """Return the tuning that holds."""

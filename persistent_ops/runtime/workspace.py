@@ -17,6 +17,7 @@ import torch
 from . import contract as _contract
 from .backend import Backend, Kernel
 from .bootstrap import Bootstrap
+from .changes import Changes
 from .contract import Contract, differences
 from .description import describe
 from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError
@@ -73,6 +74,7 @@ class Workspace:
         """Whether the current stream is being captured into a CUDA graph."""
         if backend.name == "cuda":
             self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.changes = Changes(self.is_capturing)
         backend.waits.interrupted = self.interrupted
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
@@ -160,6 +162,7 @@ class Workspace:
         """Raise what made a launch give up; the world needs `recover`."""
         if self._failure is None and self._error.state:
             self._failure = self._describe_failure()
+            self.changes.give_up()
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
 
@@ -267,6 +270,7 @@ class Workspace:
         self._error.state = 0
         self._input_error.state = 0
         self._failure = None
+        self.changes.recover()
         self._bootstrap.exchange("recovered", b"")
 
     def set_epoch(self, epoch: int) -> None:

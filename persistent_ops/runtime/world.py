@@ -74,15 +74,19 @@ class World:
         self.operator_state: dict[str, Any] = {}
         """What operators keep, by name: see `Operator.state`. They keep nothing elsewhere."""
         self._captured: dict[int, object] = {}
+        self._kernels: dict[KernelRequest, Kernel] = {}
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
         self._watch = bootstrap.watch(self.workspace.peers_changed)
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
 
     def load(self, request: KernelRequest) -> Kernel:
-        """Compile (or take from the cache) and load a kernel; peers that wait meanwhile do not count that time."""
-        with self.preparing():
-            return self.backend.load(request)
+        """Return a kernel, which may have to be compiled; peers that wait meanwhile do not count that time."""
+        kernel = self._kernels.get(request)
+        if kernel is None:
+            with self.preparing():
+                kernel = self._kernels[request] = self.backend.load(request)
+        return kernel
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""
@@ -139,6 +143,8 @@ class World:
     def check(self) -> None:
         """Wait for this PE's launches and raise what they reported."""
         self.backend.synchronize()
+        self.workspace.raise_failure()
+        self.workspace.changes.settle()
         self.workspace.raise_pending()
 
     def recover(self) -> None:
@@ -174,6 +180,7 @@ class World:
             self._watch.close()
         self.operator_state.clear()
         self._captured.clear()
+        self._kernels.clear()
         self.backend.close()
         self.bootstrap.close()
 
