@@ -343,7 +343,7 @@ def test_an_area_that_grows_renews_the_plans_but_not_those_of_graphs() -> None:
         world = current()
         state = PROBE.state(world)
         small = Launch(torch.ones(3))
-        with mock.patch.object(state.plans, "_is_capturing", return_value=True):
+        with mock.patch.object(world.workspace, "is_capturing", return_value=True):
             captured = small.plan()
             with pytest.raises(RuntimeError, match="suite_probe: the first call with these shapes"):
                 Launch(torch.ones(4))

@@ -58,11 +58,11 @@ struct Plan {
   Team team;
   RowSets sets;
   int64_t row_bytes;
-  int64_t capacity;            // rows that the result has room for
-  uint64_t progress_offset;    // in every heap: uint64_t[size][workers], by sender
-  int64_t num_workers;         // warps of all WGs
-  uint64_t gather_offset;      // in every heap: float[size][capacity][columns], by contributor; "allgather" only
-  uint64_t low_offset;         // in this PE's heap, or 0: room for low halves, [capacity][row_bytes]
+  int64_t capacity;          // rows that the result has room for
+  uint64_t progress_offset;  // in every heap: uint64_t[size][workers], by sender
+  int64_t num_workers;       // warps of all WGs
+  uint64_t gather_offset;    // in every heap: float[size][capacity][columns], by contributor; "allgather" only
+  uint64_t low_offset;       // in this PE's heap, or 0: room for low halves, [capacity][row_bytes]
   HotList* hot;
   Report* report;
   int64_t splits_partials;   // this PE's sums of duplicates need more than their 16 bits
@@ -70,8 +70,8 @@ struct Plan {
   int64_t divisor;
   int64_t all_reachable;
 };
-PO_DESCRIBE(Plan, team, sets, row_bytes, capacity, progress_offset, num_workers, gather_offset, low_offset, hot,
-            report, splits_partials, reports_overflow, divisor, all_reachable)
+PO_DESCRIBE(Plan, team, sets, row_bytes, capacity, progress_offset, num_workers, gather_offset, low_offset, hot, report,
+            splits_partials, reports_overflow, divisor, all_reachable)
 
 struct Call {
   const void* rows;      // ascending

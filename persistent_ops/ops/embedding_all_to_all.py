@@ -19,7 +19,6 @@ from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
 
-_SETS = "embedding_all_to_all.tables"  # key in a world's operator_state
 _WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", (), has_kernel=False)
 
 
@@ -97,9 +96,7 @@ def embedding_all_to_all(
         bounds,
         schedule,
     )
-    result: torch.Tensor = _operator(
-        arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), weights, complete=_complete
-    )
+    result: torch.Tensor = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), weights)
     return result
 
 
@@ -154,13 +151,11 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int
 
 
 def _table_sets(world: _world.World) -> TableSets:
-    sets = world.operator_state.get(_SETS)
-    if sets is None:
-        plans = OPERATOR.state(world).plans
-        sets = world.operator_state[_SETS] = TableSets(
-            world.make_room, lambda kept: plans.drop(lambda key: key.tables not in kept)
-        )
-    return sets  # type: ignore[no-any-return]
+    state = OPERATOR.state(world)
+    if state.own is None:
+        plans = state.plans
+        state.own = TableSets(world.make_room, lambda kept: plans.drop(lambda key: key.tables not in kept))
+    return state.own  # type: ignore[no-any-return]
 
 
 def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -218,24 +213,23 @@ def _run(
 ) -> torch.Tensor:
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
-    tables = _table_sets(world).find(weights)
-    dims = None if dim_per_rank is None else tuple(dim_per_rank)
-    batches = None if batch_per_rank is None else tuple(batch_per_rank)
-    choices = (dims, batches, dtype, mode, bounds, schedule)
-    state, num_offsets = OPERATOR.state(world), offsets.numel()
-    is_weighted, pooling = per_sample_weights is not None, average_pooling(indices.numel(), num_offsets - 1)
-    sizes = (indices.dtype, offsets.dtype, num_offsets, is_weighted, pooling)
-    key = EmbeddingKey(world.team, tables, state.tuning, *choices, *sizes)
+    state = OPERATOR.state(world)
+    tables = (state.own or _table_sets(world)).find(weights)
+    if dim_per_rank is not None:
+        dim_per_rank = tuple(dim_per_rank)
+    if batch_per_rank is not None:
+        batch_per_rank = tuple(batch_per_rank)
+    choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    num_offsets, is_weighted = offsets.numel(), per_sample_weights is not None
+    pooling = average_pooling(indices.numel(), num_offsets - 1)
+    key = EmbeddingKey(
+        world.team, tables, state.tuning, choices, indices.dtype, offsets.dtype, num_offsets, is_weighted, pooling
+    )
     plan = state.plans.find(key)
     if plan is None:
-        check_types(weights, indices, offsets, per_sample_weights, *choices, out=out)
-
-        def build() -> EmbeddingPlan:
-            completed = _completed(world, weights, offsets, *choices[:3])
-            inputs = (weights, indices, offsets, per_sample_weights)
-            return EmbeddingPlan(world, key.team, key.tuning, *inputs, *completed, *choices[3:])
-
-        plan = state.plans.make(key, build)
+        inputs = (weights, indices, offsets, per_sample_weights)
+        check_types(*inputs, dim_per_rank, batch_per_rank, out=out)
+        plan = _new_plan(world, key, *inputs)
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
         plan.check_output(out)
@@ -246,6 +240,23 @@ def _run(
     slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
     plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
     return slot.tensor(plan.dtype, plan.output_shape)
+
+
+def _new_plan(
+    world: _world.World,
+    key: EmbeddingKey,
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+) -> EmbeddingPlan:
+    def build() -> EmbeddingPlan:
+        completed = _completed(world, weights, offsets, *key.choices[:3])
+        inputs = (weights, indices, offsets, per_sample_weights)
+        return EmbeddingPlan(world, key.team, key.tuning, *inputs, *completed, *key.choices[3:])
+
+    plan: EmbeddingPlan = OPERATOR.state(world).plans.make(key, build)
+    return plan
 
 
 # ---- torch operator ------------------------------------------------------------------------------------------------
@@ -276,6 +287,7 @@ _operator = TorchOperator(
     "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule",
     _run,
     check_types,
+    complete=_complete,
     fake=_fake,
     outputs=("out",),
     no_gradient=(

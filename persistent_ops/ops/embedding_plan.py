@@ -97,17 +97,21 @@ OPERATOR = Operator(
 
 
 class EmbeddingKey(NamedTuple):
-    """What tells plans apart: tables, arguments as the caller left them, and what is known of the lookups' sizes."""
+    """What tells plans apart.
+
+    Attributes:
+        team: who exchanges.
+        tables: this PE's.
+        tuning: see `OperatorState`.
+        choices: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
+        index_dtype, offset_dtype, num_offsets, is_weighted: of the lookups.
+        pooling: see `average_pooling`.
+    """
 
     team: Team
     tables: TableSet
     tuning: Tuning | None
-    dim_per_rank: tuple[int, ...] | None
-    batch_per_rank: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    mode: str
-    bounds: str
-    schedule: str
+    choices: tuple[Any, ...]
     index_dtype: torch.dtype
     offset_dtype: torch.dtype
     num_offsets: int
@@ -264,8 +268,9 @@ class EmbeddingPlan(Plan):
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
+        device = self._device
         for name, tensor in (("indices", indices), ("offsets", offsets)):
-            if tensor.device != self._device or not tensor.is_contiguous() or tensor.dim() != 1:
+            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
                 raise ValueError(
                     f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on "
                     f"{tensor.device}"

@@ -174,7 +174,7 @@ def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0
 
 
 def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str, tag: int = 0) -> PendingSum:
-    return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced(), tag=tag)
+    return start(world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), tag=tag)
 
 
 def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
     if algorithm == "dense":
         return _through_dense(world, layout, x)
     return start(
-        world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced(), is_for_later=False
+        world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), is_for_later=False
     ).result()
 
 

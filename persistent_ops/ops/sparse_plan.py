@@ -40,7 +40,6 @@ __all__ = [
 OPS = ("sum", "mean")
 MAX_ROWS = 1 << 31
 _NAME = "sparse_all_reduce"
-_RESULTS = "sparse_all_reduce.results"  # key in a world's operator_state
 _GATHER = "gather"  # areas: all PEs' rows in fp32, for "allgather"
 _LOW = "low"  # room for lower halves of this PE's sums
 _LOOKS = 32
@@ -202,8 +201,9 @@ class Entries(NamedTuple):
     """One PE's part of a sum.
 
     Attributes:
-        rows: `[n]`, ascending.
-        order: `[n]`, int64, which of the values belongs to an entry; None: they are in order and each row occurs once.
+        rows: `[n]` or `[1, n]`, ascending.
+        order: of the same shape, int64, which of the values belongs to an entry; None: they are in order and each row
+            occurs once.
         values: `[n, ...]`, contiguous.
     """
 
@@ -247,10 +247,10 @@ class SparseState:
 
 def state_of(world: World) -> SparseState:
     """Return the world's state of this operator."""
-    state: SparseState | None = world.operator_state.get(_RESULTS)
-    if state is None:
-        state = world.operator_state[_RESULTS] = SparseState()
-    return state
+    state = OPERATOR.state(world)
+    if state.own is None:
+        state.own = SparseState()
+    return state.own  # type: ignore[no-any-return]
 
 
 class SparseKey(NamedTuple):

@@ -19,6 +19,7 @@ from ..runtime.torch_private import TensorGuards
 
 __all__ = ["TableSet", "TableSets"]
 
+_address_of = torch.Tensor.data_ptr
 _MAX_SETS = 256  # lists that change without end must not collect
 
 
@@ -58,7 +59,7 @@ class _Sighting:
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether the tensor objects are still what they were."""
-        if self.addresses != [weight.data_ptr() for weight in weights]:
+        if self.addresses != list(map(_address_of, weights)):
             return False
         return (self.guards is not None and self.guards.check(*weights)) or self.geometry == _geometry(weights)
 

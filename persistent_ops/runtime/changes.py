@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import PersistentOpsError
+from .torch_private import storage_of_weak
 
 __all__ = ["Changes", "OnAbort"]
 
@@ -34,7 +35,7 @@ class _Input:
     nbytes: int
 
     def poison(self) -> None:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)  # type: ignore[attr-defined]
+        storage = storage_of_weak(self.storage.cdata)
         if storage is not None:
             bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device)
             bytes_.set_(storage, self.first, (self.nbytes,), (1,)).fill_(0xFF)
@@ -44,7 +45,7 @@ _Place = tuple[int, int]  # of a storage, and where in it
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
 
 
 class Changes:

@@ -48,13 +48,13 @@ class Plans(dict[Hashable, _P]):
         super().__init__()
         self._world = world
         self._operator = operator
-        self._is_capturing = world.workspace.is_capturing
+        self._workspace = world.workspace
         self.most = operator.max_plans
 
     def find(self, key: Hashable, *tensors: object) -> _P | None:
         """Return the plan of a key, or None. A CUDA graph that is being captured keeps it, and `tensors`."""
         plan = self.get(key)
-        if plan is not None and self._is_capturing():
+        if plan is not None and self._workspace.is_capturing():
             self._world.keep_captured(plan, *tensors)
         return plan
 
@@ -73,7 +73,7 @@ class Plans(dict[Hashable, _P]):
 
     def refuse_capture(self) -> None:
         """Raise where the current stream is being captured: nothing can be made or set aside."""
-        if self._is_capturing():
+        if self._workspace.is_capturing():
             raise RuntimeError(
                 f"{self._operator.name}: the first call with these shapes compiles and loads its kernel, which a "
                 "CUDA-graph capture cannot do: call it once before the capture, with the same shapes and tables"
@@ -103,9 +103,11 @@ class OperatorState:
         plans: by key.
         areas: that they name.
         tuning: in place of the operator's default one, or None.
+        own: whatever else the operator keeps.
     """
 
     def __init__(self, world: World, operator: Operator) -> None:
         self.plans: Plans[Any] = Plans(world, operator)
         self.areas = Areas(world, self.plans)
         self.tuning: Any = None
+        self.own: Any = None

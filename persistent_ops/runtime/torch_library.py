@@ -27,6 +27,7 @@ class TorchOperator:
         arguments: what comes before the outputs in torch's schema language: "Tensor x, Tensor(z!) changed".
         run: what it does, whatever the device: run(*arguments, **outputs), with None for outputs that are not given.
         check: the same for what torch would refuse in words of its own.
+        complete: called with the arguments, returns them for the dispatcher: the schema wants what callers may omit.
         fake: the same for fake tensors; None where the result's shape depends on data.
         outputs: names of the tensors that may be given to be written.
         no_gradient: what a backward pass through the result raises; None: the operator has no result, its outputs must
@@ -40,6 +41,7 @@ class TorchOperator:
         run: _Run,
         check: _Run,
         *,
+        complete: Callable[..., tuple[Any, ...]] | None = None,
         fake: _Run | None = None,
         outputs: Sequence[str] = (),
         no_gradient: str | None = None,
@@ -47,6 +49,7 @@ class TorchOperator:
         self._name = name
         self._run = run
         self._check = check
+        self._complete = complete
         self._no_gradient = no_gradient
         self._writing_name = name if no_gradient is None else f"{name}_out"
         if no_gradient is not None:
@@ -69,8 +72,6 @@ class TorchOperator:
         required: tuple[torch.Tensor, ...],
         optional: tuple[torch.Tensor | None, ...] = (),
         tables: Sequence[torch.Tensor] = (),
-        *,
-        complete: Callable[..., tuple[Any, ...]] | None = None,
     ) -> Any:
         """Call it.
 
@@ -78,15 +79,13 @@ class TorchOperator:
             arguments: all that come before the outputs.
             outputs: by name, None for those that are not given.
             required, optional, tables: the tensors among both, as `is_plain` takes them.
-            complete: called with the arguments, returns them for the dispatcher, where the schema wants what the caller
-                may leave out.
         """
         if not torch.compiler.is_compiling():
             if is_plain(required, optional, tables):
                 return self._run(*arguments, **outputs)
             self._check(*arguments, **outputs)
-        if complete is not None:
-            arguments = complete(*arguments)
+        if self._complete is not None:
+            arguments = self._complete(*arguments)
         operators = torch.ops.persistent_ops
         given = [output for output in outputs.values() if output is not None]
         if not given:

@@ -72,7 +72,8 @@ class Workspace:
         self._order = StreamOrder(backend.device)
         self.is_capturing: Callable[[], bool] = _never
         """Whether the current stream is being captured into a CUDA graph."""
-        if backend.name == "cuda":
+        self._is_asynchronous = backend.name == "cuda"
+        if self._is_asynchronous:
             self.is_capturing = torch.cuda.is_current_stream_capturing
         self.changes = Changes(self.is_capturing)
         backend.waits.interrupted = self.interrupted
@@ -138,10 +139,10 @@ class Workspace:
         with self.lock:
             if self._failure is not None or self._error.state:
                 self.raise_failure()
-            if self._backend.name == "cuda":
+            if self._is_asynchronous:
                 self._order.follow(self._backend.stream())
             kernel.launch(grid, plan, call)
-        if self._backend.name == "host" and self._error.state:
+        if not self._is_asynchronous and self._error.state:
             self.raise_failure()
         if raises_input_errors and self._input_error.state:
             self.raise_pending()

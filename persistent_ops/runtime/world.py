@@ -21,6 +21,7 @@ from .description import describe
 from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
+from .plans import OperatorState
 from .team import ALONE, WORLD, Team
 from .torch_private import backward_pass
 from .workspace import Workspace
@@ -151,8 +152,9 @@ class World:
         """Start clean epochs after a failure; collective."""
         self.workspace.recover()
         for state in self.operator_state.values():
-            if isinstance(state, Forgetful):
-                state.forget()
+            own = state.own if isinstance(state, OperatorState) else state
+            if isinstance(own, Forgetful):
+                own.forget()
 
     def keep_captured(self, *used: object) -> None:
         """Keep what a CUDA graph that is being captured uses at every replay, until the world is closed."""
@@ -213,9 +215,11 @@ def current() -> World:
 
 def for_call() -> World:
     """Return this PE's world to an operator that is called; see `World.admit_caller`."""
+    admitted: World | None = getattr(_admitted, "world", None)
+    if admitted is not None and admitted is (getattr(_thread_worlds, "world", None) or _process_world):
+        return admitted
     world = current()
-    if getattr(_admitted, "world", None) is not world:
-        world.admit_caller()
+    world.admit_caller()
     return world
 
 

@@ -153,8 +153,9 @@ struct Pe {
           }
         }
       }
-      const Call call{entries.data(), order.data(), reinterpret_cast<const uint8_t*>(values.data()), count,
-                      output_offset,  rows_out.data(), &num_rows_out, nullptr};
+      const Call call{entries.data(), order.data(),  reinterpret_cast<const uint8_t*>(values.data()),
+                      count,          output_offset, rows_out.data(),
+                      &num_rows_out,  nullptr};
       po::run_on_host<Kernel>(&plan, call, static_cast<int>(options.number("--wgs")),
                               static_cast<int>(options.number("--threads")));
       if (error.state != 0) {
