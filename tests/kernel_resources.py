@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -41,7 +39,6 @@ SHAPES = tuple(1 << shape for shape in range(6))  # tables of one row shape each
 ALL_SHAPES = (1 << 6) - 1
 BLOCKS_PER_SM = 2  # GpuBackend.default_blocks_per_sm; its module cannot be imported without a GPU's packages
 REGISTERS_PER_SM = 1 << 16
-_WORLD: Any = SimpleNamespace(backend=SimpleNamespace(default_blocks_per_sm=BLOCKS_PER_SM))
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ class Embedding:
         indices, offsets = torch.empty(0, dtype=self.index), torch.empty(0, dtype=self.offset)
         weights = torch.empty(0) if self.pooling == "weighted sum" else None
         mode = "mean" if self.pooling == "mean" else "sum"
-        dtype = DTYPES[self.dtype]
-        return _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, Tuning(), _WORLD)
+        dtype, rows = DTYPES[self.dtype], Tuning().rows_in_flight
+        return _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Parts:
 
 OPERATORS = {
     "embedding_all_to_all": Parts(
-        ("ops/embedding_all_to_all.py", "ops/embedding_plan.py", "ops/table_set.py"),
+        ("ops/embedding_all_to_all.py", "ops/embedding_checks.py", "ops/embedding_plan.py", "ops/table_set.py"),
         (
             "kernels/embedding_all_to_all.cuh",
             "sched/exchange_order.cuh",

@@ -102,9 +102,10 @@ struct Call {
   const uint8_t* vectors;
   uint8_t* output;
   const uint8_t* residual;  // may be the output; null: none
+  const uint8_t* bias;      // of this launch's first row; null: none
   Shape shape;              // what `begin` has no plan for
 };
-PO_DESCRIBE(Call, weight, vectors, output, residual, shape)
+PO_DESCRIBE(Call, weight, vectors, output, residual, bias, shape)
 
 template <class Traits>
 struct Shared {

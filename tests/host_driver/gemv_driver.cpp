@@ -169,8 +169,11 @@ struct Pe {
     Plan used = plan;
     if (is_empty(launch)) used.output.num_tiles = 0;
     if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
-    const Call call{reinterpret_cast<const uint8_t*>(weight.data()), reinterpret_cast<const uint8_t*>(x.data()),
-                    reinterpret_cast<uint8_t*>(output.data()), nullptr,
+    const Call call{reinterpret_cast<const uint8_t*>(weight.data()),
+                    reinterpret_cast<const uint8_t*>(x.data()),
+                    reinterpret_cast<uint8_t*>(output.data()),
+                    nullptr,
+                    nullptr,
                     po::gemv_all_reduce::Shape::of(is_empty(launch) ? 0 : rows, rank, size, vectors, columns)};
     po::run_on_host<Kernel>(&used, call, static_cast<int>(options.number("--wgs")),
                             static_cast<int>(options.number("--threads")));
