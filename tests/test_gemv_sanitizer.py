@@ -13,6 +13,7 @@ KERNEL = "kernels/gemv_all_reduce.cuh"
 PIPELINE = "kernels/gemv/tile_pipeline.cuh"
 EXCHANGE = "kernels/gemv/packet_exchange.cuh"
 LAUNCH = "comm/launch.cuh"
+PACKETS = "comm/packets.cuh"
 SUCCESSION = "sched/succession.cuh"
 GROUPS = "platform/groups.cuh"
 MEMORY = "platform/memory.cuh"
@@ -126,7 +127,7 @@ MUTATIONS = {
     ),
     "one_area_for_all_epochs": Mutation((Edit(EXCHANGE, "return team_.epoch % 2;", "return 0;"),), SERVED, {Exit.RACE}),
     "any_packet_will_do": Mutation(
-        (Edit(EXCHANGE, "packets[i][j].flag == expected", "packets[i][j].flag != 1"),), SERVED, {Exit.WRONG_OUTPUT}
+        (Edit(PACKETS, "packets[i][j].flag == expected", "packets[i][j].flag != 1"),), SERVED, {Exit.WRONG_OUTPUT}
     ),
     "epoch_is_not_awaited": Mutation(
         (Edit(KERNEL, "    shared.told.await(0);\n    if (Pipeline", "    if (Pipeline"),), FEW_TILES, {Exit.RACE}
@@ -136,7 +137,7 @@ MUTATIONS = {
         STAGED,
         {Exit.RACE},
     ),
-    "no_fence_behind_put_packets": Mutation((Edit(EXCHANGE, "  put_fence(team);\n", ""),), STAGED, {Exit.RACE}),
+    "no_fence_behind_put_packets": Mutation((Edit(PACKETS, "  put_fence(team);\n", ""),), STAGED, {Exit.RACE}),
     "results_are_put_before_they_are_there": Mutation(
         (Edit(EXCHANGE, "    wg_.sync();\n    if (wg_.rank() != 0 ||", "    if (wg_.rank() != 0 ||"),),
         f"{STAGED} --threads=5",
@@ -157,7 +158,7 @@ MUTATIONS = {
         (Edit(KERNEL, "await_all_credits(plan.team, Warp());", "{}"),), NO_ROWS_BETWEEN, {Exit.RACE}
     ),
     "packets_of_another_contract_will_do": Mutation(
-        (Edit(EXCHANGE, "return launch_flag(team_);", "return flag_value(team_.epoch, 0);"),),
+        (Edit(PACKETS, "return launch_flag(team);", "return flag_value(team.epoch, 0);"),),
         OTHER_CONTRACT,
         {Exit.WRONG_OUTPUT},
     ),
