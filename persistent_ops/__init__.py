@@ -54,6 +54,8 @@ from .api import (
     world_size as world_size,
 )
 from .nn.ddp import ddp_sparse_hook as ddp_sparse_hook
+from .ops import all_reduce as all_reduce
+from .ops import all_reduce_rms_norm as all_reduce_rms_norm
 from .ops import embedding_all_to_all as embedding_all_to_all
 from .ops import gemv as gemv
 from .ops import gemv_all_reduce as gemv_all_reduce
