@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum a tensor over all PEs, in one kernel.
 
-    ``sum = round(x_0 + x_1 + ... + x_{P-1} + bias + residual)``, on every PE, added in fp32 in this order and rounded once.
-    Where bias and residual agree, all PEs get the same bits; so do repeated calls and all algorithms, and an element
-    has the same bits whatever others it travels with.
+    ``sum = round(x_0 + x_1 + ... + x_{P-1} + bias + residual)``, on every PE, added in fp32 in this order and rounded
+    once. Where bias and residual agree, all PEs get the same bits; so do repeated calls and all algorithms, and an
+    element has the same bits whatever others it travels with.
 
     Args:
         x: `[...]`, contiguous, float32, float16 or bfloat16, any memory of the device; the same shape on every PE.
@@ -52,7 +52,8 @@ def all_reduce(
         ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
         RuntimeError: a CUDA-graph capture meets a shape that was not called before.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else (another shape, dtype
-            or algorithm). On "cuda" they come with the next operator or `po.check()`; elements that did not arrive are NaN.
+            or algorithm). On "cuda" they come with the next operator or `po.check()`; elements that did not arrive are
+            NaN.
         NotImplementedError: in a backward pass; the operator is forward only.
 
     Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after
@@ -78,9 +79,9 @@ def all_reduce_rms_norm(
     """Sum a tensor over all PEs and take the RMS norm of the sum's rows, in one kernel.
 
     ``sum`` as `all_reduce` gives it, and of the rounded sum
-    ``norm = round(sum / sqrt(mean(sum^2) + eps) * (weight_bias + weight))`` over the last dimension, in fp32 and rounded
-    once; with `scale`, divided by it and converted to float8_e4m3fn, what is too large to +-448. The order in which
-    squares are added depends on the width alone, so a row has the same bits whatever others it travels with.
+    ``norm = round(sum / sqrt(mean(sum^2) + eps) * (weight_bias + weight))`` over the last dimension, in fp32 and
+    rounded once; with `scale`, divided by it and converted to float8_e4m3fn, what is too large to +-448. The order in
+    which squares are added depends on the width alone, so a row has the same bits whatever others it travels with.
 
     Args:
         x: `[..., D]`, as for `all_reduce`.
@@ -97,8 +98,8 @@ def all_reduce_rms_norm(
         (sum, norm), both of x's shape; the sum in x's dtype, the norm in x's or, with `scale`, in float8_e4m3fn.
 
     Raises:
-        As `all_reduce`, and ValueError: eps is negative or not finite, weight_bias not finite, a float8 norm_out without
-            a scale or a scale without a float8 norm_out.
+        As `all_reduce`, and ValueError: eps is negative or not finite, weight_bias not finite, a float8 norm_out
+            without a scale.
 
     Collective, stream and CUDA graph as for `all_reduce`; `scale` is read by the kernel.
     Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantisation).
@@ -181,8 +182,8 @@ def _execute(
 class _AllReduceOperator:
     """One of the two as torch sees it: operators that return the results and that write them, forward only.
 
-    Called with tensors and choices, it returns (sum, norm), past torch's dispatcher where nobody but the kernel wants to
-    see the call.
+    Called with tensors and choices, it returns (sum, norm), past torch's dispatcher where nobody but the kernel wants
+    to see the call.
 
     Args:
         name: of the operator; the one that writes is called `name`_out.
@@ -203,9 +204,7 @@ class _AllReduceOperator:
                 "float weight_bias"
             )
             results, written = "(Tensor, Tensor)", ", Tensor(b!) norm_out"
-        define_operator(
-            name, f"({arguments}) -> {results}", self._run, fake=self._fake, no_gradient=self._forward_only
-        )
+        define_operator(name, f"({arguments}) -> {results}", self._run, fake=self._fake, no_gradient=self._forward_only)
         define_operator(
             f"{name}_out", f"({arguments}, *, Tensor(a!) out{written}) -> ()", self._run_out, fake=self._fake_out
         )
@@ -366,7 +365,8 @@ def _check_overlap(
             if not (may_be and begin == other_begin and nbytes == other_bytes):
                 allowed = f"{other_name} itself or " if may_be else ""
                 raise ValueError(
-                    f"{name}: expected {allowed}memory apart from {other_name}, got a tensor that overlaps it; pass another one"
+                    f"{name}: expected {allowed}memory apart from {other_name}, got a tensor that overlaps it; pass "
+                    "another one"
                 )
 
 

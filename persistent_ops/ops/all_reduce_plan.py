@@ -33,8 +33,8 @@ __all__ = [
 TUNING = "all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
 ALGORITHMS = ("auto", "one_shot", "two_shot", "slices")
 FLOAT8 = torch.float8_e4m3fn
-# PEs -> the most bytes of x for which "auto" takes one shot, and two shots; a world between two sizes takes the larger one's.
-# Reckoned for NVLink (flags double what packets send; a shot more is about 1.5 us), not yet measured.
+# PEs -> the most bytes of x for which "auto" takes one shot, and two shots; a world between two sizes takes the larger
+# one's. Reckoned for NVLink (flags double what packets send; a shot more is about 1.5 us), not yet measured.
 SWITCH_POINTS = {
     1: (4 << 20, 4 << 20),
     2: (256 << 10, 256 << 10),
@@ -59,7 +59,9 @@ OPERATOR = Operator(
         "rows",
         "width",
         Field.dtype("dtype", list(SCALARS)),
-        Field("algorithm", ALGORITHMS.index, lambda word: ALGORITHMS[word] if 0 <= word < len(ALGORITHMS) else str(word)),
+        Field(
+            "algorithm", ALGORITHMS.index, lambda word: ALGORITHMS[word] if 0 <= word < len(ALGORITHMS) else str(word)
+        ),
         Field.flag("bias"),
         Field.flag("residual"),
         Field.flag("norm"),
@@ -141,7 +143,9 @@ def areas_of(world: World) -> Areas:
         words = 2 * world.size * constants["kMaxWorkers"]
         slices = room // 512 * 64 - packets - words
         if slices < 4096:
-            raise ValueError(f"heap_size: all_reduce needs 1/8 of it to be 1 MiB, and it is {room} bytes; pass more to po.init()")
+            raise ValueError(
+                f"heap_size: all_reduce needs 1/8 of it to be 1 MiB, and it is {room} bytes; pass more to po.init()"
+            )
         both = world.heap.empty((packets + slices + words,), torch.int64)
         both.zero_()
         areas = Areas(*both.split([packets, slices, words]), world.backend.private_words(0))
@@ -216,10 +220,7 @@ class AllReducePlan:
         block_bytes = self._constants["kBlockBytes"]
         self._blocks_per_row = -(-key.width * self._element // block_bytes)
         blocks = key.rows * self._blocks_per_row
-        if self.algorithm == "slices":
-            most = self._plan_slices(world, blocks)
-        else:
-            most = self._plan_packets(world, blocks)
+        most = self._plan_slices(world, blocks) if self.algorithm == "slices" else self._plan_packets(world, blocks)
         is_host = world.backend.name == "host"
         request = kernel_request(
             key.dtype,
@@ -382,6 +383,4 @@ class AllReducePlan:
                 call.eps = eps
                 call.weight_bias = weight_bias
             # What earlier operators left behind is raised once the peers have all launches of this call.
-            world.workspace.launch(
-                self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last
-            )
+            world.workspace.launch(self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last)
