@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -80,11 +81,14 @@ def norm_model(total: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     padded[:, :width] = values * values
     of_blocks = _tree(_in_turn(padded.view(len(values), groups * 32, 32, elements)))
     squares = _tree(_in_turn(of_blocks.view(len(values), groups, 32).transpose(1, 2)))
-    factor = 1.0 / torch.sqrt(squares / torch.tensor(float(width)) + torch.tensor(inputs.eps))
+    # Torch multiplies by the reciprocal of a divisor that is the same for all; numpy divides.
+    mean = squares.numpy() / np.float32(width)
+    factor = torch.from_numpy(np.float32(1) / np.sqrt(mean + np.float32(inputs.eps)))
     norm = values * factor[:, None] * (torch.tensor(inputs.weight_bias) + inputs.weight.float())
     if inputs.scale is None:
         return norm.to(total.dtype).view(total.shape)
-    return (norm / torch.tensor(inputs.scale)).clamp(-448, 448).to(FLOAT8).view(total.shape)
+    divided = torch.from_numpy(norm.numpy() / np.float32(inputs.scale))
+    return divided.clamp(-448, 448).to(FLOAT8).view(total.shape)
 
 
 def difference(found: torch.Tensor, want: torch.Tensor) -> str | None:
@@ -259,7 +263,7 @@ WORLDS = CaseWorlds(
         "2-staged": CaseWorld(2, {"transport": "staged"}, FEW),
         "3-staged-wg2": CaseWorld(3, {"transport": "staged", "host_options": {"wg_size": 2}}, FEW[1:3]),
         "2-wg3": CaseWorld(2, {"host_options": {"wg_size": 3}, "work_groups": 2}, FEW),
-        "3-rounds": CaseWorld(3, {"room_bytes": 200 << 10, "host_options": {"wg_size": 2}}, FEW),
+        "3-rounds": CaseWorld(3, {"room_bytes": 1 << 20, "host_options": {"wg_size": 2}}, FEW),
     },
     halved_by=torch.bfloat16,
 )
@@ -345,7 +349,7 @@ def test_special_values(backend: str) -> None:
 
 def test_the_model_is_close_to_fp64() -> None:
     case = Case("model", (4, 1030), torch.bfloat16, norms=True)
-    inputs = make_inputs(case, 3, 4)
+    inputs = make_inputs(case, 3, 5)
     total = sum_model(inputs)
     exact = reference(inputs.xs, inputs.bias, inputs.residual)
     assert ((total.double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-5).all()

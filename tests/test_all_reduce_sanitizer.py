@@ -18,7 +18,7 @@ LAUNCH = "comm/launch.cuh"
 ALGORITHMS = {"one_shot": "kOneShot", "two_shot": "kTwoShot", "slices": "kSlices"}
 
 _DRIVER = r"""
-// Runs the host build of all_reduce with all PEs as threads of one process, launch after launch, and checks every output.
+// Runs the host build of all_reduce with all PEs as threads of one process, and checks every output.
 #include <barrier>
 #include <cmath>
 #include <cstring>

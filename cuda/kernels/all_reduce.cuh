@@ -126,8 +126,17 @@ struct Kernel {
     wg.sync();
     if constexpr (Traits::kSharesSm) release_successor();
     if (serves(wg)) open(wg, shared);
-    if (reduces(wg)) reduce(wg, shared, call, begun);
-    if (serves(wg) && keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());
+    // With one warp (host) credits come between what it sends and what it waits for, so that a mismatch is noticed there.
+    const auto meet = [&] {
+      if (serves(wg) && keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());
+    };
+    if (reduces(wg)) {
+      reduce(wg, shared, call, begun, [&] {
+        if constexpr (kWarpSize == 1) meet();
+      });
+    } else {
+      meet();
+    }
     if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // what was put is written again later
   }
 
@@ -150,13 +159,16 @@ struct Kernel {
     if (warp.rank() == 0) close_epoch(shared.plan.team, wg);
   }
 
-  static PO_FN void reduce(const WorkGroup& wg, const Shared& shared, const Call& call, const Begun& begun) {
+  // `meet`: called when this warp has sent its elements.
+  template <class Meet>
+  static PO_FN void reduce(const WorkGroup& wg, const Shared& shared, const Call& call, const Begun& begun,
+                           const Meet& meet) {
     Worker worker = worker_of(wg);
     if constexpr (Traits::kSendsPackets) {
-      PacketReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run(begun.held);
+      PacketReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run(begun.held, meet);
     } else {
       worker.count = min_of(worker.count, static_cast<int>(shared.plan.max_workers));
-      SliceReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run();
+      SliceReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run(meet);
     }
   }
 };

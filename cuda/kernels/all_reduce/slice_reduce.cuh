@@ -34,7 +34,10 @@ class SliceReduce {
   PO_FN SliceReduce(const Plan& plan, const Call& call, const Worker& worker, bool takes_part)
       : plan_(plan), team_(plan.team), call_(call), worker_(worker), output_(plan, call), has_given_up_(!takes_part) {}
 
-  PO_FN void run() {
+  // `meet`: called first.
+  template <class Meet>
+  PO_FN void run(const Meet& meet) {
+    meet();
     if (worker_.number >= worker_.count) return;
     if (!has_given_up_) has_given_up_ = !have_granted();  // and nothing is stored
     PO_NO_UNROLL
