@@ -429,7 +429,7 @@ MUTATIONS = {
             ),
         ),
         STEPS,
-        {Exit.RACE},
+        {Exit.RACE, Exit.WRONG_OUTPUT},
         "slices",
     ),
     "no_fence_behind_put_slices": Mutation(

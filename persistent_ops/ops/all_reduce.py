@@ -138,6 +138,7 @@ def _execute(
     algorithm: str,
     eps: float,
     weight_bias: float,
+    *,
     out: _Optional,
     norm_out: _Optional,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -225,7 +226,9 @@ class _AllReduceOperator:
         optional = (weight, residual, bias, out, norm_out, scale)
         if not torch.compiler.is_compiling():
             if is_plain((x,), optional) and not (self._norms and weight is None):
-                return _execute(x, weight, residual, bias, scale, algorithm, eps, weight_bias, out, norm_out)
+                return _execute(
+                    x, weight, residual, bias, scale, algorithm, eps, weight_bias, out=out, norm_out=norm_out
+                )
             names = ("weight", "residual", "bias", "out", "norm_out", "scale")
             for name, tensor in (("x", x), *zip(names, optional, strict=True)):
                 is_needed = name == "x" or (name == "weight" and self._norms)
@@ -259,11 +262,11 @@ class _AllReduceOperator:
         return x, None, residual, bias, None, algorithm, 0.0, 0.0
 
     def _run(self, *given: Any) -> Any:
-        results = _execute(*self._arguments(given), None, None)
+        results = _execute(*self._arguments(given), out=None, norm_out=None)
         return results if self._norms else results[0]
 
     def _run_out(self, *given: Any, out: torch.Tensor, norm_out: _Optional = None) -> None:
-        _execute(*self._arguments(given), out, norm_out)
+        _execute(*self._arguments(given), out=out, norm_out=norm_out)
 
     def _fake(self, *given: Any, out: _Optional = None, norm_out: _Optional = None) -> Any:
         x, weight, residual, bias, scale, *choices = self._arguments(given)

@@ -46,7 +46,7 @@ _NAME = "all_reduce"
 _AREAS = "all_reduce.areas"
 _PLANS = "all_reduce.plans"
 _PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
-_WORD_BYTES = 8
+_MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which each warp has one block at most
 _SLICE_THREADS = 512
@@ -142,13 +142,16 @@ def areas_of(world: World) -> Areas:
         packets = int(room * _PACKET_SHARE) // 512 * 64
         words = 2 * world.size * constants["kMaxWorkers"]
         slices = room // 512 * 64 - packets - words
-        if slices < 4096:
+        least = world.size * _MOST_WAYS * constants["kBlockBytes"] // 8
+        if slices < least:
             raise ValueError(
-                f"heap_size: all_reduce needs 1/8 of it to be 1 MiB, and it is {room} bytes; pass more to po.init()"
+                f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {(least - slices) * 8} too few; pass "
+                "more to po.init()"
             )
         both = world.heap.empty((packets + slices + words,), torch.int64)
         both.zero_()
-        areas = Areas(*both.split([packets, slices, words]), world.backend.private_words(0))
+        for_packets, for_slices, for_words = both.split([packets, slices, words])
+        areas = Areas(for_packets, for_slices, for_words, world.backend.private_words(0))
         world.backend.synchronize()
         world.bootstrap.exchange("all-reduce-areas", b"")  # nobody sends before flags and words are zero
         world.operator_state[_AREAS] = areas
@@ -276,7 +279,7 @@ class AllReducePlan:
             slice_blocks = next(filled, _SLICE_BLOCKS[-1])
         slice_blocks = self._tuning.slice_blocks or slice_blocks
         room = min(areas.slices.nbytes, int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
-        ways = 2 if world.all_reachable else 3
+        ways = 2 if world.all_reachable else _MOST_WAYS
         per_worker = world.size * ways * constants["kBlockBytes"]
         if slice_blocks * per_worker > room:
             slice_blocks = 1
