@@ -247,11 +247,11 @@ def _rest() -> Iterator[Combination]:
     for dtype, algorithm, norms in itertools.product(DTYPES, ("one_shot", "two_shot"), (False, True)):
         yield AllReduce(dtype, algorithm, 256, norms)
     for dtype, norms in itertools.product(DTYPES, (False, True)):
-        yield AllReduce(dtype, "slices", 512, norms, slice_blocks=4)
-        yield AllReduce(dtype, "slices", 512, norms, slice_blocks=1 if norms else 2)
+        yield AllReduce(dtype, "slices", 512, norms, slice_blocks=2)
+    yield AllReduce("bfloat16", "slices", 512, norms=True)
     for algorithm, threads in (("one_shot", 128), ("two_shot", 128), ("two_shot", 512)):
         yield AllReduce("bfloat16", algorithm, threads, norms=True)
-    for algorithm, threads, slice_blocks in (("one_shot", 128, 1), ("two_shot", 256, 1), ("slices", 512, 4)):
+    for algorithm, threads, slice_blocks in (("one_shot", 128, 1), ("two_shot", 256, 1), ("slices", 512, 2)):
         yield AllReduce("float16", algorithm, threads, True, slice_blocks, is_aligned=False)
         for arch in ("sm_80", "sm_100"):
             yield AllReduce("bfloat16", algorithm, threads, True, slice_blocks, arch=arch)

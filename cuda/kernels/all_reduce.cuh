@@ -25,7 +25,7 @@ struct Config {
   Algorithm algorithm = Algorithm::kOneShot;
   bool norms = false;   // where the call has a weight
   bool aligned = true;  // all rows of all tensors begin at multiples of 16 bytes
-  int vectors = 1;      // blocks of a slice
+  int vectors = 1;      // blocks of a slice, 1 or 2: for more there are no registers
   int threads = 128;
 };
 

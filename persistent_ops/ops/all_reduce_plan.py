@@ -51,7 +51,7 @@ _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which each warp has one block at most
 _SLICE_THREADS = 512
 _HOST_THREADS = 128
-_SLICE_BLOCKS = (4, 2, 1)
+_SLICE_BLOCKS = (2, 1)
 OPERATOR = Operator(
     _NAME,
     (
@@ -89,7 +89,7 @@ class Tuning:
             aside (64 MiB, or 1/8 of a smaller heap) has no effect.
         work_groups: None for one per SM, or as many as there is work for.
         threads: of a WG; None for what suits the size.
-        slice_blocks: blocks (of 512 bytes) of a slice: 1, 2 or 4; None for what suits the size.
+        slice_blocks: blocks (of 512 bytes) of a slice: 1 or 2; None for what suits the size.
         one_shot_bytes, two_shot_bytes: instead of the world's entry in SWITCH_POINTS.
     """
 

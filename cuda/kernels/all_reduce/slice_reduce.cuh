@@ -175,49 +175,58 @@ class SliceReduce {
     if (has_given_up_ || !await_peers(plan_.sent_offset, kPhaseSlice, step, everybody)) {
       return give_up(step, team_.rank);
     }
+    // All vectors side by side: what is loaded in turn waits for memory in turn.
+    float sums[kVectors][kLaneChunks][Block::kElements];
+    add_up(step, sums);
+    typename Output::Addends addends[kVectors][kLaneChunks];
+    for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) { addends[v][i] = output_.addends(at); });
+    Chunks results[kVectors] = {};
+    const uint64_t offset = place(plan_.returned_offset, team_.rank);
+    for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) {
+      results[v][i] = output_.finished(sums[v][i], addends[v][i]);
+      for_each_peer([&](int pe) {
+        store_vector<kChunkBytes>(chunk_at(is_near(pe) ? pe : team_.rank, offset, v, i), results[v][i]);
+      });
+      output_.store(at, results[v][i]);
+    });
     PO_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      if (v >= count) break;
-      const int block = first_block(step, team_.rank) + v;
-      Chunks results = {};
-      PO_UNROLL
-      for (int i = 0; i < kLaneChunks; ++i) {
-        const ChunkPlace at = output_.place(block, i);
-        if (at.count == 0) continue;
-        const auto addends = output_.addends(at);
-        float sums[Block::kElements];
-        add_up(v, i, Block::load(call_.x, at.element, at.count), sums);
-        results[i] = output_.finished(sums, addends);
-        const uint64_t offset = place(plan_.returned_offset, team_.rank);
-        for_each_peer([&](int pe) {
-          store_vector<kChunkBytes>(chunk_at(is_near(pe) ? pe : team_.rank, offset, v, i), results[i]);
-        });
-        output_.store(at, results[i]);
-      }
-      output_.tell_squares(block, results, true);
+      if (v < count) output_.tell_squares(first_block(step, team_.rank) + v, results[v], true);
     }
     tell(plan_.done_offset, plan_.returned_offset, step, everybody,
          [&](int) { return place(plan_.returned_offset, team_.rank); });
   }
 
-  // In rank order, `own` in its turn.
-  PO_FN void add_up(int v, int i, const Chunk& own, float (&sums)[Block::kElements]) const {
+  // In rank order, this PE's in its turn.
+  PO_FN void add_up(int step, float (&sums)[kVectors][kLaneChunks][Block::kElements]) const {
     constexpr int kBatch = Traits::kSendersAtOnce;
     PO_UNROLL
-    for (float& sum : sums) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
+    for (int v = 0; v < kVectors; ++v) {
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        PO_UNROLL
+        for (float& sum : sums[v][i]) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
+      }
+    }
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
-      Chunk chunks[kBatch];
+      Chunks chunks[kBatch][kVectors] = {};
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
         const int pe = first + k;
-        chunks[k] = own;
-        if (pe >= team_.size || pe == team_.rank) continue;
-        chunks[k] = load_shared_vector<kChunkBytes>(chunk_at(team_.rank, place(plan_.slices_offset, pe), v, i));
+        if (pe >= team_.size) continue;
+        for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) {
+          chunks[k][v][i] =
+              pe == team_.rank
+                  ? Block::load(call_.x, at.element, at.count)
+                  : load_shared_vector<kChunkBytes>(chunk_at(team_.rank, place(plan_.slices_offset, pe), v, i));
+        });
       }
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
-        if (first + k < team_.size) Block::add_to(sums, chunks[k]);
+        if (first + k >= team_.size) continue;
+        for_each_chunk(step, team_.rank,
+                       [&](int v, int i, const ChunkPlace&) { Block::add_to(sums[v][i], chunks[k][v][i]); });
       }
     }
   }
