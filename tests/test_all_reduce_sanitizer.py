@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import ClassVar
 
-import pytest
-from host_driver.build import CUDA, HERE
-from mutations import Edit, mutated
-from sanitizer import Exit, Mutation, assert_caught, assert_silent, compile_sanitized, run_driver
-
-KERNEL = "kernels/all_reduce.cuh"
-OUTPUT = "kernels/all_reduce/block_output.cuh"
-PACKET = "kernels/all_reduce/packet_reduce.cuh"
-SLICE = "kernels/all_reduce/slice_reduce.cuh"
-PACKETS = "comm/packets.cuh"
-LAUNCH = "comm/launch.cuh"
-ALGORITHMS = {"one_shot": "kOneShot", "two_shot": "kTwoShot", "slices": "kSlices"}
+from mutations import After, Condition, Drop, Swap
+from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
 // Runs the host build of all_reduce with all PEs as threads of one process, and checks every output.
@@ -268,21 +258,6 @@ int main(int argc, char** argv) {
 """
 
 
-def _compile(cuda: Path, folder: Path, algorithm: str) -> Path:
-    source = folder / "all_reduce_driver.cpp"
-    source.write_text(_DRIVER)
-    vectors = 2 if algorithm == "slices" else 1
-    chosen = f".algorithm = Algorithm::{ALGORITHMS[algorithm]}, .norms = true, .vectors = {vectors}"
-    flags = (f"-DDRIVER_CONFIG={{.scalar = po::DType::kFloat32, {chosen}}}", "-I", str(HERE))
-    return compile_sanitized(str(source), folder / algorithm, *flags, cuda=cuda)
-
-
-@pytest.fixture(scope="module")
-def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("all_reduce_driver")
-    return {algorithm: _compile(CUDA, folder, algorithm) for algorithm in ALGORITHMS}
-
-
 PLAIN = "--pes=2 --threads=3"
 STEPS = "--pes=2 --threads=3 --rows=24"  # several of each warp
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
@@ -310,135 +285,65 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("case", CASES)
-def test_no_race(drivers: dict[str, Path], case: str, algorithm: str) -> None:
-    assert_silent(run_driver(drivers[algorithm], CASES[case]))
-
-
 MUTATIONS = {
     "sums_in_one_area_for_all_epochs": Mutation(
-        (Edit(PACKET, "plan_.sums_offset + parity() * plan_.sums_bytes", "plan_.sums_offset"),),
-        PLAIN,
-        {Exit.RACE},
-        "one_shot",
+        (Swap("sums-areas", "parity() * plan_.sums_bytes", "0"),), PLAIN, RACE, "one_shot"
     ),
     "results_in_one_area_for_all_epochs": Mutation(
-        (Edit(PACKET, "plan_.results_offset + parity() * plan_.results_bytes", "plan_.results_offset"),),
-        TROUBLE_STAGED,
-        {Exit.RACE},
-        "two_shot",
+        (Swap("results-areas", "parity() * plan_.results_bytes", "0"),), TROUBLE_STAGED, RACE, "two_shot"
     ),
-    "credits_are_not_awaited": Mutation(
-        (Edit(KERNEL, "await_all_credits(shared.plan.team, Warp());", "{}"),), NO_ROWS_BETWEEN, {Exit.RACE}, "one_shot"
-    ),
+    "credits_are_not_awaited": Mutation((Drop("packets-credits"),), NO_ROWS_BETWEEN, RACE, "one_shot"),
     "packets_of_another_contract_will_do": Mutation(
-        (Edit(PACKETS, "return launch_flag(team);", "return flag_value(team.epoch, 0);"),),
+        (Swap("packet-flag", "launch_flag(team)", "flag_value(team.epoch, 0)"),),
         OTHER_CONTRACT,
         {Exit.WRONG_OUTPUT},
         "one_shot",
     ),
     "any_packet_will_do": Mutation(
-        (Edit(PACKETS, "packets[i][j].flag == expected", "packets[i][j].flag != 1"),),
+        (Swap("packet-is-there", "packets[i][j].flag == expected", "packets[i][j].flag != 1"),),
         PLAIN,
         {Exit.WRONG_OUTPUT},
         "two_shot",
     ),
-    "sends_behind_an_aborted_launch": Mutation(
-        (Edit(PACKET, "    if (!takes_part_) return;\n", ""),), TROUBLE, {Exit.RACE}, "one_shot"
-    ),
+    "sends_behind_an_aborted_launch": Mutation((Drop("elements-take-part"),), TROUBLE, RACE, "one_shot"),
     "puts_results_behind_an_aborted_launch": Mutation(
-        (Edit(PACKET, "if (kTwoShot && takes_part_ && plan_.all", "if (kTwoShot && plan_.all"),),
-        TROUBLE_STAGED,
-        {Exit.RACE, Exit.TOOK_PART},
-        "two_shot",
+        (Swap("put-takes-part", "takes_part_", "true"),), TROUBLE_STAGED, RACE | {Exit.TOOK_PART}, "two_shot"
     ),
-    "staged_packets_before_their_word": Mutation(
-        (Edit(PACKET, "    if (is_near(sender)) return true;\n", "    if (sender >= 0) return true;\n"),),
-        STAGED,
-        {Exit.RACE},
-        "two_shot",
-    ),
-    "epoch_is_told_behind_its_use": Mutation(
-        (Edit(KERNEL, "    wg.sync();\n    if constexpr (Traits::kSharesSm)", "    if constexpr (Traits::kSharesSm)"),),
-        PLAIN,
-        {Exit.RACE},
-        "one_shot",
-    ),
+    "staged_packets_before_their_word": Mutation((Condition("packets-behind-word", "true"),), STAGED, RACE, "two_shot"),
+    "epoch_is_told_behind_its_use": Mutation((Drop("epoch-known"),), PLAIN, RACE, "one_shot"),
     "squares_are_not_awaited": Mutation(
-        (Edit(OUTPUT, "return packet.flag == flag;", "return packet.flag != 1;"),),
-        PLAIN,
-        {Exit.WRONG_OUTPUT},
-        "two_shot",
+        (Swap("squares-flag", "packet.flag == flag", "packet.flag != 1"),), PLAIN, {Exit.WRONG_OUTPUT}, "two_shot"
     ),
     "slices_without_credit": Mutation(
-        (Edit(SLICE, "has_given_up_ = !have_granted();", "has_given_up_ = false;"),),
-        f"{STEPS} --pes=3 --epochs=20",
-        {Exit.RACE, Exit.WRONG_OUTPUT},
-        "slices",
+        (Swap("slices-credit", "!have_granted()", "false"),), f"{STEPS} --pes=3 --epochs=20", RACE
     ),
-    "slices_are_not_awaited": Mutation(
-        (
-            Edit(
-                SLICE, "has_given_up_ || !await_peers(plan_.sent_offset, kPhaseSlice, step, everybody)", "has_given_up_"
-            ),
-        ),
-        PLAIN,
-        {Exit.RACE},
-        "slices",
-    ),
+    "slices_are_not_awaited": Mutation((Condition("slices-await", "has_given_up_"),), PLAIN, RACE),
     "returned_slices_are_not_awaited": Mutation(
-        (
-            Edit(
-                SLICE,
-                "!has_given_up_ && await_peers(plan_.done_offset, kPhaseSliceResult, step, has)",
-                "!has_given_up_",
-            ),
-        ),
-        PLAIN,
-        {Exit.RACE},
-        "slices",
+        (Swap("returned-await", "await_peers(plan_.done_offset, kPhaseSliceResult, step, has)", "true"),), PLAIN, RACE
     ),
     "steps_do_not_release": Mutation(
-        (Edit(SLICE, "flag_store_release_sys(", "flag_store_relaxed_sys("),), PLAIN, {Exit.RACE}, "slices"
+        (Swap("step-release", "flag_store_release_sys", "flag_store_relaxed_sys"),), PLAIN, RACE
     ),
     "steps_do_not_acquire": Mutation(
-        (Edit(LAUNCH, "*seen = flag_load_acquire_sys(word);", "*seen = flag_load_relaxed_sys(word);"),),
-        PLAIN,
-        {Exit.RACE},
-        "slices",
+        (Swap("step-acquire", "flag_load_acquire_sys", "flag_load_relaxed_sys"),), PLAIN, RACE
     ),
-    "any_step_will_do": Mutation(
-        (
-            Edit(
-                LAUNCH,
-                "const uint64_t expected = flag_value(team.epoch, step);",
-                "const uint64_t expected = flag_value(team.epoch, step != 0);",
-            ),
-        ),
-        STEPS,
-        {Exit.RACE, Exit.WRONG_OUTPUT},
-        "slices",
-    ),
+    "any_step_will_do": Mutation((Swap("step-expected", "step", "step != 0"),), STEPS, RACE),
     "places_are_used_again_before_they_are_free": Mutation(
-        (
-            Edit(
-                SLICE,
-                "      if (!has_given_up_) send(step);\n      reduce(step);\n",
-                "      if (step == 0) send(step);\n      reduce(step);\n      send(step + 1);\n",
-            ),
-        ),
-        STEPS,
-        {Exit.RACE, Exit.WRONG_OUTPUT},
-        "slices",
+        (Condition("step-send", "step == 0"), After("step-reduce", "send(step + 1);")), STEPS, RACE
     ),
-    "no_fence_behind_put_slices": Mutation(
-        (Edit(SLICE, "        put_fence(team_);\n", ""),), STAGED, {Exit.RACE, Exit.WRONG_OUTPUT}, "slices"
-    ),
+    "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE),
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_caught(tmp_path: Path, name: str) -> None:
-    mutation = MUTATIONS[name]
-    assert_caught(_compile(mutated(tmp_path, mutation.edits), tmp_path, mutation.build), mutation)
+def _build(algorithm: str, vectors: int = 1) -> Build:
+    config = f".algorithm = Algorithm::{algorithm}, .norms = true, .vectors = {vectors}"
+    return Build((f"-DDRIVER_CONFIG={{.scalar = po::DType::kFloat32, {config}}}",))
+
+
+class TestAllReduce(SanitizerSuite):
+    builds: ClassVar = {
+        "one_shot": _build("kOneShot"),
+        "two_shot": _build("kTwoShot"),
+        "slices": _build("kSlices", vectors=2),
+    }
+    driver: ClassVar = Driver(_DRIVER, builds, dict.fromkeys(builds, CASES), MUTATIONS, "slices")

@@ -30,6 +30,7 @@ MUTATIONS = {
     "test_all_reduce_sanitizer": (test_all_reduce_sanitizer.MUTATIONS, "9"),
 }
 SUITES = (
+    test_all_reduce_sanitizer.TestAllReduce,
     test_embedding_sanitizer.TestEmbeddingAllToAll,
     test_gemv_sanitizer.TestGemvAllReduce,
     test_sparse_sanitizer.TestSparseAllReduce,
