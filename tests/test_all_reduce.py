@@ -22,7 +22,7 @@ from worlds import CaseWorld, CaseWorlds, dead_peer, error_of, gave_up, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce import reference
-from persistent_ops.ops.all_reduce_plan import FLOAT8, SWITCH_POINTS, TUNING, Tuning, choose_algorithm, plans_of
+from persistent_ops.ops.all_reduce_plan import FLOAT8, OPERATOR, SWITCH_POINTS, Tuning, choose_algorithm
 
 MB = 1 << 20
 ALGORITHMS = ("one_shot", "two_shot", "slices")
@@ -131,13 +131,13 @@ CASES = [
     Case("matrix, fp16", (7, 333), torch.float16),
     Case("larger", (9001,)),
     Case("shifted, fp16", (5, 77), torch.float16, is_shifted=True),
+    Case("norm, no rows", (0, 64), norms=True),
     Case("norm, one row", (1, 4096), norms=True),
     Case("norm, ragged rows, fp16", (5, 301), torch.float16, norms=True),
     Case("norm, narrow rows, fp32", (67, 3), torch.float32, norms=True),
     Case("norm, many blocks, fp32", (2, 5000), torch.float32, norms=True),
     Case("norm, a batch", (3, 2, 520), norms=True),
     Case("norm, shifted", (3, 264), norms=True, is_shifted=True),
-    Case("norm, no rows", (0, 64), norms=True),
 ]
 FEW = [case for case in CASES if case.name in ("ragged, fp32", "larger", "norm, a batch", "norm, ragged rows, fp16")]
 # By iteration: what is passed, and where results go: to new memory, to an output, or into an input's place.
@@ -246,7 +246,7 @@ def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> di
     po.init(backend, operator_timeout=30.0, heap_size=64 << 20, **options)
     try:
         if tuning:
-            po.runtime.world.current().operator_state[TUNING] = Tuning(**tuning)
+            OPERATOR.tune(po.runtime.world.current(), Tuning(**tuning))
         return {case.name: check_case(case) for case in CASES if case.name in names}
     finally:
         po.finalize()
@@ -281,12 +281,12 @@ def _rounds() -> list[Any]:
     """Large tensors in rounds: packets in several launches, slices in many steps of one."""
     world = po.runtime.world.current()
     problems: list[Any] = []
-    world.operator_state[TUNING] = Tuning(room_bytes=100 << 10)
+    OPERATOR.tune(world, Tuning(room_bytes=100 << 10))
     case = Case("rounds", (65, 1000), torch.float16, norms=True)
     problems.append(check_case(case, range(3))[0])
     problems.append(check_case(Case("rounds, flat", (70001,)), (0, 1))[0])
-    counts = {plan.algorithm: len(plan.launches) for plan in plans_of(world).values()}
-    world.operator_state.pop(TUNING)
+    counts = {plan.algorithm: len(plan.launches) for plan in OPERATOR.state(world).plans.values()}
+    OPERATOR.tune(world, None)
     problems.append(check_case(case, (4,))[0])
     return [*problems, counts["one_shot"] > 2, counts["two_shot"] > 2, counts["slices"]]
 
@@ -308,7 +308,7 @@ def _batches() -> list[str]:
         for algorithm in ALGORITHMS:
             for rows in (slice(0, 1), slice(3, 5), slice(2, 9), torch.tensor([8, 1, 4])):
                 for groups in (None, 2):
-                    po.runtime.world.current().operator_state[TUNING] = Tuning(work_groups=groups)
+                    OPERATOR.tune(po.runtime.world.current(), Tuning(work_groups=groups))
                     found = po.all_reduce_rms_norm(x[rows].contiguous(), w, algorithm=algorithm)
                     for name, part, all_rows in zip(("sum", "norm"), found, whole, strict=True):
                         if (what := difference(part, all_rows[rows].cpu())) is not None:
@@ -681,7 +681,7 @@ def test_wrong_argument(backend: str, name: str) -> None:
 
 
 def _small_heap() -> list[Any]:
-    po.runtime.world.current().operator_state[TUNING] = Tuning(room_bytes=32 << 10)
+    OPERATOR.tune(po.runtime.world.current(), Tuning(room_bytes=32 << 10))
     row = torch.ones(2, 90000, device=po.device())
     refused = error_of(lambda: po.all_reduce_rms_norm(row, row[0], algorithm="one_shot"))
     total, _ = po.all_reduce_rms_norm(row, row[0], algorithm="slices")

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.torch_library import define_operator
-from .all_reduce_plan import ALGORITHMS, FLOAT8, OPERATOR, SCALARS, TUNING, AllReducePlan, Key, areas_of, plans_of
-from .plain_call import is_plain
+from ..runtime.plans import Plans
+from ..runtime.torch_library import TorchOperator
+from .all_reduce_plan import (
+    ALGORITHMS,
+    FLOAT8,
+    OPERATOR,
+    SCALARS,
+    AllReduceKey,
+    AllReducePlan,
+    choose_algorithm,
+    reserve_room,
+)
 
 __all__ = ["all_reduce", "all_reduce_rms_norm", "reference"]
 
 _Optional = torch.Tensor | None
+_FORWARD_ONLY = "{} is forward only: call it under torch.no_grad(), or use {} where gradients are needed"
 
 
 def all_reduce(
@@ -60,7 +70,8 @@ def all_reduce(
     it. Needs at most 64 MiB of the symmetric heap, whatever the size of x.
     Source: one-shot and two-shot all-reduce of "Demystifying NCCL" (LL protocol) and of TensorRT-LLM's custom kernels.
     """
-    return _all_reduce(x, None, residual, bias, out, None, None, algorithm)[0]
+    total: torch.Tensor = _all_reduce((x, residual, bias, algorithm), {"out": out}, (x,), (residual, bias, out))
+    return total
 
 
 def all_reduce_rms_norm(
@@ -104,11 +115,12 @@ def all_reduce_rms_norm(
     Collective, stream and CUDA graph as for `all_reduce`; `scale` is read by the kernel.
     Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantisation).
     """
-    total, norm = _all_reduce_rms_norm(
-        x, weight, residual, bias, out, norm_out, scale, algorithm, float(eps), float(weight_bias)
+    arguments = (x, weight, residual, bias, scale, algorithm, float(eps), float(weight_bias))
+    outputs = {"out": out, "norm_out": norm_out}
+    results: tuple[torch.Tensor, torch.Tensor] = _all_reduce_rms_norm(
+        arguments, outputs, (x, weight), (residual, bias, scale, out, norm_out)
     )
-    assert norm is not None
-    return total, norm
+    return results
 
 
 def reference(
@@ -138,9 +150,8 @@ def _execute(
     algorithm: str,
     eps: float,
     weight_bias: float,
-    *,
-    out: _Optional,
-    norm_out: _Optional,
+    out: _Optional = None,
+    norm_out: _Optional = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Check, find or make the plan, launch it, return the results."""
     world = _world.for_call()
@@ -162,124 +173,40 @@ def _execute(
     is_aligned = not together & 15 and (rows == 1 or width * dtype.itemsize % 16 == 0)
     if out is not None or norm_out is not None:
         _check_overlap(x, residual, bias, weight, total, norm)
-    tuning = world.operator_state.get(TUNING)
-    key = Key(
-        rows, width, dtype, algorithm, bias is not None, residual is not None, weight is not None, is_aligned, tuning
+    state = OPERATOR.state(world)
+    has_bias, has_residual, norms = bias is not None, residual is not None, weight is not None
+    key = AllReduceKey(
+        world.team, rows, width, dtype, algorithm, has_bias, has_residual, norms, is_aligned, state.tuning
     )
-    plans = plans_of(world)
-    plan = plans.get(key)
-    if plan is None:
-        areas_of(world)  # collective
-        plan = OPERATOR.keep(world, plans, key, AllReducePlan(world, key))
-    world.keep_captured(plan)
+    plan = state.plans.find(key) or _new_plan(world, key)
     if out is not None:
         increment_version(out)
     if norm_out is not None:
         increment_version(norm_out)
-    plan.launch(world, addresses, eps, weight_bias, 0 if norm is None else norm.element_size())
+    plan.launch(addresses, eps, weight_bias, 0 if norm is None else norm.element_size())
     return total, norm
 
 
-class _AllReduceOperator:
-    """One of the two as torch sees it: operators that return the results and that write them, forward only.
-
-    Called with tensors and choices, it returns (sum, norm), past torch's dispatcher where nobody but the kernel wants
-    to see the call.
-
-    Args:
-        name: of the operator; the one that writes is called `name`_out.
-        norms: whether there is a norm.
-        instead: what gives gradients.
-    """
-
-    def __init__(self, name: str, *, norms: bool, instead: str) -> None:
-        self._name = name
-        self._norms = norms
-        self._forward_only = (
-            f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
-        )
-        arguments, results, written = "Tensor x, Tensor? residual, Tensor? bias, str algorithm", "Tensor", ""
-        if norms:
-            arguments = (
-                "Tensor x, Tensor weight, Tensor? residual, Tensor? bias, Tensor? scale, str algorithm, float eps, "
-                "float weight_bias"
-            )
-            results, written = "(Tensor, Tensor)", ", Tensor(b!) norm_out"
-        define_operator(name, f"({arguments}) -> {results}", self._run, fake=self._fake, no_gradient=self._forward_only)
-        define_operator(
-            f"{name}_out", f"({arguments}, *, Tensor(a!) out{written}) -> ()", self._run_out, fake=self._fake_out
-        )
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: _Optional,
-        residual: _Optional,
-        bias: _Optional,
-        out: _Optional,
-        norm_out: _Optional,
-        scale: _Optional,
-        algorithm: str,
-        eps: float = 0.0,
-        weight_bias: float = 0.0,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        optional = (weight, residual, bias, out, norm_out, scale)
-        if not torch.compiler.is_compiling():
-            if is_plain((x,), optional) and not (self._norms and weight is None):
-                return _execute(
-                    x, weight, residual, bias, scale, algorithm, eps, weight_bias, out=out, norm_out=norm_out
-                )
-            names = ("weight", "residual", "bias", "out", "norm_out", "scale")
-            for name, tensor in (("x", x), *zip(names, optional, strict=True)):
-                is_needed = name == "x" or (name == "weight" and self._norms)
-                if not isinstance(tensor, torch.Tensor) and (tensor is not None or is_needed):
-                    raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        operators = torch.ops.persistent_ops
-        given: tuple[Any, ...] = (x, residual, bias, algorithm)
-        if self._norms:
-            given = (x, weight, residual, bias, scale, algorithm, eps, weight_bias)
-        if out is None and norm_out is None:
-            results = getattr(operators, self._name)(*given)
-            return results if self._norms else (results, None)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *optional)):
-            name = "norm_out" if out is None else "out"
-            raise NotImplementedError(f"{name}: cannot be given where gradients are recorded. {self._forward_only}")
-        total = torch.empty_like(x) if out is None else out
-        if not self._norms:
-            getattr(operators, f"{self._name}_out")(*given, out=total)
-            return total, None
-        norm = norm_out
-        if norm is None:
-            norm = torch.empty_like(x, dtype=x.dtype if scale is None else FLOAT8)
-        getattr(operators, f"{self._name}_out")(*given, out=total, norm_out=norm)
-        return total, norm
-
-    def _arguments(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return x, weight, residual, bias, scale, algorithm, eps and weight_bias of what torch passes."""
-        if self._norms:
-            return given
-        x, residual, bias, algorithm = given
-        return x, None, residual, bias, None, algorithm, 0.0, 0.0
-
-    def _run(self, *given: Any) -> Any:
-        results = _execute(*self._arguments(given), out=None, norm_out=None)
-        return results if self._norms else results[0]
-
-    def _run_out(self, *given: Any, out: torch.Tensor, norm_out: _Optional = None) -> None:
-        _execute(*self._arguments(given), out=out, norm_out=norm_out)
-
-    def _fake(self, *given: Any, out: _Optional = None, norm_out: _Optional = None) -> Any:
-        x, weight, residual, bias, scale, *choices = self._arguments(given)
-        norm_dtype = _check(x, weight, residual, bias, scale, out, norm_out, None)
-        _check_choices(*choices)
-        total = torch.empty_like(x)
-        return (total, torch.empty_like(x, dtype=norm_dtype)) if self._norms else total
-
-    def _fake_out(self, *given: Any, out: torch.Tensor, norm_out: _Optional = None) -> None:
-        self._fake(*given, out=out, norm_out=norm_out)
+def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
+    """Make a plan; for "auto", find the one that it means."""
+    reserve_room(world)  # collective
+    plans: Plans[AllReducePlan] = OPERATOR.state(world).plans
+    if key.algorithm != "auto":
+        return plans.make(key, lambda: AllReducePlan(world, key))
+    nbytes = key.rows * key.width * key.dtype.itemsize
+    meant = key._replace(algorithm=choose_algorithm(world.size, nbytes, key.tuning))
+    plan = plans[key] = plans.find(meant) or _new_plan(world, meant)
+    return plan
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _check_types(required: dict[str, Any], optional: dict[str, Any]) -> None:
+    """Raise for what is no tensor."""
+    for name, tensor in (required | optional).items():
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in required):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
 def _check(
@@ -373,7 +300,59 @@ def _check_overlap(
                 )
 
 
-_all_reduce = _AllReduceOperator("all_reduce", norms=False, instead="torch.distributed.nn.all_reduce")
-_all_reduce_rms_norm = _AllReduceOperator(
-    "all_reduce_rms_norm", norms=True, instead="torch.distributed.nn.all_reduce + torch.nn.functional.rms_norm"
+# ---- torch operators -----------------------------------------------------------------------------------------------
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: _Optional,
+    residual: _Optional,
+    bias: _Optional,
+    scale: _Optional,
+    algorithm: str,
+    eps: float,
+    weight_bias: float,
+    out: _Optional = None,
+    norm_out: _Optional = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    norm_dtype = _check(x, weight, residual, bias, scale, out, norm_out, None)
+    _check_choices(algorithm, eps, weight_bias)
+    return torch.empty_like(x), torch.empty_like(x, dtype=norm_dtype)
+
+
+def _of_sum(function: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., torch.Tensor]:
+    """Return what a function of all_reduce_rms_norm is to all_reduce."""
+
+    def without_norm(
+        x: torch.Tensor, residual: _Optional, bias: _Optional, algorithm: str, out: _Optional = None
+    ) -> torch.Tensor:
+        return function(x, None, residual, bias, None, algorithm, 0.0, 0.0, out)[0]
+
+    return without_norm
+
+
+_all_reduce = TorchOperator(
+    "all_reduce",
+    "Tensor x, Tensor? residual, Tensor? bias, str algorithm",
+    _of_sum(_execute),
+    lambda x, residual, bias, algorithm, **outputs: _check_types(
+        {"x": x}, {"residual": residual, "bias": bias, **outputs}
+    ),
+    fake=_of_sum(_fake),
+    outputs=("out",),
+    no_gradient=_FORWARD_ONLY.format("all_reduce", "torch.distributed.nn.all_reduce"),
+)
+_all_reduce_rms_norm = TorchOperator(
+    "all_reduce_rms_norm",
+    "Tensor x, Tensor weight, Tensor? residual, Tensor? bias, Tensor? scale, str algorithm, float eps, "
+    "float weight_bias",
+    _execute,
+    lambda x, weight, residual, bias, scale, *choices, **outputs: _check_types(
+        {"x": x, "weight": weight}, {"residual": residual, "bias": bias, "scale": scale, **outputs}
+    ),
+    fake=_fake,
+    outputs=("out", "norm_out"),
+    no_gradient=_FORWARD_ONLY.format(
+        "all_reduce_rms_norm", "torch.distributed.nn.all_reduce + torch.nn.functional.rms_norm"
+    ),
 )

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
 from ..runtime.operator import Operator
+from ..runtime.plans import Plan
+from ..runtime.team import Team
 from ..runtime.world import World, upload
 
 __all__ = [
@@ -19,18 +22,14 @@ __all__ = [
     "OPERATOR",
     "SCALARS",
     "SWITCH_POINTS",
-    "TUNING",
+    "AllReduceKey",
     "AllReducePlan",
-    "Areas",
-    "Key",
     "Tuning",
-    "areas_of",
     "choose_algorithm",
     "kernel_request",
-    "plans_of",
+    "reserve_room",
 ]
 
-TUNING = "all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
 ALGORITHMS = ("auto", "one_shot", "two_shot", "slices")
 FLOAT8 = torch.float8_e4m3fn
 # PEs -> the most bytes of x for which "auto" takes one shot, and two shots; a world between two sizes takes the larger
@@ -43,8 +42,10 @@ SWITCH_POINTS = {
     64: (16 << 10, 256 << 10),
 }
 _NAME = "all_reduce"
-_AREAS = "all_reduce.areas"
-_PLANS = "all_reduce.plans"
+_PACKETS = "packets"  # areas: elements and sums, each in two parities
+_SLICES = "slices"
+_STEPS = "steps"  # words: steps that have been sent, then steps whose results have
+_SQUARES = "squares"  # packets with the sums of squares of one launch's blocks, private; grows
 _PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
 _MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
@@ -52,32 +53,6 @@ _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which each warp ha
 _SLICE_THREADS = 512
 _HOST_THREADS = 128
 _SLICE_BLOCKS = (2, 1)
-OPERATOR = Operator(
-    _NAME,
-    (
-        "world_size",
-        "rows",
-        "width",
-        Field.dtype("dtype", list(SCALARS)),
-        Field(
-            "algorithm", ALGORITHMS.index, lambda word: ALGORITHMS[word] if 0 <= word < len(ALGORITHMS) else str(word)
-        ),
-        Field.flag("bias"),
-        Field.flag("residual"),
-        Field.flag("norm"),
-        "work_groups",
-        "threads",
-        "slice_blocks",
-        "first_element",
-    ),
-    phases={
-        "kPhaseSums": "its elements of block {index}",
-        "kPhaseResult": "the sum of block {index}, which it owns",
-        "kPhaseSlice": "its elements of a slice for warp {index}",
-        "kPhaseSliceResult": "the sum of a slice that it owns, for warp {index}",
-    },
-)
-_ROOM = Operator("room for all_reduce's packets and slices", ("world_size", "room_bytes"), has_kernel=False)
 
 
 @dataclass(frozen=True)
@@ -101,9 +76,49 @@ class Tuning:
     two_shot_bytes: int | None = None
 
 
-class Key(NamedTuple):
-    """What a plan depends on."""
+OPERATOR = Operator(
+    _NAME,
+    (
+        "rows",
+        "width",
+        Field.dtype("dtype", list(SCALARS)),
+        Field(
+            "algorithm", ALGORITHMS.index, lambda word: ALGORITHMS[word] if 0 <= word < len(ALGORITHMS) else str(word)
+        ),
+        Field.flag("bias"),
+        Field.flag("residual"),
+        Field.flag("norm"),
+        "work_groups",
+        "threads",
+        "slice_blocks",
+        "first_element",
+    ),
+    phases={
+        "kPhaseSums": "its elements of block {index}",
+        "kPhaseResult": "the sum of block {index}, which it owns",
+        "kPhaseSlice": "its elements of a slice for warp {index}",
+        "kPhaseSliceResult": "the sum of a slice that it owns, for warp {index}",
+    },
+    default_tuning=Tuning(),
+)
+_ROOM = Operator("room for all_reduce's packets and slices", ("room_bytes",), has_kernel=False)
 
+
+class AllReduceKey(NamedTuple):
+    """What tells plans apart.
+
+    Attributes:
+        team: who sums.
+        rows, width: of x; one row where nothing depends on rows.
+        dtype: of x.
+        algorithm: of ALGORITHMS; `AllReducePlan` is made for what "auto" means.
+        has_bias, has_residual: whether they are added.
+        norms: whether the norm is wanted.
+        is_aligned: whether every row of every tensor begins at a multiple of 16 bytes.
+        tuning: see `OperatorState`.
+    """
+
+    team: Team
     rows: int
     width: int
     dtype: torch.dtype
@@ -115,57 +130,27 @@ class Key(NamedTuple):
     tuning: Tuning | None
 
 
-@dataclass
-class Areas:
-    """A world's memory for this operator.
-
-    Attributes:
-        packets: symmetric.
-        slices: symmetric.
-        words: symmetric; steps that have been sent, and steps whose results have.
-        squares: packets with the sums of squares of one launch's blocks, private; grows.
-    """
-
-    packets: torch.Tensor
-    slices: torch.Tensor
-    words: torch.Tensor
-    squares: torch.Tensor
-
-
-def areas_of(world: World) -> Areas:
-    """Return the world's room; collective the first time."""
-    areas: Areas | None = world.operator_state.get(_AREAS)
-    if areas is None:
-        constants = OPERATOR.begin_plan(world).constants
-        room = min(Tuning().room_bytes, world.backend.heap_bytes // 8)
-        world.meet(_ROOM.contract(world.size, room))
-        packets = int(room * _PACKET_SHARE) // 512 * 64
-        words = 2 * world.size * constants["kMaxWorkers"]
-        slices = room // 512 * 64 - packets - words
-        least = world.size * _MOST_WAYS * constants["kBlockBytes"] // 8
-        if slices < least:
-            raise ValueError(
-                f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {(least - slices) * 8} too few; pass "
-                "more to po.init()"
-            )
-        both = world.heap.empty((packets + slices + words,), torch.int64)
-        both.zero_()
-        for_packets, for_slices, for_words = both.split([packets, slices, words])
-        areas = Areas(for_packets, for_slices, for_words, world.backend.private_words(0))
-        world.backend.synchronize()
-        world.bootstrap.exchange("all-reduce-areas", b"")  # nobody sends before flags and words are zero
-        world.operator_state[_AREAS] = areas
-    return areas
+def reserve_room(world: World) -> None:
+    """See to the world's room for packets and slices; collective the first time."""
+    constants = OPERATOR.prepare(world).constants
+    room = min(OPERATOR.default_tuning.room_bytes, world.backend.heap_bytes // 8)
+    packets = int(room * _PACKET_SHARE) // 512 * 512
+    steps = 2 * world.size * constants["kMaxWorkers"] * 8
+    slices = room // 512 * 512 - packets - steps
+    least = world.size * _MOST_WAYS * constants["kBlockBytes"]
+    if slices < least:
+        raise ValueError(
+            f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {least - slices} too few; pass more to "
+            "po.init()"
+        )
+    sizes = {_PACKETS: packets, _SLICES: slices, _STEPS: steps}
+    needs = [Need(name, nbytes, is_zeroed=True) for name, nbytes in sizes.items()]
+    OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, room))
 
 
-def plans_of(world: World) -> dict[Key, AllReducePlan]:
-    """Return the world's plans."""
-    plans: dict[Key, AllReducePlan] = world.operator_state.setdefault(_PLANS, {})
-    return plans
-
-
-def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning) -> str:
+def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None) -> str:
     """Return what "auto" means for a tensor of so many bytes."""
+    tuning = tuning or OPERATOR.default_tuning
     one_shot, two_shot = next(points for pes, points in sorted(SWITCH_POINTS.items()) if world_size <= pes)
     if nbytes <= (one_shot if tuning.one_shot_bytes is None else tuning.one_shot_bytes):
         return "one_shot"
@@ -194,8 +179,7 @@ def kernel_request(
     return KernelRequest(_NAME, tuple(config.items()), threads, overlaps_predecessor=True)
 
 
-@dataclass
-class _Launch:
+class _Launch(NamedTuple):
     """One launch: a range of the elements, and what its call has for all calls."""
 
     first_element: int
@@ -204,26 +188,29 @@ class _Launch:
     address: int
 
 
-class AllReducePlan:
-    """One key's kernel and plans; the world's areas must be there.
+class AllReducePlan(Plan):
+    """One key's kernel and plans; the world's room must be there.
+
+    Attributes:
+        algorithm: of the key.
+        launches: one after the other, in every call.
 
     Raises:
         ValueError: a row finds no room for its packets.
     """
 
-    def __init__(self, world: World, key: Key) -> None:
-        description = OPERATOR.begin_plan(world)
+    def __init__(self, world: World, key: AllReduceKey) -> None:
+        description = OPERATOR.prepare(world)
         self._structs, self._constants = description.structs, description.constants
-        self._key, self._tuning = key, key.tuning or Tuning()
+        self._world, self._key = world, key
+        self._tuning: Tuning = key.tuning or OPERATOR.default_tuning
+        self._areas = OPERATOR.state(world).areas
         self._element = key.dtype.itemsize
-        nbytes = key.rows * key.width * self._element
         self.algorithm = key.algorithm
-        if key.algorithm == "auto":
-            self.algorithm = choose_algorithm(world.size, nbytes, self._tuning)
         block_bytes = self._constants["kBlockBytes"]
         self._blocks_per_row = -(-key.width * self._element // block_bytes)
         blocks = key.rows * self._blocks_per_row
-        most = self._plan_slices(world, blocks) if self.algorithm == "slices" else self._plan_packets(world, blocks)
+        most = self._plan_slices(blocks) if self.algorithm == "slices" else self._plan_packets(blocks)
         is_host = world.backend.name == "host"
         request = kernel_request(
             key.dtype,
@@ -241,18 +228,30 @@ class AllReducePlan:
                 f"work_groups, threads: {resident} WGs of {self._threads} threads fit the GPU, not {self._grid}; a "
                 "persistent grid must be resident as a whole"
             )
-        self._squares = self._take_squares(world, min(blocks, most)) if key.norms else None
-        self.launches = [self._launch(world, *part) for part in self._parts(most)]
+        if key.norms:
+            self._areas.reserve_private(_SQUARES, max(min(blocks, most), 1) * self._constants["sizeof(Packet)"])
+            self.areas = (_SQUARES,)
+        self._parts = [self._part(*each) for each in self._ranges(most)]
+        self.place()
+
+    def place(self) -> None:
+        self.held = squares = self._areas[_SQUARES] if self.areas else None
+        self.launches = []
+        for first_element, struct, call in self._parts:
+            struct.squares = 0 if squares is None else squares.address
+            words = upload(self._world.backend, bytes(struct))
+            self.launches.append(_Launch(first_element, call, words, words.data_ptr()))
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
 
-    def _plan_packets(self, world: World, blocks: int) -> int:
+    def _plan_packets(self, blocks: int) -> int:
         """Choose grid and WGs; return how many blocks a launch has room for."""
-        room = min(areas_of(world).packets.nbytes, int(self._tuning.room_bytes * _PACKET_SHARE))
-        per_block = 2 * (world.size + 1) * self._constants["kBlockPacketBytes"]  # of both parities
-        self._packet_blocks = areas_of(world).packets.nbytes // per_block
+        world, team, area_bytes = self._world, self._key.team, self._areas.nbytes_of(_PACKETS)
+        room = min(area_bytes, int(self._tuning.room_bytes * _PACKET_SHARE))
+        per_block = 2 * (team.size + 1) * self._constants["kBlockPacketBytes"]  # of both parities
+        self._packet_blocks = area_bytes // per_block
         most = room // per_block
-        if not world.all_reachable:
+        if not team.all_reachable:
             most = min(most, world.workspace.max_ready_words // 2)
         here = min(blocks, most)
         num_sms = world.backend.num_sms
@@ -265,9 +264,9 @@ class AllReducePlan:
         self._slice_blocks, self._max_workers = 1, 0
         return most
 
-    def _plan_slices(self, world: World, blocks: int) -> int:
+    def _plan_slices(self, blocks: int) -> int:
         """Choose grid, WGs and slices; return how many blocks a launch can have."""
-        areas, constants = areas_of(world), self._constants
+        world, team, constants = self._world, self._key.team, self._constants
         self._threads = self._tuning.threads or _SLICE_THREADS
         num_sms = world.backend.num_sms
         workers = num_sms * (self._threads // 32 - 1)
@@ -275,29 +274,22 @@ class AllReducePlan:
             self._threads, workers = _HOST_THREADS, constants["kMaxWorkers"]
             slice_blocks = 2
         else:
-            filled = (v for v in _SLICE_BLOCKS if blocks >= workers * world.size * v)
+            filled = (v for v in _SLICE_BLOCKS if blocks >= workers * team.size * v)
             slice_blocks = next(filled, _SLICE_BLOCKS[-1])
         slice_blocks = self._tuning.slice_blocks or slice_blocks
-        room = min(areas.slices.nbytes, int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
-        ways = 2 if world.all_reachable else _MOST_WAYS
-        per_worker = world.size * ways * constants["kBlockBytes"]
+        room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
+        ways = 2 if team.all_reachable else _MOST_WAYS
+        per_worker = team.size * ways * constants["kBlockBytes"]
         if slice_blocks * per_worker > room:
             slice_blocks = 1
         self._slice_blocks = slice_blocks
         self._max_workers = max(1, min(workers, constants["kMaxWorkers"], room // (slice_blocks * per_worker)))
-        steps = -(-blocks // (world.size * slice_blocks))
+        steps = -(-blocks // (team.size * slice_blocks))
         self._grid = max(1, min(self._tuning.work_groups or num_sms, steps, self._max_workers))
         self._packet_blocks = 0
-        return min(constants["kMaxSteps"] * self._grid * world.size * slice_blocks, _MOST_BLOCKS)
+        return min(constants["kMaxSteps"] * self._grid * team.size * slice_blocks, _MOST_BLOCKS)
 
-    def _take_squares(self, world: World, blocks: int) -> torch.Tensor:
-        """Return private room for a packet per block; what is larger than before serves later plans too."""
-        areas, words = areas_of(world), blocks * self._constants["sizeof(Packet)"] // 8
-        if areas.squares.numel() < words:
-            areas.squares = world.backend.private_words(words)
-        return areas.squares
-
-    def _parts(self, most: int) -> list[tuple[int, int, int]]:
+    def _ranges(self, most: int) -> list[tuple[int, int, int]]:
         """Return first element, rows and width of each launch, which has at most so many blocks."""
         key = self._key
         if key.rows == 1 and not key.norms and not key.has_bias:
@@ -316,10 +308,11 @@ class AllReducePlan:
 
     # ---- launches --------------------------------------------------------------------------------------------------
 
-    def _launch(self, world: World, first_element: int, rows: int, width: int) -> _Launch:
-        key, areas, base = self._key, areas_of(world), world.backend.heap_base
+    def _part(self, first_element: int, rows: int, width: int) -> tuple[int, Any, Any]:
+        """Return a launch's first element, its plan but for the squares, and what its call has for all calls."""
+        key, team, world = self._key, self._key.team, self._world
         contract = OPERATOR.contract(
-            world.size,
+            team,
             key.rows,
             key.width,
             key.dtype,
@@ -332,40 +325,34 @@ class AllReducePlan:
             self._slice_blocks,
             first_element,
         )
+        packets, slices, steps = (self._areas[name] for name in (_PACKETS, _SLICES, _STEPS))
         block_bytes = self._constants["kBlockPacketBytes"]
-        sums_bytes = world.size * self._packet_blocks * block_bytes
-        slices = areas.slices.data_ptr() - base
-        slice_bytes = world.size * self._max_workers * self._slice_blocks * self._constants["kBlockBytes"]
-        words = areas.words.data_ptr() - base
-        team = world.workspace.team(contract)
+        sums_bytes = team.size * self._packet_blocks * block_bytes
+        slice_bytes = team.size * self._max_workers * self._slice_blocks * self._constants["kBlockBytes"]
         plan = self._structs["Plan"](
-            team=team,
-            sums_offset=areas.packets.data_ptr() - base,
+            team=world.workspace.team(contract),
+            sums_offset=packets.offset,
             sums_bytes=sums_bytes,
-            results_offset=areas.packets.data_ptr() - base + 2 * sums_bytes,
+            results_offset=packets.offset + 2 * sums_bytes,
             results_bytes=self._packet_blocks * block_bytes,
-            slices_offset=slices,
-            returned_offset=slices + slice_bytes,
-            staging_offset=slices + 2 * slice_bytes,
+            slices_offset=slices.offset,
+            returned_offset=slices.offset + slice_bytes,
+            staging_offset=slices.offset + 2 * slice_bytes,
             max_workers=self._max_workers,
-            sent_offset=words,
-            done_offset=words + areas.words.nbytes // 2,
-            squares=0 if self._squares is None else self._squares.data_ptr(),
-            all_reachable=int(world.all_reachable),
+            sent_offset=steps.offset,
+            done_offset=steps.offset + steps.nbytes // 2,
+            all_reachable=int(team.all_reachable),
         )
         for pe, heap in enumerate(world.backend.peer_heaps):
             plan.heaps[pe] = heap
         per_row = -(-width * self._element // self._constants["kBlockBytes"])
         shape = self._structs["RowBlocks"](width=width, num_rows=rows if width else 0, blocks_per_row=per_row)
-        uploaded = upload(world.backend, bytes(plan))
-        call = self._structs["Call"](rows=shape, local=team.local)
-        return _Launch(first_element, call, uploaded, uploaded.data_ptr())
+        return first_element, plan, self._structs["Call"](rows=shape, local=plan.team.local)
 
-    def launch(self, world: World, addresses: list[int], eps: float, weight_bias: float, norm_element: int) -> None:
+    def launch(self, addresses: list[int], eps: float, weight_bias: float, norm_element: int) -> None:
         """Launch on the current stream.
 
         Args:
-            world: of this PE.
             addresses: of x, residual, bias, sum, weight, norm and scale; 0 where there is none.
             eps, weight_bias: of the norm.
             norm_element: bytes of an element of the norm.
@@ -386,4 +373,6 @@ class AllReducePlan:
                 call.eps = eps
                 call.weight_bias = weight_bias
             # What earlier operators left behind is raised once the peers have all launches of this call.
-            world.workspace.launch(self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last)
+            self._world.workspace.launch(
+                self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last
+            )

@@ -16,7 +16,7 @@ _Run = Callable[..., Any]
 
 
 class TorchOperator:
-    """torch.ops.persistent_ops.`name`, which returns its result, and `name`_out, which writes it; forward only.
+    """torch.ops.persistent_ops.`name`, which returns its results, and `name`_out, which writes them; forward only.
 
     A call that nobody but the kernel wants to see goes to `run` at once; it saves most of the host's share. Any other
     one is checked, completed, and goes through torch's dispatcher, behind which `run` comes too. `run` finds or makes
@@ -29,7 +29,8 @@ class TorchOperator:
         check: the same for what torch would refuse in words of its own.
         complete: called with the arguments, returns them for the dispatcher: the schema wants what callers may omit.
         fake: the same for fake tensors; None where the result's shape depends on data.
-        outputs: names of the tensors that may be given to be written.
+        outputs: names of the tensors that may be given to be written: the results, where there are several. Where some
+            of these are given, `fake` makes the others.
         no_gradient: what a backward pass through the result raises; None: the operator has no result, its outputs must
             be given, and `name` itself writes them.
     """
@@ -49,11 +50,13 @@ class TorchOperator:
         self._name = name
         self._run = run
         self._check = check
+        self._fake = fake
         self._complete = complete
         self._no_gradient = no_gradient
         self._writing_name = name if no_gradient is None else f"{name}_out"
         if no_gradient is not None:
-            _define(name, f"({arguments}) -> Tensor", run, fake)
+            results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
+            _define(name, f"({arguments}) -> {results}", run, fake)
 
             def refuse(context: object, *gradients: torch.Tensor) -> None:
                 raise NotImplementedError(no_gradient)
@@ -87,14 +90,18 @@ class TorchOperator:
         if self._complete is not None:
             arguments = self._complete(*arguments)
         operators = torch.ops.persistent_ops
-        given = [output for output in outputs.values() if output is not None]
+        given = [name for name, output in outputs.items() if output is not None]
         if not given:
             return getattr(operators, self._name)(*arguments)
         records = self._no_gradient is not None and torch.is_grad_enabled()
         if records and any(tensor is not None and tensor.requires_grad for tensor in (*required, *optional, *tables)):
-            raise NotImplementedError(f"out: cannot be given where gradients are recorded. {self._no_gradient}")
+            raise NotImplementedError(f"{given[0]}: cannot be given where gradients are recorded. {self._no_gradient}")
+        if len(given) < len(outputs):
+            assert self._fake is not None
+            made = zip(outputs.items(), self._fake(*arguments, **outputs), strict=True)
+            outputs = {name: new if output is None else output for (name, output), new in made}
         getattr(operators, self._writing_name)(*arguments, **outputs)
-        return given[0]
+        return tuple(outputs.values()) if len(outputs) > 1 else outputs[given[0]]
 
 
 def _define(name: str, signature: str, run: _Run, fake: _Run | None) -> None:
