@@ -756,6 +756,9 @@ def _in_torch() -> list[str]:
         kinds = [(type(t), t.shape, t.dtype) for t in (*results, po.all_reduce(fake, bias=fake_weight))]
         if kinds != [(FakeTensor, x.shape, dtype) for dtype in (x.dtype, FLOAT8, x.dtype)]:
             problems.append(f"fake: {kinds}")
+        total, norm = po.all_reduce_rms_norm(fake, fake_weight, norm_out=(norm_out := torch.empty_like(fake)))
+        if norm is not norm_out or type(total) is not FakeTensor or total.shape != x.shape:
+            problems.append(f"fake, norm_out alone: {total}")
         with pytest.raises(ValueError, match="algorithm: expected"):
             po.all_reduce(fake, algorithm="ring")
         with pytest.raises(ValueError, match="bias: expected"):
@@ -769,7 +772,8 @@ def test_in_torch(backend: str) -> None:
 
 def _compiled() -> list[bool]:
     def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, norm = po.all_reduce_rms_norm(torch.relu(x), weight, residual=residual)
+        norm_out = torch.empty_like(x)
+        hidden, norm = po.all_reduce_rms_norm(torch.relu(x), weight, residual=residual, norm_out=norm_out)
         out = torch.empty_like(hidden)
         po.all_reduce(2 * norm, residual=hidden, out=out)
         return out, hidden + 1
