@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .gemv_call import execute, gemv_operator
+from .gemv_call import GemvOperator, execute
 
 __all__ = ["gemv"]
 
@@ -15,12 +15,12 @@ def _run(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     prefetch_weight: bool,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     return execute(weight, x, bias, residual, "one_shot", None, prefetch_weight, out, is_alone=True)
 
 
-_operator = gemv_operator(
+_operator = GemvOperator(
     "gemv", "bool prefetch_weight", _run, lambda prefetch_weight, dtype: None, "torch.nn.functional.linear"
 )
 
@@ -65,6 +65,4 @@ def gemv(
     Not collective: the other PEs need not call it. On the current stream; the first call with a shape is blocking. May
     be captured in a CUDA graph after it; replays that contain it should not overlap on a PE, which is safe but slow.
     """
-    arguments = (weight, x, bias, residual, prefetch_weight)
-    result: torch.Tensor = _operator(arguments, {"out": out}, (weight, x), (bias, residual, out))
-    return result
+    return _operator(weight, x, bias, residual, out, prefetch_weight)

@@ -26,7 +26,6 @@ class KernelRequest:
         arena_bytes: of memory of its own that a WG has on the GPU, beside what the kernel declares.
         overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
             kernel must wait for that end itself.
-        holds_call: whether each thread has the call in registers; see cuda/platform/entry.cuh.
     """
 
     name: str
@@ -34,7 +33,6 @@ class KernelRequest:
     threads: int
     arena_bytes: int = 0
     overlaps_predecessor: bool = False
-    holds_call: bool = False
 
     def source(self) -> KernelSource:
         """Return what is compiled; a compiler that lays a struct out in another way than the description refuses it."""
@@ -43,8 +41,7 @@ class KernelRequest:
             values = ", ".join(f".{name} = {value}" for name, value in self.config)
             kernel = f"Kernel<{space}::Config{{{values}}}>"
         check = f"namespace {space} {{ {description_of(self.name).layout} }}"
-        entry = "PO_ENTRY_HOLDING_CALL" if self.holds_call else "PO_ENTRY"
-        tail = f"{check}\n{entry}({self.name}, {space}::{kernel})\n"
+        tail = f"{check}\nPO_ENTRY({self.name}, {space}::{kernel})\n"
         return KernelSource(f"kernels/{self.name}.cuh", head="#include <cstddef>\n", tail=tail)
 
 
