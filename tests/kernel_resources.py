@@ -29,7 +29,7 @@ from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
-from persistent_ops.runtime.jit import KernelResources, compile_cuda
+from persistent_ops.runtime.jit import KernelResources, _scan, compile_cuda
 from persistent_ops.runtime.toolchain import find_nvcc
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -237,14 +237,8 @@ def everything() -> list[Combination]:
 @functools.cache
 def _headers(entry: str) -> str:
     """Return a kernel's header and all that it includes of ours, without comments and layout."""
-    waiting, texts = [entry], {}
-    while waiting:
-        name = waiting.pop()
-        if name not in texts and (CUDA / name).exists():
-            text = (CUDA / name).read_text()
-            waiting += re.findall(r'#include "([^"]+)"', text)
-            texts[name] = " ".join(re.sub(r"//[^\n]*", "", text).split())
-    return "".join(f"{name}\n{texts[name]}\n" for name in sorted(texts))
+    texts = {name: re.sub(r"//[^\n]*", "", (CUDA / name).read_text()) for name in sorted(_scan(CUDA, entry))}
+    return "".join(f"{name}\n{' '.join(text.split())}\n" for name, text in texts.items())
 
 
 def code_of(combination: Combination) -> str:

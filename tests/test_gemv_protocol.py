@@ -415,4 +415,4 @@ def test_packets_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
 def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> None:
     for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
         assert "PE 1" in survivor.text, survivor
-        assert survivor.seconds < 30.0  # of the 60 of operator_timeout
+        assert survivor.seconds < 12.0

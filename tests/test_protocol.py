@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_late_pe(backend: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_timeout_names_the_peer_and_recovery_works(backend: str, tmp_path: Path, options: dict[str, Any]) -> None:
-    soonest = 2 * _TIMEOUT
+    soonest = math.inf
     for attempt in range(3):  # a busy machine adds to the time, and takes nothing from it
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -218,9 +219,9 @@ def test_timeout_names_the_peer_and_recovery_works(backend: str, tmp_path: Path,
             assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text
             assert seen["again"][0] == "PeerTimeoutError", "a failed world takes no launch before po.recover()"
         soonest = min(soonest, max(seen["error"][2] for seen in results[1:]))
-        if soonest < 2 * _TIMEOUT:
+        if soonest < 1.6 * _TIMEOUT:
             break
-    assert soonest < 2 * _TIMEOUT, "it gives up once, not one wait after the other"
+    assert soonest < 1.6 * _TIMEOUT, "it gives up once, not one wait after the other"
 
 
 @pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
@@ -266,9 +267,16 @@ def test_bad_input(backend: str, kind: str, bounds: str) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_dead_peer(backend: str, how: str, tmp_path: Path) -> None:
-    for survivor in dead_peer(_checked, backend, how, tmp_path):
-        assert "PE 1" in survivor.text, survivor
-        assert survivor.seconds < 30.0  # of the 60 of operator_timeout
+    soonest = math.inf
+    for attempt in range(3):  # a busy machine adds to the time, and takes nothing from it
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        survivors = dead_peer(_checked, backend, how, folder)
+        assert all("PE 1" in survivor.text for survivor in survivors), survivors
+        soonest = min(soonest, max((survivor.seconds for survivor in survivors), default=0.0))
+        if soonest < 6.0:
+            break
+    assert soonest < 6.0
 
 
 def test_peer_that_exits(backend: str, tmp_path: Path) -> None:

@@ -562,4 +562,4 @@ def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> No
     for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
         # Not always PE 1 by name: one survivor may have all that it needs of it, and wait for the other.
         assert "PE " in survivor.text, survivor
-        assert survivor.seconds < 30.0  # of the 60 of operator_timeout
+        assert survivor.seconds < 12.0

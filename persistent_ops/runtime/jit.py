@@ -302,7 +302,7 @@ def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize:
     if sanitize is not None:
         flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1" if optimize else "-O0"]
     else:
-        flags += ["-O1"] if optimize else ["-O0", "-g"]  # -O3 takes twice as long, and nobody waits for these kernels
+        flags += ["-O1"] if optimize else ["-O0", "-g"]  # -O3 takes twice as long to compile
     sources = _scan(root, source.entry)
     key = _key(source, sources, target="host", flags=flags, compiler=compiler.identity, launcher=compiler.command[:-1])
     stem = Path(source.entry).stem
