@@ -15,7 +15,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_all_to_all import reference
-from persistent_ops.ops.embedding_plan import TUNING, Tuning
+from persistent_ops.ops.embedding_plan import OPERATOR, Tuning
 
 Inputs = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None]
 NUM_ITERATIONS = 6
@@ -135,8 +135,7 @@ def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequen
 def check_case(case: Case) -> str | None:
     """Run one case on this PE, in step with its peers; return what is wrong, or None."""
     rank, world, device = po.rank(), po.world_size(), po.device()
-    state = po.runtime.world.current().operator_state
-    state[TUNING] = Tuning(**case.tuning) if case.tuning else None
+    OPERATOR.tune(po.runtime.world.current(), Tuning(**case.tuning) if case.tuning else None)
     split = split_of(case, world)
     problem = None
     tables = [weight.to(device) for weight in make_inputs(case, rank, world, 0)[0]]
@@ -169,7 +168,7 @@ def check_case(case: Case) -> str | None:
             held.append(output)
     if problem is None and any(not bool(output.isnan().all()) for output in held if output.numel()):
         problem = "a result changed while it was held"
-    state[TUNING] = None
+    OPERATOR.tune(po.runtime.world.current(), None)
     return problem
 
 

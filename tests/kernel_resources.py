@@ -19,11 +19,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
+from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
@@ -41,7 +40,6 @@ SHAPES = tuple(1 << shape for shape in range(6))  # tables of one row shape each
 ALL_SHAPES = (1 << 6) - 1
 BLOCKS_PER_SM = 2  # GpuBackend.default_blocks_per_sm; its module cannot be imported without a GPU's packages
 REGISTERS_PER_SM = 1 << 16
-_WORLD: Any = SimpleNamespace(backend=SimpleNamespace(default_blocks_per_sm=BLOCKS_PER_SM))
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class Embedding:
         indices, offsets = torch.empty(0, dtype=self.index), torch.empty(0, dtype=self.offset)
         weights = torch.empty(0) if self.pooling == "weighted sum" else None
         mode = "mean" if self.pooling == "mean" else "sum"
-        dtype = DTYPES[self.dtype]
-        return _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, Tuning(), _WORLD)
+        dtype, rows = DTYPES[self.dtype], Tuning().rows_in_flight
+        return _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,39 @@ class Sparse:
         )
 
 
-Combination = Embedding | Barrier | Gemv | Sparse
+@dataclass(frozen=True)
+class AllReduce:
+    """One compilation of the kernel of all_reduce."""
+
+    dtype: str
+    algorithm: str
+    threads: int
+    norms: bool = False
+    slice_blocks: int = 1
+    is_aligned: bool = True
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        parts = [self.arch, self.dtype, self.algorithm, f"{self.threads} threads"]
+        if self.algorithm == "slices":
+            parts.append(f"of {self.slice_blocks} blocks")
+        flags = {"with norm": self.norms, "unaligned": not self.is_aligned}
+        return f"all_reduce {' '.join((*parts, *(name for name, is_so in flags.items() if is_so)))}"
+
+    def request(self) -> KernelRequest:
+        """Return what the plan would have compiled."""
+        return all_reduce_kernel_request(
+            DTYPES[self.dtype],
+            self.algorithm,
+            norms=self.norms,
+            is_aligned=self.is_aligned,
+            slice_blocks=self.slice_blocks,
+            threads=self.threads,
+        )
+
+
+Combination = Embedding | Barrier | Gemv | Sparse | AllReduce
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -208,6 +238,17 @@ def _rest() -> Iterator[Combination]:
     yield Sparse("float32", 4, "owner", is_aligned=False)
     for arch in ("sm_80", "sm_100"):
         yield Sparse("bfloat16", 8192, "owner", arch=arch)
+    for dtype, algorithm, norms in itertools.product(DTYPES, ("one_shot", "two_shot"), (False, True)):
+        yield AllReduce(dtype, algorithm, 256, norms)
+    for dtype, norms in itertools.product(DTYPES, (False, True)):
+        yield AllReduce(dtype, "slices", 512, norms, slice_blocks=2)
+    yield AllReduce("bfloat16", "slices", 512, norms=True)
+    for algorithm, threads in (("one_shot", 128), ("two_shot", 128), ("two_shot", 512)):
+        yield AllReduce("bfloat16", algorithm, threads, norms=True)
+    for algorithm, threads, slice_blocks in (("one_shot", 128, 1), ("two_shot", 256, 1), ("slices", 512, 2)):
+        yield AllReduce("float16", algorithm, threads, True, slice_blocks, is_aligned=False)
+        for arch in ("sm_80", "sm_100"):
+            yield AllReduce("bfloat16", algorithm, threads, True, slice_blocks, arch=arch)
     for arch in ("sm_80", "sm_100"):
         yield Gemv("bfloat16", 1, "one_shot", arch=arch)
         yield Gemv("float16", 16, "two_phase", comm_dtype="float16", arch=arch)
@@ -223,9 +264,15 @@ def sample() -> list[Combination]:
             Barrier(arch),
             Gemv("bfloat16", 1, "one_shot", prefetches=arch == "sm_90", arch=arch, lets_in=_lets_in(arch)),
             Sparse("bfloat16", 8192, "owner", arch=arch),
+            AllReduce("bfloat16", "one_shot", 128, norms=True, arch=arch),
         )
     ]
-    return [*each, Gemv("bfloat16", 16, "two_phase", lets_in="kAtEnd"), Sparse("float16", 8192, "allgather")]
+    most = (
+        Gemv("bfloat16", 16, "two_phase", lets_in="kAtEnd"),
+        Sparse("float16", 8192, "allgather"),
+        AllReduce("float32", "slices", 512, norms=True, slice_blocks=2),
+    )
+    return [*each, *most]
 
 
 def everything() -> list[Combination]:

@@ -86,7 +86,7 @@ class Driver:
     """What an operator gives to the suite.
 
     Attributes:
-        source: in host_driver/.
+        source: in host_driver/, or its text.
         builds: by name.
         cases: of each build, the arguments with which it must end as expected and without a word of the sanitizer.
         mutations: by name.
@@ -133,7 +133,12 @@ class Programs:
             folder.mkdir()
             own = self._driver.builds[build]
             root = mutated_by(folder, {0: own.edits, **mutations}, "mutant")
-            compile_source(self._driver.source, folder / "driver", *_FLAGS, *own.flags, *flags, cuda=root)
+            source = self._driver.source
+            if "\n" in source:
+                text, source = source, str(folder / "driver.cpp")
+                Path(source).write_text(text)
+            headers = ("-I", str(HERE))
+            compile_source(source, folder / "driver", *_FLAGS, *own.flags, *flags, *headers, cuda=root)
         return folder / "driver"
 
 

@@ -181,11 +181,11 @@ def test_a_wrong_option_gives_exit_code_2(
 def test_a_grid_is_swept_as_a_product_or_a_star() -> None:
     options: Any = importlib.import_module("embedding.options")
     tune: Any = importlib.import_module("embedding.tune")
-    grid = options.parse_grid("threads=256:192,local_delay=0:0.5,blocks_per_sm=none:3")
-    assert grid == (("threads", (256, 192)), ("local_delay", (0.0, 0.5)), ("blocks_per_sm", (None, 3)))
-    seen = [(t.threads, t.local_delay, t.blocks_per_sm) for t in tune.combinations(grid, "product")]
+    grid = options.parse_grid("threads=256:192,local_delay=0:0.5,work_groups=none:3")
+    assert grid == (("threads", (256, 192)), ("local_delay", (0.0, 0.5)), ("work_groups", (None, 3)))
+    seen = [(t.threads, t.local_delay, t.work_groups) for t in tune.combinations(grid, "product")]
     assert len(seen) == len(set(seen)) == 1 + 8  # the default comes first
-    star = [(t.threads, t.local_delay, t.blocks_per_sm) for t in tune.combinations(grid, "star")]
+    star = [(t.threads, t.local_delay, t.work_groups) for t in tune.combinations(grid, "star")]
     none = None
     assert star == [(none, 0.0, none), (256, 0.0, none), (192, 0.0, none), (none, 0.5, none), (none, 0.0, 3)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from host_driver.build import CUDA
 
-from persistent_ops.ops import embedding_plan, gemv_plan, sparse_plan
+from persistent_ops.ops import all_reduce_plan, embedding_plan, gemv_plan, sparse_plan
 from persistent_ops.runtime import backend, description
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.description import Description, describe, description_of
@@ -18,8 +18,8 @@ from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.jit import KernelSource, compile_host
 from persistent_ops.runtime.operator import COMM, Operator
 
-OPERATORS = (embedding_plan.OPERATOR, gemv_plan.OPERATOR, sparse_plan.OPERATOR)
-KERNELS = ("barrier", "ceilings", "embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce")
+OPERATORS = (embedding_plan.OPERATOR, gemv_plan.OPERATOR, sparse_plan.OPERATOR, all_reduce_plan.OPERATOR)
+KERNELS = ("barrier", "ceilings", "embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce", "all_reduce")
 HEAD = "#include <cstddef>\n"
 
 

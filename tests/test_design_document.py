@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import test_all_reduce_sanitizer
 import test_embedding_sanitizer
 import test_gemv_sanitizer
 import test_gemv_vectors
@@ -17,17 +18,19 @@ from mutations import Edit, tags
 REPOSITORY = Path(__file__).resolve().parent.parent
 CUDA = REPOSITORY / "cuda"
 TEXT = (CUDA / "DESIGN.md").read_text()
-SECTIONS = {part[0]: part for part in re.split(r"^## (?=\d)", TEXT, flags=re.MULTILINE)[1:]}
+SECTIONS = {part.split(".")[0]: part for part in re.split(r"^## (?=\d)", TEXT, flags=re.MULTILINE)[1:]}
 FOLDERS = ("platform", "comm", "sched", "tile", "kernels")
-OPERATORS = ("embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce")
+OPERATORS = ("embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce", "all_reduce")
 # The mutations of a test file, and the section that names them where those of the shared protocol do not.
 MUTATIONS = {
     "test_embedding_sanitizer": (test_embedding_sanitizer.MUTATIONS, "3"),
     "test_gemv_sanitizer": (test_gemv_sanitizer.MUTATIONS, "7"),
     "test_gemv_vectors": (test_gemv_vectors.MUTATIONS, "7"),
     "test_sparse_sanitizer": (test_sparse_sanitizer.MUTATIONS, "8"),
+    "test_all_reduce_sanitizer": (test_all_reduce_sanitizer.MUTATIONS, "9"),
 }
 SUITES = (
+    test_all_reduce_sanitizer.TestAllReduce,
     test_embedding_sanitizer.TestEmbeddingAllToAll,
     test_gemv_sanitizer.TestGemvAllReduce,
     test_sparse_sanitizer.TestSparseAllReduce,

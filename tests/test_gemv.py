@@ -104,9 +104,11 @@ def _places() -> list[str]:
     """A team of one must own what it writes: nothing of it may be the world's."""
     world = po.runtime.world.current()
     workspace = world.workspace
-    contract = OPERATOR.contract(1, 8, 1, torch.float32, torch.float32, False, 1, 0)
+    contracts = (
+        OPERATOR.contract(team, 8, 1, torch.float32, torch.float32, False, 1, 0) for team in (world.team, world.alone)
+    )
     grant_bytes = ctypes.sizeof(describe("comm/team.cuh").structs["Grant"])
-    ours, own = workspace.team(contract), workspace.team(contract, is_alone=True)
+    ours, own = map(workspace.team, contracts)
     problems = []
     if (own.rank, own.size) != (0, 1) or own.local == ours.local:
         problems.append(f"rank {own.rank} of {own.size}, state at {own.local}")

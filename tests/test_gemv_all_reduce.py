@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +26,7 @@ from worlds import CaseWorld, CaseWorlds, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
-from persistent_ops.ops.gemv_plan import TUNING, Tuning, plans_of
-from persistent_ops.runtime import operator
+from persistent_ops.ops.gemv_plan import OPERATOR, Tuning
 
 MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -120,11 +118,11 @@ def _grids(backend: str) -> list[str]:
     for algorithm in ALGORITHMS:
         want = po.gemv_all_reduce(weight, x, algorithm=algorithm).cpu()
         for grid in (1, 2, most - 1, most):
-            world.operator_state[TUNING] = Tuning(work_groups=grid)
+            OPERATOR.tune(world, Tuning(work_groups=grid))
             found = po.gemv_all_reduce(weight, x, algorithm=algorithm).cpu()
             if (problem := difference(found, want)) is not None:
                 problems.append(f"{algorithm}, {grid} WGs: {problem}")
-        del world.operator_state[TUNING]
+        OPERATOR.tune(world, None)
     return problems
 
 
@@ -133,17 +131,22 @@ def test_the_number_of_work_groups_changes_no_bit(backend: str) -> None:
 
 
 def _fresh_biases() -> list[str]:
-    """Pass tensors that no call has seen, more often than plans are kept."""
+    """Pass tensors that no call has seen, which are one plan's, and shapes, more of them than plans are kept."""
     problems = []
-    plans = plans_of(po.runtime.world.current())
+    plans = OPERATOR.state(po.runtime.world.current()).plans
     weight, x = torch.ones(9, 4, device=po.device()), torch.ones(4, device=po.device())
     biases = [torch.full((9,), float(i), device=po.device()) for i in range(40)]
-    with mock.patch.object(operator, "_MAX_PLANS", 8):
-        outputs = [po.gemv_all_reduce(weight, x, bias=bias) for bias in biases]
+    outputs = [po.gemv_all_reduce(weight, x, bias=bias) for bias in biases]
+    if len(set(map(id, plans.values()))) != 1:
+        problems.append(f"{len(plans)} plans for one shape")
     for i, output in enumerate(outputs):
         if output.tolist() != [4.0 * po.world_size() + i] * 9:
             problems.append(f"bias {i}: {output.tolist()}")
-    if not 0 < len(plans) <= 8:
+    plans.most = 8
+    for rows in range(1, 30):
+        if (output := po.gemv_all_reduce(torch.ones(rows, 4, device=po.device()), x)).tolist() != [4.0] * rows:
+            problems.append(f"{rows} rows: {output.tolist()}")
+    if not 0 < len(plans) <= 9:  # "auto" and what it means are one
         problems.append(f"{len(plans)} plans are kept")
     return problems
 
@@ -328,7 +331,7 @@ def _huge(transport: str) -> list[str]:
                 problem = "memory around out was written"
             if problem is not None:
                 problems.append(f"{case.name}, iteration {iteration}, {algorithm}: {problem}")
-    plans = plans_of(po.runtime.world.current()).values()
+    plans = OPERATOR.state(po.runtime.world.current()).plans.values()
     if any(len(plan._launches) < 2 for plan in plans):
         problems.append("one launch was enough")
     return problems

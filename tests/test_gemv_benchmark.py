@@ -201,10 +201,10 @@ def test_tuning_reports_what_is_refused(
     plans = module("gemv.plans")
     right = plans.GemvPlan
 
-    def refuse(world: Any, *arguments: Any) -> Any:
-        if world.operator_state[plans.TUNING].work_groups == 2:
+    def refuse(world: Any, key: Any) -> Any:
+        if key.tuning.work_groups == 2:
             raise ValueError("work_groups: not today")
-        return right(world, *arguments)
+        return right(world, key)
 
     monkeypatch.setattr(plans, "GemvPlan", refuse)
     assert run(*QUICK, "--pes", "1", "--tune", "work_groups=1:2", "--out", str(tmp_path)) == 0

@@ -14,7 +14,7 @@ import torch
 from gemv_cases import ALGORITHMS, Case, Inputs, bits, expected_bits, make_inputs
 
 import persistent_ops as po
-from persistent_ops.ops.gemv_plan import plans_of
+from persistent_ops.ops.gemv_plan import OPERATOR
 
 pytestmark = pytest.mark.gpu
 MB = 1 << 20
@@ -235,7 +235,7 @@ def _chain(replays: int, prefetches: tuple[bool, ...], count: int) -> list[str]:
             problems.append(f"replay {turn}: wrong")
             break
     po.check()
-    for plan in plans_of(po.runtime.world.current()).values():
+    for plan in OPERATOR.state(po.runtime.world.current()).plans.values():
         if any(int(launch.asked[0]) for launch in plan._launches):
             problems.append("WGs are counted when all have asked for everything")
     po.finalize()
@@ -260,7 +260,7 @@ def _overlapping() -> list[int]:
                 graph.replay()
     po.check()
     assert all(torch.equal(want, y) for want, result, *_ in pairs for y in result)
-    plans = plans_of(po.runtime.world.current(), is_alone=True).values()
+    plans = OPERATOR.state(po.runtime.world.current()).plans.values()
     counted = [int(launch.asked[0]) for plan in plans for launch in plan._launches]
     po.finalize()
     return counted

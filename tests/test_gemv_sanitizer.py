@@ -94,7 +94,7 @@ MUTATIONS = {
     ),
     "credits_are_not_awaited": Mutation((Drop("gemv-credits"),), NO_ROWS_BETWEEN, RACE),
     "packets_of_another_contract_will_do": Mutation(
-        (Swap("packet-flag", "launch_flag(team_)", "flag_value(team_.epoch, 0)"),), OTHER_CONTRACT, {Exit.WRONG_OUTPUT}
+        (Swap("packet-flag", "launch_flag(team)", "flag_value(team.epoch, 0)"),), OTHER_CONTRACT, {Exit.WRONG_OUTPUT}
     ),
     "one_area_for_all_epochs_results": Mutation(
         (Swap("results-parity", "parity() * plan_.results_bytes", "0"),),

@@ -1,7 +1,8 @@
 """What the layer below the operators carries, shown with a small operator of the suite's own, which nobody else knows.
 
 Its call has a member of 128 bytes and is passed by value, it has two outputs of its own kinds, a configuration, several
-launches in a row under contracts of their own, a wait and a kind of bad input that only it can put into words.
+launches in a row under contracts of their own, a wait and a kind of bad input that only it can put into words. It is
+launched by the world or by a PE alone, changes a table and a state, and its plans name an area that grows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +19,15 @@ from host_driver.build import CUDA
 
 import persistent_ops as po
 from persistent_ops.runtime import jit
+from persistent_ops.runtime.areas import Need
 from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.changes import OnAbort
 from persistent_ops.runtime.contract import Field
+from persistent_ops.runtime.contract import describe as contract_text
 from persistent_ops.runtime.operator import Operator
-from persistent_ops.runtime.world import current, upload
+from persistent_ops.runtime.plans import Plan, Plans
+from persistent_ops.runtime.team import Team
+from persistent_ops.runtime.world import World, current, upload
 
 pytestmark = pytest.mark.host
 
@@ -51,8 +58,9 @@ PO_DESCRIBE(Descriptor, words)
 struct Plan {
   Team team;
   int64_t count;
+  uint64_t scratch_offset;  // a symmetric area of `count` words
 };
-PO_DESCRIBE(Plan, team, count)
+PO_DESCRIBE(Plan, team, count, scratch_offset)
 
 struct Call {
   const float* x;
@@ -60,8 +68,10 @@ struct Call {
   float* sums;
   int64_t* epoch_seen;
   int32_t is_silent;
+  float* table;  // [count], changed by every launch, as is the state
+  float* state;
 };
-PO_DESCRIBE(Call, x, descriptor, sums, epoch_seen, is_silent)
+PO_DESCRIBE(Call, x, descriptor, sums, epoch_seen, is_silent, table, state)
 
 struct Shared {
   Plan plan;
@@ -96,6 +106,8 @@ struct Kernel {
       for (int64_t i = 0; i < shared.plan.count; ++i) {
         const float sum = call.x[i] * kConfig.factor + static_cast<float>(added);
         call.sums[i] = kConfig.negates ? -sum : sum;
+        call.table[i] += 1;
+        call.state[i] += 1;
       }
       *call.epoch_seen = static_cast<int64_t>(team.epoch);
     }
@@ -108,10 +120,45 @@ struct Kernel {
 
 PROBE = Operator(
     "suite_probe",
-    ("world_size", Field.flag("negates"), "count"),
+    (Field.flag("negates"), "count"),
     phases={"kPhaseNeighbour": "the word of its neighbour (number {index})"},
     input_errors={"kOddWord": lambda record: ValueError(f"words: {record.value} at {record.outer}/{record.inner}")},
+    changes={"table": OnAbort.REFUSE, "state": OnAbort.POISON},
+    max_plans=4,
 )
+
+
+class Key(NamedTuple):
+    team: Team
+    count: int
+    factor: int
+    negates: bool
+    contract_count: int
+
+
+class ProbePlan(Plan):
+    """A kernel and plan of the operator."""
+
+    areas = ("scratch",)
+
+    def __init__(self, world: World, key: Key) -> None:
+        self._world, self._key = world, key
+        contract = PROBE.contract(key.team, key.negates, key.contract_count)
+        if key.team is world.team:
+            PROBE.state(world).areas.reserve([Need("scratch", 8 * key.count, is_zeroed=True)], lambda: contract)
+        else:
+            self.areas = ()
+        config = (("factor", str(key.factor)), ("negates", str(key.negates).lower()))
+        self.kernel = world.load(KernelRequest(PROBE.name, config, 64))
+        structs = PROBE.prepare(world).structs
+        self._struct: Any = structs["Plan"](team=world.workspace.team(contract), count=key.count)
+        self.call: Any = structs["Call"]()
+        self.place()
+
+    def place(self) -> None:
+        self.held = [PROBE.state(self._world).areas[name] for name in self.areas]
+        self._struct.scratch_offset = self.held[0].offset if self.held else 0
+        self.words = upload(self._world.backend, bytes(self._struct))
 
 
 @pytest.fixture(autouse=True)
@@ -123,25 +170,45 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Launch:
-    """One launch of the operator: its kernel, plan and call, with the outputs."""
+    """A call of the operator, as often as it is made: plan and tensors."""
 
-    def __init__(self, x: torch.Tensor, *, factor: int, negates: bool, contract_count: int | None = None) -> None:
+    def __init__(
+        self,
+        x: torch.Tensor,
+        *,
+        factor: int = 1,
+        negates: bool = False,
+        contract_count: int | None = None,
+        team: Team | None = None,
+    ) -> None:
         world = current()
-        structs = PROBE.begin_plan(world).structs
-        config = (("factor", str(factor)), ("negates", str(negates).lower()))
-        self._kernel = world.load(KernelRequest(PROBE.name, config, 64))
-        contract = PROBE.contract(world.size, negates, x.numel() if contract_count is None else contract_count)
-        self._plan = upload(world.backend, bytes(structs["Plan"](team=world.workspace.team(contract), count=x.numel())))
+        count = x.numel() if contract_count is None else contract_count
+        self._key = Key(team or world.team, x.numel(), factor, negates, count)
+        self.plan()
         self.sums, self.epoch = torch.zeros_like(x), torch.zeros(1, dtype=torch.int64)
-        self.call: Any = structs["Call"](
-            x=x.data_ptr(), sums=self.sums.data_ptr(), epoch_seen=self.epoch.data_ptr(), is_silent=0
-        )
+        self.table, self.state = torch.zeros_like(x), torch.zeros_like(x)
+        self.is_silent = False
         self._x = x
 
+    def plan(self) -> ProbePlan:
+        world = current()
+        plans: Plans[ProbePlan] = PROBE.state(world).plans
+        return plans.find(self._key) or plans.make(self._key, lambda: ProbePlan(world, self._key))
+
     def __call__(self, words: range) -> None:
+        plan = self.plan()
+        call = plan.call
         for place, word in enumerate(words):
-            self.call.descriptor.words[place] = word
-        current().workspace.launch(self._kernel, 1, self._plan.data_ptr(), self.call)
+            call.descriptor.words[place] = word
+        call.x, call.sums, call.epoch_seen = self._x.data_ptr(), self.sums.data_ptr(), self.epoch.data_ptr()
+        call.table, call.state, call.is_silent = self.table.data_ptr(), self.state.data_ptr(), int(self.is_silent)
+        PROBE.begin_changes(current(), table=self.table, state=self.state)
+        current().workspace.launch(plan.kernel, 1, plan.words.data_ptr(), call)
+
+
+def _twice(launch: Launch) -> None:
+    for _ in range(2):
+        launch(range(4))
 
 
 def _run(program: Any, world: int = 2, **options: Any) -> list[Any]:
@@ -192,7 +259,7 @@ def test_a_wait_is_told_in_the_operators_words_and_has_its_share_of_the_time_out
     def program() -> list[Any]:
         launch = Launch(torch.ones(3), factor=1, negates=False)
         po.barrier()
-        launch.call.is_silent = int(po.rank() == 1)
+        launch.is_silent = po.rank() == 1
         began, told = time.monotonic(), ""
         try:
             launch(range(4))  # the silent one itself has all that it waits for
@@ -200,7 +267,8 @@ def test_a_wait_is_told_in_the_operators_words_and_has_its_share_of_the_time_out
             told = str(error)
         waited = time.monotonic() - began
         po.recover()
-        launch.call.is_silent = 0
+        current().workspace.changes.loaded(launch.table)
+        launch.is_silent = False
         launch(range(4))
         return [told, waited, float(launch.sums[0])]
 
@@ -213,6 +281,7 @@ def test_a_wait_is_told_in_the_operators_words_and_has_its_share_of_the_time_out
 
 def test_a_mismatch_names_the_operators_fields() -> None:
     def program() -> str:
+        Launch(torch.ones(3))(range(4))  # sets the area aside
         launch = Launch(torch.ones(3), factor=1, negates=po.rank() == 1)
         with pytest.raises(po.ContractMismatchError) as caught:
             launch(range(4))
@@ -221,6 +290,86 @@ def test_a_mismatch_names_the_operators_fields() -> None:
     for told in _run(program):
         assert "negates is " in told
         assert "suite_probe(world_size=2, negates=" in told
+
+
+def test_a_pe_alone_launches_beside_the_world() -> None:
+    def program() -> list[Any]:
+        world, x = current(), torch.ones(3)
+        both, own = Launch(x, factor=2), Launch(x, factor=2, team=world.alone)
+        for _ in range(3 * (po.rank() == 1)):  # nobody else knows of these
+            own(range(4))
+        both(range(4))
+        contract = PROBE.contract(world.alone, False, 3)
+        told = contract_text(contract.words(14), contract)
+        return [own.sums.tolist(), both.sums.tolist(), len(PROBE.state(world).plans), told]
+
+    first, second = _run(program)
+    assert first[0] == [0.0] * 3 and second[0] == first[1] == second[1] == [8.0] * 3
+    assert first[2:] == second[2:] == [2, "suite_probe(world_size=1 (team 1), negates=False, count=3)"]
+
+
+def test_what_an_abort_does_to_the_inputs_that_a_call_changes() -> None:
+    def program() -> list[Any]:
+        settled, launch = Launch(torch.ones(3)), Launch(torch.ones(3), factor=2)
+        settled(range(4))
+        launch(range(4))
+        before = [*launch.table.tolist(), *launch.state.tolist(), launch.table._version]
+        po.check()  # what was launched up to here has completed
+        launch.is_silent = po.rank() == 1
+        with pytest.raises(po.PeerTimeoutError):
+            _twice(launch)  # the silent one is told when it comes again
+        po.recover()
+        settled(range(4))
+        launch.is_silent = False
+        with pytest.raises(
+            po.PersistentOpsError, match="table: a launch that was given up may have changed"
+        ) as refused:
+            launch(range(4))
+        poisoned = launch.state.isnan().all().item()
+        launch.table.zero_(), launch.state.zero_()
+        current().workspace.changes.loaded(launch.table)
+        launch(range(4))
+        po.check()
+        after = [*launch.table.tolist(), *launch.state.tolist()]
+        return [before, poisoned, type(refused.value).__name__, after, settled.table.tolist(), settled.state.tolist()]
+
+    for before, poisoned, error, after, *settled in _run(program, operator_timeout=4.0):
+        assert before == [1.0] * 6 + [1] and poisoned and error == "PersistentOpsError"
+        assert after == [1.0] * 6 and settled == [[2.0] * 3] * 2
+
+
+def test_an_area_that_grows_renews_the_plans_but_not_those_of_graphs() -> None:
+    def program() -> list[Any]:
+        world = current()
+        state = PROBE.state(world)
+        small = Launch(torch.ones(3))
+        with mock.patch.object(world.workspace, "is_capturing", return_value=True):
+            captured = small.plan()
+            with pytest.raises(RuntimeError, match="suite_probe: the first call with these shapes"):
+                Launch(torch.ones(4))
+        first = state.areas["scratch"]
+        large = Launch(torch.ones(1000))
+        area, renewed = state.areas["scratch"], small.plan()
+        small(range(4)), large(range(4))
+        return [
+            area is not first and area.nbytes == 8000 and not area.memory.any().item(),
+            captured is not renewed and captured.held == [first] and renewed.held == large.plan().held == [area],
+            captured in world._captured.values() and renewed.call is captured.call,
+            small.sums.tolist() == [7.0] * 3 and large.sums.tolist() == [7.0] * 1000,
+        ]
+
+    assert _run(program) == [[True] * 4] * 2
+
+
+def test_the_oldest_plans_go() -> None:
+    def program() -> list[Any]:
+        launches = [Launch(torch.ones(count), team=current().alone) for count in range(1, 9)]
+        kept = [key.count for key in PROBE.state(current()).plans]
+        for launch in launches:
+            launch(range(4))
+        return [kept, [launch.sums[0].item() for launch in launches]]
+
+    assert _run(program, world=1) == [[[5, 6, 7, 8], [7.0] * 8]]
 
 
 def test_it_stands_on_the_shared_headers_alone() -> None:

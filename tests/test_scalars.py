@@ -1,4 +1,4 @@
-"""fp16 and bf16 on the host backend convert as torch does: exactly, and rounded to nearest, ties to even."""
+"""fp16, bf16 and fp8 on the host backend convert as torch does: exactly, and rounded to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -104,3 +104,18 @@ def test_known_roundings(shim: ctypes.CDLL, name: str, value: float, expected: f
 def test_nan_stays_nan(shim: ctypes.CDLL, name: str, bits: int) -> None:
     nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert convert(getattr(shim, f"narrow_{name}"), nan, DTYPES[name]).isnan().all()
+
+
+def test_floats_round_to_float8_as_torch_rounds_and_saturate(shim: ctypes.CDLL) -> None:
+    dtype = torch.float8_e4m3fn
+    every = torch.arange(256).to(torch.uint8).view(dtype).float()
+    ordered = every[every.isfinite()].sort().values.double()
+    middles = ((ordered[1:] + ordered[:-1]) / 2).float().view(torch.int32).long()
+    random = torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0))
+    near = [middles - 1, middles, middles + 1, every.view(torch.int32).long(), random]
+    samples = torch.cat(near).to(torch.int32).view(torch.float32)
+    found = convert(shim.narrow_float8_e4m3fn, samples, dtype)
+    assert torch.equal(found.float().isnan(), samples.isnan())
+    there = ~samples.isnan()
+    expected = samples.clamp(-448, 448).to(dtype)
+    assert torch.equal(found.view(torch.uint8)[there], expected.view(torch.uint8)[there])

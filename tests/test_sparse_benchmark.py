@@ -9,12 +9,13 @@ import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import persistent_ops as po
+from persistent_ops.runtime.areas import Areas
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 OURS = ["auto", "owner", "allgather", "dense", "into", "into_owner", "into_allgather"]
@@ -469,16 +470,17 @@ def test_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         def free_bytes(self) -> int:
             return self.size - heap_used[0]
 
-    def nbytes(number: int) -> SimpleNamespace:
+    def nbytes(number: int) -> Any:
         return SimpleNamespace(nbytes=number)
 
     kept = {"headers": nbytes(2), "progress": nbytes(3), "planes": nbytes(5)}
-    state = SimpleNamespace(areas=SimpleNamespace(gather=nbytes(15), **kept))
+    areas = Areas(cast(Any, None), cast(Any, None))
+    areas.update(gather=nbytes(15), **kept)
     world = SimpleNamespace(
         backend=SimpleNamespace(name="cuda", device=None),
         check=lambda: None,
         heap=SimpleNamespace(free_list=FreeList(), reclaim=lambda: None),
-        operator_state={"sparse_all_reduce": state},
+        operator_state={"sparse_all_reduce": SimpleNamespace(areas=areas)},
     )
     methods = SimpleNamespace(symmetric_bytes=300, kept_bytes=lambda name: {"gather_add": 77, "into": 8}.get(name, 0))
     meter = module("sparse.memory").MemoryMeter(world)
@@ -501,7 +503,7 @@ def test_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert measured("auto") == 40 + (5 + 20) + (10 + 100)
     assert measured("allgather") == 40 + (5 + 40) + (10 + 100 + 15)
-    state.areas = SimpleNamespace(gather=nbytes(70), **kept)  # the earlier graphs keep the room that was too small
+    areas.update(gather=nbytes(70))  # the earlier graphs keep the room that was too small
     heap_used[0] += 70
     assert measured("allgather") == 40 + (5 + 60) + (10 + 100 + 70)
     # The room of "allgather" is not counted for others; the benchmark's buffer is the result here.

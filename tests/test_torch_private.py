@@ -65,6 +65,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
+        "torch.UntypedStorage._new_with_weak_ptr",
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.utils._python_dispatch._disable_current_modes",
     }
@@ -98,12 +99,16 @@ def test_the_list_sees_what_it_is_to_see(tmp_path: Path) -> None:
 def test_what_they_answer() -> None:
     """A torch in which a name means something else must be noticed here."""
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
 
     tensor = torch.zeros(4)
     storage = tensor.untyped_storage()._cdata
     before = torch_private.storage_use_count(storage)
     views = [tensor[:2], tensor.view(2, 2)]
     assert torch_private.storage_use_count(storage) == before + len(views)
+    weak = StorageWeakRef(tensor.untyped_storage())
+    found = torch_private.storage_of_weak(weak.cdata)
+    assert found is not None and found.data_ptr() == tensor.data_ptr()
     assert torch_private.num_dispatch_modes() == 0 and torch_private.function_transform() is None
     assert torch_private.backward_pass() == -1 and torch_private.autograd_node() is None
     seen = []

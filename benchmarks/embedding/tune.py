@@ -32,7 +32,6 @@ from .run import joined_world, prepare
 __all__ = ["combinations", "tune_pe"]
 
 _COMPILE_TIMEOUT_S = 500.0
-_STATE = "embedding_all_to_all.tuning"
 
 
 def combinations(grid: Sequence[tuple[str, Sequence[Any]]], mode: str) -> Iterator[Tuning]:
@@ -118,11 +117,11 @@ def _plan(world: World, methods: Methods, tuning: Tuning) -> EmbeddingPlan | str
     lookups = methods.sets[0]
     width = methods.config.tables * methods.config.dim
     share = methods.config.batch // world.size
-    before = world.operator_state.get(_STATE)
-    world.operator_state[_STATE] = tuning
     try:
         return EmbeddingPlan(
             world,
+            world.team,
+            tuning,
             methods.weights,
             lookups.indices,
             lookups.offsets,
@@ -136,11 +135,6 @@ def _plan(world: World, methods: Methods, tuning: Tuning) -> EmbeddingPlan | str
         )
     except (ValueError, CompileError) as error:
         return f"{type(error).__name__}: {gist(str(error))}"
-    finally:
-        if before is None:
-            del world.operator_state[_STATE]
-        else:
-            world.operator_state[_STATE] = before
 
 
 def _time(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from harness.pes import gather
 from harness.tuning import gist
 
-from persistent_ops.ops.gemv_plan import TUNING, GemvPlan, Tuning, areas_of
+from persistent_ops.ops.gemv_plan import OPERATOR, GemvKey, GemvPlan, Tuning, choose_algorithm, reserve_packets
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.world import World
 
@@ -28,7 +27,7 @@ def compile_together(world: World, wanted: Sequence[Wanted]) -> dict[int, str]:
     Returns:
         Why there is no kernel, by the place in `wanted`. GPUs are alike: what fails on one is told to all.
     """
-    areas_of(world)  # collective, which a plan that fails on one PE alone could not be
+    reserve_packets(world)  # collective, which a plan that fails on one PE alone could not be
     own = []
     for number in range(world.rank, len(wanted), world.size):
         problem = problem_of(world, *wanted[number])
@@ -40,34 +39,32 @@ def compile_together(world: World, wanted: Sequence[Wanted]) -> dict[int, str]:
 def problem_of(world: World, methods: Methods, choice: Choice, tuning: Tuning) -> str | None:
     """Return why there is no plan, or None where there is one; launches nothing."""
     shape = methods.shape
-    with tuned(world, tuning):
-        try:
-            GemvPlan(
-                world,
-                shape.rows,
-                shape.columns,
-                shape.vectors,
-                DTYPE,
-                torch.float32,
-                None,
-                choice.algorithm,
-                methods.is_aligned,
-                choice.prefetch_weight,
-            )
-        except (ValueError, RuntimeError, CompileError) as error:
-            return f"{type(error).__name__}: {gist(str(error))}"
+    try:
+        key = GemvKey(
+            world.team,
+            shape.rows,
+            shape.columns,
+            shape.vectors,
+            DTYPE,
+            None,
+            choice.algorithm,
+            methods.is_aligned,
+            choice.prefetch_weight,
+            tuning,
+        )
+        if choice.algorithm == "auto":
+            key = key._replace(algorithm=choose_algorithm(world, key))
+        GemvPlan(world, key)
+    except (ValueError, RuntimeError, CompileError) as error:
+        return f"{type(error).__name__}: {gist(str(error))}"
     return None
 
 
 @contextmanager
 def tuned(world: World, tuning: Tuning) -> Iterator[None]:
     """Let the operator take a Tuning meanwhile."""
-    before = world.operator_state.get(TUNING)
-    world.operator_state[TUNING] = tuning
+    before = OPERATOR.tune(world, tuning)
     try:
         yield
     finally:
-        if before is None:
-            del world.operator_state[TUNING]
-        else:
-            world.operator_state[TUNING] = before
+        OPERATOR.tune(world, before)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from persistent_ops.ops.sparse_plan import state_of
+from persistent_ops.ops.sparse_plan import OPERATOR
+from persistent_ops.runtime.areas import Area
 from persistent_ops.runtime.world import World
 
 from .methods import EAGER, OURS, Methods
@@ -32,15 +33,15 @@ class MemoryMeter:
         self._kept_before = 0
         self._ready = 0
         self._left_over = 0
-        self._gather_before: torch.Tensor | None = None
+        self._gather_before: Area | None = None
 
     def case_begins(self) -> None:
         """Note what earlier cases have left: what the operator keeps, and what their graphs hold on to."""
         self._kept_before = max(0, self._allocated() - self._at_start)
-        areas = state_of(self._world).areas
-        kept = () if areas is None else (areas.headers, areas.progress, areas.planes)
-        self._left_over = self._heap_in_use() - sum(tensor.nbytes for tensor in kept)
-        self._gather_before = None if areas is None else areas.gather
+        areas = OPERATOR.state(self._world).areas
+        kept = (areas.nbytes_of(name) for name in ("headers", "progress", "planes"))
+        self._left_over = self._heap_in_use() - sum(kept)
+        self._gather_before = areas.get("gather")
 
     def case_ready(self) -> None:
         """Note where the case's buffers have been allocated."""
@@ -74,8 +75,7 @@ class MemoryMeter:
 
     def _gather_bytes(self, *, is_used: bool) -> int:
         """Return what to add to what this case has taken of the heap, for the room that rows are gathered in."""
-        areas = state_of(self._world).areas
-        gather = None if areas is None else areas.gather
+        gather = OPERATOR.state(self._world).areas.get("gather")
         nbytes = 0 if gather is None else gather.nbytes
         is_of_this_case = gather is not self._gather_before
         if is_used:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from harness.pes import gather
 
-from persistent_ops.ops.sparse_plan import state_of
+from persistent_ops.ops.sparse_plan import OPERATOR
 from persistent_ops.runtime.world import World
 
 __all__ = ["PHASES", "time_phases"]
@@ -37,13 +37,15 @@ def time_phases(world: World, call: Callable[[], object], *, trials: int) -> tup
     samples: list[list[float]] = []
     gathers = False
     for _ in range(trials):
-        for plan in state_of(world).plans.values():
+        for plan in OPERATOR.state(world).plans.values():
             plan.report.state = 0
         world.barrier()
         call()
         world.check()
         launched = [
-            (list(plan.report.phase_ns), plan.gathers) for plan in state_of(world).plans.values() if plan.report.state
+            (list(plan.report.phase_ns), plan.gathers)
+            for plan in OPERATOR.state(world).plans.values()
+            if plan.report.state
         ]
         if not launched:
             raise RuntimeError("the call has not launched the operator")

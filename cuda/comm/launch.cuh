@@ -153,6 +153,18 @@ PO_FN bool await_epoch(const Team& team, const uint64_t* flag, Phase phase, int 
   return is_there;
 }
 
+// The same for a word that counts steps below the epoch: when it has come to `step` of this one.
+PO_FN bool await_step(const Team& team, const uint64_t* word, uint64_t step, Phase phase, int peer, uint64_t index) {
+  const uint64_t expected = flag_value(team.epoch, step);  // @step-expected
+  const auto look = [&](uint64_t* seen) {
+    *seen = flag_load_acquire_sys(word);  // @step-acquire
+    return *seen >= expected;
+  };
+  const bool is_there = await(team, phase, peer, index, look);
+  if (is_there && !is_reachable(team, peer)) put_acquire(word, expected);
+  return is_there;
+}
+
 // ---- credit ---------------------------------------------------------------------------------------------------------
 
 // A launch behind one that was aborted takes part in nothing: its credit would hide the aborted one's contract from peers

@@ -79,24 +79,33 @@ struct Plan {
 };
 PO_DESCRIBE(Plan, team, output, packets, asked)
 
-// What is known of a launch before its plan has come.
+// What is known of a launch before its plan has come, in one word: a kernel that is over in some microseconds has it at once.
 struct Shape {
-  int32_t num_rows;
-  int32_t num_columns;
-  int16_t num_vectors;
-  int16_t rank;
-  int32_t size;
+  uint64_t packed;
+
+  static PO_FN Shape of(int64_t rows, int64_t rank, int64_t size, int64_t vectors, int64_t columns) {
+    return {static_cast<uint64_t>(rows | rank << 17 | size << 23 | (vectors - 1) << 30 | columns << 34)};
+  }
+  PO_FN int num_rows() const { return static_cast<int>(packed & 0x1ffff); }
+  PO_FN int rank() const { return static_cast<int>(packed >> 17 & 0x3f); }
+  PO_FN int size() const { return static_cast<int>(packed >> 23 & 0x7f); }
+  PO_FN int num_vectors() const { return static_cast<int>(packed >> 30 & 0xf) + 1; }
+  PO_FN int num_columns() const { return static_cast<int>(packed >> 34); }
 };
-PO_DESCRIBE(Shape, num_rows, num_columns, num_vectors, rank, size)
+PO_DESCRIBE(Shape, packed)
+PO_QUERY(packed_shape, (int64_t rows, int64_t rank, int64_t size, int64_t vectors, int64_t columns),
+         Shape::of(rows, rank, size, vectors, columns).packed)
+static_assert(kMaxRows <= 0x1ffff && kMaxPes <= 64, "a Shape has room for them");
 
 struct Call {
   const uint8_t* weight;
   const uint8_t* vectors;
   uint8_t* output;
   const uint8_t* residual;  // may be the output; null: none
+  const uint8_t* bias;      // of this launch's first row; null: none
   Shape shape;              // what `begin` has no plan for
 };
-PO_DESCRIBE(Call, weight, vectors, output, residual, shape)
+PO_DESCRIBE(Call, weight, vectors, output, residual, bias, shape)
 
 template <class Traits>
 struct Shared {
@@ -134,7 +143,7 @@ struct Kernel {
   // go alone.
   static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
     static_assert(Traits::kResident || !Traits::kPrefetches, "a ring of vectors begins with that of the weights");
-    const typename Pipeline::Vectors vectors{call.vectors, call.shape.num_vectors, call.shape.num_columns,
+    const typename Pipeline::Vectors vectors{call.vectors, call.shape.num_vectors(), call.shape.num_columns(),
                                              wg.arena() + Pipeline::ring_bytes(wg)};
     if constexpr (Traits::kPrefetches) {
       vectors.expect(wg, first_fetching(wg));
@@ -145,8 +154,8 @@ struct Kernel {
     RowTiles tiles = tiles_of(wg, call);
     if (wg.warp_index() >= Pipeline::num_computing(wg)) tiles.count = 0;
     return {vectors,
-            typename Pipeline::Stream({call.weight, call.shape.num_rows, call.shape.num_columns}, vectors, tiles,
-                                      Pipeline::share(wg, call.shape.num_columns), wg.arena(), wg.warp_index())};
+            typename Pipeline::Stream({call.weight, call.shape.num_rows(), call.shape.num_columns()}, vectors, tiles,
+                                      Pipeline::share(wg, call.shape.num_columns()), wg.arena(), wg.warp_index())};
   }
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
@@ -182,8 +191,8 @@ struct Kernel {
 
  private:
   static PO_FN RowTiles tiles_of(const WorkGroup& wg, const Call& call) {
-    return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.shape.num_rows, kTileRows), call.shape.rank,
-                           Traits::kTwoPhase ? call.shape.size : 1);
+    return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.shape.num_rows(), kTileRows), call.shape.rank(),
+                           Traits::kTwoPhase ? call.shape.size() : 1);
   }
 
   // Where weights are prefetched, the threads that bring a lone vector.

@@ -58,14 +58,11 @@ struct Plan {
   Team team;
   RowSets sets;
   int64_t row_bytes;
-  int64_t capacity;            // rows that the result has room for
-  uint64_t progress_offset;    // in every heap: uint64_t[size][workers], by sender
-  int64_t num_workers;         // warps of all WGs
-  uint64_t gather_offset;      // in every heap: float[size][capacity][columns], by contributor; "allgather" only
-  uint64_t low_offset;         // in this PE's heap, or 0: room for low halves, [capacity][row_bytes]
-  int64_t* rows_out;           // [capacity], or null: behind the values
-  int64_t* num_rows_out;       // or null
-  const int64_t* num_entries;  // null, or how many of the entries are valid
+  int64_t capacity;          // rows that the result has room for
+  uint64_t progress_offset;  // in every heap: uint64_t[size][workers], by sender
+  int64_t num_workers;       // warps of all WGs
+  uint64_t gather_offset;    // in every heap: float[size][capacity][columns], by contributor; "allgather" only
+  uint64_t low_offset;       // in this PE's heap, or 0: room for low halves, [capacity][row_bytes]
   HotList* hot;
   Report* report;
   int64_t splits_partials;   // this PE's sums of duplicates need more than their 16 bits
@@ -73,8 +70,8 @@ struct Plan {
   int64_t divisor;
   int64_t all_reachable;
 };
-PO_DESCRIBE(Plan, team, sets, row_bytes, capacity, progress_offset, num_workers, gather_offset, low_offset, rows_out,
-            num_rows_out, num_entries, hot, report, splits_partials, reports_overflow, divisor, all_reachable)
+PO_DESCRIBE(Plan, team, sets, row_bytes, capacity, progress_offset, num_workers, gather_offset, low_offset, hot, report,
+            splits_partials, reports_overflow, divisor, all_reachable)
 
 struct Call {
   const void* rows;      // ascending
@@ -82,8 +79,11 @@ struct Call {
   const uint8_t* values;
   int64_t num_entries;
   uint64_t output_offset;
+  int64_t* rows_out;         // [capacity], or null: behind the values
+  int64_t* num_rows_out;     // or null
+  const int64_t* num_valid;  // null, or how many of the entries are valid
 };
-PO_DESCRIBE(Call, rows, order, values, num_entries, output_offset)
+PO_DESCRIBE(Call, rows, order, values, num_entries, output_offset, rows_out, num_rows_out, num_valid)
 
 template <class Traits>
 struct Shared {
@@ -107,8 +107,8 @@ PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& c
   const auto* rows = static_cast<const typename Traits::Index*>(call.rows);
   const bool reports = wg.index() == 0 && wg.rank() == 0;
   int64_t count = call.num_entries;
-  if (plan.num_entries != nullptr) {
-    const int64_t given = *plan.num_entries;
+  if (call.num_valid != nullptr) {
+    const int64_t given = *call.num_valid;
     count = min_of(max_of<int64_t>(given, 0), call.num_entries);
     if (reports && given != count) report_input_error(plan.team, kBadCount, 0, 0, given, call.num_entries);
   }
@@ -171,9 +171,9 @@ struct Kernel {
     rows.tell(plan.splits_partials != 0 ? plan.low_offset : 0);
     if (!rows.count() || !rows.place()) return;
     mark(wg, plan, 1);
-    if (wg.index() == 0 && wg.rank() == 0) tell_host(plan, rows.num_union(), rows.num_shares());
+    if (wg.index() == 0 && wg.rank() == 0) tell_host(plan, call, rows.num_union(), rows.num_shares());
     if (rows.num_union() > plan.capacity) return;  // on every PE
-    int64_t* listed = plan.rows_out;
+    int64_t* listed = call.rows_out;
     if (listed == nullptr) listed = reinterpret_cast<int64_t*>(team.heap + call.output_offset + values_bytes(plan));
     if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);  // @hot-clear
     if (!rows.list(listed)) return;
@@ -208,8 +208,8 @@ struct Kernel {
     return is_granted;
   }
 
-  static PO_FN void tell_host(const Plan& plan, int64_t num_rows, int64_t num_shares) {
-    if (plan.num_rows_out != nullptr) *plan.num_rows_out = num_rows;
+  static PO_FN void tell_host(const Plan& plan, const Call& call, int64_t num_rows, int64_t num_shares) {
+    if (call.num_rows_out != nullptr) *call.num_rows_out = num_rows;
     if (plan.reports_overflow != 0 && num_rows > plan.capacity) {
       report_input_error(plan.team, kTooManyRows, 0, 0, num_rows, plan.capacity);
     }

@@ -6,6 +6,10 @@
 // `run(wg, shared, call)`. One with a `begin(wg, call)` starts there what needs no plan, while the plan is still on its
 // way, and gets the result as a fourth argument of `run`. `kHostArenaBytes` is what `wg.arena()` has on the host; on the
 // GPU the launch says.
+//
+// On the GPU a `Call` stays where the launch has put it, in the constant bank, so that its address can be taken. With
+// PO_ENTRY_HOLDING_CALL each thread has a copy in registers: for a kernel that is over so soon that to load a word again is
+// felt.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -48,14 +52,19 @@ PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, cons
 
 #if PO_ON_DEVICE
 
-#define PO_ENTRY(name, ...)                                                                                \
-  using po_kernel_##name = __VA_ARGS__;                                                                    \
-  extern "C" __global__ void __launch_bounds__(po_kernel_##name::kThreads, po_kernel_##name::kBlocksPerSm) \
-      name(const po_kernel_##name::Plan* plan, const __grid_constant__ po_kernel_##name::Call call) {      \
-    __shared__ po_kernel_##name::Shared shared;                                                            \
-    const po::WorkGroup wg;                                                                                \
-    po::run_kernel<po_kernel_##name>(wg, shared, plan, call);                                              \
+#define PO_ENTRY_WITH(name, Kernel, attribute)                                         \
+  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) \
+      name(const Kernel::Plan* plan, const attribute Kernel::Call call) {              \
+    __shared__ Kernel::Shared shared;                                                  \
+    const po::WorkGroup wg;                                                            \
+    po::run_kernel<Kernel>(wg, shared, plan, call);                                    \
   }
+#define PO_ENTRY(name, ...)             \
+  using po_kernel_##name = __VA_ARGS__; \
+  PO_ENTRY_WITH(name, po_kernel_##name, __grid_constant__)
+#define PO_ENTRY_HOLDING_CALL(name, ...) \
+  using po_kernel_##name = __VA_ARGS__;  \
+  PO_ENTRY_WITH(name, po_kernel_##name, )
 
 #else
 
@@ -104,5 +113,6 @@ void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call&
       const po_kernel_##name::Plan* plan, const po_kernel_##name::Call* call, int num_wgs, int wg_size) { \
     po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size);                                     \
   }
+#define PO_ENTRY_HOLDING_CALL PO_ENTRY
 
 #endif

@@ -125,6 +125,22 @@ struct Lanes {
 
 using Warp = Lanes<32>;
 
+// The sum of 32 values, of which each lane of a warp has some: value i of a lane is number rank + i * size of all. Added up as a
+// tree of neighbours, so the order is the same on both backends; all lanes get it.
+template <int kCount>
+PO_FN float tree_sum([[maybe_unused]] const Warp& warp, float (&values)[kCount]) {
+  static_assert(kCount * kWarpSize == 32, "32 values in all");
+#if PO_ON_DEVICE
+  PO_UNROLL
+  for (int distance = 1; distance < 32; distance *= 2) values[0] = warp.add_across(values[0], distance);
+#else
+  for (int distance = 1; distance < kCount; distance *= 2) {
+    for (int i = 0; i < kCount; i += 2 * distance) values[i] += values[i + distance];
+  }
+#endif
+  return values[0];
+}
+
 #if PO_ON_DEVICE
 // Where some warps of a WG meet, `num_threads` in all. `barrier`: 1 to 15; sync() of a WG has 0.
 PO_FN void sync_warps(int barrier, int num_threads) {

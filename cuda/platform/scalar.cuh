@@ -29,6 +29,23 @@ PO_FN float bits_float(uint32_t bits) {
 #endif
 }
 
+// A product that no addition is fused with, on either backend (the host build has -ffp-contract=off).
+PO_FN float rounded_product(float a, float b) {
+#if PO_ON_DEVICE
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+PO_FN float square_root(float x) {
+#if PO_ON_DEVICE
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
 struct Float32 {
   using Storage = uint32_t;
   static PO_FN float to_float(Storage x) { return bits_float(x); }
@@ -82,6 +99,31 @@ struct Float16 {
       return static_cast<Storage>(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u));
     }
     return static_cast<Storage>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+#endif
+  }
+};
+
+// Four exponent bits and three of mantissa, no infinities (torch.float8_e4m3fn). What is too large becomes the largest, 448;
+// NaN stays NaN.
+struct Float8E4M3 {
+  using Storage = uint8_t;
+  static PO_FN Storage from_float(float x) {
+#if PO_ON_DEVICE && __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+    return static_cast<Storage>(pair);
+#else
+    const uint32_t bits = float_bits(x);
+    const auto sign = static_cast<uint32_t>((bits >> 24) & 0x80u);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return 0x7f;
+    if (magnitude >= 0x43e00000u) return static_cast<Storage>(sign | 0x7eu);  // 448 and more
+    if (magnitude < 0x3c800000u) {
+      // Below 2^-6: adding 2^14 makes the float adder round at the last place of what is subnormal, 2^-9.
+      return static_cast<Storage>(sign | (float_bits(bits_float(magnitude) + 16384.0f) - 0x46800000u));
+    }
+    const uint32_t rounded = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    return static_cast<Storage>(sign | (rounded < 0x7eu ? rounded : 0x7eu));
 #endif
   }
 };

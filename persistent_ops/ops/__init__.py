@@ -1,5 +1,6 @@
 """The operators, one file each; importing a file registers its torch operator."""
 
+from .all_reduce import all_reduce as all_reduce
 from .embedding_all_to_all import embedding_all_to_all as embedding_all_to_all
 from .gemv import gemv as gemv
 from .gemv_all_reduce import gemv_all_reduce as gemv_all_reduce

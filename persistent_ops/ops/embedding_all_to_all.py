@@ -11,24 +11,15 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
-from ..runtime.torch_library import define_operator
+from ..runtime.torch_library import TorchOperator
 from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
-from .embedding_plan import MODES, OPERATOR, SCHEDULES, SETS, TUNING, EmbeddingPlan, average_pooling, check_types
-from .plain_call import is_plain
+from .embedding_checks import MODES, SCHEDULES, check_types
+from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, average_pooling
 from .table_set import TableSet, TableSets
 
 __all__ = ["embedding_all_to_all", "reference"]
 
-_NAME = "embedding_all_to_all"
-_WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", ("world_size",), has_kernel=False)
-_ARGUMENTS = (
-    "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
-    "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
-)
-_FORWARD_ONLY = (
-    "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
-    "all_to_all_single where gradients are needed"
-)
+_WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", (), has_kernel=False)
 
 
 def embedding_all_to_all(
@@ -93,25 +84,6 @@ def embedding_all_to_all(
     """
     if isinstance(weights, torch.nn.ParameterList):
         weights = list(weights)
-    if not torch.compiler.is_compiling() and is_plain((indices, offsets), (per_sample_weights, out), weights):
-        # The host's share of an eager call counts: by-passing the dispatcher saves most of it. Same code as behind it.
-        world = _world.for_call()
-        tables = _table_sets(world).find(weights)
-        if dim_per_rank is not None:
-            dim_per_rank = tuple(dim_per_rank)
-        if batch_per_rank is not None:
-            batch_per_rank = tuple(batch_per_rank)
-        choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
-        return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)
-    if not torch.compiler.is_compiling():
-        check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out)
-    if dim_per_rank is None and torch.compiler.is_compiling():
-        dim_per_rank = _dims_at_compile_time(*weights)
-    elif dim_per_rank is None and num_dispatch_modes():
-        dim_per_rank = _exchange_dims(_world.current(), sum(weight.shape[1] for weight in weights))  # fake tables
-    dim_per_rank, batch_per_rank, dtype = _completed(
-        _world.current(), weights, offsets, dim_per_rank, batch_per_rank, dtype
-    )
     arguments = (
         weights,
         indices,
@@ -124,12 +96,28 @@ def embedding_all_to_all(
         bounds,
         schedule,
     )
-    if out is None:
-        return torch.ops.persistent_ops.embedding_all_to_all(*arguments)  # type: ignore[no-any-return]
-    if _needs_gradient([*weights, out], per_sample_weights):
-        raise NotImplementedError(f"out: cannot be given where gradients are recorded. {_FORWARD_ONLY}")
-    torch.ops.persistent_ops.embedding_all_to_all_out(*arguments, out=out)
-    return out
+    result: torch.Tensor = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), weights)
+    return result
+
+
+def _complete(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    *choices: str,
+) -> tuple[Any, ...]:
+    """Fill in what the dispatcher is to see."""
+    world = _world.current()
+    if dim_per_rank is None and torch.compiler.is_compiling():
+        dim_per_rank = _dims_at_compile_time(*weights)
+    elif dim_per_rank is None and num_dispatch_modes():
+        dim_per_rank = _exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
+    completed = _completed(world, weights, offsets, dim_per_rank, batch_per_rank, dtype)
+    return (weights, indices, offsets, per_sample_weights, *completed, *choices)
 
 
 def _completed(
@@ -150,12 +138,6 @@ def _completed(
     return dim_per_rank, batch_per_rank, dtype
 
 
-def _needs_gradient(weights: Sequence[torch.Tensor], factors: torch.Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(weight.requires_grad for weight in weights) or (factors is not None and factors.requires_grad)
-
-
 def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int, ...]:
     if num_tables == 0:
         raise ValueError("batch_per_rank: a PE without tables cannot tell the batch from offsets; pass batch_per_rank")
@@ -169,10 +151,11 @@ def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int
 
 
 def _table_sets(world: _world.World) -> TableSets:
-    sets = world.operator_state.get(SETS)
-    if sets is None:
-        sets = world.operator_state[SETS] = TableSets(world.make_room)
-    return sets  # type: ignore[no-any-return]
+    state = OPERATOR.state(world)
+    if state.own is None:
+        plans = state.plans
+        state.own = TableSets(world.make_room, lambda kept: plans.drop(lambda key: key.tables not in kept))
+    return state.own  # type: ignore[no-any-return]
 
 
 def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -202,7 +185,7 @@ def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
     if world.size == 1:
         return (own,)
     with without_dispatch_modes():  # of fake tensors: the PEs meet all the same
-        world.meet(_WIDTHS.contract(world.size))
+        world.meet(_WIDTHS.contract(world.team))
     try:
         return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))
     except BootstrapError as error:
@@ -215,65 +198,68 @@ def _exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
 # ---- launch --------------------------------------------------------------------------------------------------------
 
 
-def _execute(
-    world: _world.World,
-    tables: TableSet,
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    choices: tuple[Any, ...],
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """Find or make the plan, launch it, return the result.
-
-    `choices`: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
-    """
-    num_offsets = offsets.numel()
-    pooling = average_pooling(indices.numel(), num_offsets - 1)
-    tuning = world.operator_state.get(TUNING)
-    signature = (*choices, tuning, indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
-    plan = tables.plans.get(signature)
-    if plan is None:
-        check_types(weights, indices, offsets, per_sample_weights, choices[0], choices[1], out)
-        completed = _completed(world, weights, offsets, *choices[:3])
-        plan = EmbeddingPlan(world, weights, indices, offsets, per_sample_weights, *completed, *choices[3:])
-        OPERATOR.keep(world, tables.plans, signature, plan)
-    plan.check_lookups(indices, offsets, per_sample_weights)
-    is_captured = world.workspace.is_capturing()
-    if is_captured:
-        world.keep_captured(plan)
-    if out is not None:
-        plan.check_output(out)
-        increment_version(out)
-        plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
-        return out
-    slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
-    plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
-    return slot.tensor(plan.dtype, plan.output_shape)
-
-
-# ---- torch operator ------------------------------------------------------------------------------------------------
-
-
 def _run(
     weights: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None,
-    dim_per_rank: Sequence[int],
-    batch_per_rank: Sequence[int],
-    *rest: object,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    mode: str,
+    bounds: str,
+    schedule: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
-    choices = (tuple(dim_per_rank), tuple(batch_per_rank), *rest)
-    tables = _table_sets(world).find(weights)
-    return _execute(world, tables, weights, indices, offsets, per_sample_weights, choices, out)
+    state = OPERATOR.state(world)
+    tables = (state.own or _table_sets(world)).find(weights)
+    if dim_per_rank is not None:
+        dim_per_rank = tuple(dim_per_rank)
+    if batch_per_rank is not None:
+        batch_per_rank = tuple(batch_per_rank)
+    choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    num_offsets, is_weighted = offsets.numel(), per_sample_weights is not None
+    pooling = average_pooling(indices.numel(), num_offsets - 1)
+    key = EmbeddingKey(
+        world.team, tables, state.tuning, choices, indices.dtype, offsets.dtype, num_offsets, is_weighted, pooling
+    )
+    plan = state.plans.find(key)
+    if plan is None:
+        inputs = (weights, indices, offsets, per_sample_weights)
+        check_types(*inputs, dim_per_rank, batch_per_rank, out=out)
+        plan = _new_plan(world, key, *inputs)
+    plan.check_lookups(indices, offsets, per_sample_weights)
+    if out is not None:
+        plan.check_output(out)
+        increment_version(out)
+        plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
+        return out
+    is_captured = world.workspace.is_capturing()
+    slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
+    plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
+    return slot.tensor(plan.dtype, plan.output_shape)
 
 
-def _run_out(*arguments: Any, out: torch.Tensor) -> None:
-    _run(*arguments, out=out)
+def _new_plan(
+    world: _world.World,
+    key: EmbeddingKey,
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+) -> EmbeddingPlan:
+    def build() -> EmbeddingPlan:
+        completed = _completed(world, weights, offsets, *key.choices[:3])
+        inputs = (weights, indices, offsets, per_sample_weights)
+        return EmbeddingPlan(world, key.team, key.tuning, *inputs, *completed, *key.choices[3:])
+
+    plan: EmbeddingPlan = OPERATOR.state(world).plans.make(key, build)
+    return plan
+
+
+# ---- torch operator ------------------------------------------------------------------------------------------------
 
 
 def _fake(
@@ -287,6 +273,7 @@ def _fake(
     mode: str,
     bounds: str,
     schedule: str,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if mode not in MODES or schedule not in SCHEDULES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}; schedule: one of {SCHEDULES}, got {schedule!r}")
@@ -294,12 +281,20 @@ def _fake(
     return indices.new_empty((rows, sum(dim_per_rank)), dtype=dtype)
 
 
-def _fake_out(*arguments: object, out: torch.Tensor) -> None:
-    _fake(*arguments)  # type: ignore[arg-type]
-
-
-define_operator(_NAME, f"({_ARGUMENTS}) -> Tensor", _run, fake=_fake, no_gradient=_FORWARD_ONLY)
-define_operator(f"{_NAME}_out", f"({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _run_out, fake=_fake_out)
+_operator = TorchOperator(
+    "embedding_all_to_all",
+    "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
+    "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule",
+    _run,
+    check_types,
+    complete=_complete,
+    fake=_fake,
+    outputs=("out",),
+    no_gradient=(
+        "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
+        "all_to_all_single where gradients are needed"
+    ),
+)
 
 
 # ---- reference -----------------------------------------------------------------------------------------------------

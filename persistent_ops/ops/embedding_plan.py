@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,27 +14,21 @@ from ..runtime.backend import KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
 from ..runtime.operator import Operator
+from ..runtime.plans import Plan
+from ..runtime.team import Team
 from ..runtime.world import World, upload
-from .table_set import TableSets
+from .embedding_checks import check_choices, check_split, check_tables
+from .table_set import TableSet
 
 __all__ = [
-    "MODES",
     "OPERATOR",
-    "SCHEDULES",
-    "SETS",
-    "TUNING",
+    "EmbeddingKey",
     "EmbeddingPlan",
     "Tuning",
     "average_pooling",
-    "check_types",
 ]
 
-SETS = "embedding_all_to_all"  # key in a world's operator_state of its TableSets
-_STAGING = "embedding_all_to_all.staging"
-TUNING = "embedding_all_to_all.tuning"  # key in a world's operator_state of a Tuning other than the default one
-MODES = ("sum", "mean")
-SCHEDULES = ("communication_aware", "oblivious")
-_BOUNDS = ("fatal", "ignore")
+_STAGING = "staging"  # an area: room from which rows are put; one for all plans, since one launch at a time uses it
 _VECTOR_BYTES = 16
 _MAX_POSITIONS = 2**31 - 1 - 2**20  # tickets are 32-bit numbers, and every warp takes one too many
 _TASK_BYTES = 96 << 10
@@ -60,10 +54,30 @@ def _bad_offset(record: Any) -> IndexError:
     )
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
+
+    Attributes:
+        threads: of a WG on the GPU; None for the most that the kernel's registers allow without spills.
+        work_groups: None for as many per SM as the backend has by default. All PEs must agree.
+        rows_in_flight: rows of a table that a group of lanes loads ahead.
+        slice_samples: samples per slice and task; None to choose by the work per sample. Where peers are not reachable,
+            all PEs must agree, and None chooses by the batch.
+        local_delay: rounds by which this PE's own tasks start later than the others', as a share of all rounds: 0 mixes
+            them evenly, 1 runs them last.
+    """
+
+    threads: int | None = None
+    work_groups: int | None = None
+    rows_in_flight: int = 8
+    slice_samples: int | None = None
+    local_delay: float = 0.0
+
+
 OPERATOR = Operator(
     "embedding_all_to_all",
     (
-        "world_size",
         "batch",
         "output_row_bytes",
         Field.dtype("dtype", list(SCALARS)),
@@ -77,37 +91,50 @@ OPERATOR = Operator(
         "kPhaseSlice": "its rows (sliceRdy word of its slice {index})",
     },
     input_errors={"kBadIndex": _bad_index, "kBadOffset": _bad_offset},
-    max_plans=64,  # of a set of tables: a plan holds a few KB, and shapes that change without end must not collect
+    max_plans=256,  # a plan holds a few KB, and shapes that change without end must not collect
+    default_tuning=Tuning(),
 )
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
+class EmbeddingKey(NamedTuple):
+    """What tells plans apart.
 
     Attributes:
-        threads: of a WG on the GPU; None for the most that the kernel's registers allow without spills.
-        blocks_per_sm: WGs per SM; None for the backend's default. All PEs must agree.
-        rows_in_flight: rows of a table that a group of lanes loads ahead.
-        slice_samples: samples per slice and task; None to choose by the work per sample. Where peers are not reachable,
-            all PEs must agree, and None chooses by the batch.
-        local_delay: rounds by which this PE's own tasks start later than the others', as a share of all rounds: 0 mixes
-            them evenly, 1 runs them last.
+        team: who exchanges.
+        tables: this PE's.
+        tuning: see `OperatorState`.
+        choices: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
+        index_dtype, offset_dtype, num_offsets, is_weighted: of the lookups.
+        pooling: see `average_pooling`.
     """
 
-    threads: int | None = None
-    blocks_per_sm: int | None = None
-    rows_in_flight: int = 8
-    slice_samples: int | None = None
-    local_delay: float = 0.0
+    team: Team
+    tables: TableSet
+    tuning: Tuning | None
+    choices: tuple[Any, ...]
+    index_dtype: torch.dtype
+    offset_dtype: torch.dtype
+    num_offsets: int
+    is_weighted: bool
+    pooling: int
 
 
-class EmbeddingPlan:
-    """One signature's kernel and plan. Raises ValueError and TypeError for what the operator cannot take."""
+class EmbeddingPlan(Plan):
+    """One key's kernel and plan. Raises ValueError and TypeError for what the operator cannot take.
+
+    Args:
+        world: of this PE.
+        team: who exchanges.
+        tuning: None for the default one.
+        weights, indices, offsets, per_sample_weights, mode, bounds, schedule: of `embedding_all_to_all`.
+        dim_per_rank, batch_per_rank, dtype: the same, completed.
+    """
 
     def __init__(
         self,
         world: World,
+        team: Team,
+        tuning: Tuning | None,
         weights: Sequence[torch.Tensor],
         indices: torch.Tensor,
         offsets: torch.Tensor,
@@ -120,15 +147,16 @@ class EmbeddingPlan:
         schedule: str,
     ) -> None:
         self._device = world.backend.device
-        _check_choices(mode, bounds, schedule, per_sample_weights)
-        _check_tables(weights, dtype, self._device)
+        check_choices(mode, bounds, schedule, per_sample_weights)
+        check_tables(weights, dtype, self._device)
         self.dtype = dtype
-        _check_split(world, weights, offsets, dim_per_rank, batch_per_rank)
-        structs = OPERATOR.begin_plan(world).structs
-        tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
+        check_split(team, weights, offsets, dim_per_rank, batch_per_rank)
+        structs = OPERATOR.prepare(world).structs
+        tuning = tuning or OPERATOR.default_tuning
+        rank = team.rank
         batch = sum(batch_per_rank)
         element = self.dtype.itemsize
-        self.output_shape = (batch_per_rank[world.rank], sum(dim_per_rank))
+        self.output_shape = (batch_per_rank[rank], sum(dim_per_rank))
         self.output_bytes = self.output_shape[0] * self.output_shape[1] * element
         row_bytes = self.output_shape[1] * element
         if row_bytes >= 2**31:
@@ -137,7 +165,7 @@ class EmbeddingPlan:
         column_start = [dim * element for dim in (0, *itertools.accumulate(dim_per_rank))]
 
         slice_samples = tuning.slice_samples or _slice_samples(
-            world, weights, batch_per_rank, average_pooling(indices.shape[0], offsets.numel() - 1)
+            world, team, weights, batch_per_rank, average_pooling(indices.shape[0], offsets.numel() - 1)
         )
         if not 1 <= slice_samples <= _MAX_SLICE_SAMPLES:
             raise ValueError(f"slice_samples: expected 1 to {_MAX_SLICE_SAMPLES}, got {slice_samples}")
@@ -146,32 +174,43 @@ class EmbeddingPlan:
                 f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples"
             )
         tasks = [-(-rows // slice_samples) * len(weights) for rows in batch_per_rank]
-        num_rounds = max((n for pe, n in enumerate(tasks) if pe != world.rank), default=0)
+        num_rounds = max((n for pe, n in enumerate(tasks) if pe != rank), default=0)
         local_delay = round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds)
-        if (num_rounds + tasks[world.rank]) * world.size > _MAX_POSITIONS:
+        if (num_rounds + tasks[rank]) * team.size > _MAX_POSITIONS:
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
 
-        tables, shapes = _tables(weights, column_start[world.rank], row_bytes, world.backend.name)
+        tables, shapes = _tables(weights, column_start[rank], row_bytes, world.backend.name)
         threads = tuning.threads or _threads(shapes, per_sample_weights is not None)
-        request = _request(self.dtype, indices, offsets, per_sample_weights, mode, shapes, threads, tuning, world)
-        kernel = world.load(request)
-        blocks_per_sm = tuning.blocks_per_sm or world.backend.default_blocks_per_sm
-        self._grid = world.backend.num_sms * blocks_per_sm
+        num_sms = world.backend.num_sms
+        self._grid = tuning.work_groups or num_sms * world.backend.default_blocks_per_sm
+        blocks_per_sm = -(-self._grid // num_sms)
+        kernel = world.load(
+            _request(
+                self.dtype,
+                indices,
+                offsets,
+                per_sample_weights,
+                mode,
+                shapes,
+                threads,
+                tuning.rows_in_flight,
+                blocks_per_sm,
+            )
+        )
         if blocks_per_sm > kernel.max_blocks_per_sm():
             raise ValueError(
-                f"blocks_per_sm: {blocks_per_sm} WGs of {threads} threads do not fit an SM together, only "
+                f"work_groups: {blocks_per_sm} WGs of {threads} threads do not fit an SM together, only "
                 f"{kernel.max_blocks_per_sm()}; a persistent grid must be resident as a whole"
             )
         if self._grid > world.workspace.max_ready_words:
-            raise ValueError(f"blocks_per_sm: at most {world.workspace.max_ready_words} WGs in all, got {self._grid}")
+            raise ValueError(f"work_groups: at most {world.workspace.max_ready_words} in all, got {self._grid}")
 
-        self.staging: Staging | None = None
-        staging_offset = 0
+        self._areas = OPERATOR.state(world).areas
         wg_done = None
-        if not world.all_reachable:
-            own_bytes = batch * (column_start[world.rank + 1] - column_start[world.rank])
-            self.staging = _staging_of(world, own_bytes)
-            staging_offset = self.staging.offset
+        if not team.all_reachable:
+            self.areas = (_STAGING,)
+            own_bytes = max(batch * (column_start[rank + 1] - column_start[rank]), 1)
+            self._areas.reserve_own(_STAGING, own_bytes, max(own_bytes + own_bytes // 4, 512))
             slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
             if len(weights) > 64 * 64:
                 raise ValueError(
@@ -184,47 +223,54 @@ class EmbeddingPlan:
         self._column_start = upload(world.backend, _packed(column_start))
         self._wg_done = wg_done
         contract = OPERATOR.contract(
-            world.size,
+            team,
             batch,
             row_bytes,
             self.dtype,
             self._grid,
-            0 if world.all_reachable else slice_samples,
+            0 if team.all_reachable else slice_samples,
             tuple(batch_per_rank),
             tuple(dim_per_rank),
         )
-        plan = structs["Plan"](
+        self._struct: Any = structs["Plan"](
             team=world.workspace.team(contract),
             order=structs["ExchangeOrder"](
-                rank=world.rank,
-                size=world.size,
+                rank=rank,
+                size=team.size,
                 num_tables=len(weights),
                 slice_samples=slice_samples,
                 batch_start=self._batch_start.data_ptr(),
                 num_rounds=num_rounds,
                 local_delay=local_delay,
                 oblivious=int(schedule == "oblivious"),
-                slice_major=int(not world.all_reachable),
+                slice_major=int(not team.all_reachable),
             ),
             tables=self._tables.data_ptr(),
             column_start=self._column_start.data_ptr(),
             batch=batch,
             output_row_bytes=row_bytes,
-            staging_offset=staging_offset,
             reports_bad_input=int(bounds == "fatal"),
             wg_done=0 if wg_done is None else wg_done.data_ptr(),
         )
         self._call = structs["Call"]()
-        self._plan = upload(world.backend, bytes(plan))
-        self._address = self._plan.data_ptr()
         self._kernel = kernel
+        self._backend = world.backend
+        self.place()
+
+    def place(self) -> None:
+        if self.areas:
+            self.held = staging = self._areas[_STAGING]
+            self._struct.staging_offset = staging.offset
+        self._words = upload(self._backend, bytes(self._struct))
+        self._address = self._words.data_ptr()
 
     def check_lookups(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
+        device = self._device
         for name, tensor in (("indices", indices), ("offsets", offsets)):
-            if tensor.device != self._device or not tensor.is_contiguous() or tensor.dim() != 1:
+            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
                 raise ValueError(
                     f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on "
                     f"{tensor.device}"
@@ -273,119 +319,6 @@ class EmbeddingPlan:
         world.workspace.launch(self._kernel, self._grid, self._address, call)
 
 
-@dataclass(frozen=True)
-class Staging:
-    """Room in this PE's heap from which rows are put; one for all plans, since one launch at a time uses it.
-
-    Attributes:
-        memory: the room.
-        offset: of it in the heap.
-    """
-
-    memory: torch.Tensor
-    offset: int
-
-
-def _staging_of(world: World, nbytes: int) -> Staging:
-    """Return the world's room for staged rows, a larger one where it has less than `nbytes` bytes.
-
-    Plans that name the last one are dropped, but those of CUDA graphs, which keep it.
-    """
-    staging: Staging | None = world.operator_state.get(_STAGING)
-    if staging is None or staging.memory.nbytes < nbytes:
-        world.backend.synchronize()  # launches in flight may still use the last one, and the plans that name it
-        world.operator_state.pop(_STAGING, None)
-        staging = None
-        tables: TableSets | None = world.operator_state.get(SETS)
-        if tables is not None:
-            tables.keep_plans(world.is_captured)
-        room = max(nbytes + nbytes // 4, 512)
-        slot = world.outputs.take(room, world.backend.stream(), is_captured=False)
-        staging = world.operator_state[_STAGING] = Staging(slot.tensor(torch.uint8, (room,)), slot.offset)
-    return staging
-
-
-# ---- checks --------------------------------------------------------------------------------------------------------
-
-
-def check_types(
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    dim_per_rank: Sequence[int] | None,
-    batch_per_rank: Sequence[int] | None,
-    out: torch.Tensor | None,
-) -> None:
-    """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
-    if not isinstance(weights, (list, tuple)):
-        raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
-    for t, weight in enumerate(weights):
-        if not isinstance(weight, torch.Tensor):
-            raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
-        if weight.dim() != 2:
-            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 1:
-            raise ValueError(f"{name}: expected a contiguous 1-D tensor on {tensor.device}, got {tensor.dim()}-D")
-    for name, given in (("per_sample_weights", per_sample_weights), ("out", out)):
-        if given is not None and not isinstance(given, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
-    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
-        if values is not None and not all(isinstance(value, int) for value in values):
-            raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
-
-
-def _check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: torch.Tensor | None) -> None:
-    for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, _BOUNDS), ("schedule", schedule, SCHEDULES)):
-        if value not in choices:
-            raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-    if per_sample_weights is not None and mode != "sum":
-        raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
-
-
-def _check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    if dtype not in SCALARS:
-        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
-    for t, weight in enumerate(weights):
-        if weight.dim() != 2 or not weight.is_contiguous():
-            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
-        if weight.dtype != dtype:
-            raise TypeError(f"weights[{t}]: all tables need the dtype {dtype}, got {weight.dtype}")
-        if weight.device != device:
-            raise ValueError(f"weights[{t}]: expected a tensor on {device}, got one on {weight.device}")
-        if weight.shape[0] >= 2**32 - 1 or weight.shape[1] * weight.element_size() >= 2**31:
-            raise ValueError(
-                f"weights[{t}]: expected fewer than 2^32 - 1 rows of less than 2 GiB, got {list(weight.shape)}"
-            )
-
-
-def _check_split(
-    world: World,
-    weights: Sequence[torch.Tensor],
-    offsets: torch.Tensor,
-    dim_per_rank: Sequence[int],
-    batch_per_rank: Sequence[int],
-) -> None:
-    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
-        if len(values) != world.size or min(values) < 0:
-            raise ValueError(f"{name}: expected {world.size} numbers of at least 0, one per PE, got {list(values)}")
-    own = sum(weight.shape[1] for weight in weights)
-    if dim_per_rank[world.rank] != own:
-        raise ValueError(
-            f"dim_per_rank: entry {world.rank} is {dim_per_rank[world.rank]}, but this PE's tables have {own} columns "
-            "in all"
-        )
-    expected = len(weights) * sum(batch_per_rank) + 1
-    if offsets.numel() != expected:
-        raise ValueError(
-            f"offsets: expected T * B + 1 = {len(weights)} * {sum(batch_per_rank)} + 1 = {expected} elements, got "
-            f"{offsets.numel()}"
-        )
-
-
 # ---- choices -------------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +327,9 @@ def average_pooling(num_indices: int, num_bags: int) -> int:
     return 1 << max(-(-num_indices // max(num_bags, 1)) - 1, 0).bit_length()
 
 
-def _slice_samples(world: World, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], pooling: int) -> int:
+def _slice_samples(
+    world: World, team: Team, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], pooling: int
+) -> int:
     """Return how many samples a slice, and so a task, has.
 
     A task of some tens of KB keeps a warp's loads in flight; a larger one only spreads the warps over more tables at a
@@ -402,7 +337,7 @@ def _slice_samples(world: World, weights: Sequence[torch.Tensor], batch_per_rank
     """
     samples = max(batch_per_rank)
     fewest = max(1, -(-samples // world.workspace.max_ready_words))
-    if not world.all_reachable or not weights:
+    if not team.all_reachable or not weights:
         return max(fewest, min(8, samples // 16))
     bag_bytes = pooling * max(weight.shape[1] * weight.element_size() for weight in weights)
     by_bytes = _TASK_BYTES // max(bag_bytes, 1)
@@ -467,8 +402,8 @@ def _request(
     mode: str,
     shapes: int,
     threads: int,
-    tuning: Tuning,
-    world: World,
+    rows_in_flight: int,
+    blocks_per_sm: int,
 ) -> KernelRequest:
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dtype not in INDEX_TYPES:
@@ -480,9 +415,9 @@ def _request(
         "offset": INDEX_TYPES[offsets.dtype],
         "pooling": f"po::Pooling::{pooling}",
         "shapes": str(shapes),
-        "rows_in_flight": str(tuning.rows_in_flight),
+        "rows_in_flight": str(rows_in_flight),
         "threads": str(threads),
-        "blocks_per_sm": str(tuning.blocks_per_sm or world.backend.default_blocks_per_sm),
+        "blocks_per_sm": str(blocks_per_sm),
     }
     return KernelRequest("embedding_all_to_all", tuple(config.items()), threads)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .gemv_call import GemvOperator, execute
+from .gemv_call import execute, gemv_operator
 
 __all__ = ["gemv"]
 
@@ -15,12 +15,12 @@ def _run(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     prefetch_weight: bool,
-    out: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return execute(weight, x, bias, residual, "one_shot", None, prefetch_weight, out, is_alone=True)
 
 
-_operator = GemvOperator(
+_operator = gemv_operator(
     "gemv", "bool prefetch_weight", _run, lambda prefetch_weight, dtype: None, "torch.nn.functional.linear"
 )
 
@@ -65,4 +65,6 @@ def gemv(
     Not collective: the other PEs need not call it. On the current stream; the first call with a shape is blocking. May
     be captured in a CUDA graph after it; replays that contain it should not overlap on a PE, which is safe but slow.
     """
-    return _operator(weight, x, bias, residual, out, prefetch_weight)
+    arguments = (weight, x, bias, residual, prefetch_weight)
+    result: torch.Tensor = _operator(arguments, {"out": out}, (weight, x), (bias, residual, out))
+    return result

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from .gemv_call import GemvOperator, check_choices, execute
+from .gemv_call import check_choices, execute, gemv_operator
 
 __all__ = ["gemv_all_reduce", "reference"]
 
-_operator = GemvOperator(
+_operator = gemv_operator(
     "gemv_all_reduce",
     "str algorithm, ScalarType? comm_dtype, bool prefetch_weight",
     execute,
@@ -71,7 +71,9 @@ def gemv_all_reduce(
     Source: fused GEMV + AllReduce of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), section III-B.
     """
-    return _operator(weight, x, bias, residual, out, algorithm, comm_dtype, prefetch_weight)
+    arguments = (weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight)
+    result: torch.Tensor = _operator(arguments, {"out": out}, (weight, x), (bias, residual, out))
+    return result
 
 
 def reference(

@@ -9,88 +9,36 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.torch_library import define_operator
+from ..runtime.plans import Plans
+from ..runtime.torch_library import TorchOperator
 from .gemv_plan import (
     ALGORITHMS,
     MAX_VECTORS,
     OPERATOR,
     SCALARS,
-    TUNING,
+    GemvKey,
     GemvPlan,
-    areas_of,
     choose_algorithm,
-    plans_of,
+    reserve_packets,
 )
-from .plain_call import is_plain
 
-__all__ = ["GemvOperator", "check_choices", "execute"]
+__all__ = ["check_choices", "execute", "gemv_operator"]
 
 
-class GemvOperator:
-    """One of the two as torch sees it: operators that return the result and that write it, forward only.
-
-    Called with weight, x, bias, residual, out and the choices, it returns the result, past torch's dispatcher where
-    nobody but the kernel wants to see the call.
+def gemv_operator(
+    name: str, choices: str, run: Callable[..., torch.Tensor], check_choices: Callable[..., None], instead: str
+) -> TorchOperator:
+    """Return one of the two as torch sees it.
 
     Args:
-        name: of the operator; the one that writes is called `name`_out.
+        name: of the operator.
         choices: schema of the arguments behind the tensors.
-        run: called as run(weight, x, bias, residual, *choices, out), with out or None.
+        run: called as run(weight, x, bias, residual, *choices, out=out), with out or None.
         check_choices: called as check_choices(*choices, weight.dtype) for fake tensors.
         instead: what gives gradients.
     """
 
-    def __init__(
-        self,
-        name: str,
-        choices: str,
-        run: Callable[..., torch.Tensor],
-        check_choices: Callable[..., None],
-        instead: str,
-    ) -> None:
-        self._name = name
-        self._run = run
-        self._check_choices = check_choices
-        self._forward_only = (
-            f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
-        )
-        arguments = f"Tensor weight, Tensor x, Tensor? bias, Tensor? residual, {choices}"
-        define_operator(
-            name,
-            f"({arguments}) -> Tensor",
-            lambda *given: run(*given, None),
-            fake=self._fake,
-            no_gradient=self._forward_only,
-        )
-        define_operator(f"{name}_out", f"({arguments}, *, Tensor(a!) out) -> ()", self._run_out, fake=self._fake_out)
-
-    def __call__(
-        self,
-        weight: torch.Tensor,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        out: torch.Tensor | None,
-        *choices: Any,
-    ) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            if is_plain((weight, x), (bias, residual, out)):
-                return self._run(weight, x, bias, residual, *choices, out)
-            check_types(weight, x, bias, residual, out)
-        operators = torch.ops.persistent_ops
-        if out is None:
-            result: torch.Tensor = getattr(operators, self._name)(weight, x, bias, residual, *choices)
-            return result
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, x, bias, residual, out)):
-            raise NotImplementedError(f"out: cannot be given where gradients are recorded. {self._forward_only}")
-        getattr(operators, f"{self._name}_out")(weight, x, bias, residual, *choices, out=out)
-        return out
-
-    def _run_out(self, *given: Any, out: torch.Tensor) -> None:
-        self._run(*given, out)
-
-    def _fake(
-        self,
+    def fake(
         weight: torch.Tensor,
         x: torch.Tensor,
         bias: torch.Tensor | None,
@@ -98,11 +46,20 @@ class GemvOperator:
         *choices: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._check_choices(*choices, weight.dtype)
+        check_choices(*choices, weight.dtype)
         return weight.new_empty(check(weight, x, bias, residual, out, None)[3])
 
-    def _fake_out(self, *given: Any, out: torch.Tensor) -> None:
-        self._fake(*given, out=out)
+    return TorchOperator(
+        name,
+        f"Tensor weight, Tensor x, Tensor? bias, Tensor? residual, {choices}",
+        run,
+        check_types,
+        fake=fake,
+        outputs=("out",),
+        no_gradient=(
+            f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
+        ),
+    )
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
@@ -116,53 +73,50 @@ def execute(
     algorithm: str,
     comm_dtype: torch.dtype | None,
     prefetch_weight: bool,
-    out: torch.Tensor | None,
+    out: torch.Tensor | None = None,
     is_alone: bool = False,
 ) -> torch.Tensor:
     """Check, find or make the plan, launch it, return the result. `is_alone`: for gemv, not for gemv_all_reduce."""
     world = _world.for_call()
     device = world.backend.device
     rows, columns, num_vectors, shape = check(weight, x, bias, residual, out, device)
-    element = weight.dtype.itemsize
     weight_at, x_at = weight.data_ptr(), x.data_ptr()
-    is_aligned = not ((weight_at | x_at | columns * element) & 15)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    tuning = world.operator_state.get(TUNING)
-    signature = (
-        rows, columns, num_vectors, weight.dtype, comm_dtype, bias_at, algorithm, is_aligned, prefetch_weight, tuning
-    )  # fmt: skip
-    plans = plans_of(world, is_alone=is_alone)
-    plan = plans.get(signature)
-    if plan is None:
-        if not is_alone:
-            areas_of(world)  # collective, and so before what one PE alone may refuse
-            check_choices(algorithm, comm_dtype, prefetch_weight, weight.dtype)
-        if algorithm == "auto":
-            chosen = choose_algorithm(world, rows, num_vectors, comm_dtype or torch.float32)
-            plan = plans.get((*signature[:6], chosen, *signature[7:]))
-        else:
-            chosen = algorithm
-        plan = plan or GemvPlan(
-            world,
-            rows,
-            columns,
-            num_vectors,
-            weight.dtype,
-            comm_dtype or torch.float32,
-            bias,
-            chosen,
-            is_aligned,
-            prefetch_weight,
-            is_alone=is_alone,
-        )
-        OPERATOR.keep(world, plans, signature, plan)
-    world.keep_captured(plan)
+    is_aligned = not ((weight_at | x_at | columns * weight.dtype.itemsize) & 15)
+    team = world.alone if is_alone else world.team
+    state = OPERATOR.state(world)
+    key = GemvKey(
+        team,
+        rows,
+        columns,
+        num_vectors,
+        weight.dtype,
+        comm_dtype,
+        algorithm,
+        is_aligned,
+        prefetch_weight,
+        state.tuning,
+    )
+    plan = state.plans.find(key, bias) or _new_plan(world, key, bias)
     if out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=device)
     else:
         increment_version(out)
-    plan.launch(world, weight_at, x_at, out.data_ptr(), 0 if residual is None else residual.data_ptr())
+    bias_at = 0 if bias is None else bias.data_ptr()
+    plan.launch(world, weight_at, x_at, bias_at, 0 if residual is None else residual.data_ptr(), out.data_ptr())
     return out
+
+
+def _new_plan(world: _world.World, key: GemvKey, bias: torch.Tensor | None) -> GemvPlan:
+    """Make a plan; for "auto", find the one that it means."""
+    if key.team is world.team:
+        reserve_packets(world)  # collective, and so before what one PE alone may refuse
+        check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)
+    plans: Plans[GemvPlan] = OPERATOR.state(world).plans
+    if key.algorithm != "auto":
+        return plans.make(key, lambda: GemvPlan(world, key))
+    meant = key._replace(algorithm=choose_algorithm(world, key))
+    plan = plans[key] = plans.find(meant, bias) or _new_plan(world, meant, bias)
+    return plan
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -173,8 +127,10 @@ def check_types(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    *choices: object,
     out: torch.Tensor | None,
 ) -> None:
+    """Raise for what is no tensor."""
     named = (("weight", weight), ("x", x), ("bias", bias), ("residual", residual), ("out", out))
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("weight", "x")):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
 from ..runtime.operator import Operator
+from ..runtime.plans import Plan
+from ..runtime.team import Team
 from ..runtime.world import World, upload
 
 __all__ = [
@@ -19,47 +22,25 @@ __all__ = [
     "MAX_VECTORS",
     "OPERATOR",
     "SCALARS",
-    "TUNING",
-    "Areas",
+    "GemvKey",
     "GemvPlan",
     "Tuning",
-    "areas_of",
     "choose_algorithm",
     "choose_depth",
     "kernel_request",
     "kernel_vectors_of",
-    "plans_of",
+    "reserve_packets",
     "team_factor",
 ]
 
-TUNING = "gemv_all_reduce.tuning"  # key in a world's operator_state of a Tuning other than the default one
 ALGORITHMS = ("auto", "one_shot", "two_phase")
 MAX_VECTORS = 16
 _NAME = "gemv_all_reduce"
-_AREAS = "gemv_all_reduce.areas"
-_PLANS = {False: "gemv_all_reduce.plans", True: "gemv.plans"}
+_PACKETS = "packets"  # an area: sums in two parities, then results in two
 _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
 _LINE_BYTES = 128
 _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
-OPERATOR = Operator(
-    _NAME,
-    (
-        "world_size",
-        "rows",
-        "vectors",
-        Field.dtype("dtype", list(SCALARS)),
-        Field.dtype("comm_dtype", list(SCALARS)),
-        Field.flag("two_phase"),
-        "work_groups",
-        "first_row",
-    ),
-    phases={
-        "kPhasePartial": "its partial sums of the rows in tile {index}",
-        "kPhaseResult": "the result of the rows in tile {index}, which it owns",
-    },
-)
-_ROOM = Operator("room for gemv_all_reduce's packets", ("world_size", "heap_bytes"), has_kernel=False)
 
 
 @dataclass(frozen=True)
@@ -81,48 +62,70 @@ class Tuning:
     one_shot_bytes: int = 4 << 20
 
 
-@dataclass(frozen=True)
-class Areas:
-    """Symmetric memory of a world for this operator.
+OPERATOR = Operator(
+    _NAME,
+    (
+        "rows",
+        "vectors",
+        Field.dtype("dtype", list(SCALARS)),
+        Field.dtype("comm_dtype", list(SCALARS)),
+        Field.flag("two_phase"),
+        "work_groups",
+        "first_row",
+    ),
+    phases={
+        "kPhasePartial": "its partial sums of the rows in tile {index}",
+        "kPhaseResult": "the result of the rows in tile {index}, which it owns",
+    },
+    default_tuning=Tuning(),
+)
+_ROOM = Operator("room for gemv_all_reduce's packets", ("heap_bytes",), has_kernel=False)
+
+
+class GemvKey(NamedTuple):
+    """What tells plans apart.
 
     Attributes:
-        partials: for the packets with sums, two parities one behind the other.
-        results: the same for the packets with results.
+        team: the world's, or this PE alone, in one shot.
+        rows, columns, num_vectors: M, this PE's K, N.
+        dtype: of the weight.
+        comm_dtype: of partial sums under way; None: float32.
+        algorithm: of ALGORITHMS; `GemvPlan` is made for what "auto" means.
+        is_aligned: whether every row of weight and x begins at a multiple of 16 bytes.
+        prefetch_weight: ask for weights before the kernel before has ended.
+        tuning: see `OperatorState`.
     """
 
-    partials: torch.Tensor
-    results: torch.Tensor
+    team: Team
+    rows: int
+    columns: int
+    num_vectors: int
+    dtype: torch.dtype
+    comm_dtype: torch.dtype | None
+    algorithm: str
+    is_aligned: bool
+    prefetch_weight: bool
+    tuning: Tuning | None
 
 
-def areas_of(world: World) -> Areas:
-    """Return the world's room for packets; collective the first time."""
-    areas: Areas | None = world.operator_state.get(_AREAS)
-    if areas is None:
-        OPERATOR.begin_plan(world)
-        world.meet(_ROOM.contract(world.size, world.backend.heap_bytes))
-        # Enough for every launch: rows that need more are done in several launches.
-        nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
-        nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
-        words = (nbytes // 8, nbytes // 8 // world.size)
-        room = world.heap.empty((2 * sum(words),), torch.int64)
-        room.zero_()
-        partials, results = (area.view(2, -1) for area in room.split([2 * count for count in words]))
-        world.backend.synchronize()
-        world.bootstrap.exchange("gemv-areas", b"")  # no packet comes before the areas are zero
-        areas = world.operator_state[_AREAS] = Areas(partials, results)
-    return areas
+def _packet_bytes(world: World) -> tuple[int, int]:
+    """Return the bytes of one parity of sums, and of results."""
+    # Enough for every launch: rows that need more are done in several launches.
+    nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
+    nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
+    return nbytes, nbytes // world.size
 
 
-def plans_of(world: World, *, is_alone: bool = False) -> dict[tuple[Any, ...], GemvPlan]:
-    """Return the world's plans by signature, of gemv_all_reduce or, where a PE is alone, of gemv."""
-    plans: dict[tuple[Any, ...], GemvPlan] = world.operator_state.setdefault(_PLANS[is_alone], {})
-    return plans
+def reserve_packets(world: World) -> None:
+    """See to the world's room for packets; collective the first time."""
+    need = Need(_PACKETS, 2 * sum(_packet_bytes(world)), is_zeroed=True)
+    OPERATOR.state(world).areas.reserve([need], lambda: _ROOM.contract(world.team, world.backend.heap_bytes))
 
 
-def choose_algorithm(world: World, rows: int, num_vectors: int, comm_dtype: torch.dtype) -> str:
-    """Return what "auto" means for a shape."""
-    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
-    sent = (world.size - 1) * rows * num_vectors * 2 * comm_dtype.itemsize
+def choose_algorithm(world: World, key: GemvKey) -> str:
+    """Return what "auto" means."""
+    tuning = key.tuning or OPERATOR.default_tuning
+    sent = (world.size - 1) * key.rows * key.num_vectors * 2 * (key.comm_dtype or torch.float32).itemsize
     return "two_phase" if sent > tuning.one_shot_bytes else "one_shot"
 
 
@@ -180,64 +183,36 @@ class _Launch:
     asked: torch.Tensor
 
 
-class GemvPlan:
-    """One signature's kernel and plans.
+class GemvPlan(Plan):
+    """One key's kernel and plans; where others take part there is room for packets already."""
 
-    Args:
-        world: of this PE.
-        rows: M.
-        columns: this PE's K.
-        num_vectors: N.
-        dtype: of the weight.
-        comm_dtype: of partial sums under way.
-        bias: `[M]` or None.
-        algorithm: of ALGORITHMS.
-        is_aligned: whether every row of weight and x begins at a multiple of 16 bytes.
-        prefetch_weight: ask for weights before the kernel before has ended.
-        is_alone: the product of this PE by itself, in one shot. The first other plan of a world is collective.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        rows: int,
-        columns: int,
-        num_vectors: int,
-        dtype: torch.dtype,
-        comm_dtype: torch.dtype,
-        bias: torch.Tensor | None,
-        algorithm: str,
-        is_aligned: bool,
-        prefetch_weight: bool,
-        *,
-        is_alone: bool = False,
-    ) -> None:
-        description = OPERATOR.begin_plan(world)
+    def __init__(self, world: World, key: GemvKey) -> None:
+        team, rows, columns, num_vectors, dtype, _, algorithm, is_aligned, prefetch_weight, _ = key
+        comm_dtype = key.comm_dtype or torch.float32
+        description = OPERATOR.prepare(world)
         structs, constants = description.structs, description.constants
         tile_rows = constants["kTileRows"]
         if columns >= 1 << 30:
             raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
-        tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
-        rank, size = (0, 1) if is_alone else (world.rank, world.size)
+        tuning: Tuning = key.tuning or OPERATOR.default_tuning
         element = dtype.itemsize
         two_phase = algorithm == "two_phase"
-        if algorithm == "auto":
-            two_phase = choose_algorithm(world, rows, num_vectors, comm_dtype) == "two_phase"
         packet_bytes = constants["sizeof(Packet)"]  # half of it data
         tile_bytes = num_vectors * tile_rows * comm_dtype.itemsize // (packet_bytes // 2) * packet_bytes
         max_tiles = constants["kMaxRows"] // tile_rows
         packets = structs["PacketPlan"]()
-        if not is_alone:
-            areas = areas_of(world)
-            max_tiles = min(max_tiles, areas.partials[0].nbytes // (tile_bytes * size))
-            if not world.all_reachable:
+        if team is world.team:
+            packet_area = OPERATOR.state(world).areas[_PACKETS]
+            partials_bytes, results_bytes = _packet_bytes(world)
+            max_tiles = min(max_tiles, partials_bytes // (tile_bytes * team.size))
+            if not team.all_reachable:
                 max_tiles = min(max_tiles, world.workspace.max_ready_words // 2)
             packets = structs["PacketPlan"](
-                partials_offset=areas.partials.data_ptr() - world.backend.heap_base,
-                partials_bytes=areas.partials[0].nbytes,
-                results_offset=areas.results.data_ptr() - world.backend.heap_base,
-                results_bytes=areas.results[0].nbytes,
-                all_reachable=int(world.all_reachable),
+                partials_offset=packet_area.offset,
+                partials_bytes=partials_bytes,
+                results_offset=packet_area.offset + 2 * partials_bytes,
+                results_bytes=results_bytes,
+                all_reachable=int(team.all_reachable),
             )
             for pe, heap in enumerate(world.backend.peer_heaps):
                 packets.heaps[pe] = heap
@@ -297,7 +272,6 @@ class GemvPlan:
                 f"{grid}; a persistent grid must be resident as a whole"
             )
         self.is_two_phase = two_phase
-        self._bias = bias
         self._grid = grid
         self._element = element
         self._columns = columns
@@ -306,32 +280,21 @@ class GemvPlan:
             first_row = first_tile * tile_rows
             num_rows = min(tiles_each * tile_rows, rows - first_row)
             num_tiles = -(-num_rows // tile_rows)
-            values = (
-                size,
-                rows,
-                num_vectors,
-                dtype,
-                comm_dtype,
-                two_phase,
-                grid,
-                first_row,
-            )
+            contract = OPERATOR.contract(team, rows, num_vectors, dtype, comm_dtype, two_phase, grid, first_row)
             asked = world.backend.private_words(_LINE_BYTES // 8)  # a line that no other word is on
-            bias_at = 0 if bias is None else bias.data_ptr() + first_row * element
             plan = structs["Plan"](
-                team=world.workspace.team(OPERATOR.contract(*values), is_alone=is_alone),
-                output=structs["OutputPlan"](num_tiles=num_tiles, stride=rows, bias=bias_at),
+                team=world.workspace.team(contract),
+                output=structs["OutputPlan"](num_tiles=num_tiles, stride=rows),
                 packets=packets,
                 asked=asked.data_ptr(),
             )
             words = upload(world.backend, bytes(plan))
-            shape = structs["Shape"](
-                num_rows=num_rows, num_columns=columns, num_vectors=num_vectors, rank=rank, size=size
-            )
-            self._launches.append(_Launch(first_row, structs["Call"](shape=shape), words, words.data_ptr(), asked))
+            packed = description.queries["packed_shape"](num_rows, team.rank, team.size, num_vectors, columns)
+            call = structs["Call"](shape=structs["Shape"](packed=packed))
+            self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
 
-    def launch(self, world: World, weight: int, x: int, output: int, residual: int) -> None:
-        """Launch on the current stream. All arguments are addresses; `residual` is 0 where there is none."""
+    def launch(self, world: World, weight: int, x: int, bias: int, residual: int, output: int) -> None:
+        """Launch on the current stream. All arguments are addresses; 0 for a `bias` or `residual` that there is not."""
         for number, launch in enumerate(self._launches, start=1):
             skipped = launch.first_row * self._element
             call = launch.call
@@ -339,6 +302,7 @@ class GemvPlan:
             call.vectors = x
             call.output = output + skipped
             call.residual = residual + skipped if residual else 0
+            call.bias = bias + skipped if bias else 0
             # What earlier operators left behind is raised once the peers have all launches of this call.
             is_last = number == len(self._launches)
             world.workspace.launch(self._kernel, self._grid, launch.address, call, raises_input_errors=is_last)
@@ -430,4 +394,5 @@ def kernel_request(
         (warps + OPERATOR.description.constants["kServingWarps"]) * 32,
         arena_bytes=arena_bytes,
         overlaps_predecessor=True,
+        holds_call=True,
     )

@@ -9,15 +9,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.torch_library import define_operator
-from .plain_call import is_plain
-from .sparse_launch import Entries, PendingSum, Wanted, find_plan, refuse_capture, sorted_entries, start
-from .sparse_plan import MAX_ROWS, OPS, SCALARS, TUNING, Layout, Tuning, state_of
+from ..runtime.torch_library import TorchOperator
+from .sparse_launch import PendingSum, find_plan, refuse_capture, sorted_entries, start
+from .sparse_plan import MAX_ROWS, OPERATOR, OPS, SCALARS, Entries, Layout, state_of
 
 __all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into", "start_sum"]
 
 ALGORITHMS = ("auto", "owner", "allgather", "dense")
-_NAME = "sparse_all_reduce"
 _NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, under torch.no_grad()"
 
 
@@ -60,13 +58,9 @@ def sparse_all_reduce(
     Collective, on the current stream. It waits on the host until the number of rows is known, not for the rows. The
     first call with a layout, and one whose union has outgrown the room of the last, launch twice.
     """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a sparse tensor, got {type(x).__name__}")
     if not async_op:
-        if not torch.compiler.is_compiling() and is_plain((x,)):
-            return _run(x, op, algorithm)
-        check_choices(op, algorithm, ALGORITHMS)
-        return torch.ops.persistent_ops.sparse_all_reduce(x, op, algorithm)  # type: ignore[no-any-return]
+        return _operator((x, op, algorithm), {}, (x,))  # type: ignore[no-any-return]
+    _check_types(x, op, "auto")
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError(_NO_GRADIENT)
     return _start(x, op, algorithm)
@@ -110,33 +104,14 @@ def sparse_all_reduce_into(
         IndexError: a row out of range, or a count; such entries are skipped.
         ValueError: the indices are not as `is_coalesced` says. The sums are wrong, on all PEs.
         PeerTimeoutError, ContractMismatchError: as with `sparse_all_reduce`; `out_values` is NaN.
-        RuntimeError: a CUDA-graph capture meets buffers that were not used before.
+        RuntimeError: a CUDA-graph capture meets shapes that were not called before.
 
-    Collective, on the current stream; the first call with these buffers is blocking, and may not be captured. On "cuda"
+    Collective, on the current stream; the first call with these shapes is blocking, and may not be captured. On "cuda"
     errors of the launch come with the next operator or `po.check()`.
     """
-    if not torch.compiler.is_compiling():
-        named = (("out_indices", out_indices), ("out_values", out_values), ("out_count", out_count), ("count", count))
-        check_tensors(*named[:3], *named[3:] if count is not None else ())
-        outputs = {"out_indices": out_indices, "out_values": out_values, "out_count": out_count}
-        if is_plain((indices, values, *outputs.values()), (count,)):
-            return _run_into(indices, values, num_rows, count, op, algorithm, is_coalesced, **outputs)
-        # A meta tensor would go to the fake kernel unseen.
-        check_entries(indices, values, num_rows, _world.current().backend.device)
-        check_choices(op, algorithm, ALGORITHMS[:-1])
-        _check_buffers(values, count, out_indices, out_values, out_count)
-    torch.ops.persistent_ops.sparse_all_reduce_into(
-        indices,
-        values,
-        num_rows,
-        count,
-        op,
-        algorithm,
-        is_coalesced,
-        out_indices=out_indices,
-        out_values=out_values,
-        out_count=out_count,
-    )
+    outputs = {"out_indices": out_indices, "out_values": out_values, "out_count": out_count}
+    arguments = (indices, values, num_rows, count, op, algorithm, is_coalesced)
+    _into(arguments, outputs, (indices, values, out_indices, out_values, out_count), (count,))
 
 
 class SparseWork:
@@ -199,7 +174,7 @@ def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0
 
 
 def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm: str, tag: int = 0) -> PendingSum:
-    return start(world, layout, x._indices()[0], x._values(), algorithm, in_order=x.is_coalesced(), tag=tag)
+    return start(world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), tag=tag)
 
 
 def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torch.Tensor:
@@ -249,6 +224,29 @@ def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> La
     check_values("x", x.dtype, x.device, device)
     check_num_rows("x", x.shape[0])
     return Layout(x.shape[0], tuple(x.shape[1:]), x.dtype, op)
+
+
+def _check_types(x: torch.Tensor, op: str, algorithm: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a sparse tensor, got {type(x).__name__}")
+    check_choices(op, algorithm, ALGORITHMS)
+
+
+def _check_into(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    num_rows: int,
+    count: torch.Tensor | None,
+    op: str,
+    algorithm: str,
+    is_coalesced: bool,
+    **outputs: torch.Tensor,
+) -> None:
+    check_tensors(*outputs.items(), *((("count", count),) if count is not None else ()))
+    # A meta tensor would go to the fake kernel unseen.
+    check_entries(indices, values, num_rows, _world.current().backend.device)
+    check_choices(op, algorithm, ALGORITHMS[:-1])
+    _check_buffers(values, count, **outputs)
 
 
 def check_choices(op: str, algorithm: str, algorithms: Sequence[str]) -> None:
@@ -358,7 +356,9 @@ def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
     layout = _check(x, op, algorithm, world.backend.device)
     if algorithm == "dense":
         return _through_dense(world, layout, x)
-    return _start_here(world, layout, x, algorithm).result()
+    return start(
+        world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), is_for_later=False
+    ).result()
 
 
 def _run_into(
@@ -383,17 +383,14 @@ def _run_into(
     _check_places({"indices": indices, "values": values, "count": count}, outputs)
     layout = Layout(num_rows, row_shape, values.dtype, op)
     entries = Entries(indices.contiguous(), None, values) if is_coalesced else sorted_entries(indices, values, count)
-    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
     gathers = algorithm == "allgather"
     if algorithm == "auto":
-        gathers = world.size * capacity * layout.columns * 4 <= tuning.gather_bytes
-    is_aligned = not (layout.row_bytes | values.data_ptr()) & 15
-    places = (out_indices.data_ptr(), out_count.data_ptr())
-    count_at = 0 if count is None else count.data_ptr()
-    plan = find_plan(world, Wanted(layout, capacity, gathers, entries, is_aligned, places, count_at))
-    world.keep_captured(plan, out_indices, out_count, count)
+        gathers = world.size * capacity * layout.columns * 4 <= OPERATOR.tuning(world).gather_bytes
+    used, row_bytes = (out_indices, out_count, count), layout.row_bytes
+    plan = find_plan(world, layout, capacity, entries, *used, gathers=gathers, row_bytes=row_bytes, is_into=True)
     increment_version((out_indices, out_values, out_count))
-    plan.launch(world, entries.rows, entries.order, values, output_offset, raises_input_errors=True)
+    count_at = 0 if count is None else count.data_ptr()
+    plan.launch(entries, output_offset, (out_indices.data_ptr(), out_count.data_ptr(), count_at))
 
 
 def _fake_into(
@@ -413,13 +410,16 @@ def _fake_into(
     _check_buffers(values, count, out_indices, out_values, out_count)
 
 
-define_operator(_NAME, "(Tensor x, str op, str algorithm) -> Tensor", _run, no_gradient=_NO_GRADIENT)
-define_operator(
-    f"{_NAME}_into",
-    "(Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, bool is_coalesced=False, *, "
-    "Tensor(a!) out_indices, Tensor(b!) out_values, Tensor(c!) out_count) -> ()",
+_operator = TorchOperator(
+    "sparse_all_reduce", "Tensor x, str op, str algorithm", _run, _check_types, no_gradient=_NO_GRADIENT
+)
+_into = TorchOperator(
+    "sparse_all_reduce_into",
+    "Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, bool is_coalesced=False",
     _run_into,
+    _check_into,
     fake=_fake_into,
+    outputs=("out_indices", "out_values", "out_count"),
 )
 
 

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..runtime.errors import PeerLostError, PeerTimeoutError
 from ..runtime.world import World
-from .sparse_plan import GIVEN_UP, OPERATOR, TUNING, Layout, Room, SparsePlan, Tuning, reserve, state_of
+from .sparse_plan import (
+    GIVEN_UP,
+    OPERATOR,
+    Entries,
+    Layout,
+    Room,
+    SparseKey,
+    SparsePlan,
+    SparseState,
+    Tuning,
+    state_of,
+)
 
-__all__ = ["Entries", "PendingSum", "Wanted", "find_plan", "refuse_capture", "sorted_entries", "start"]
-
-
-@dataclass(frozen=True)
-class Entries:
-    """One PE's part of a sum.
-
-    Attributes:
-        rows: `[n]`, ascending.
-        order: `[n]`, int64, which of the values belongs to an entry; None: they are in order and each row occurs once.
-        values: `[n, ...]`, contiguous.
-    """
-
-    rows: torch.Tensor
-    order: torch.Tensor | None
-    values: torch.Tensor
+__all__ = ["PendingSum", "find_plan", "refuse_capture", "sorted_entries", "start"]
 
 
 def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> Entries:
@@ -40,60 +34,30 @@ def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Ten
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a launch is to be: a plan's signature, with the tensors behind it.
-
-    Attributes:
-        layout, capacity, gathers: see `SparsePlan`.
-        entries: of this PE.
-        is_aligned: see `SparsePlan`.
-        outputs, count: see `SparsePlan`.
-        tag: tells plans apart that are the same but for where they report.
-    """
-
-    layout: Layout
-    capacity: int
-    gathers: bool
-    entries: Entries
-    is_aligned: bool
-    outputs: tuple[int, int] = (0, 0)
-    count: int = 0
-    tag: int = 0
-
-    def signature(self) -> tuple[object, ...]:
-        """Return what tells plans apart."""
-        has_order = self.entries.order is not None
-        kind = (self.capacity, self.gathers, self.entries.rows.dtype, has_order, self.is_aligned)
-        return (self.layout, *kind, *self.outputs, self.count, self.tag)
-
-
-def find_plan(world: World, wanted: Wanted) -> SparsePlan:
+def find_plan(
+    world: World,
+    layout: Layout,
+    capacity: int,
+    entries: Entries,
+    *used: object,
+    gathers: bool,
+    row_bytes: int,
+    is_into: bool = False,
+    tag: int = 0,
+) -> SparsePlan:
     """Return the plan of a launch; collective, on all PEs alike, where areas must grow for it.
 
     Raises:
         RuntimeError: it would have to be made in a CUDA-graph capture.
     """
-    state = state_of(world)
-    signature = wanted.signature()
-    plan = state.plans.get(signature)
-    if plan is not None:
-        return plan
-    OPERATOR.begin_plan(world)
-    reserve(world, state, wanted.layout, wanted.capacity, gathers=wanted.gathers)
-    plan = SparsePlan(
-        world,
-        state,
-        wanted.layout,
-        wanted.capacity,
-        wanted.entries.rows.dtype,
-        is_aligned=wanted.is_aligned,
-        gathers=wanted.gathers,
-        has_order=wanted.entries.order is not None,
-        outputs=wanted.outputs,
-        count=wanted.count,
+    state = OPERATOR.state(world)
+    rows, order, values = entries
+    is_aligned = not (row_bytes | values.data_ptr()) & 15
+    key = SparseKey(
+        world.team, layout, state.tuning, capacity, gathers, rows.dtype, order is not None, is_aligned, is_into, tag
     )
-    return OPERATOR.keep(world, state.plans, signature, plan)
+    plan: SparsePlan | None = state.plans.find(key, *used)
+    return plan or state.plans.make(key, lambda: SparsePlan(world, key))
 
 
 # ---- results of a size that is not known ---------------------------------------------------------------------------
@@ -102,15 +66,26 @@ def find_plan(world: World, wanted: Wanted) -> SparsePlan:
 class PendingSum:
     """A launch into room that may turn out to be too small. Made, and resolved, in the same order on all PEs."""
 
-    def __init__(self, world: World, room: Room, entries: Entries, algorithm: str, tag: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        state: SparseState,
+        room: Room,
+        entries: Entries,
+        algorithm: str,
+        tag: int,
+        is_for_later: bool,
+    ) -> None:
         self._world = world
-        self._state = state_of(world)
+        self._state = state
         self._room = room
         self._layout = room.layout
         self._entries: Entries | None = entries
         self._algorithm = algorithm
         self._tag = tag
-        self._generation = self._state.generation
+        self._generation = state.generation
+        self._is_for_later = is_for_later
+        self._ended: torch.cuda.Event | None = None
         self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
@@ -164,22 +139,26 @@ class PendingSum:
         Raises:
             PersistentOpsError: the launch was given up, now or before a recovery.
         """
+        rows, values = self._taken()
+        return rows[0], values
+
+    def tensor(self) -> torch.Tensor:
+        """Return the sum of `pair` as a sparse tensor."""
+        rows, values = self._taken()
+        size = (self._layout.num_rows, *self._layout.row_shape)
+        return torch.sparse_coo_tensor(rows, values, size, check_invariants=False, is_coalesced=True)
+
+    def _taken(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.resolve()
         if self._error is not None:
             raise self._error
         self._check_generation()
-        if self._stream is not None:
+        if self._ended is not None:
             here = torch.cuda.current_stream(self._world.backend.device)
             if here != self._stream:
                 here.wait_event(self._ended)
         assert self._result is not None
         return self._result
-
-    def tensor(self) -> torch.Tensor:
-        """Return the sum of `pair` as a sparse tensor."""
-        rows, values = self.pair()
-        size = (self._layout.num_rows, *self._layout.row_shape)
-        return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False, is_coalesced=True)
 
     def result(self) -> torch.Tensor:
         """Return the sum; raise what the launch reported."""
@@ -192,7 +171,7 @@ class PendingSum:
             raise PeerTimeoutError(GIVEN_UP)
 
     def _launch(self, entries: Entries) -> None:
-        if self._stream is None:
+        if self._stream is None or not self._is_for_later:
             self._launch_here(entries)
             return
         here = torch.cuda.current_stream(self._world.backend.device)
@@ -206,25 +185,25 @@ class PendingSum:
         self._ended.record(self._stream)
 
     def _launch_here(self, entries: Entries) -> None:
-        world, layout = self._world, self._layout
-        capacity = self._room.rows
-        is_aligned = not (layout.row_bytes | entries.values.data_ptr()) & 15
-        gathers = _gathers(world, self._room, self._algorithm)
-        wanted = Wanted(layout, capacity, gathers, entries, is_aligned, tag=self._tag)
-        self._plan = find_plan(world, wanted)
-        self._values_bytes = -(-capacity * layout.row_bytes // 8) * 8
+        world, room, layout = self._world, self._room, self._layout
+        capacity, row_bytes = room.rows, room.row_bytes
+        gathers = _gathers(world, room, self._algorithm)
+        self._plan = find_plan(world, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag)
+        self._values_bytes = -(-capacity * row_bytes // 8) * 8
         nbytes = max(self._values_bytes + 8 * capacity, 512)
         slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
-        self._buffer = slot.tensor(torch.uint8, (nbytes,))
-        self._plan.launch(world, entries.rows, entries.order, entries.values, slot.offset, raises_input_errors=False)
+        self._buffer = slot.tensor(layout.dtype, (nbytes // layout.dtype.itemsize,))
+        self._plan.launch(entries, slot.offset)
 
     def _is_over(self) -> bool:
-        return self._stream is None or bool(self._ended.query())
+        waited_for = self._ended or self._stream
+        return waited_for is None or bool(waited_for.query())
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        layout, buffer = self._layout, self._buffer
-        values = buffer[: num_rows * layout.row_bytes].view(layout.dtype).view(num_rows, *layout.row_shape)
-        rows = buffer[self._values_bytes : self._values_bytes + 8 * num_rows].view(torch.int64)
+        """Return row numbers, `[1, U]`, and values."""
+        room, buffer = self._room, self._buffer
+        values = buffer.as_strided((num_rows, *self._layout.row_shape), room.strides, 0)
+        rows = buffer.view(torch.int64).as_strided((1, num_rows), (num_rows, 1), self._values_bytes // 8)
         return rows, values
 
 
@@ -237,6 +216,7 @@ def start(
     *,
     in_order: bool,
     tag: int = 0,
+    is_for_later: bool = True,
 ) -> PendingSum:
     """Launch a sum over this PE's entries.
 
@@ -248,14 +228,16 @@ def start(
         in_order: their rows are ascending and each occurs once.
         tag: the same on all PEs. Of each layout and tag one sum is under way: the next waits for its number of rows,
             whoever else waits for it or not, so that all PEs have learned the same from it.
+        is_for_later: False where the caller takes the result at once, on this stream.
     """
     refuse_capture(world)
-    room = state_of(world).room(layout, tag)
+    state = state_of(world)
+    room = state.room(layout, tag)
     if room.unresolved is not None:
         room.unresolved.resolve()
     values = values.contiguous()
     entries = Entries(indices.contiguous(), None, values) if in_order else sorted_entries(indices, values)
-    return PendingSum(world, room, entries, algorithm, tag)
+    return PendingSum(world, state, room, entries, algorithm, tag, is_for_later)
 
 
 def refuse_capture(world: World) -> None:
@@ -271,6 +253,6 @@ def _gathers(world: World, room: Room, algorithm: str) -> bool:
         return False
     if algorithm == "allgather":
         return True
-    tuning: Tuning = world.operator_state.get(TUNING) or Tuning()
-    nbytes = world.size * room.rows * room.layout.columns * 4
+    tuning: Tuning = OPERATOR.tuning(world)
+    nbytes = world.size * room.rows * room.columns * 4
     return nbytes <= tuning.gather_bytes and room.shares <= tuning.gather_share

@@ -8,7 +8,7 @@ may change under such an object (`w.data = ...`, `w.resize_(...)`) is compared a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..runtime.torch_private import TensorGuards
 
 __all__ = ["TableSet", "TableSets"]
 
+_address_of = torch.Tensor.data_ptr
 _MAX_SETS = 256  # lists that change without end must not collect
 
 
@@ -27,12 +28,10 @@ class TableSet:
 
     Attributes:
         dim_per_rank: what the PEs have agreed on for it; None before.
-        plans: an operator's plans for it, by the rest of their signature.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.dim_per_rank: tuple[int, ...] | None = None
-        self.plans: dict[tuple[object, ...], Any] = {}
         self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
 
     def is_alive(self) -> bool:
@@ -60,7 +59,7 @@ class _Sighting:
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether the tensor objects are still what they were."""
-        if self.addresses != [weight.data_ptr() for weight in weights]:
+        if self.addresses != list(map(_address_of, weights)):
             return False
         return (self.guards is not None and self.guards.check(*weights)) or self.geometry == _geometry(weights)
 
@@ -83,18 +82,19 @@ class TableSets:
 
     Args:
         make_room: World.make_room.
+        keep: called with the sets that are left where some may have been dropped.
     """
 
-    def __init__(self, make_room: Callable[[dict[Any, Any], int], None]) -> None:
+    def __init__(
+        self,
+        make_room: Callable[[dict[Any, Any], int], None],
+        keep: Callable[[Set[TableSet]], None] = lambda kept: None,
+    ) -> None:
         self._make_room = make_room
+        self._keep = keep
         # By the identities of the tensor objects: an entry goes when one of them does, so an identity cannot be reused.
         self._sightings: dict[tuple[int, ...], _Sighting] = {}
         self._sets: dict[tuple[object, ...], TableSet] = {}
-
-    def keep_plans(self, is_kept: Callable[[Any], bool]) -> None:
-        """Drop all plans of all sets but some."""
-        for tables in self._sets.values():
-            tables.plans = {signature: plan for signature, plan in tables.plans.items() if is_kept(plan)}
 
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
         """Return the set that these tables are, a new one where they have not been seen."""
@@ -119,9 +119,10 @@ class TableSets:
             self._make_room(self._sets, _MAX_SETS)
             self._sets[key] = tables
             # A dropped set is forgotten altogether: to PEs that see its tables in other tensor objects it is new.
-            kept = set(map(id, self._sets.values()))
-            for seen in [seen for seen, sighting in self._sightings.items() if id(sighting.tables) not in kept]:
+            kept = set(self._sets.values())
+            for seen in [seen for seen, sighting in self._sightings.items() if sighting.tables not in kept]:
                 del self._sightings[seen]
+            self._keep(kept)
         if len(self._sightings) > _MAX_SETS:
             self._sightings.clear()
         sightings = self._sightings

@@ -26,6 +26,7 @@ class KernelRequest:
         arena_bytes: of memory of its own that a WG has on the GPU, beside what the kernel declares.
         overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
             kernel must wait for that end itself.
+        holds_call: whether each thread has the call in registers; see cuda/platform/entry.cuh.
     """
 
     name: str
@@ -33,6 +34,7 @@ class KernelRequest:
     threads: int
     arena_bytes: int = 0
     overlaps_predecessor: bool = False
+    holds_call: bool = False
 
     def source(self) -> KernelSource:
         """Return what is compiled; a compiler that lays a struct out in another way than the description refuses it."""
@@ -41,7 +43,8 @@ class KernelRequest:
             values = ", ".join(f".{name} = {value}" for name, value in self.config)
             kernel = f"Kernel<{space}::Config{{{values}}}>"
         check = f"namespace {space} {{ {description_of(self.name).layout} }}"
-        tail = f"{check}\nPO_ENTRY({self.name}, {space}::{kernel})\n"
+        entry = "PO_ENTRY_HOLDING_CALL" if self.holds_call else "PO_ENTRY"
+        tail = f"{check}\n{entry}({self.name}, {space}::{kernel})\n"
         return KernelSource(f"kernels/{self.name}.cuh", head="#include <cstddef>\n", tail=tail)
 
 

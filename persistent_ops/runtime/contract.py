@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from .operator import Operator
+    from .team import Team
 
 __all__ = ["Contract", "Field", "describe", "differences", "operator_of", "register"]
 
@@ -49,8 +50,14 @@ class Field:
         return cls(name, _mixed, None)
 
 
-_fields: dict[str, tuple[Field, ...]] = {}
-_operators: dict[str, Operator] = {}
+def _show_team(word: int) -> str:
+    number, size = divmod(word, 1 << _TEAM_SHIFT)
+    return f"{size} (team {number})" if number else str(size)
+
+
+_TEAM_SHIFT = 32
+_TEAM = Field("world_size", lambda team: team.number << _TEAM_SHIFT | team.size, _show_team)
+_operators: dict[int, Operator] = {}  # by the word that a contract begins with
 
 
 @dataclass(frozen=True)
@@ -58,58 +65,52 @@ class Contract:
     """One launch's contract.
 
     Attributes:
-        operator: its name, registered with its fields.
-        values: one per field.
+        operator: that is launched.
+        team: by which PEs.
+        values: one per field of the operator's.
     """
 
-    operator: str
+    operator: Operator
+    team: Team
     values: tuple[Any, ...]
 
     def words(self, count: int) -> tuple[int, ...]:
         """Return the contract as the `count` words that travel with every credit."""
-        fields = _fields[self.operator]
+        fields, values, name = _fields_of(self.operator), (self.team, *self.values), self.operator.name
         if len(fields) >= count:
-            raise ValueError(f"contract of {self.operator}: at most {count - 1} fields, got {len(fields)}")
-        if len(self.values) != len(fields):
-            names = ", ".join(field.name for field in fields)
-            raise ValueError(f"contract of {self.operator}: expected values for {names}, got {self.values}")
-        encoded = (field.encode(value) for field, value in zip(fields, self.values, strict=True))
-        words = (_operator_id(self.operator), *encoded)
+            raise ValueError(f"contract of {name}: at most {count - 1} fields, got {len(fields)}")
+        if len(values) != len(fields):
+            names = ", ".join(field.name for field in fields[1:])
+            raise ValueError(f"contract of {name}: expected values for {names}, got {self.values}")
+        encoded = (field.encode(value) for field, value in zip(fields, values, strict=True))
+        words = (_operator_id(name), *encoded)
         return words + (0,) * (count - len(words))
 
 
-def register(name: str, fields: Sequence[Field | str], operator: Operator) -> None:
-    """Name the fields of an operator's contract; every operator does so at import, so that all PEs know all.
-
-    Args:
-        name: of the operator.
-        fields: in order; a name alone stands for a number.
-        operator: it.
-    """
-    _fields[name] = tuple(Field(field) if isinstance(field, str) else field for field in fields)
-    _operators[name] = operator
+def register(operator: Operator) -> None:
+    """Let an operator be told by its contracts; every one does so at import, so that all PEs know all."""
+    _operators[_operator_id(operator.name)] = operator
 
 
 def operator_of(word: int) -> Operator | None:
     """Return the operator that a contract begins with; None for one that this process does not know."""
-    name = _operator_of((word,))
-    return None if name is None else _operators[name]
+    return _operators.get(word)
 
 
 def describe(words: Sequence[int], own: Contract | None = None) -> str:
     """Return a contract's words as text; `own`, a contract of this PE, tells the lists that are the same in both."""
     if not words[0]:
         return "nothing yet"
-    operator = _operator_of(words)
+    operator = operator_of(words[0])
     if operator is None:
         return f"an unknown operator (id {words[0]})"
-    return f"{operator}({', '.join(f'{field.name}={text}' for field, text in _texts(operator, words, own))})"
+    return f"{operator.name}({', '.join(f'{field.name}={text}' for field, text in _texts(operator, words, own))})"
 
 
 def differences(mine: Sequence[int], own: Contract | None, theirs: Sequence[int], me: int, peer: int) -> str:
     """Return in which fields two contracts of one operator differ, with both values; "" for different operators."""
-    operator = _operator_of(mine)
-    if operator is None or operator != _operator_of(theirs):
+    operator = operator_of(mine[0])
+    if operator is None or operator is not operator_of(theirs[0]):
         return ""
     told = []
     for i, (field, text) in enumerate(_texts(operator, mine, own), start=1):
@@ -119,21 +120,22 @@ def differences(mine: Sequence[int], own: Contract | None, theirs: Sequence[int]
     return "; ".join(told)
 
 
-def _texts(operator: str, words: Sequence[int], own: Contract | None) -> list[tuple[Field, str]]:
+def _fields_of(operator: Operator) -> tuple[Field, ...]:
+    return (_TEAM, *(Field(field) if isinstance(field, str) else field for field in operator.fields))
+
+
+def _texts(operator: Operator, words: Sequence[int], own: Contract | None) -> list[tuple[Field, str]]:
+    values = (own.team, *own.values) if own is not None and own.operator is operator else None
     texts = []
-    for i, field in enumerate(_fields[operator]):
+    for i, field in enumerate(_fields_of(operator)):
         if field.show is not None:
             text = field.show(words[i + 1])
-        elif own is not None and own.operator == operator and field.encode(own.values[i]) == words[i + 1]:
-            text = str(list(own.values[i]))
+        elif values is not None and field.encode(values[i]) == words[i + 1]:
+            text = str(list(values[i]))
         else:
             text = f"a list (hash {words[i + 1] & 0xFFFFFF:06x})"
         texts.append((field, text))
     return texts
-
-
-def _operator_of(words: Sequence[int]) -> str | None:
-    return next((operator for operator in _fields if _operator_id(operator) == words[0]), None)
 
 
 def _mixed(values: Sequence[int]) -> int:

@@ -9,21 +9,26 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from torch.autograd.graph import increment_version
+
+from .changes import OnAbort
 from .contract import Contract, Field, register
 from .description import Description, describe, description_of
+from .plans import OperatorState
 
 if TYPE_CHECKING:
+    import torch
+
+    from .team import Team
     from .world import World
 
 __all__ = ["COMM", "Operator"]
 
 COMM = "comm/team.cuh"  # the header of what all operators share
-_MAX_PLANS = 1024  # of an operator in a world; a decode loop's layers have a plan each where they have a bias
 _PHASE_BITS = 16
 _CREDIT = "credit to write its output (has it launched the operator?)"
-_Plan = TypeVar("_Plan")
 _described: dict[str, Description] = {}  # of this process
 
 
@@ -33,12 +38,14 @@ class Operator:
 
     Attributes:
         name: of the operator, its kernel, and the namespace and the file of that.
-        fields: of its launch contract, in order; a name alone stands for a number.
+        fields: of its launch contract behind the team, in order; a name alone stands for a number.
         phases: by the kernel's constant, what a wait is for, as "PE 0 waited for PE 1: ..." continues; "{index}" is
             what the wait counts.
         input_errors: by the kernel's enumerator, what makes an exception of an InputErrorRecord.
         has_kernel: False for what PEs only meet under (`World.meet`), which launches the barrier's.
-        max_plans: that are kept together; None for as many as there is room for in any case.
+        changes: by the name of an argument that a launch changes in place, what an abort does to it.
+        max_plans: that are kept together, in a world.
+        default_tuning: choices that change speed and nothing else, a frozen dataclass; None where it has none.
     """
 
     name: str
@@ -46,10 +53,12 @@ class Operator:
     phases: Mapping[str, str] = field(default_factory=dict)
     input_errors: Mapping[str, Callable[[Any], Exception]] = field(default_factory=dict)
     has_kernel: bool = True
-    max_plans: int | None = None
+    changes: Mapping[str, OnAbort] = field(default_factory=dict)
+    max_plans: int = 1024
+    default_tuning: Any = None
 
     def __post_init__(self) -> None:
-        register(self.name, self.fields, self)
+        register(self)
 
     @property
     def description(self) -> Description:
@@ -63,9 +72,9 @@ class Operator:
                 _described[self.name] = self.description
         return _described[self.name]
 
-    def contract(self, *values: Any) -> Contract:
-        """Return the contract of a launch; `values`: one per field."""
-        return Contract(self.name, values)
+    def contract(self, team: Team, *values: Any) -> Contract:
+        """Return the contract of a launch of a team; `values`: one per field."""
+        return Contract(self, team, values)
 
     # ---- what codes mean -------------------------------------------------------------------------------------------
 
@@ -84,23 +93,33 @@ class Operator:
         constants = self.description.constants
         return next(make for name, make in self.input_errors.items() if constants[name] == record.kind)(record)
 
-    # ---- plans -----------------------------------------------------------------------------------------------------
+    # ---- in a world -------------------------------------------------------------------------------------------------
 
-    def begin_plan(self, world: World) -> Description:
-        """Return the description for a plan that is to be made.
+    def state(self, world: World) -> OperatorState:
+        """Return what a world keeps for it: plans, areas, tuning."""
+        state: OperatorState | None = world.operator_state.get(self.name)
+        if state is None:
+            state = world.operator_state[self.name] = OperatorState(world, self)
+        return state
+
+    def begin_changes(self, world: World, **tensors: torch.Tensor) -> None:
+        """Declare, right before the launch, what it changes: one contiguous tensor for each name in `changes`.
 
         Raises:
-            RuntimeError: the current stream is being captured into a CUDA graph.
+            PersistentOpsError: an earlier launch was given up; or such a one has changed a part of a tensor, which was
+                not loaded anew since (`Changes.loaded`).
         """
-        if world.workspace.is_capturing():
-            raise RuntimeError(
-                f"{self.name}: the first call with these shapes compiles and loads its kernel, which a CUDA-graph "
-                "capture cannot do: call it once before the capture, with the same shapes, tables, buffers and bias"
-            )
-        return self.prepare(world)
+        world.workspace.raise_failure()  # of earlier launches, which did not touch these
+        for name, on_abort in self.changes.items():
+            world.workspace.changes.begin(name, tensors[name], on_abort)
+        increment_version(tensors.values())
 
-    def keep(self, world: World, plans: dict[Any, _Plan], key: Any, plan: _Plan) -> _Plan:
-        """Keep a plan for later calls; the oldest are dropped when there are too many."""
-        world.make_room(plans, self.max_plans or _MAX_PLANS)
-        plans[key] = plan
-        return plan
+    def tuning(self, world: World) -> Any:
+        """Return the tuning that holds."""
+        return self.state(world).tuning or self.default_tuning
+
+    def tune(self, world: World, tuning: Any) -> Any:
+        """Set the tuning, None for the default one; return what was set before."""
+        state = self.state(world)
+        before, state.tuning = state.tuning, tuning
+        return before

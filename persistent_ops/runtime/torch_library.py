@@ -1,42 +1,118 @@
-"""Registering an operator with torch: schema, implementation for every device, fake kernel, refusal of gradients."""
+"""An operator as torch sees it: schema, implementation for every device, fake kernel, and what a call goes through."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["define_operator"]
+from .plain_call import is_plain
+
+__all__ = ["TorchOperator"]
 
 _library = torch.library.Library("persistent_ops", "FRAGMENT")
+_Run = Callable[..., Any]
 
 
-def define_operator(
-    name: str,
-    signature: str,
-    run: Callable[..., Any],
-    *,
-    fake: Callable[..., Any] | None = None,
-    no_gradient: str | None = None,
-) -> None:
-    """Define torch.ops.persistent_ops.<name>.
+class TorchOperator:
+    """torch.ops.persistent_ops.`name`, which returns its results, and `name`_out, which writes them; forward only.
+
+    A call that nobody but the kernel wants to see goes to `run` at once; it saves most of the host's share. Any other
+    one is checked, completed, and goes through torch's dispatcher, behind which `run` comes too. `run` finds or makes
+    the plan, checks what may change from call to call, and launches.
 
     Args:
         name: of the operator.
-        signature: arguments and results in torch's schema language, mutation declared: "(Tensor x) -> Tensor".
-        run: what it does, whatever the device.
-        fake: the same for fake tensors; None where the results' shapes depend on data.
-        no_gradient: for an operator that returns a result: what a backward pass through it raises.
+        arguments: what comes before the outputs in torch's schema language: "Tensor x, Tensor(z!) changed".
+        run: what it does, whatever the device: run(*arguments, **outputs), with None for outputs that are not given.
+        check: the same for what torch would refuse in words of its own.
+        complete: called with the arguments, returns them for the dispatcher: the schema wants what callers may omit.
+        fake: the same for fake tensors; None where the result's shape depends on data.
+        outputs: names of the tensors that may be given to be written: the results, where there are several. Where some
+            of these are given, `fake` makes the others.
+        no_gradient: what a backward pass through the result raises; None: the operator has no result, its outputs must
+            be given, and `name` itself writes them.
     """
-    qualified = f"persistent_ops::{name}"
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        run: _Run,
+        check: _Run,
+        *,
+        complete: Callable[..., tuple[Any, ...]] | None = None,
+        fake: _Run | None = None,
+        outputs: Sequence[str] = (),
+        no_gradient: str | None = None,
+    ) -> None:
+        self._name = name
+        self._run = run
+        self._check = check
+        self._fake = fake
+        self._complete = complete
+        self._no_gradient = no_gradient
+        self._writing_name = name if no_gradient is None else f"{name}_out"
+        if no_gradient is not None:
+            results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
+            _define(name, f"({arguments}) -> {results}", run, fake)
+
+            def refuse(context: object, *gradients: torch.Tensor) -> None:
+                raise NotImplementedError(no_gradient)
+
+            torch.library.register_autograd(f"persistent_ops::{name}", refuse, lib=_library)
+        if outputs:
+            letters = "abcd"  # of aliases; arguments that change have those from the end of the alphabet
+            written = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip(letters, outputs, strict=False))
+            signature = f"({arguments}, *, {written}) -> ()"
+            _define(self._writing_name, signature, _without_result(run), fake and _without_result(fake))
+
+    def __call__(
+        self,
+        arguments: tuple[Any, ...],
+        outputs: Mapping[str, torch.Tensor | None],
+        required: tuple[torch.Tensor, ...],
+        optional: tuple[torch.Tensor | None, ...] = (),
+        tables: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Call it.
+
+        Args:
+            arguments: all that come before the outputs.
+            outputs: by name, None for those that are not given.
+            required, optional, tables: the tensors among both, as `is_plain` takes them.
+        """
+        if not torch.compiler.is_compiling():
+            if is_plain(required, optional, tables):
+                return self._run(*arguments, **outputs)
+            self._check(*arguments, **outputs)
+        if self._complete is not None:
+            arguments = self._complete(*arguments)
+        operators = torch.ops.persistent_ops
+        given = [name for name, output in outputs.items() if output is not None]
+        if not given:
+            return getattr(operators, self._name)(*arguments)
+        records = self._no_gradient is not None and torch.is_grad_enabled()
+        if records and any(tensor is not None and tensor.requires_grad for tensor in (*required, *optional, *tables)):
+            raise NotImplementedError(f"{given[0]}: cannot be given where gradients are recorded. {self._no_gradient}")
+        if len(given) < len(outputs):
+            assert self._fake is not None
+            made = zip(outputs.items(), self._fake(*arguments, **outputs), strict=True)
+            outputs = {name: new if output is None else output for (name, output), new in made}
+        getattr(operators, self._writing_name)(*arguments, **outputs)
+        return tuple(outputs.values()) if len(outputs) > 1 else outputs[given[0]]
+
+
+def _define(name: str, signature: str, run: _Run, fake: _Run | None) -> None:
     _library.define(f"{name}{signature}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     if fake is not None:
-        torch.library.register_fake(qualified, fake, lib=_library)
-    if no_gradient is not None:
+        torch.library.register_fake(f"persistent_ops::{name}", fake, lib=_library)
 
-        def refuse(context: object, *gradients: torch.Tensor) -> None:
-            raise NotImplementedError(no_gradient)
 
-        torch.library.register_autograd(qualified, refuse, lib=_library)
+def _without_result(run: _Run) -> _Run:
+    def write(*arguments: Any, **outputs: torch.Tensor) -> None:
+        run(*arguments, **outputs)
+
+    return write

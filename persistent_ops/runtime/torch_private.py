@@ -24,6 +24,7 @@ __all__ = [
     "function_transform",
     "num_dispatch_modes",
     "queue_callback",
+    "storage_of_weak",
     "storage_use_count",
     "without_dispatch_modes",
 ]
@@ -32,6 +33,12 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: i
 """How many tensors share a storage, given its `_cdata`: the output pool hands a buffer out again when nobody does.
 
 Public torch counts no uses: `sys.getrefcount` sees Python's wrappers alone, and a view that C++ holds has none.
+"""
+
+storage_of_weak: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr  # type: ignore[attr-defined]
+"""A storage, given the `cdata` of a `StorageWeakRef`, or None where it is gone: what a launch left undone is poisoned.
+
+Public torch knows weak references to tensor objects, which may go while others share the storage.
 """
 
 current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)

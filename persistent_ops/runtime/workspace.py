@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ import torch
 from . import contract as _contract
 from .backend import Backend, Kernel
 from .bootstrap import Bootstrap
+from .changes import Changes
 from .contract import Contract, differences
 from .description import describe
 from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError
 from .heap import SymmetricHeap
 from .operator import COMM
 from .stream_order import StreamOrder
+from .team import ALONE
 
 __all__ = ["Workspace"]
 
@@ -68,6 +70,12 @@ class Workspace:
         self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64))
         self._failure: PersistentOpsError | None = None
         self._order = StreamOrder(backend.device)
+        self.is_capturing: Callable[[], bool] = _never
+        """Whether the current stream is being captured into a CUDA graph."""
+        self._is_asynchronous = backend.name == "cuda"
+        if self._is_asynchronous:
+            self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.changes = Changes(self.is_capturing)
         backend.waits.interrupted = self.interrupted
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
@@ -85,13 +93,10 @@ class Workspace:
             self._zero_words.append(self._backend.private_words(count))
         return self._zero_words[-1]
 
-    def team(self, contract: Contract, *, is_alone: bool = False) -> ctypes.Structure:
-        """Return the part of a plan that every operator shares.
+    def team(self, contract: Contract) -> ctypes.Structure:
+        """Return the part of a plan that every operator shares; `contract`: of its launches.
 
-        Args:
-            contract: of its launches.
-            is_alone: the team is this PE, whatever the world: its launches have epochs of their own, and no peer knows
-                of them.
+        Those of a PE alone have epochs of their own, and no peer knows of them.
         """
         count = self._constants["kContractWords"]
         words = contract.words(count)
@@ -99,12 +104,13 @@ class Workspace:
             self._contracts.clear()
         self._contracts[words] = contract
         base = self._backend.heap_base
-        rank, size, first_heap, first_grant = self._bootstrap.rank, self._bootstrap.world_size, 0, 0
+        first_heap, first_grant = 0, 0
+        is_alone = contract.team.number == ALONE
         if is_alone:  # what it needs lies behind what the world needs
-            rank, size, first_heap, first_grant = 0, 1, size, size + 2
+            first_heap, first_grant = self._bootstrap.world_size, self._bootstrap.world_size + 2
         return self._structs["Team"](
-            rank=rank,
-            size=size,
+            rank=contract.team.rank,
+            size=contract.team.size,
             heap=base,
             peer_heaps=self._peer_heaps[first_heap:].data_ptr(),
             grants_offset=self._grants.data_ptr() - base + first_grant * self._grant_bytes,
@@ -133,17 +139,13 @@ class Workspace:
         with self.lock:
             if self._failure is not None or self._error.state:
                 self.raise_failure()
-            if self._backend.name == "cuda":
+            if self._is_asynchronous:
                 self._order.follow(self._backend.stream())
             kernel.launch(grid, plan, call)
-        if self._backend.name == "host" and self._error.state:
+        if not self._is_asynchronous and self._error.state:
             self.raise_failure()
         if raises_input_errors and self._input_error.state:
             self.raise_pending()
-
-    def is_capturing(self) -> bool:
-        """Return whether the current stream is being captured into a CUDA graph."""
-        return self._backend.name == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
@@ -161,6 +163,7 @@ class Workspace:
         """Raise what made a launch give up; the world needs `recover`."""
         if self._failure is None and self._error.state:
             self._failure = self._describe_failure()
+            self.changes.give_up()
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
 
@@ -268,6 +271,7 @@ class Workspace:
         self._error.state = 0
         self._input_error.state = 0
         self._failure = None
+        self.changes.recover()
         self._bootstrap.exchange("recovered", b"")
 
     def set_epoch(self, epoch: int) -> None:
@@ -276,6 +280,10 @@ class Workspace:
         self._local[self._structs["LocalState"].epoch.offset // 8] = epoch
         self._backend.synchronize()
         self._bootstrap.exchange("set-epoch", b"")
+
+
+def _never() -> bool:
+    return False
 
 
 def _contract_hash(words: tuple[int, ...]) -> int:

@@ -21,6 +21,8 @@ from .description import describe
 from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
+from .plans import OperatorState
+from .team import ALONE, WORLD, Team
 from .torch_private import backward_pass
 from .workspace import Workspace
 
@@ -38,7 +40,7 @@ _thread_worlds = threading.local()
 _admitted = threading.local()  # the world whose operators this thread may call: a thread's number is given out again
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
-_BARRIER = Operator("barrier", ("world_size",))
+_BARRIER = Operator("barrier", ())
 
 
 @runtime_checkable
@@ -68,18 +70,24 @@ class World:
                     f"PE {self.rank} and PE {peer} disagree on whether they reach each other's memory directly"
                 )
         self.all_reachable = all(all(row) for row in matrix)
+        self.team = Team(self.rank, self.size, WORLD, self.all_reachable)
+        self.alone = Team(0, 1, ALONE, True)
         self.operator_state: dict[str, Any] = {}
-        """Per operator: its plans and agreements. Operators keep nothing elsewhere."""
-        self._captured: dict[int, tuple[object, ...]] = {}
+        """What operators keep, by name: see `Operator.state`. They keep nothing elsewhere."""
+        self._captured: dict[int, object] = {}
+        self._kernels: dict[KernelRequest, Kernel] = {}
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
         self._watch = bootstrap.watch(self.workspace.peers_changed)
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
 
     def load(self, request: KernelRequest) -> Kernel:
-        """Compile (or take from the cache) and load a kernel; peers that wait meanwhile do not count that time."""
-        with self.preparing():
-            return self.backend.load(request)
+        """Return a kernel, which may have to be compiled; peers that wait meanwhile do not count that time."""
+        kernel = self._kernels.get(request)
+        if kernel is None:
+            with self.preparing():
+                kernel = self._kernels[request] = self.backend.load(request)
+        return kernel
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""
@@ -106,7 +114,7 @@ class World:
     def enqueue_barrier(self) -> None:
         """Let the current stream wait until every PE has launched this barrier; on GPUs the host goes on."""
         if self._barrier is None:
-            self._barrier = self._barrier_of(_BARRIER.contract(self.size))
+            self._barrier = self._barrier_of(_BARRIER.contract(self.team))
         kernel, plan, call = self._barrier
         self.workspace.launch(kernel, 1, plan.data_ptr(), call)
 
@@ -136,23 +144,21 @@ class World:
     def check(self) -> None:
         """Wait for this PE's launches and raise what they reported."""
         self.backend.synchronize()
+        self.workspace.raise_failure()
+        self.workspace.changes.settle()
         self.workspace.raise_pending()
 
     def recover(self) -> None:
         """Start clean epochs after a failure; collective."""
         self.workspace.recover()
         for state in self.operator_state.values():
-            if isinstance(state, Forgetful):
-                state.forget()
+            own = state.own if isinstance(state, OperatorState) else state
+            if isinstance(own, Forgetful):
+                own.forget()
 
-    def keep_captured(self, plan: object, *tensors: object) -> None:
+    def keep_captured(self, *used: object) -> None:
         """Keep what a CUDA graph that is being captured uses at every replay, until the world is closed."""
-        if id(plan) not in self._captured and self.workspace.is_capturing():
-            self._captured[id(plan)] = (plan, *tensors)
-
-    def is_captured(self, plan: object) -> bool:
-        """Return whether a CUDA graph uses a plan."""
-        return id(plan) in self._captured
+        self._captured.update((id(each), each) for each in used)
 
     def make_room(self, plans: dict[Any, Any], most: int) -> None:
         """Drop the older half of `plans` where there are `most`, when no launch that is queued reads them any more."""
@@ -176,6 +182,7 @@ class World:
             self._watch.close()
         self.operator_state.clear()
         self._captured.clear()
+        self._kernels.clear()
         self.backend.close()
         self.bootstrap.close()
 
@@ -208,9 +215,11 @@ def current() -> World:
 
 def for_call() -> World:
     """Return this PE's world to an operator that is called; see `World.admit_caller`."""
+    admitted: World | None = getattr(_admitted, "world", None)
+    if admitted is not None and admitted is (getattr(_thread_worlds, "world", None) or _process_world):
+        return admitted
     world = current()
-    if getattr(_admitted, "world", None) is not world:
-        world.admit_caller()
+    world.admit_caller()
     return world
 
 

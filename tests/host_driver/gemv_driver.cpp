@@ -173,11 +173,8 @@ struct Pe {
                     reinterpret_cast<const uint8_t*>(x.data()),
                     reinterpret_cast<uint8_t*>(output.data()),
                     nullptr,
-                    {.num_rows = static_cast<int32_t>(is_empty(launch) ? 0 : rows),
-                     .num_columns = static_cast<int32_t>(columns),
-                     .num_vectors = static_cast<int16_t>(vectors),
-                     .rank = static_cast<int16_t>(rank),
-                     .size = size}};
+                    nullptr,
+                    po::gemv_all_reduce::Shape::of(is_empty(launch) ? 0 : rows, rank, size, vectors, columns)};
     po::run_on_host<Kernel>(&used, call, static_cast<int>(options.number("--wgs")),
                             static_cast<int>(options.number("--threads")));
     return output;

@@ -9,7 +9,7 @@ void widen(const uint16_t* from, uint32_t* to, int64_t count) {
 }
 
 template <class Scalar>
-void narrow(const uint32_t* from, uint16_t* to, int64_t count) {
+void narrow(const uint32_t* from, typename Scalar::Storage* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = Scalar::from_float(po::bits_float(from[i]));
 }
 
@@ -21,4 +21,5 @@ void widen_float16(const uint16_t* from, uint32_t* to, int64_t count) { widen<po
 void widen_bfloat16(const uint16_t* from, uint32_t* to, int64_t count) { widen<po::BFloat16>(from, to, count); }
 void narrow_float16(const uint32_t* from, uint16_t* to, int64_t count) { narrow<po::Float16>(from, to, count); }
 void narrow_bfloat16(const uint32_t* from, uint16_t* to, int64_t count) { narrow<po::BFloat16>(from, to, count); }
+void narrow_float8_e4m3fn(const uint32_t* from, uint8_t* to, int64_t count) { narrow<po::Float8E4M3>(from, to, count); }
 }

@@ -108,8 +108,6 @@ struct Pe {
     plan.sets.totals = totals.data();
     plan.sets.met = met.data();
     plan.hot = &hot;
-    plan.rows_out = rows_out.data();
-    plan.num_rows_out = &num_rows_out;
     plan.report = &report;
     plan.splits_partials = sizeof(Storage) == 2;
     plan.divisor = 1;
@@ -155,8 +153,9 @@ struct Pe {
           }
         }
       }
-      const Call call{entries.data(), order.data(), reinterpret_cast<const uint8_t*>(values.data()), count,
-                      output_offset};
+      const Call call{entries.data(), order.data(),  reinterpret_cast<const uint8_t*>(values.data()),
+                      count,          output_offset, rows_out.data(),
+                      &num_rows_out,  nullptr};
       po::run_on_host<Kernel>(&plan, call, static_cast<int>(options.number("--wgs")),
                               static_cast<int>(options.number("--threads")));
       if (error.state != 0) {

@@ -7,7 +7,7 @@
 // a sliceRdy word says that it has come.
 #pragma once
 
-#include "comm/launch.cuh"
+#include "comm/packets.cuh"
 #include "kernels/gemv/tile_output.cuh"
 #include "sched/row_tiles.cuh"
 
@@ -29,14 +29,6 @@ struct PacketPlan {
   uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
 PO_DESCRIBE(PacketPlan, partials_offset, partials_bytes, results_offset, results_bytes, all_reachable, heaps)
-
-// The network may tear a packet, so a sliceRdy word says when all have come. One thread, behind its warp's stores. Out of
-// line: within a node nobody calls it.
-PO_NOINLINE inline void put_packets(const Team& team, int pe, uint64_t offset, int count, int ready_index) {
-  put_nbi(team, pe, offset, team.heap + offset, static_cast<uint64_t>(count) * sizeof(Packet));
-  put_fence(team);  // @packets-fence
-  signal(team, pe, ready_word_offset(team, team.rank, static_cast<uint64_t>(ready_index)), launch_flag(team));
-}
 
 template <class Traits, class Call>
 class PacketExchange {
@@ -122,15 +114,13 @@ class PacketExchange {
  private:
   // ---- places --------------------------------------------------------------------------------------------------------
 
-  PO_FN int num_vectors() const { return Traits::kVectors == 1 ? 1 : call_.shape.num_vectors; }
+  PO_FN int num_vectors() const { return Traits::kVectors == 1 ? 1 : call_.shape.num_vectors(); }
   PO_FN int items_per_tile() const { return num_vectors() * Traits::kItemsPerVector; }
   PO_FN int packets_per_tile() const { return items_per_tile() * Traits::kPacketsPerItem; }
   PO_FN uint64_t parity() const {
     return team_.epoch % 2;  // @packet-parity
   }
-  PO_FN uint64_t flag() const {
-    return launch_flag(team_);  // @packet-flag
-  }
+  PO_FN uint64_t flag() const { return packet_flag(team_); }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
 
   // Places of a tile's packets, as offsets in every heap.
@@ -219,32 +209,8 @@ class PacketExchange {
   template <int kRow, int kSenders>
   PO_FN bool take(const uint8_t* place, uint64_t stride, Phase phase, int first_sender, int count, int tile,
                   Packet (&packets)[kSenders][kRow]) const {
-    int missing = team_.rank;
-    const auto look = [&](uint64_t* seen) {
-      const uint8_t* base = derived_anew(place);
-      PO_UNROLL
-      for (int i = 0; i < kSenders; ++i) {
-        const auto* row = reinterpret_cast<const Packet*>(base + static_cast<uint64_t>(i) * stride);
-        PO_UNROLL
-        for (int j = 0; j < kRow; ++j) {
-          if (i < count) packets[i][j] = packet_load_sys(row + j, flag());
-        }
-      }
-      const uint64_t expected = flag();
-      missing = team_.rank;
-      *seen = expected;
-      PO_UNROLL
-      for (int i = 0; i < kSenders; ++i) {
-        PO_UNROLL
-        for (int j = 0; j < kRow; ++j) {
-          if (i >= count || packets[i][j].flag == expected) continue;  // @packet-is-there
-          if (first_sender + i != team_.rank) missing = first_sender + i;
-          *seen = packets[i][j].flag;
-        }
-      }
-      return *seen == expected;
-    };
-    return await(team_, phase, missing, static_cast<uint64_t>(tile), look, has_given_up_);
+    return await_packets(team_, place, stride, phase, first_sender, count, static_cast<uint64_t>(tile), has_given_up_,
+                         packets);
   }
 
   PO_FN void give_up(int tile, int item) {

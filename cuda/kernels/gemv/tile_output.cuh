@@ -10,11 +10,10 @@ namespace po::gemv_all_reduce {
 
 // A part of the plan.
 struct OutputPlan {
-  int64_t num_tiles;    // of this launch's rows
-  int64_t stride;       // elements from one vector of the output, or the residual, to the next
-  const uint8_t* bias;  // null, or the bias of this launch's first row
+  int64_t num_tiles;  // of this launch's rows
+  int64_t stride;     // elements from one vector of the output, or the residual, to the next
 };
-PO_DESCRIBE(OutputPlan, num_tiles, stride, bias)
+PO_DESCRIBE(OutputPlan, num_tiles, stride)
 
 template <class Traits, class Call>
 class TileOutput {
@@ -34,7 +33,7 @@ class TileOutput {
 
   PO_FN Addends addends(int tile, int item) const {
     Addends found = {};
-    const auto* bias = reinterpret_cast<const Storage*>(plan_.bias);
+    const auto* bias = reinterpret_cast<const Storage*>(call_.bias);
     const auto* residual = reinterpret_cast<const Storage*>(call_.residual);
     for_each_element(tile, item, [&](int i, int64_t row, int64_t place) {
       if (bias != nullptr) found.bias[i] = bias[row];
@@ -48,7 +47,7 @@ class TileOutput {
                     Results& results) const {
     for_each_element(tile, item, [&](int i, int64_t, int64_t place) {
       float sum = sums[i];
-      if (plan_.bias != nullptr) sum += Scalar::to_float(addends.bias[i]);
+      if (call_.bias != nullptr) sum += Scalar::to_float(addends.bias[i]);
       if (call_.residual != nullptr) sum += Scalar::to_float(addends.residual[i]);
       results[i] = Scalar::from_float(sum);
       output()[place] = results[i];
@@ -75,7 +74,7 @@ class TileOutput {
     const int64_t place = item / Traits::kItemsPerVector * plan_.stride + first_row;
     PO_UNROLL
     for (int i = 0; i < Traits::kItem; ++i) {
-      if (first_row + i < call_.shape.num_rows) use(i, first_row + i, place + i);
+      if (first_row + i < call_.shape.num_rows()) use(i, first_row + i, place + i);
     }
   }
 

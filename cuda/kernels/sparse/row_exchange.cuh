@@ -216,17 +216,11 @@ class RowExchange {
 
   // Waits until the counterparts of this warp on the PEs in `senders` have come so far.
   PO_FN bool await_progress(uint64_t senders, uint64_t progress, Phase phase) {
-    const uint64_t expected = flag_value(team_.epoch, progress);
     bool is_there = true;
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
       if (pe == team_.rank || (senders >> pe & 1) == 0) continue;
       const uint64_t* word = local_word(team_, progress_offset(pe));
-      const bool has_come = await(team_, phase, pe, static_cast<uint64_t>(number_), [&](uint64_t* seen) {
-        *seen = flag_load_acquire_sys(word);
-        return *seen >= expected;
-      });
-      if (has_come && !is_reachable(team_, pe)) put_acquire(word, expected);
-      is_there = is_there && has_come;
+      is_there = await_step(team_, word, progress, phase, pe, static_cast<uint64_t>(number_)) && is_there;
     }
     const int num_there = warp_.count(is_there);
     warp_.sync();  // what a lane has acquired is there for all

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..runtime.torch_private import function_transform, num_dispatch_modes
+from .torch_private import function_transform, num_dispatch_modes
 
 __all__ = ["is_plain"]
 

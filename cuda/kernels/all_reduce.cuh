@@ -1,0 +1,176 @@
+// All-reduce: the sum of the PEs' tensors, plus bias and residual, on every PE; and the RMS norm of that sum's rows.
+//
+// What is small travels as packets that carry data and flag together, to every PE (one shot) or to a block's owner and back
+// (two shots): nobody waits for credit, and areas of packets take turns by the epoch's parity (packet_reduce). What is large
+// travels by slices, each to its owner and back, behind credit and with words that count steps (slice_reduce). Warps work by
+// themselves; one warp of each WG has no blocks: it counts the WG for the epoch's end, and in the last WG it grants this PE's
+// credit and awaits the others'. The norm is every PE's own: warps leave the squares of their blocks to each other
+// (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
+//
+// Here is what a launch is given and who does what in it; kernels/all_reduce/ has the rest, cuda/DESIGN.md, section 9, why it is
+// right. Not yet measured on a GPU.
+#pragma once
+
+#include "comm/launch.cuh"
+#include "kernels/all_reduce/block_output.cuh"
+#include "kernels/all_reduce/packet_reduce.cuh"
+#include "kernels/all_reduce/slice_reduce.cuh"
+#include "platform/entry.cuh"
+#include "sched/row_blocks.cuh"
+
+namespace po::all_reduce {
+
+struct Config {
+  DType scalar = DType::kBFloat16;
+  Algorithm algorithm = Algorithm::kOneShot;
+  bool norms = false;   // where the call has a weight
+  bool aligned = true;  // all rows of all tensors begin at multiples of 16 bytes
+  int vectors = 1;      // blocks of a slice, 1 or 2: for more there are no registers
+  int threads = 128;
+};
+
+template <Config kConfig>
+struct Traits {
+  using Scalar = ScalarOf<kConfig.scalar>;
+  using Block = RowBlock<Scalar, kConfig.aligned>;
+  static constexpr Algorithm kAlgorithm = kConfig.algorithm;
+  static constexpr bool kNorms = kConfig.norms;
+  static constexpr int kVectors = kConfig.vectors;
+  static constexpr int kThreads = kConfig.threads;
+  static constexpr bool kSendsPackets = kAlgorithm != Algorithm::kSlices;
+  // With its successor, which begins when this launch lets it in. Larger WGs have too many registers for that.
+  static constexpr bool kSharesSm = kThreads <= 256;
+  // Senders whose elements are loaded together.
+  static constexpr int kSendersAtOnce = 4;
+};
+
+struct Plan {
+  Team team;
+  // Offsets are in every PE's heap.
+  uint64_t sums_offset;  // Packet[2 parities][size senders][num_blocks][...]
+  uint64_t sums_bytes;   // of one parity
+  uint64_t results_offset;
+  uint64_t results_bytes;
+  uint64_t slices_offset;    // [size senders][max_workers] slices: what a sender has left with this PE, as the owner
+  uint64_t returned_offset;  // [size owners][max_workers] slices: what an owner has sent back
+  uint64_t staging_offset;   // [size owners][max_workers] slices: what is put to owners that are not reachable
+  int64_t max_workers;
+  uint64_t sent_offset;  // uint64_t[size senders][kMaxWorkers]: steps whose elements a sender has left here
+  uint64_t done_offset;  // uint64_t[size owners][kMaxWorkers]: steps whose results an owner has sent
+  Packet* squares;       // [num_blocks], private to the PE
+  int64_t all_reachable;
+  uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
+};
+PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, results_offset, results_bytes, slices_offset, returned_offset,
+            staging_offset, max_workers, sent_offset, done_offset, squares, all_reachable, heaps)
+
+struct Call {
+  const uint8_t* x;
+  const uint8_t* residual;  // null: none; may be an output, as x may
+  const uint8_t* bias;      // null: none
+  uint8_t* output;
+  const uint8_t* weight;  // null: no norm
+  uint8_t* norm_output;
+  const float* scale;  // null: the norm has the scalar's type; else float8_e4m3fn, divided by this
+  float eps;
+  float weight_bias;
+  RowBlocks rows;           // of this launch
+  const LocalState* local;  // the team's: what `begin` has no plan for
+};
+PO_DESCRIBE(Call, x, residual, bias, output, weight, norm_output, scale, eps, weight_bias, rows, local)
+
+struct Shared {
+  Plan plan;
+  uint64_t takes_part;  // 0: this launch is behind an aborted one
+};
+
+template <Config kConfig>
+struct Kernel {
+  using Traits = all_reduce::Traits<kConfig>;
+  using Plan = all_reduce::Plan;
+  using Call = all_reduce::Call;
+  using Shared = all_reduce::Shared;
+  using Block = typename Traits::Block;
+  static constexpr int kThreads = Traits::kThreads;
+  static constexpr int kBlocksPerSm = Traits::kSharesSm ? 2 : 1;
+  static_assert(sizeof(Plan) / sizeof(uint64_t) <= kThreads, "the plan comes with one load of each thread");
+
+  struct Begun {
+    typename Block::Chunks held;  // of this warp's first block
+    uint64_t last_epoch;          // these two: of the WG's first thread
+    uint64_t aborted;
+  };
+
+  // What is waited for longest is asked for first, side by side with the plan: elements, and the epoch.
+  static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
+    await_predecessor();
+    Begun begun = {};
+    const Worker worker = worker_of(wg);
+    if constexpr (Traits::kSendsPackets) {
+      if (reduces(wg) && worker.number < call.rows.num_blocks()) {
+        begun.held = Block::load_block(call.x, call.rows, Warp(), worker.number);
+      }
+    }
+    if (wg.rank() == 0) {
+      begun.last_epoch = flag_load_relaxed_sys(&call.local->epoch);
+      begun.aborted = flag_load_relaxed_sys(&call.local->abort);
+    }
+    return begun;
+  }
+
+  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, const Begun& begun) {
+    if (wg.rank() == 0) {
+      shared.plan.team.epoch = begun.last_epoch + 1;
+      shared.takes_part = takes_part(shared.plan.team, begun.aborted);
+    }
+    wg.sync();  // @epoch-known
+    if constexpr (Traits::kSharesSm) release_successor();
+    if (serves(wg)) open(wg, shared);
+    // With one warp (host) credits come between what it sends and what it waits for, so that a mismatch is noticed there.
+    const auto meet = [&] {
+      if (serves(wg) && keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
+    };
+    if (reduces(wg)) {
+      reduce(wg, shared, call, begun, [&] {
+        if constexpr (kWarpSize == 1) meet();
+      });
+    } else {
+      meet();
+    }
+    if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // what was put is written again later
+  }
+
+ private:
+  // The last warp of a WG serves; with one warp (host) it does both.
+  static PO_FN int num_reducing(const WorkGroup& wg) { return max_of(wg.num_warps() - 1, 1); }
+  static PO_FN bool reduces(const WorkGroup& wg) { return wg.warp_index() < num_reducing(wg); }
+  static PO_FN bool serves(const WorkGroup& wg) { return wg.warp_index() == wg.num_warps() - 1; }
+  static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }
+
+  // Along the WGs first, so that few blocks are with many SMs.
+  static PO_FN Worker worker_of(const WorkGroup& wg) {
+    return {wg.warp_index() * wg.count() + wg.index(), num_reducing(wg) * wg.count(), wg.count()};
+  }
+
+  // Grants credit, in one WG, and counts this WG: all its threads know the epoch.
+  static PO_FN void open(const WorkGroup& wg, const Shared& shared) {
+    const Warp warp;
+    if (keeps_credits(wg)) grant_credit(shared.plan.team, warp, 0);
+    if (warp.rank() == 0) close_epoch(shared.plan.team, wg);
+  }
+
+  // `meet`: called when this warp has sent its elements.
+  template <class Meet>
+  static PO_FN void reduce(const WorkGroup& wg, const Shared& shared, const Call& call, const Begun& begun,
+                           const Meet& meet) {
+    Worker worker = worker_of(wg);
+    if constexpr (Traits::kSendsPackets) {
+      PacketReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run(begun.held, meet);
+    } else {
+      worker.count = min_of(worker.count, static_cast<int>(shared.plan.max_workers));
+      SliceReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run(meet);
+    }
+  }
+};
+
+}  // namespace po::all_reduce

@@ -1,0 +1,177 @@
+// What becomes of a block's sums: bias, residual, the one rounding, and the norm of the row that the block is a part of.
+//
+// A row's blocks may be with many warps. Each leaves the sum of its block's squares as a packet in memory of this PE, and
+// whoever needs the row's takes them all and adds them up in the order of the blocks: rows need not belong to anybody, and no
+// two warps meet (cuda/DESIGN.md, row 33).
+#pragma once
+
+#include "comm/launch.cuh"
+#include "tile/row_block.cuh"
+
+namespace po::all_reduce {
+
+// How the elements meet.
+enum class Algorithm { kOneShot, kTwoShot, kSlices };
+
+// One of the warps that reduce, each of which takes every `count`-th block (or part of a step), the same on every PE.
+struct Worker {
+  int number;
+  int count;
+  int num_wgs;
+};
+
+template <class Traits, class Plan, class Call>
+class BlockOutput {
+ public:
+  using Block = typename Traits::Block;
+  using Chunk = typename Block::Chunk;
+  using Chunks = typename Block::Chunks;
+  static constexpr int kElements = Block::kElements;
+  static constexpr int kLaneChunks = Block::kLaneChunks;
+
+  PO_FN BlockOutput(const Plan& plan, const Call& call) : plan_(plan), call_(call) {}
+
+  PO_FN ChunkPlace place(int block, int i) const {
+    return call_.rows.chunk(block, Block::chunk_of(warp_, i), kElements);
+  }
+
+  // ---- sums ----------------------------------------------------------------------------------------------------------
+
+  // What is added to a chunk's sums.
+  struct Addends {
+    Chunk bias;
+    Chunk residual;
+  };
+
+  PO_FN Addends addends(const ChunkPlace& at) const {
+    Addends found = {};
+    if (call_.bias != nullptr) found.bias = Block::load(call_.bias, at.column, at.count);
+    if (call_.residual != nullptr) found.residual = Block::load(call_.residual, at.element, at.count);
+    return found;
+  }
+
+  // Rounds the sum over the PEs and what is added to it; the same wherever it is done.
+  PO_FN Chunk finished(float (&sums)[kElements], const Addends& addends) const {
+    if (call_.bias != nullptr) Block::add_to(sums, addends.bias);
+    if (call_.residual != nullptr) Block::add_to(sums, addends.residual);
+    return Block::rounded(sums);
+  }
+
+  PO_FN void store(const ChunkPlace& at, const Chunk& result) const {
+    Block::store(call_.output, at.element, at.count, result);
+  }
+
+  // All bits set: NaN in fp32, fp16 and bf16.
+  PO_FN void poison(const ChunkPlace& at) const {
+    Chunk chunk;
+    PO_UNROLL
+    for (uint32_t& word : chunk.words) word = 0xffffffffu;
+    Block::store(call_.output, at.element, at.count, chunk);
+  }
+
+  // ---- the norm ------------------------------------------------------------------------------------------------------
+
+  // Of a block whose results are stored: its squares, for whoever norms a part of the row. `is_whole`: whether this lane's
+  // are what they should be. All lanes.
+  PO_FN void tell_squares(int block, const Chunks& results, bool is_whole) {
+    if constexpr (!Traits::kNorms) return;
+    if (call_.weight == nullptr) return;
+    float squares[kLaneChunks];
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) squares[i] = Block::squares_of(results[i], place(block, i).count);
+    const float sum = tree_sum(warp_, squares);
+    if (warp_.count(is_whole) != warp_.size() || warp_.rank() != 0) return;
+    Packet packet{};
+    packet.data[0] = float_bits(sum);
+    packet.flag = launch_flag(plan_.team);
+    packet_store_sys(plan_.squares + block, packet);
+  }
+
+  // Norms a block whose results are in the output, or still in `held`, where all squares of its row are there; with `waits`,
+  // when they are, and where they never come, poisons it. Returns false where it is left for later. All lanes.
+  PO_FN bool norm(int block, bool waits, bool is_held, const Chunks& held) {
+    if constexpr (!Traits::kNorms) return true;
+    if (call_.weight == nullptr) return true;
+    Chunks weights;  // on their way while the squares are
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const ChunkPlace at = place(block, i);
+      weights[i] = Block::load(call_.weight, at.column, at.count);
+    }
+    const float scale = call_.scale == nullptr ? 1.0f : *call_.scale;
+    const bool is_there = find_factor(call_.rows.row_of(block), waits);
+    if (!is_there && !waits) return false;
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const ChunkPlace at = place(block, i);
+      if (at.count == 0) continue;
+      if (!is_there) {
+        poison_norm(at);
+        continue;
+      }
+      // A lane reads what it has stored itself.
+      const Chunk result = is_held ? held[i] : Block::load(call_.output, at.element, at.count);
+      store_norm(at, result, weights[i], scale);
+    }
+    return true;
+  }
+
+ private:
+  // 1 / sqrt(mean of the row's squares + eps). Whether all of them are there.
+  PO_FN bool find_factor(int row, bool waits) {
+    if (row == row_) return true;
+    const int first = call_.rows.first_block_of(row);
+    const uint64_t flag = launch_flag(plan_.team);
+    bool is_there = true;
+    float sums[kLaneChunks];
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      sums[i] = 0.0f;
+      for (int number = Block::chunk_of(warp_, i); number < call_.rows.blocks_per_row; number += kBlockChunks) {
+        Packet packet{};
+        const auto look = [&] {
+          packet = packet_load_sys(plan_.squares + first + number, flag);
+          return packet.flag == flag;  // @squares-flag
+        };
+        is_there = (waits ? await_own(plan_.team, look) : look()) && is_there;
+        sums[i] += bits_float(packet.data[0]);
+      }
+    }
+    const float squares = tree_sum(warp_, sums);
+    if (warp_.count(is_there) != warp_.size()) return false;
+    row_ = row;
+    factor_ = 1.0f / square_root(squares / static_cast<float>(call_.rows.width) + call_.eps);
+    return true;
+  }
+
+  PO_FN void store_norm(const ChunkPlace& at, const Chunk& result, const Chunk& weights, float scale) const {
+    float values[kElements];
+    float factors[kElements];
+    Block::to_floats(result, values);
+    Block::to_floats(weights, factors);
+    PO_UNROLL
+    for (int i = 0; i < kElements; ++i) values[i] = values[i] * factor_ * (call_.weight_bias + factors[i]);
+    if (call_.scale == nullptr) {
+      return Block::store(call_.norm_output, at.element, at.count, Block::rounded(values));
+    }
+    uint8_t bytes[kElements];
+    PO_UNROLL
+    for (int i = 0; i < kElements; ++i) bytes[i] = Float8E4M3::from_float(values[i] / scale);
+    Block::store_elements(call_.norm_output + at.element, at.count, bytes);
+  }
+
+  // All bits set: NaN in float8_e4m3fn too.
+  PO_FN void poison_norm(const ChunkPlace& at) const {
+    uint8_t* target = call_.norm_output;
+    const int bytes = call_.scale == nullptr ? static_cast<int>(sizeof(typename Block::Storage)) : 1;
+    for (int i = 0; i < at.count * bytes; ++i) target[at.element * bytes + i] = 0xff;
+  }
+
+  const Plan& plan_;
+  const Call& call_;
+  const Warp warp_{};
+  int row_ = -1;  // whose factor is known
+  float factor_ = 0;
+};
+
+}  // namespace po::all_reduce

@@ -1,0 +1,45 @@
+// Rows of elements in blocks, and who does what with them: pure functions of numbers that every PE knows.
+//
+// A block is 32 chunks of 16 bytes of one row, the last one of a row perhaps fewer: what a warp has in hand, a chunk for each
+// lane. It depends on the width of the rows alone, so what is summed up by blocks has the same order whatever the grid.
+#pragma once
+
+#include "platform/describe.cuh"
+
+namespace po {
+
+inline constexpr int kChunkBytes = 16;
+inline constexpr int kBlockChunks = 32;
+inline constexpr int kBlockBytes = kBlockChunks * kChunkBytes;
+PO_CONSTANT(kBlockBytes)
+
+// A chunk's place.
+struct ChunkPlace {
+  int64_t column;   // of its first element
+  int64_t element;  // the same, counted from the first row's first
+  int32_t count;    // of its elements; 0: the row has ended
+};
+
+struct RowBlocks {
+  int64_t width;  // elements of a row
+  int32_t num_rows;
+  int32_t blocks_per_row;
+
+  PO_FN int num_blocks() const { return num_rows * blocks_per_row; }
+  PO_FN int row_of(int block) const { return num_rows == 1 ? 0 : block / blocks_per_row; }
+  PO_FN int first_block_of(int row) const { return row * blocks_per_row; }
+
+  // `elements`: of a chunk.
+  PO_FN ChunkPlace chunk(int block, int number, int elements) const {
+    const int row = row_of(block);
+    const int64_t column = (static_cast<int64_t>(block - first_block_of(row)) * kBlockChunks + number) * elements;
+    const int64_t left = width - column;
+    return {column, row * width + column, static_cast<int32_t>(left >= elements ? elements : left > 0 ? left : 0)};
+  }
+
+  // Whose block it is where each has an owner: they take turns, along the WGs and along the warps of one.
+  static PO_FN int owner_of(int block, int num_wgs, int size) { return (block + block / num_wgs) % size; }
+};
+PO_DESCRIBE(RowBlocks, width, num_rows, blocks_per_row)
+
+}  // namespace po

@@ -1,0 +1,358 @@
+"""All-reduce of any size, and all-reduce with the RMS norm behind it, each in one kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..runtime import world as _world
+from ..runtime.plans import Plans
+from ..runtime.torch_library import TorchOperator
+from .all_reduce_plan import (
+    ALGORITHMS,
+    FLOAT8,
+    OPERATOR,
+    SCALARS,
+    AllReduceKey,
+    AllReducePlan,
+    choose_algorithm,
+    reserve_room,
+)
+
+__all__ = ["all_reduce", "all_reduce_rms_norm", "reference"]
+
+_Optional = torch.Tensor | None
+_FORWARD_ONLY = "{} is forward only: call it under torch.no_grad(), or use {} where gradients are needed"
+
+
+def all_reduce(
+    x: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """Sum a tensor over all PEs, in one kernel.
+
+    ``sum = round(x_0 + x_1 + ... + x_{P-1} + bias + residual)``, on every PE, added in fp32 in this order and rounded
+    once. Where bias and residual agree, all PEs get the same bits; so do repeated calls and all algorithms, and an
+    element has the same bits whatever others it travels with.
+
+    Args:
+        x: `[...]`, contiguous, float32, float16 or bfloat16, any memory of the device; the same shape on every PE.
+            Tensors that begin at multiples of 16 bytes take the fast path.
+        residual: of x's shape and dtype, contiguous; added once. The PEs pass one all or none. With two shots the owner
+            of an element adds its own residual and bias, so all PEs get its sum.
+        bias: `[x.shape[-1]]`, dtype of x; added once. The PEs pass one all or none.
+        out: of x's shape and dtype, contiguous, any memory of the device; it may be x or residual, and overlaps no
+            other part of them.
+        algorithm: "one_shot" sends every element to every PE; "two_shot" to its owner, which sends every PE the sum;
+            both in packets that carry a flag beside each 8 bytes. "slices" is "two_shot" without flags among the data,
+            for large tensors. "auto" chooses by bytes and PEs (`SWITCH_POINTS` in all_reduce_plan.py).
+
+    Returns:
+        `[...]`, shape and dtype of x, in ordinary memory of this PE's device; `out` where it is given.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
+        RuntimeError: a CUDA-graph capture meets a shape that was not called before.
+        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else (another shape, dtype
+            or algorithm). On "cuda" they come with the next operator or `po.check()`; elements that did not arrive are
+            NaN.
+        NotImplementedError: in a backward pass; the operator is forward only.
+
+    Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after
+    it. Needs at most 64 MiB of the symmetric heap, whatever the size of x.
+    Source: one-shot and two-shot all-reduce of "Demystifying NCCL" (LL protocol) and of TensorRT-LLM's custom kernels.
+    """
+    total: torch.Tensor = _all_reduce((x, residual, bias, algorithm), {"out": out}, (x,), (residual, bias, out))
+    return total
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    out: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    algorithm: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum a tensor over all PEs and take the RMS norm of the sum's rows, in one kernel.
+
+    ``sum`` as `all_reduce` gives it, and of the rounded sum
+    ``norm = round(sum / sqrt(mean(sum^2) + eps) * (weight_bias + weight))`` over the last dimension, in fp32 and
+    rounded once; with `scale`, divided by it and converted to float8_e4m3fn, what is too large to +-448. The order in
+    which squares are added depends on the width alone, so a row has the same bits whatever others it travels with.
+
+    Args:
+        x: `[..., D]`, as for `all_reduce`.
+        weight: `[D]`, dtype of x.
+        residual, bias, algorithm: as for `all_reduce`.
+        eps: 0 or more; it may differ from call to call.
+        weight_bias: added to the weight, in fp32 (1 for Gemma's norm).
+        out: for the sum; of x's shape and dtype, contiguous; it may be x or residual.
+        norm_out: for the norm; of x's shape, contiguous, dtype of x, or float8_e4m3fn where `scale` is given; it may be
+            x or residual where it has their dtype, and overlaps neither `out` nor another part of them.
+        scale: `[1]` or `[]`, float32, on the device, above 0: what the norm is divided by.
+
+    Returns:
+        (sum, norm), both of x's shape; the sum in x's dtype, the norm in x's or, with `scale`, in float8_e4m3fn.
+
+    Raises:
+        As `all_reduce`, and ValueError: eps is negative or not finite, weight_bias not finite, a float8 norm_out
+            without a scale.
+
+    Collective, stream and CUDA graph as for `all_reduce`; `scale` is read by the kernel.
+    Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantisation).
+    """
+    arguments = (x, weight, residual, bias, scale, algorithm, float(eps), float(weight_bias))
+    outputs = {"out": out, "norm_out": norm_out}
+    results: tuple[torch.Tensor, torch.Tensor] = _all_reduce_rms_norm(
+        arguments, outputs, (x, weight), (residual, bias, scale, out, norm_out)
+    )
+    return results
+
+
+def reference(
+    xs: Sequence[torch.Tensor], bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the sum in fp64 on the CPU, from every PE's x.
+
+    Returns:
+        `[...]`, float64, not rounded.
+    """
+    total = torch.stack([x.detach().cpu().double() for x in xs]).sum(0)
+    for addend in (bias, residual):
+        if addend is not None:
+            total = total + addend.detach().cpu().double()
+    return total
+
+
+# ---- the call ------------------------------------------------------------------------------------------------------
+
+
+def _execute(
+    x: torch.Tensor,
+    weight: _Optional,
+    residual: _Optional,
+    bias: _Optional,
+    scale: _Optional,
+    algorithm: str,
+    eps: float,
+    weight_bias: float,
+    out: _Optional = None,
+    norm_out: _Optional = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Check, find or make the plan, launch it, return the results."""
+    world = _world.for_call()
+    device = world.backend.device
+    norm_dtype = _check(x, weight, residual, bias, scale, out, norm_out, device)
+    _check_choices(algorithm, eps, weight_bias)
+    numel, dtype = x.numel(), x.dtype
+    # Where nothing depends on rows, all is one.
+    width = x.shape[-1] if x.dim() and (weight is not None or bias is not None) else numel
+    total = torch.empty_like(x) if out is None else out
+    norm = None
+    if norm_dtype is not None:
+        norm = torch.empty_like(x, dtype=norm_dtype) if norm_out is None else norm_out
+    addresses = [0 if t is None else t.data_ptr() for t in (x, residual, bias, total, weight, norm, scale)]
+    together = 0
+    for address in addresses[:6]:
+        together |= address
+    rows = 1 if width == numel else numel // width
+    is_aligned = not together & 15 and (rows == 1 or width * dtype.itemsize % 16 == 0)
+    if out is not None or norm_out is not None:
+        _check_overlap(x, residual, bias, weight, total, norm)
+    state = OPERATOR.state(world)
+    has_bias, has_residual, norms = bias is not None, residual is not None, weight is not None
+    key = AllReduceKey(
+        world.team, rows, width, dtype, algorithm, has_bias, has_residual, norms, is_aligned, state.tuning
+    )
+    plan = state.plans.find(key) or _new_plan(world, key)
+    if out is not None:
+        increment_version(out)
+    if norm_out is not None:
+        increment_version(norm_out)
+    plan.launch(addresses, eps, weight_bias, 0 if norm is None else norm.element_size())
+    return total, norm
+
+
+def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
+    """Make a plan; for "auto", find the one that it means."""
+    reserve_room(world)  # collective
+    plans: Plans[AllReducePlan] = OPERATOR.state(world).plans
+    if key.algorithm != "auto":
+        return plans.make(key, lambda: AllReducePlan(world, key))
+    nbytes = key.rows * key.width * key.dtype.itemsize
+    meant = key._replace(algorithm=choose_algorithm(world.size, nbytes, key.tuning))
+    plan = plans[key] = plans.find(meant) or _new_plan(world, meant)
+    return plan
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _check_types(required: dict[str, Any], optional: dict[str, Any]) -> None:
+    """Raise for what is no tensor."""
+    for name, tensor in (required | optional).items():
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in required):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+
+
+def _check(
+    x: torch.Tensor,
+    weight: _Optional,
+    residual: _Optional,
+    bias: _Optional,
+    scale: _Optional,
+    out: _Optional,
+    norm_out: _Optional,
+    device: torch.device | None,
+) -> torch.dtype | None:
+    """Return the norm's dtype, or None; raise for what the operator cannot take. No device: a fake call."""
+    shape, dtype = x.shape, x.dtype
+    if dtype not in SCALARS:
+        raise TypeError(f"x: expected float32, float16 or bfloat16, got {dtype}")
+    if (weight is not None or bias is not None) and x.dim() == 0:
+        raise ValueError("x: expected [..., D] with a weight or a bias of [D], got shape []")
+    row = shape[-1:]
+    norm_dtype = None
+    if weight is not None:
+        norm_dtype = dtype if scale is None else FLOAT8
+        if norm_out is not None and norm_out.dtype != norm_dtype:
+            _refuse_norm_dtype(norm_out.dtype, dtype, has_scale=scale is not None)
+    for name, tensor, expected, expected_dtype in (
+        ("x", x, shape, dtype),
+        ("weight", weight, row, dtype),
+        ("residual", residual, shape, dtype),
+        ("bias", bias, row, dtype),
+        ("out", out, shape, dtype),
+        ("norm_out", norm_out, shape, norm_dtype),
+        ("scale", scale, None, torch.float32),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype != expected_dtype:
+            what = "float32" if expected is None else f"x's dtype {expected_dtype}"
+            raise TypeError(f"{name}: expected {what}, got {tensor.dtype}")
+        if expected is None:
+            if tensor.numel() != 1:
+                raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
+        elif tensor.shape != expected:
+            raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"
+            )
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    return norm_dtype
+
+
+def _refuse_norm_dtype(found: torch.dtype, dtype: torch.dtype, *, has_scale: bool) -> None:
+    if has_scale:
+        raise TypeError(f"norm_out: expected {FLOAT8} where scale is given, got {found}; leave scale out")
+    if found == FLOAT8:
+        raise ValueError(f"scale: expected a float32 tensor for a norm_out of {FLOAT8}, got None")
+    raise TypeError(f"norm_out: expected x's dtype {dtype}, or {FLOAT8} with a scale, got {found}")
+
+
+def _check_choices(algorithm: str, eps: float, weight_bias: float) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: expected a number of at least 0 and below infinity, got {eps}")
+    if not math.isfinite(weight_bias):
+        raise ValueError(f"weight_bias: expected a finite number, got {weight_bias}")
+
+
+def _check_overlap(
+    x: torch.Tensor, residual: _Optional, bias: _Optional, weight: _Optional, out: torch.Tensor, norm: _Optional
+) -> None:
+    """Raise where what is written overlaps what is read at another place, or the other result."""
+    inputs = (("x", x, True), ("residual", residual, True), ("bias", bias, False), ("weight", weight, False))
+    for name, written in (("out", out), ("norm_out", norm)):
+        if written is None:
+            continue
+        begin, nbytes = written.data_ptr(), written.nbytes
+        others = inputs if name == "out" else (*inputs, ("out", out, False))
+        for other_name, other, may_be in others:
+            if other is None:
+                continue
+            other_begin, other_bytes = other.data_ptr(), other.nbytes
+            if begin >= other_begin + other_bytes or other_begin >= begin + nbytes or not nbytes or not other_bytes:
+                continue
+            if not (may_be and begin == other_begin and nbytes == other_bytes):
+                allowed = f"{other_name} itself or " if may_be else ""
+                raise ValueError(
+                    f"{name}: expected {allowed}memory apart from {other_name}, got a tensor that overlaps it; pass "
+                    "another one"
+                )
+
+
+# ---- torch operators -----------------------------------------------------------------------------------------------
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: _Optional,
+    residual: _Optional,
+    bias: _Optional,
+    scale: _Optional,
+    algorithm: str,
+    eps: float,
+    weight_bias: float,
+    out: _Optional = None,
+    norm_out: _Optional = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    norm_dtype = _check(x, weight, residual, bias, scale, out, norm_out, None)
+    _check_choices(algorithm, eps, weight_bias)
+    return torch.empty_like(x), torch.empty_like(x, dtype=norm_dtype)
+
+
+def _of_sum(function: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., torch.Tensor]:
+    """Return what a function of all_reduce_rms_norm is to all_reduce."""
+
+    def without_norm(
+        x: torch.Tensor, residual: _Optional, bias: _Optional, algorithm: str, out: _Optional = None
+    ) -> torch.Tensor:
+        return function(x, None, residual, bias, None, algorithm, 0.0, 0.0, out)[0]
+
+    return without_norm
+
+
+_all_reduce = TorchOperator(
+    "all_reduce",
+    "Tensor x, Tensor? residual, Tensor? bias, str algorithm",
+    _of_sum(_execute),
+    lambda x, residual, bias, algorithm, **outputs: _check_types(
+        {"x": x}, {"residual": residual, "bias": bias, **outputs}
+    ),
+    fake=_of_sum(_fake),
+    outputs=("out",),
+    no_gradient=_FORWARD_ONLY.format("all_reduce", "torch.distributed.nn.all_reduce"),
+)
+_all_reduce_rms_norm = TorchOperator(
+    "all_reduce_rms_norm",
+    "Tensor x, Tensor weight, Tensor? residual, Tensor? bias, Tensor? scale, str algorithm, float eps, "
+    "float weight_bias",
+    _execute,
+    lambda x, weight, residual, bias, scale, *choices, **outputs: _check_types(
+        {"x": x, "weight": weight}, {"residual": residual, "bias": bias, "scale": scale, **outputs}
+    ),
+    fake=_fake,
+    outputs=("out", "norm_out"),
+    no_gradient=_FORWARD_ONLY.format(
+        "all_reduce_rms_norm", "torch.distributed.nn.all_reduce + torch.nn.functional.rms_norm"
+    ),
+)

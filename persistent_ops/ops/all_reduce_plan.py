@@ -1,0 +1,378 @@
+"""What a shape of all_reduce needs at every call: algorithm, kernel, plans in device memory, room in the heap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.areas import Need
+from ..runtime.backend import Kernel, KernelRequest
+from ..runtime.contract import Field
+from ..runtime.dtypes import SCALARS
+from ..runtime.operator import Operator
+from ..runtime.plans import Plan
+from ..runtime.team import Team
+from ..runtime.world import World, upload
+
+__all__ = [
+    "ALGORITHMS",
+    "FLOAT8",
+    "OPERATOR",
+    "SCALARS",
+    "SWITCH_POINTS",
+    "AllReduceKey",
+    "AllReducePlan",
+    "Tuning",
+    "choose_algorithm",
+    "kernel_request",
+    "reserve_room",
+]
+
+ALGORITHMS = ("auto", "one_shot", "two_shot", "slices")
+FLOAT8 = torch.float8_e4m3fn
+# PEs -> the most bytes of x for which "auto" takes one shot, and two shots; a world between two sizes takes the larger
+# one's. Reckoned for NVLink (flags double what packets send; a shot more is about 1.5 us), not yet measured.
+SWITCH_POINTS = {
+    1: (4 << 20, 4 << 20),
+    2: (256 << 10, 256 << 10),
+    4: (128 << 10, 512 << 10),
+    8: (32 << 10, 512 << 10),
+    64: (16 << 10, 256 << 10),
+}
+_NAME = "all_reduce"
+_PACKETS = "packets"  # areas: elements and sums, each in two parities
+_SLICES = "slices"
+_STEPS = "steps"  # words: steps that have been sent, then steps whose results have
+_SQUARES = "squares"  # packets with the sums of squares of one launch's blocks, private; grows
+_PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
+_MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
+_MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
+_PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which each warp has one block at most
+_SLICE_THREADS = 512
+_HOST_THREADS = 128
+_SLICE_BLOCKS = (2, 1)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Choices that change speed and nothing else. All PEs must agree.
+
+    Attributes:
+        room_bytes: of the heap, at most; what does not fit goes in rounds. More than what the first call of a world set
+            aside (64 MiB, or 1/8 of a smaller heap) has no effect.
+        work_groups: None for one per SM, or as many as there is work for.
+        threads: of a WG; None for what suits the size.
+        slice_blocks: blocks (of 512 bytes) of a slice: 1 or 2; None for what suits the size.
+        one_shot_bytes, two_shot_bytes: instead of the world's entry in SWITCH_POINTS.
+    """
+
+    room_bytes: int = 64 << 20
+    work_groups: int | None = None
+    threads: int | None = None
+    slice_blocks: int | None = None
+    one_shot_bytes: int | None = None
+    two_shot_bytes: int | None = None
+
+
+OPERATOR = Operator(
+    _NAME,
+    (
+        "rows",
+        "width",
+        Field.dtype("dtype", list(SCALARS)),
+        Field(
+            "algorithm", ALGORITHMS.index, lambda word: ALGORITHMS[word] if 0 <= word < len(ALGORITHMS) else str(word)
+        ),
+        Field.flag("bias"),
+        Field.flag("residual"),
+        Field.flag("norm"),
+        "work_groups",
+        "threads",
+        "slice_blocks",
+        "first_element",
+    ),
+    phases={
+        "kPhaseSums": "its elements of block {index}",
+        "kPhaseResult": "the sum of block {index}, which it owns",
+        "kPhaseSlice": "its elements of a slice for warp {index}",
+        "kPhaseSliceResult": "the sum of a slice that it owns, for warp {index}",
+    },
+    default_tuning=Tuning(),
+)
+_ROOM = Operator("room for all_reduce's packets and slices", ("room_bytes",), has_kernel=False)
+
+
+class AllReduceKey(NamedTuple):
+    """What tells plans apart.
+
+    Attributes:
+        team: who sums.
+        rows, width: of x; one row where nothing depends on rows.
+        dtype: of x.
+        algorithm: of ALGORITHMS; `AllReducePlan` is made for what "auto" means.
+        has_bias, has_residual: whether they are added.
+        norms: whether the norm is wanted.
+        is_aligned: whether every row of every tensor begins at a multiple of 16 bytes.
+        tuning: see `OperatorState`.
+    """
+
+    team: Team
+    rows: int
+    width: int
+    dtype: torch.dtype
+    algorithm: str
+    has_bias: bool
+    has_residual: bool
+    norms: bool
+    is_aligned: bool
+    tuning: Tuning | None
+
+
+def reserve_room(world: World) -> None:
+    """See to the world's room for packets and slices; collective the first time."""
+    constants = OPERATOR.prepare(world).constants
+    room = min(OPERATOR.default_tuning.room_bytes, world.backend.heap_bytes // 8)
+    packets = int(room * _PACKET_SHARE) // 512 * 512
+    steps = 2 * world.size * constants["kMaxWorkers"] * 8
+    slices = room // 512 * 512 - packets - steps
+    least = world.size * _MOST_WAYS * constants["kBlockBytes"]
+    if slices < least:
+        raise ValueError(
+            f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {least - slices} too few; pass more to "
+            "po.init()"
+        )
+    sizes = {_PACKETS: packets, _SLICES: slices, _STEPS: steps}
+    needs = [Need(name, nbytes, is_zeroed=True) for name, nbytes in sizes.items()]
+    OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, room))
+
+
+def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None) -> str:
+    """Return what "auto" means for a tensor of so many bytes."""
+    tuning = tuning or OPERATOR.default_tuning
+    one_shot, two_shot = next(points for pes, points in sorted(SWITCH_POINTS.items()) if world_size <= pes)
+    if nbytes <= (one_shot if tuning.one_shot_bytes is None else tuning.one_shot_bytes):
+        return "one_shot"
+    return "two_shot" if nbytes <= (two_shot if tuning.two_shot_bytes is None else tuning.two_shot_bytes) else "slices"
+
+
+def kernel_request(
+    dtype: torch.dtype,
+    algorithm: str,
+    *,
+    norms: bool,
+    is_aligned: bool,
+    slice_blocks: int,
+    threads: int,
+) -> KernelRequest:
+    """Return what is compiled for one combination of choices; `algorithm` is none but "auto"."""
+    enumerator = {"one_shot": "kOneShot", "two_shot": "kTwoShot", "slices": "kSlices"}[algorithm]
+    config = {
+        "scalar": SCALARS[dtype],
+        "algorithm": f"po::all_reduce::Algorithm::{enumerator}",
+        "norms": str(norms).lower(),
+        "aligned": str(is_aligned).lower(),
+        "vectors": str(slice_blocks),
+        "threads": str(threads),
+    }
+    return KernelRequest(_NAME, tuple(config.items()), threads, overlaps_predecessor=True)
+
+
+class _Launch(NamedTuple):
+    """One launch: a range of the elements, and what its call has for all calls."""
+
+    first_element: int
+    call: Any
+    plan: torch.Tensor
+    address: int
+
+
+class AllReducePlan(Plan):
+    """One key's kernel and plans; the world's room must be there.
+
+    Attributes:
+        algorithm: of the key.
+        launches: one after the other, in every call.
+
+    Raises:
+        ValueError: a row finds no room for its packets.
+    """
+
+    def __init__(self, world: World, key: AllReduceKey) -> None:
+        description = OPERATOR.prepare(world)
+        self._structs, self._constants = description.structs, description.constants
+        self._world, self._key = world, key
+        self._tuning: Tuning = key.tuning or OPERATOR.default_tuning
+        self._areas = OPERATOR.state(world).areas
+        self._element = key.dtype.itemsize
+        self.algorithm = key.algorithm
+        block_bytes = self._constants["kBlockBytes"]
+        self._blocks_per_row = -(-key.width * self._element // block_bytes)
+        blocks = key.rows * self._blocks_per_row
+        most = self._plan_slices(blocks) if self.algorithm == "slices" else self._plan_packets(blocks)
+        is_host = world.backend.name == "host"
+        request = kernel_request(
+            key.dtype,
+            self.algorithm,
+            # One library for all that makes no difference on the host.
+            norms=key.norms or is_host,
+            is_aligned=key.is_aligned or is_host,
+            slice_blocks=self._slice_blocks,
+            threads=self._threads,
+        )
+        self._kernel: Kernel = world.load(request)
+        resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
+        if world.backend.name == "cuda" and resident < self._grid:
+            raise ValueError(
+                f"work_groups, threads: {resident} WGs of {self._threads} threads fit the GPU, not {self._grid}; a "
+                "persistent grid must be resident as a whole"
+            )
+        if key.norms:
+            self._areas.reserve_private(_SQUARES, max(min(blocks, most), 1) * self._constants["sizeof(Packet)"])
+            self.areas = (_SQUARES,)
+        self._parts = [self._part(*each) for each in self._ranges(most)]
+        self.place()
+
+    def place(self) -> None:
+        self.held = squares = self._areas[_SQUARES] if self.areas else None
+        self.launches = []
+        for first_element, struct, call in self._parts:
+            struct.squares = 0 if squares is None else squares.address
+            words = upload(self._world.backend, bytes(struct))
+            self.launches.append(_Launch(first_element, call, words, words.data_ptr()))
+
+    # ---- sizes -----------------------------------------------------------------------------------------------------
+
+    def _plan_packets(self, blocks: int) -> int:
+        """Choose grid and WGs; return how many blocks a launch has room for."""
+        world, team, area_bytes = self._world, self._key.team, self._areas.nbytes_of(_PACKETS)
+        room = min(area_bytes, int(self._tuning.room_bytes * _PACKET_SHARE))
+        per_block = 2 * (team.size + 1) * self._constants["kBlockPacketBytes"]  # of both parities
+        self._packet_blocks = area_bytes // per_block
+        most = room // per_block
+        if not team.all_reachable:
+            most = min(most, world.workspace.max_ready_words // 2)
+        here = min(blocks, most)
+        num_sms = world.backend.num_sms
+        if world.backend.name == "host":
+            self._threads = _HOST_THREADS
+        else:
+            fits = (threads for threads in _PACKET_THREADS if here <= (threads // 32 - 1) * num_sms)
+            self._threads = self._tuning.threads or next(fits, _PACKET_THREADS[-1])
+        self._grid = max(1, min(self._tuning.work_groups or num_sms, here))
+        self._slice_blocks, self._max_workers = 1, 0
+        return most
+
+    def _plan_slices(self, blocks: int) -> int:
+        """Choose grid, WGs and slices; return how many blocks a launch can have."""
+        world, team, constants = self._world, self._key.team, self._constants
+        self._threads = self._tuning.threads or _SLICE_THREADS
+        num_sms = world.backend.num_sms
+        workers = num_sms * (self._threads // 32 - 1)
+        if world.backend.name == "host":
+            self._threads, workers = _HOST_THREADS, constants["kMaxWorkers"]
+            slice_blocks = 2
+        else:
+            filled = (v for v in _SLICE_BLOCKS if blocks >= workers * team.size * v)
+            slice_blocks = next(filled, _SLICE_BLOCKS[-1])
+        slice_blocks = self._tuning.slice_blocks or slice_blocks
+        room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
+        ways = 2 if team.all_reachable else _MOST_WAYS
+        per_worker = team.size * ways * constants["kBlockBytes"]
+        if slice_blocks * per_worker > room:
+            slice_blocks = 1
+        self._slice_blocks = slice_blocks
+        self._max_workers = max(1, min(workers, constants["kMaxWorkers"], room // (slice_blocks * per_worker)))
+        steps = -(-blocks // (team.size * slice_blocks))
+        self._grid = max(1, min(self._tuning.work_groups or num_sms, steps, self._max_workers))
+        self._packet_blocks = 0
+        return min(constants["kMaxSteps"] * self._grid * team.size * slice_blocks, _MOST_BLOCKS)
+
+    def _ranges(self, most: int) -> list[tuple[int, int, int]]:
+        """Return first element, rows and width of each launch, which has at most so many blocks."""
+        key = self._key
+        if key.rows == 1 and not key.norms and not key.has_bias:
+            step = most * (self._constants["kBlockBytes"] // self._element)
+            return [(first, 1, min(step, key.width - first)) for first in range(0, max(key.width, 1), step)]
+        rows_each = most // max(self._blocks_per_row, 1)
+        if rows_each == 0:
+            raise ValueError(
+                f"x: a row of {key.width} elements finds no room for its packets; pass algorithm='slices', or a larger "
+                "heap_size to po.init()"
+            )
+        return [
+            (first * key.width, min(rows_each, key.rows - first), key.width)
+            for first in range(0, max(key.rows, 1), rows_each)
+        ]
+
+    # ---- launches --------------------------------------------------------------------------------------------------
+
+    def _part(self, first_element: int, rows: int, width: int) -> tuple[int, Any, Any]:
+        """Return a launch's first element, its plan but for the squares, and what its call has for all calls."""
+        key, team, world = self._key, self._key.team, self._world
+        contract = OPERATOR.contract(
+            team,
+            key.rows,
+            key.width,
+            key.dtype,
+            self.algorithm,
+            key.has_bias,
+            key.has_residual,
+            key.norms,
+            self._grid,
+            self._threads,
+            self._slice_blocks,
+            first_element,
+        )
+        packets, slices, steps = (self._areas[name] for name in (_PACKETS, _SLICES, _STEPS))
+        block_bytes = self._constants["kBlockPacketBytes"]
+        sums_bytes = team.size * self._packet_blocks * block_bytes
+        slice_bytes = team.size * self._max_workers * self._slice_blocks * self._constants["kBlockBytes"]
+        plan = self._structs["Plan"](
+            team=world.workspace.team(contract),
+            sums_offset=packets.offset,
+            sums_bytes=sums_bytes,
+            results_offset=packets.offset + 2 * sums_bytes,
+            results_bytes=self._packet_blocks * block_bytes,
+            slices_offset=slices.offset,
+            returned_offset=slices.offset + slice_bytes,
+            staging_offset=slices.offset + 2 * slice_bytes,
+            max_workers=self._max_workers,
+            sent_offset=steps.offset,
+            done_offset=steps.offset + steps.nbytes // 2,
+            all_reachable=int(team.all_reachable),
+        )
+        for pe, heap in enumerate(world.backend.peer_heaps):
+            plan.heaps[pe] = heap
+        per_row = -(-width * self._element // self._constants["kBlockBytes"])
+        shape = self._structs["RowBlocks"](width=width, num_rows=rows if width else 0, blocks_per_row=per_row)
+        return first_element, plan, self._structs["Call"](rows=shape, local=plan.team.local)
+
+    def launch(self, addresses: list[int], eps: float, weight_bias: float, norm_element: int) -> None:
+        """Launch on the current stream.
+
+        Args:
+            addresses: of x, residual, bias, sum, weight, norm and scale; 0 where there is none.
+            eps, weight_bias: of the norm.
+            norm_element: bytes of an element of the norm.
+        """
+        x, residual, bias, total, weight, norm, scale = addresses
+        last = self.launches[-1]
+        for launch in self.launches:
+            skipped = launch.first_element * self._element
+            call = launch.call
+            call.x = x + skipped
+            call.residual = residual + skipped if residual else 0
+            call.bias = bias
+            call.output = total + skipped
+            if weight:
+                call.weight = weight
+                call.norm_output = norm + launch.first_element * norm_element
+                call.scale = scale
+                call.eps = eps
+                call.weight_bias = weight_bias
+            # What earlier operators left behind is raised once the peers have all launches of this call.
+            self._world.workspace.launch(
+                self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last
+            )

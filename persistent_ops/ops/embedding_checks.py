@@ -1,0 +1,95 @@
+"""What embedding_all_to_all can be asked for: types, choices, tables, and how they go with one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..runtime.dtypes import SCALARS
+from ..runtime.team import Team
+
+__all__ = ["MODES", "SCHEDULES", "check_choices", "check_split", "check_tables", "check_types"]
+
+MODES = ("sum", "mean")
+SCHEDULES = ("communication_aware", "oblivious")
+_BOUNDS = ("fatal", "ignore")
+
+
+def check_types(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    *choices: object,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
+    if not isinstance(weights, (list, tuple)):
+        raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
+    for t, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
+        if weight.dim() != 2:
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 1:
+            raise ValueError(f"{name}: expected a contiguous 1-D tensor on {tensor.device}, got {tensor.dim()}-D")
+    for name, given in (("per_sample_weights", per_sample_weights), ("out", out)):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
+        if values is not None and not all(isinstance(value, int) for value in values):
+            raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
+
+
+def check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: torch.Tensor | None) -> None:
+    for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, _BOUNDS), ("schedule", schedule, SCHEDULES)):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    if per_sample_weights is not None and mode != "sum":
+        raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
+
+
+def check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    if dtype not in SCALARS:
+        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
+    for t, weight in enumerate(weights):
+        if weight.dim() != 2 or not weight.is_contiguous():
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
+        if weight.dtype != dtype:
+            raise TypeError(f"weights[{t}]: all tables need the dtype {dtype}, got {weight.dtype}")
+        if weight.device != device:
+            raise ValueError(f"weights[{t}]: expected a tensor on {device}, got one on {weight.device}")
+        if weight.shape[0] >= 2**32 - 1 or weight.shape[1] * weight.element_size() >= 2**31:
+            raise ValueError(
+                f"weights[{t}]: expected fewer than 2^32 - 1 rows of less than 2 GiB, got {list(weight.shape)}"
+            )
+
+
+def check_split(
+    team: Team,
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    dim_per_rank: Sequence[int],
+    batch_per_rank: Sequence[int],
+) -> None:
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
+        if len(values) != team.size or min(values) < 0:
+            raise ValueError(f"{name}: expected {team.size} numbers of at least 0, one per PE, got {list(values)}")
+    own = sum(weight.shape[1] for weight in weights)
+    if dim_per_rank[team.rank] != own:
+        raise ValueError(
+            f"dim_per_rank: entry {team.rank} is {dim_per_rank[team.rank]}, but this PE's tables have {own} columns "
+            "in all"
+        )
+    expected = len(weights) * sum(batch_per_rank) + 1
+    if offsets.numel() != expected:
+        raise ValueError(
+            f"offsets: expected T * B + 1 = {len(weights)} * {sum(batch_per_rank)} + 1 = {expected} elements, got "
+            f"{offsets.numel()}"
+        )

@@ -1,0 +1,127 @@
+"""Memory that plans name, and that is replaced where a launch needs more: what operators need beside results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .contract import Contract
+
+if TYPE_CHECKING:
+    from .plans import Plans
+    from .world import World
+
+__all__ = ["Area", "Areas", "Need"]
+
+
+class Area(NamedTuple):
+    """One of them.
+
+    Attributes:
+        memory: its words.
+        offset: in the heap; 0 outside of it.
+    """
+
+    memory: torch.Tensor
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return its size."""
+        return self.memory.nbytes
+
+    @property
+    def address(self) -> int:
+        """Return where it begins."""
+        return self.memory.data_ptr()
+
+
+class Need(NamedTuple):
+    """What a launch needs of a symmetric area.
+
+    Attributes:
+        name: of the area.
+        nbytes: of it.
+        room: bytes that are set aside where there are fewer than `nbytes`, and at least so many.
+        is_zeroed: whether peers must find it zero.
+    """
+
+    name: str
+    nbytes: int
+    room: int = 0
+    is_zeroed: bool = False
+
+
+class Areas(dict[str, Area]):
+    """An operator's areas in one world, by name.
+
+    Who sets one aside, or a larger one, renews the plans that name the last one; those of CUDA graphs keep it.
+
+    Args:
+        world: of this PE.
+        plans: of the operator.
+    """
+
+    def __init__(self, world: World, plans: Plans[Any]) -> None:
+        super().__init__()
+        self._world = world
+        self._plans = plans
+
+    def reserve(self, needs: Sequence[Need], contract: Callable[[], Contract]) -> None:
+        """See to symmetric areas; collective where one is too small, which it is on all PEs at once, or on none.
+
+        Args:
+            needs: all that the launch has.
+            contract: of the launch, under which the PEs meet.
+        """
+        missing = [need for need in needs if self.nbytes_of(need.name) < max(need.nbytes, 1)]
+        if not missing:
+            return
+        self._plans.refuse_capture()
+        world = self._world
+        world.meet(contract())
+        fresh = {need.name: self._symmetric(need) for need in missing}
+        # Of plans that are not a graph's, all are to name the same areas as on the other PEs.
+        self._plans.renew(set(fresh), lambda: self.update(fresh))
+        world.backend.synchronize()
+        world.bootstrap.exchange("areas", b"")  # nobody writes to them before they are zero
+
+    def reserve_own(self, name: str, nbytes: int, room: int = 0) -> Area:
+        """See to an area of this PE's part of the heap alone; arguments as of `Need`."""
+
+        def take() -> Area:
+            size = max(nbytes, room)
+            slot = self._world.outputs.take(size, self._world.backend.stream(), is_captured=False)
+            return Area(slot.tensor(torch.uint8, (size,)), slot.offset)
+
+        return self._reserve_alone(name, nbytes, take)
+
+    def reserve_private(self, name: str, nbytes: int, room: int = 0) -> Area:
+        """See to an area outside of the heap, zero at first; arguments as of `Need`."""
+        return self._reserve_alone(
+            name, nbytes, lambda: Area(self._world.backend.private_words(-(-max(nbytes, room) // 8)), 0)
+        )
+
+    def _reserve_alone(self, name: str, nbytes: int, take: Callable[[], Area]) -> Area:
+        if self.nbytes_of(name) < nbytes:
+            self._world.backend.synchronize()  # launches in flight may still use the last one, and what names it
+
+            def replace() -> None:
+                self.pop(name, None)  # its room may be needed
+                self[name] = take()
+
+            self._plans.renew({name}, replace)
+        return self[name]
+
+    def nbytes_of(self, name: str) -> int:
+        """Return the size of an area; 0 where there is none."""
+        area = self.get(name)
+        return 0 if area is None else area.nbytes
+
+    def _symmetric(self, need: Need) -> Area:
+        memory = self._world.heap.empty((-(-max(need.nbytes, need.room, 1) // 8),), torch.int64)
+        if need.is_zeroed:
+            memory.zero_()
+        return Area(memory, memory.data_ptr() - self._world.backend.heap_base)

@@ -1,0 +1,113 @@
+"""What a world keeps for an operator from call to call: plans, the memory that they name, and a tuning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .areas import Areas
+
+if TYPE_CHECKING:
+    from .operator import Operator
+    from .world import World
+
+__all__ = ["OperatorState", "Plan", "Plans"]
+
+
+class Plan:
+    """A kernel, and what it needs in device memory.
+
+    Attributes:
+        areas: names of those that it names and that may be replaced.
+        held: they themselves.
+    """
+
+    areas: tuple[str, ...] = ()
+    held: object = None
+
+    def place(self) -> None:
+        """Write it into device memory, for the areas that there are now, and hold them; what it wrote before stays."""
+
+
+_P = TypeVar("_P", bound=Plan)
+
+
+class Plans(dict[Hashable, _P]):
+    """An operator's plans in one world, by keys: NamedTuples without addresses, equal where a plan serves again.
+
+    Attributes:
+        most: that are kept.
+
+    Args:
+        world: of this PE.
+        operator: whose.
+    """
+
+    def __init__(self, world: World, operator: Operator) -> None:
+        super().__init__()
+        self._world = world
+        self._operator = operator
+        self._workspace = world.workspace
+        self.most = operator.max_plans
+
+    def find(self, key: Hashable, *tensors: object) -> _P | None:
+        """Return the plan of a key, or None. A CUDA graph that is being captured keeps it, and `tensors`."""
+        plan = self.get(key)
+        if plan is not None and self._workspace.is_capturing():
+            self._world.keep_captured(plan, *tensors)
+        return plan
+
+    def make(self, key: Hashable, build: Callable[[], _P]) -> _P:
+        """Return what `build` makes, and keep it for the key; the oldest are dropped when there are too many.
+
+        Raises:
+            RuntimeError: the current stream is being captured into a CUDA graph.
+        """
+        self.refuse_capture()
+        self._operator.prepare(self._world)
+        plan = build()
+        self._world.make_room(self, self.most)
+        self[key] = plan
+        return plan
+
+    def refuse_capture(self) -> None:
+        """Raise where the current stream is being captured: nothing can be made or set aside."""
+        if self._workspace.is_capturing():
+            raise RuntimeError(
+                f"{self._operator.name}: the first call with these shapes compiles and loads its kernel, which a "
+                "CUDA-graph capture cannot do: call it once before the capture, with the same shapes and tables"
+            )
+
+    def drop(self, is_dropped: Callable[[Any], bool]) -> None:
+        """Forget the plans of some keys."""
+        for key in [key for key in self if is_dropped(key)]:
+            del self[key]
+
+    def renew(self, areas: set[str], replace: Callable[[], None]) -> None:
+        """Replace areas, and all plans that name them; CUDA graphs keep both. Where it raises, the plans are gone."""
+        renewed = {key: copy.copy(plan) for key, plan in self.items() if not areas.isdisjoint(plan.areas)}
+        self.drop(renewed.__contains__)
+        for plan in renewed.values():
+            plan.held = None
+        replace()
+        for plan in renewed.values():
+            plan.place()
+        self.update(renewed)
+
+
+class OperatorState:
+    """See the module.
+
+    Attributes:
+        plans: by key.
+        areas: that they name.
+        tuning: in place of the operator's default one, or None.
+        own: whatever else the operator keeps.
+    """
+
+    def __init__(self, world: World, operator: Operator) -> None:
+        self.plans: Plans[Any] = Plans(world, operator)
+        self.areas = Areas(world, self.plans)
+        self.tuning: Any = None
+        self.own: Any = None

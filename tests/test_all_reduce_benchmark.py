@@ -1,0 +1,71 @@
+"""The benchmark of all_reduce, small, on the host backend."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import persistent_ops as po
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+
+
+def run(*arguments: str) -> int:
+    return int(importlib.import_module("all_reduce").main(["--quick", "--backend", "host", *arguments]))
+
+
+def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "all_reduce.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--sizes", "16K,2M", "--calls", "3", "--out", str(tmp_path)) == 0
+    times = lines_of(tmp_path, "time")
+    own = ["auto", "one_shot", "two_shot", "slices"]
+    methods = [*own, "nccl", *(f"norm_{name}" for name in own), "norm_nccl"]
+    assert [(line["size"], line["method"]) for line in times] == [(s, m) for s in ("16K", "2M") for m in methods]
+    for line in times:
+        rounds = line["seconds_by_pe_and_round"]
+        assert [len(each) for each in rounds] == [3, 3] and line["calls_per_graph"] == 3
+        assert line["us"] == pytest.approx(max(sorted(each)[1] for each in rounds) * 1e6)
+        assert line["limit_us"] > 0
+    assert [line["failures"] for line in lines_of(tmp_path, "check")] == [[], []]
+    assert (tmp_path / "all_reduce.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "correct" in printed and "x best other" in printed and "say nothing about GPUs" in printed
+
+
+def test_a_wrong_result_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = po.all_reduce
+
+    def wrong(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        result = right(x, **options)
+        if options["algorithm"] == "slices":
+            result.view(-1).view(torch.int16)[7] += 4
+        return result
+
+    monkeypatch.setattr(po, "all_reduce", wrong)
+    # A world of one PE alone runs in this process, where the patch is.
+    assert run("--sizes", "16K", "--pes", "1", "--methods", "auto,slices", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert "PE 0, slices: other bits than the algorithm before it" in check["failures"]
+
+
+@pytest.mark.parametrize("arguments", [("--sizes", "17K"), ("--sizes", "x"), ("--methods", "ring"), ("--rounds", "0")])
+def test_wrong_options_give_exit_code_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert arguments[0] in capsys.readouterr().err

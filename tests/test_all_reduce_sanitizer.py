@@ -1,0 +1,349 @@
+"""all_reduce under ThreadSanitizer: silent as it is, and loud with a part of its protocol taken out."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mutations import After, Condition, Drop, Swap
+from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
+
+_DRIVER = r"""
+// Runs the host build of all_reduce with all PEs as threads of one process, and checks every output.
+#include <barrier>
+#include <cmath>
+#include <cstring>
+
+#include "driver.h"
+#include "kernels/all_reduce.cuh"
+
+namespace {
+
+using namespace po::all_reduce;
+constexpr Config kConfig DRIVER_CONFIG;  // the compile names it; fp32
+using AllReduce = Kernel<kConfig>;
+
+constexpr uint64_t kReadyStride = 256;
+constexpr uint64_t kPacketBlocks = 64;
+constexpr uint64_t kMostWorkers = 8;
+
+driver::Options options({{"--pes", "2"},          {"--rows", "5"},
+                         {"--width", "200"},      {"--wgs", "2"},
+                         {"--threads", "2"},      {"--epochs", "8"},
+                         {"--staged", "0"},       {"--node", "1"},  // so many PEs in a row reach each other
+                         {"--delay-us", "0"},     {"--empty-between", "0"},
+                         {"--slow-pe", "-1"},     {"--slow-us", "2000"},
+                         {"--timeout-ms", "60000"},
+                         {"--stop-pe", "-1"},     // does not launch, or ...
+                         {"--other-pe", "-1"},    // ... launches under another contract, at ...
+                         {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
+                         {"--queued", "0"}});     // launches behind it that do not look at errors
+
+// Small whole numbers: sums are exact.
+float x_value(int pe, int64_t i, int64_t launch) { return static_cast<float>((i * 7 + pe * 5 + launch * 11) % 9 - 4); }
+
+struct World {
+  explicit World(int size) : meeting(size), start(size), epochs(static_cast<size_t>(size)) {}
+
+  std::barrier<> meeting;
+  driver::Meeting start;         // of a launch that a PE stays away from
+  std::vector<uint64_t> epochs;  // of each PE: the last launch that it may have taken part in
+};
+
+struct Pe {
+  Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
+    uint64_t bytes = 0;
+    auto take = [&](uint64_t length) {
+      const uint64_t offset = bytes;
+      bytes += (length + 127) / 128 * 128;
+      return offset;
+    };
+    const auto pes = static_cast<uint64_t>(size);
+    po::Team& team = plan.team;
+    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
+    team.ready_offset = take(pes * kReadyStride * 8);
+    team.abort_offset = take(pes * 8);
+    plan.sums_bytes = pes * kPacketBlocks * kBlockPacketBytes;
+    plan.sums_offset = take(2 * plan.sums_bytes);
+    plan.results_bytes = kPacketBlocks * kBlockPacketBytes;
+    plan.results_offset = take(2 * plan.results_bytes);
+    plan.slices_offset = take(3 * pes * kMostWorkers * kConfig.vectors * po::kBlockBytes);
+    plan.sent_offset = take(pes * kMaxWorkers * 8);
+    plan.done_offset = take(pes * kMaxWorkers * 8);
+    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
+    std::memset(heap, 0, bytes);
+    team.rank = rank;
+    team.size = size;
+    team.heap = heap;
+    team.ready_stride = kReadyStride;
+    team.local = &local;
+    team.error = &error;
+    team.input_error = &input_error;
+    team.contract_hash = 0x5a5a;
+    plan.squares = squares.data();
+    plan.all_reachable = size == 1 || options.number("--staged") == 0;
+  }
+
+  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
+    std::vector<uint64_t> heaps;
+    for (int pe = 0; pe < size; ++pe) {
+      heaps.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
+      const int64_t node = options.number("--node");
+      plan.heaps[pe] = plan.all_reachable || pe / node == rank / node ? heaps.back() : 0;
+    }
+    plan.team.peer_heaps = plan.heaps;
+    network = std::make_unique<po::DelayedNetwork>(
+        heaps.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
+    plan.team.network = network.get();
+  }
+
+  void run() {
+    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
+      const bool is_trouble = launch == options.number("--trouble-at");
+      // On a busy machine a PE may be late by more than a wait for one that never comes should last.
+      const int64_t ms = is_trouble || options.number("--trouble-at") < 0 ? options.number("--timeout-ms") : 60000;
+      plan.team.timeout_ns = static_cast<uint64_t>(ms) * 1000000;
+      if (is_trouble && options.number("--stop-pe") >= 0) world.start.arrive_and_wait();
+      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
+      if (is_trouble) {
+        if (rank != options.number("--stop-pe")) run_into_trouble(launch);
+        recover();
+        continue;
+      }
+      run_kernel(launch);
+      if (error.state != 0) {
+        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
+                     error.phase, error.peer);
+      }
+      check(launch);
+    }
+  }
+
+  int64_t rows_of(int64_t launch) const {
+    if (options.number("--empty-between") != 0 && launch % 2 == 1) return 0;
+    return options.number("--rows") + launch % 3;
+  }
+
+  void run_kernel(int64_t launch) {
+    const int64_t rows = rows_of(launch);
+    std::vector<float> x;
+    residual.clear();
+    for (int64_t i = 0; i < rows * width; ++i) x.push_back(x_value(rank, i, launch));
+    for (int64_t i = 0; i < rows * width; ++i) residual.push_back(static_cast<float>(i % 5));
+    std::vector<float> weight(static_cast<size_t>(width), 2.0f);
+    norm.assign(x.size(), -1e9f);
+    Plan used = plan;
+    // Slices lie at other places from launch to launch, as those of other plans do.
+    const uint64_t workers = launch % 2 == 0 ? kMostWorkers : kMostWorkers / 2;
+    const uint64_t slice_bytes = static_cast<uint64_t>(size) * workers * kConfig.vectors * po::kBlockBytes;
+    used.max_workers = static_cast<int64_t>(workers);
+    used.returned_offset = used.slices_offset + slice_bytes;
+    used.staging_offset = used.slices_offset + 2 * slice_bytes;
+    if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
+    Call call{};
+    call.x = reinterpret_cast<const uint8_t*>(x.data());
+    call.residual = reinterpret_cast<const uint8_t*>(residual.data());
+    call.output = reinterpret_cast<uint8_t*>(residual.data());  // the sum takes the residual's place
+    call.weight = reinterpret_cast<const uint8_t*>(weight.data());
+    call.norm_output = reinterpret_cast<uint8_t*>(norm.data());
+    call.eps = 0.5f;
+    call.rows = {width, static_cast<int32_t>(rows), static_cast<int32_t>(po::ceil_div<int64_t>(width, 128))};
+    call.local = &local;
+    po::run_on_host<AllReduce>(&used, call, static_cast<int>(options.number("--wgs")),
+                               static_cast<int>(options.number("--threads")));
+  }
+
+  void run_into_trouble(int64_t launch) {
+    for (int64_t i = 0; i <= options.number("--queued"); ++i) {
+      run_kernel(launch + i);
+      if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
+        driver::fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank,
+                     launch + i);
+      }
+      for (size_t place = 0; place < norm.size(); ++place) {
+        if (po::float_bits(residual[place]) != 0xffffffffu || po::float_bits(norm[place]) != 0xffffffffu) {
+          driver::fail(driver::kWrongOutput, "PE %d, launch %ld: element %zu is %g, %g, not poisoned", rank, launch + i,
+                       place, residual[place], norm[place]);
+        }
+      }
+    }
+  }
+
+  // What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
+  void recover() {
+    world.epochs[static_cast<size_t>(rank)] = error.state != 0 ? error.epoch : local.epoch;
+    world.meeting.arrive_and_wait();
+    network->quiet();
+    world.meeting.arrive_and_wait();
+    check_traces();
+    const uint64_t behind = static_cast<uint64_t>(options.number("--queued")) + 2;
+    const uint64_t epoch = *std::max_element(world.epochs.begin(), world.epochs.end()) + behind;
+    std::memset(heap + plan.team.abort_offset, 0, static_cast<size_t>(size) * 8);
+    local = {};
+    local.epoch = epoch;
+    error.state = 0;
+    world.meeting.arrive_and_wait();
+  }
+
+  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
+  void check_traces() const {
+    for (int sender = 0; sender < size; ++sender) {
+      check_trace("credit", sender, *po::local_word(plan.team, po::grant_offset(plan.team, sender)));
+      for (uint64_t i = 0; i < kReadyStride; ++i) {
+        check_trace("sliceRdy word", sender, *po::local_word(plan.team, po::ready_word_offset(plan.team, sender, i)));
+      }
+      for (uint64_t words : {plan.sent_offset, plan.done_offset}) {
+        const uint64_t* first = po::local_word(plan.team, words) + sender * kMaxWorkers;
+        for (uint64_t i = 0; i < kMostWorkers; ++i) check_trace("step", sender, first[i]);
+      }
+    }
+  }
+
+  void check_trace(const char* what, int sender, uint64_t flag) const {
+    if (po::epoch_of(flag) <= world.epochs[static_cast<size_t>(sender)]) return;
+    driver::fail(driver::kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", rank, what,
+                 sender, po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
+  }
+
+  void check(int64_t launch) const {
+    for (int64_t row = 0; row < rows_of(launch); ++row) {
+      float squares_sum = 0;
+      std::vector<float> expected;
+      for (int64_t i = row * width; i < (row + 1) * width; ++i) {
+        float sum = 0;
+        for (int pe = 0; pe < size; ++pe) sum += x_value(pe, i, launch);
+        expected.push_back(sum + static_cast<float>(i % 5));
+        squares_sum += expected.back() * expected.back();
+      }
+      const float factor = 1.0f / std::sqrt(squares_sum / static_cast<float>(width) + 0.5f);
+      for (int64_t i = 0; i < width; ++i) {
+        const auto place = static_cast<size_t>(row * width + i);
+        const float sum = expected[static_cast<size_t>(i)];
+        if (residual[place] != sum || norm[place] != sum * factor * 2.0f) {
+          driver::fail(driver::kWrongOutput, "PE %d, launch %ld, row %ld, column %ld: %g, not %g; norm %g, not %g",
+                       rank, launch, row, i, residual[place], sum, norm[place], sum * factor * 2.0f);
+        }
+      }
+    }
+  }
+
+  World& world;
+  const int rank;
+  const int size;
+  const int64_t width = options.number("--width");
+  std::vector<float> residual;  // and what takes its place
+  std::vector<float> norm;
+  std::vector<po::Packet> squares = std::vector<po::Packet>(kPacketBlocks);
+  Plan plan{};
+  uint8_t* heap = nullptr;
+  po::LocalState local{};
+  po::ErrorRecord error{};
+  po::InputErrorRecord input_error{};
+  std::unique_ptr<po::DelayedNetwork> network;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  options.parse(argc, argv);
+  const auto size = static_cast<int>(options.number("--pes"));
+  World world(size);
+  std::vector<std::unique_ptr<Pe>> pes;
+  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(world, rank, size));
+  for (auto& pe : pes) pe->connect(pes);
+  driver::run_side_by_side(pes);
+  for (auto& pe : pes) pe->network.reset();
+  for (auto& pe : pes) std::free(pe->heap);
+  return 0;
+}
+"""
+
+
+PLAIN = "--pes=2 --threads=3"
+STEPS = "--pes=2 --threads=3 --rows=24"  # several of each warp
+STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
+NO_ROWS_BETWEEN = "--pes=3 --threads=2 --rows=3 --epochs=40 --empty-between=1 --slow-pe=1 --slow-us=300"
+OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
+# A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
+TROUBLE = "--pes=3 --threads=3 --stop-pe=1 --trouble-at=3 --queued=3 --epochs=6 --timeout-ms=1500"
+TROUBLE_STAGED = f"{TROUBLE} --staged=1 --delay-us=100"
+CASES = {
+    "alone": "--pes=1 --threads=3",
+    "lone_warps": "--pes=3 --threads=1 --wgs=1",
+    "plain": PLAIN,
+    "steps": f"{STEPS} --pes=3",
+    "many": "--pes=4 --threads=2 --wgs=3 --epochs=5",
+    "wide": "--pes=2 --width=1000 --rows=4 --threads=3",
+    "epochs_with_a_late_pe": "--pes=3 --slow-pe=1",
+    "staged": STAGED,
+    "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
+    "launches_without_rows": NO_ROWS_BETWEEN,
+    "behind_an_aborted_launch": TROUBLE,
+    "behind_an_aborted_launch_staged": TROUBLE_STAGED,
+    "behind_an_aborted_launch_some_are_near": f"{TROUBLE_STAGED} --pes=4 --node=2",
+    "another_contract": OTHER_CONTRACT,
+    "another_contract_staged": f"{OTHER_CONTRACT} --staged=1 --delay-us=100",
+}
+
+
+MUTATIONS = {
+    "sums_in_one_area_for_all_epochs": Mutation(
+        (Swap("sums-areas", "parity() * plan_.sums_bytes", "0"),), PLAIN, RACE, "one_shot"
+    ),
+    "results_in_one_area_for_all_epochs": Mutation(
+        (Swap("results-areas", "parity() * plan_.results_bytes", "0"),), TROUBLE_STAGED, RACE, "two_shot"
+    ),
+    "credits_are_not_awaited": Mutation((Drop("packets-credits"),), NO_ROWS_BETWEEN, RACE, "one_shot"),
+    "packets_of_another_contract_will_do": Mutation(
+        (Swap("packet-flag", "launch_flag(team)", "flag_value(team.epoch, 0)"),),
+        OTHER_CONTRACT,
+        {Exit.WRONG_OUTPUT},
+        "one_shot",
+    ),
+    "any_packet_will_do": Mutation(
+        (Swap("packet-is-there", "packets[i][j].flag == expected", "packets[i][j].flag != 1"),),
+        PLAIN,
+        {Exit.WRONG_OUTPUT},
+        "two_shot",
+    ),
+    "sends_behind_an_aborted_launch": Mutation((Drop("elements-take-part"),), TROUBLE, RACE, "one_shot"),
+    "puts_results_behind_an_aborted_launch": Mutation(
+        (Swap("put-takes-part", "takes_part_", "true"),), TROUBLE_STAGED, RACE | {Exit.TOOK_PART}, "two_shot"
+    ),
+    "staged_packets_before_their_word": Mutation((Condition("packets-behind-word", "true"),), STAGED, RACE, "two_shot"),
+    "epoch_is_told_behind_its_use": Mutation((Drop("epoch-known"),), PLAIN, RACE, "one_shot"),
+    "squares_are_not_awaited": Mutation(
+        (Swap("squares-flag", "packet.flag == flag", "packet.flag != 1"),), PLAIN, {Exit.WRONG_OUTPUT}, "two_shot"
+    ),
+    "slices_without_credit": Mutation(
+        (Swap("slices-credit", "!have_granted()", "false"),), f"{STEPS} --pes=3 --epochs=20", RACE
+    ),
+    "slices_are_not_awaited": Mutation((Condition("slices-await", "has_given_up_"),), PLAIN, RACE),
+    "returned_slices_are_not_awaited": Mutation(
+        (Swap("returned-await", "await_peers(plan_.done_offset, kPhaseSliceResult, step, has)", "true"),), PLAIN, RACE
+    ),
+    "steps_do_not_release": Mutation(
+        (Swap("step-release", "flag_store_release_sys", "flag_store_relaxed_sys"),), PLAIN, RACE
+    ),
+    "steps_do_not_acquire": Mutation(
+        (Swap("step-acquire", "flag_load_acquire_sys", "flag_load_relaxed_sys"),), PLAIN, RACE
+    ),
+    "any_step_will_do": Mutation((Swap("step-expected", "step", "step != 0"),), STEPS, RACE),
+    "places_are_used_again_before_they_are_free": Mutation(
+        (Condition("step-send", "step == 0"), After("step-reduce", "send(step + 1);")), STEPS, RACE
+    ),
+    "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE),
+}
+
+
+def _build(algorithm: str, vectors: int = 1) -> Build:
+    config = f".algorithm = Algorithm::{algorithm}, .norms = true, .vectors = {vectors}"
+    return Build((f"-DDRIVER_CONFIG={{.scalar = po::DType::kFloat32, {config}}}",))
+
+
+class TestAllReduce(SanitizerSuite):
+    builds: ClassVar = {
+        "one_shot": _build("kOneShot"),
+        "two_shot": _build("kTwoShot"),
+        "slices": _build("kSlices", vectors=2),
+    }
+    driver: ClassVar = Driver(_DRIVER, builds, dict.fromkeys(builds, CASES), MUTATIONS, "slices")
