@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import After, Condition, Drop, Swap
+from mutations import Before, Condition, Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
@@ -24,7 +24,7 @@ using AllReduce = Kernel<kConfig>;
 
 constexpr uint64_t kReadyStride = 256;
 constexpr uint64_t kPacketBlocks = 64;
-constexpr uint64_t kMostWorkers = 8;
+constexpr uint64_t kMostWarps = 8;
 
 driver::Options options({{"--pes", "2"},          {"--rows", "5"},
                          {"--width", "200"},      {"--wgs", "2"},
@@ -66,9 +66,8 @@ struct Pe {
     plan.sums_offset = take(2 * plan.sums_bytes);
     plan.results_bytes = kPacketBlocks * kBlockPacketBytes;
     plan.results_offset = take(2 * plan.results_bytes);
-    plan.slices_offset = take(3 * pes * kMostWorkers * kConfig.vectors * po::kBlockBytes);
-    plan.sent_offset = take(pes * kMaxWorkers * 8);
-    plan.done_offset = take(pes * kMaxWorkers * 8);
+    plan.slices_offset = take(3 * slice_area_bytes());
+    plan.turns_offset = take(pes * kMaxSliceWgs * 8);
     heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
     std::memset(heap, 0, bytes);
     team.rank = rank;
@@ -81,6 +80,10 @@ struct Pe {
     team.contract_hash = 0x5a5a;
     plan.squares = squares.data();
     plan.all_reachable = size == 1 || options.number("--staged") == 0;
+  }
+
+  uint64_t slice_area_bytes() const {
+    return 2 * static_cast<uint64_t>(size) * kMostWarps * kConfig.vectors * po::kBlockBytes;
   }
 
   void connect(const std::vector<std::unique_ptr<Pe>>& all) {
@@ -133,11 +136,10 @@ struct Pe {
     norm.assign(x.size(), -1e9f);
     Plan used = plan;
     // Slices lie at other places from launch to launch, as those of other plans do.
-    const uint64_t workers = launch % 2 == 0 ? kMostWorkers : kMostWorkers / 2;
-    const uint64_t slice_bytes = static_cast<uint64_t>(size) * workers * kConfig.vectors * po::kBlockBytes;
-    used.max_workers = static_cast<int64_t>(workers);
-    used.returned_offset = used.slices_offset + slice_bytes;
-    used.staging_offset = used.slices_offset + 2 * slice_bytes;
+    const uint64_t shift = launch % 3 * slice_area_bytes();
+    used.slices_offset = plan.slices_offset + shift;
+    used.returned_offset = plan.slices_offset + (shift + slice_area_bytes()) % (3 * slice_area_bytes());
+    used.staging_offset = plan.slices_offset + (shift + 2 * slice_area_bytes()) % (3 * slice_area_bytes());
     if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
     Call call{};
     call.x = reinterpret_cast<const uint8_t*>(x.data());
@@ -191,10 +193,8 @@ struct Pe {
       for (uint64_t i = 0; i < kReadyStride; ++i) {
         check_trace("sliceRdy word", sender, *po::local_word(plan.team, po::ready_word_offset(plan.team, sender, i)));
       }
-      for (uint64_t words : {plan.sent_offset, plan.done_offset}) {
-        const uint64_t* first = po::local_word(plan.team, words) + sender * kMaxWorkers;
-        for (uint64_t i = 0; i < kMostWorkers; ++i) check_trace("step", sender, first[i]);
-      }
+      const uint64_t* turns = po::local_word(plan.team, plan.turns_offset) + sender * kMaxSliceWgs;
+      for (uint64_t i = 0; i < kMaxSliceWgs; ++i) check_trace("turn", sender, turns[i]);
     }
   }
 
@@ -315,22 +315,32 @@ MUTATIONS = {
         (Swap("squares-flag", "packet.flag == flag", "packet.flag != 1"),), PLAIN, {Exit.WRONG_OUTPUT}, "two_shot"
     ),
     "slices_without_credit": Mutation(
-        (Swap("slices-credit", "!have_granted()", "false"),), f"{STEPS} --pes=3 --epochs=20", RACE
+        (Swap("slices-credit", "await_credit(team_, pe)", "true"),), f"{STEPS} --pes=3 --epochs=20", RACE
     ),
-    "slices_are_not_awaited": Mutation((Condition("slices-await", "has_given_up_"),), PLAIN, RACE),
-    "returned_slices_are_not_awaited": Mutation(
-        (Swap("returned-await", "await_peers(plan_.done_offset, kPhaseSliceResult, step, has)", "true"),), PLAIN, RACE
+    "turns_are_not_awaited": Mutation((Condition("slices-credit", "true"),), PLAIN, RACE),
+    "elements_are_added_up_a_turn_early": Mutation(
+        (Swap("turn-reduce", "turn >= 1 && turn <= steps", "turn < steps"), Swap("turn-reduce", "turn - 1", "turn")),
+        STEPS,
+        RACE,
     ),
-    "steps_do_not_release": Mutation(
-        (Swap("step-release", "flag_store_release_sys", "flag_store_relaxed_sys"),), PLAIN, RACE
+    "results_are_taken_a_turn_early": Mutation(
+        (Swap("turn-take", "turn >= 2", "turn >= 1 && turn <= steps"), Swap("turn-take", "turn - 2", "turn - 1")),
+        STEPS,
+        RACE,
     ),
-    "steps_do_not_acquire": Mutation(
+    "steps_lie_in_the_same_places": Mutation((Swap("slices-alternate", "step % 2", "0"),), STEPS, RACE),
+    "elements_are_sent_before_the_turn": Mutation(
+        (Drop("turn-send"), Before("turn-await", "if (turn < steps) send(turn);")), STEPS, RACE
+    ),
+    "a_turn_ends_before_all_warps_have_ended_it": Mutation((Drop("turn-done"),), STEPS, RACE),
+    "a_turn_begins_before_it_is_awaited": Mutation((Drop("turn-begins"),), STEPS, RACE),
+    "turns_do_not_release": Mutation(
+        (Swap("turn-release", "flag_store_release_sys", "flag_store_relaxed_sys"),), PLAIN, RACE
+    ),
+    "turns_do_not_acquire": Mutation(
         (Swap("step-acquire", "flag_load_acquire_sys", "flag_load_relaxed_sys"),), PLAIN, RACE
     ),
-    "any_step_will_do": Mutation((Swap("step-expected", "step", "step != 0"),), STEPS, RACE),
-    "places_are_used_again_before_they_are_free": Mutation(
-        (Condition("step-send", "step == 0"), After("step-reduce", "send(step + 1);")), STEPS, RACE
-    ),
+    "any_turn_will_do": Mutation((Swap("step-expected", "step", "step != 0"),), STEPS, RACE),
     "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE),
 }
 

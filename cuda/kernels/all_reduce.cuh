@@ -25,7 +25,7 @@ struct Config {
   Algorithm algorithm = Algorithm::kOneShot;
   bool norms = false;   // where the call has a weight
   bool aligned = true;  // all rows of all tensors begin at multiples of 16 bytes
-  int vectors = 1;      // blocks of a slice, 1 or 2: for more there are no registers
+  int vectors = 1;      // blocks that a warp has of a slice, 1 or 2: for more there are no registers
   int threads = 128;
 };
 
@@ -38,9 +38,9 @@ struct Traits {
   static constexpr int kVectors = kConfig.vectors;
   static constexpr int kThreads = kConfig.threads;
   static constexpr bool kSendsPackets = kAlgorithm != Algorithm::kSlices;
-  // With its successor, which begins when this launch lets it in. Larger WGs have too many registers for that.
+  // With its successor, which begins when this launch lets it in, or with another WG. Larger ones have too many registers.
   static constexpr bool kSharesSm = kThreads <= 256;
-  // Senders whose elements are loaded together.
+  // PEs whose elements are loaded together.
   static constexpr int kSendersAtOnce = 4;
 };
 
@@ -51,18 +51,17 @@ struct Plan {
   uint64_t sums_bytes;   // of one parity
   uint64_t results_offset;
   uint64_t results_bytes;
-  uint64_t slices_offset;    // [size senders][max_workers] slices: what a sender has left with this PE, as the owner
-  uint64_t returned_offset;  // [size owners][max_workers] slices: what an owner has sent back
-  uint64_t staging_offset;   // [size owners][max_workers] slices: what is put to owners that are not reachable
-  int64_t max_workers;
-  uint64_t sent_offset;  // uint64_t[size senders][kMaxWorkers]: steps whose elements a sender has left here
-  uint64_t done_offset;  // uint64_t[size owners][kMaxWorkers]: steps whose results an owner has sent
-  Packet* squares;       // [num_blocks], private to the PE
+  // Of slices, each a WG's, for two steps on their way: [2][size][WGs].
+  uint64_t slices_offset;    // what a sender has left with this PE, as the owner
+  uint64_t returned_offset;  // what an owner has sent back
+  uint64_t staging_offset;   // what is put to owners that are not reachable
+  uint64_t turns_offset;     // uint64_t[size][kMaxSliceWgs]: turns that a peer's WG has ended
+  Packet* squares;           // [num_blocks], private to the PE
   int64_t all_reachable;
   uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
 PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, results_offset, results_bytes, slices_offset, returned_offset,
-            staging_offset, max_workers, sent_offset, done_offset, squares, all_reachable, heaps)
+            staging_offset, turns_offset, squares, all_reachable, heaps)
 
 struct Call {
   const uint8_t* x;
@@ -82,6 +81,7 @@ PO_DESCRIBE(Call, x, residual, bias, output, weight, norm_output, scale, eps, we
 struct Shared {
   Plan plan;
   uint64_t takes_part;  // 0: this launch is behind an aborted one
+  uint64_t is_missing;  // 1: a peer has not come to a turn
 };
 
 template <Config kConfig>
@@ -126,22 +126,16 @@ struct Kernel {
     wg.sync();  // @epoch-known
     if constexpr (Traits::kSharesSm) release_successor();
     if (serves(wg)) open(wg, shared);
-    // With one warp (host) credits come between what it sends and what it waits for, so that a mismatch is noticed there.
-    const auto meet = [&] {
-      if (serves(wg) && keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
-    };
-    if (reduces(wg)) {
-      reduce(wg, shared, call, begun, [&] {
-        if constexpr (kWarpSize == 1) meet();
-      });
+    if constexpr (Traits::kSendsPackets) {
+      exchange_packets(wg, shared, call, begun);
     } else {
-      meet();
+      SliceReduce<Traits, Plan, Call>(shared.plan, call, wg, shared.takes_part != 0, &shared.is_missing).run();
     }
     if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // what was put is written again later
   }
 
  private:
-  // The last warp of a WG serves; with one warp (host) it does both.
+  // The last warp of a WG serves. With packets it does nothing else, but for a lone one (host).
   static PO_FN int num_reducing(const WorkGroup& wg) { return max_of(wg.num_warps() - 1, 1); }
   static PO_FN bool reduces(const WorkGroup& wg) { return wg.warp_index() < num_reducing(wg); }
   static PO_FN bool serves(const WorkGroup& wg) { return wg.warp_index() == wg.num_warps() - 1; }
@@ -159,17 +153,15 @@ struct Kernel {
     if (warp.rank() == 0) close_epoch(shared.plan.team, wg);
   }
 
-  // `meet`: called when this warp has sent its elements.
-  template <class Meet>
-  static PO_FN void reduce(const WorkGroup& wg, const Shared& shared, const Call& call, const Begun& begun,
-                           const Meet& meet) {
-    Worker worker = worker_of(wg);
-    if constexpr (Traits::kSendsPackets) {
-      PacketReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run(begun.held, meet);
-    } else {
-      worker.count = min_of(worker.count, static_cast<int>(shared.plan.max_workers));
-      SliceReduce<Traits, Plan, Call>(shared.plan, call, worker, shared.takes_part != 0).run(meet);
-    }
+  static PO_FN void exchange_packets(const WorkGroup& wg, const Shared& shared, const Call& call, const Begun& begun) {
+    // A lone warp awaits credits between what it sends and what it waits for, so that a mismatch is noticed there.
+    const auto meet = [&] {
+      if (serves(wg) && keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
+    };
+    if (!reduces(wg)) return meet();
+    PacketReduce<Traits, Plan, Call>(shared.plan, call, worker_of(wg), shared.takes_part != 0).run(begun.held, [&] {
+      if constexpr (kWarpSize == 1) meet();
+    });
   }
 };
 

@@ -44,13 +44,14 @@ SWITCH_POINTS = {
 _NAME = "all_reduce"
 _PACKETS = "packets"  # areas: elements and sums, each in two parities
 _SLICES = "slices"
-_STEPS = "steps"  # words: steps that have been sent, then steps whose results have
+_TURNS = "turns"  # words that count them
 _SQUARES = "squares"  # packets with the sums of squares of one launch's blocks, private; grows
 _PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
 _MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
+_STEPS_UNDER_WAY = 2  # each with places of its own
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which each warp has one block at most
-_SLICE_THREADS = 512
+_SLICE_THREADS = 256  # of a WG, of which two fit an SM
 _HOST_THREADS = 128
 _SLICE_BLOCKS = (2, 1)
 
@@ -62,9 +63,9 @@ class Tuning:
     Attributes:
         room_bytes: of the heap, at most; what does not fit goes in rounds. More than what the first call of a world set
             aside (64 MiB, or 1/8 of a smaller heap) has no effect.
-        work_groups: None for one per SM, or as many as there is work for.
+        work_groups: None for one per SM, with slices as many as are resident, or as many as there is work for.
         threads: of a WG; None for what suits the size.
-        slice_blocks: blocks (of 512 bytes) of a slice: 1 or 2; None for what suits the size.
+        slice_blocks: blocks (of 512 bytes) that a warp has of a slice: 1 or 2; None for what suits the size.
         one_shot_bytes, two_shot_bytes: instead of the world's entry in SWITCH_POINTS.
     """
 
@@ -96,8 +97,7 @@ OPERATOR = Operator(
     phases={
         "kPhaseSums": "its elements of block {index}",
         "kPhaseResult": "the sum of block {index}, which it owns",
-        "kPhaseSlice": "its elements of a slice for warp {index}",
-        "kPhaseSliceResult": "the sum of a slice that it owns, for warp {index}",
+        "kPhaseSlice": "what its work-group {index} sends in a turn",
     },
     default_tuning=Tuning(),
 )
@@ -130,20 +130,25 @@ class AllReduceKey(NamedTuple):
     tuning: Tuning | None
 
 
+def _slice_places(world_size: int, ways: int) -> int:
+    """Return how many slices a WG has room for."""
+    return _STEPS_UNDER_WAY * ways * world_size
+
+
 def reserve_room(world: World) -> None:
     """See to the world's room for packets and slices; collective the first time."""
     constants = OPERATOR.prepare(world).constants
     room = min(OPERATOR.default_tuning.room_bytes, world.backend.heap_bytes // 8)
     packets = int(room * _PACKET_SHARE) // 512 * 512
-    steps = 2 * world.size * constants["kMaxWorkers"] * 8
-    slices = room // 512 * 512 - packets - steps
-    least = world.size * _MOST_WAYS * constants["kBlockBytes"]
+    turns = world.size * constants["kMaxSliceWgs"] * 8
+    slices = room // 512 * 512 - packets - turns
+    least = _slice_places(world.size, _MOST_WAYS) * world.backend.warps_of(_SLICE_THREADS) * constants["kBlockBytes"]
     if slices < least:
         raise ValueError(
             f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {least - slices} too few; pass more to "
             "po.init()"
         )
-    sizes = {_PACKETS: packets, _SLICES: slices, _STEPS: steps}
+    sizes = {_PACKETS: packets, _SLICES: slices, _TURNS: turns}
     needs = [Need(name, nbytes, is_zeroed=True) for name, nbytes in sizes.items()]
     OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, room))
 
@@ -261,33 +266,38 @@ class AllReducePlan(Plan):
             fits = (threads for threads in _PACKET_THREADS if here <= (threads // 32 - 1) * num_sms)
             self._threads = self._tuning.threads or next(fits, _PACKET_THREADS[-1])
         self._grid = max(1, min(self._tuning.work_groups or num_sms, here))
-        self._slice_blocks, self._max_workers = 1, 0
+        self._slice_blocks, self._slice_bytes = 1, 0
         return most
 
     def _plan_slices(self, blocks: int) -> int:
         """Choose grid, WGs and slices; return how many blocks a launch can have."""
         world, team, constants = self._world, self._key.team, self._constants
-        self._threads = self._tuning.threads or _SLICE_THREADS
-        num_sms = world.backend.num_sms
-        workers = num_sms * (self._threads // 32 - 1)
-        if world.backend.name == "host":
-            self._threads, workers = _HOST_THREADS, constants["kMaxWorkers"]
-            slice_blocks = 2
-        else:
-            filled = (v for v in _SLICE_BLOCKS if blocks >= workers * team.size * v)
-            slice_blocks = next(filled, _SLICE_BLOCKS[-1])
-        slice_blocks = self._tuning.slice_blocks or slice_blocks
+        is_host = world.backend.name == "host"
+        self._threads = _HOST_THREADS if is_host else self._tuning.threads or _SLICE_THREADS
+        warps = world.backend.warps_of(self._threads)
+        wgs_per_sm = 2 if self._threads <= _SLICE_THREADS else 1
+        most_wgs = min(self._tuning.work_groups or wgs_per_sm * world.backend.num_sms, constants["kMaxSliceWgs"])
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
-        ways = 2 if team.all_reachable else _MOST_WAYS
-        per_worker = team.size * ways * constants["kBlockBytes"]
-        if slice_blocks * per_worker > room:
-            slice_blocks = 1
-        self._slice_blocks = slice_blocks
-        self._max_workers = max(1, min(workers, constants["kMaxWorkers"], room // (slice_blocks * per_worker)))
-        steps = -(-blocks // (team.size * slice_blocks))
-        self._grid = max(1, min(self._tuning.work_groups or num_sms, steps, self._max_workers))
+        places = _slice_places(team.size, _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS)
+
+        def blocks_of_step(slice_blocks: int) -> int:
+            return team.size * warps * slice_blocks
+
+        def fits(slice_blocks: int) -> int:
+            """Return for how many WGs there is room."""
+            return room // (places * warps * slice_blocks * constants["kBlockBytes"])
+
+        suitable = (v for v in _SLICE_BLOCKS if blocks >= most_wgs * blocks_of_step(v) and fits(v) >= most_wgs)
+        self._slice_blocks = self._tuning.slice_blocks or (
+            _SLICE_BLOCKS[0] if is_host else next(suitable, _SLICE_BLOCKS[-1])
+        )
+        if fits(self._slice_blocks) == 0:
+            self._slice_blocks = _SLICE_BLOCKS[-1]
+        step = blocks_of_step(self._slice_blocks)
+        self._grid = max(1, min(most_wgs, fits(self._slice_blocks), -(-blocks // step)))
+        self._slice_bytes = warps * self._slice_blocks * constants["kBlockBytes"]
         self._packet_blocks = 0
-        return min(constants["kMaxSteps"] * self._grid * team.size * slice_blocks, _MOST_BLOCKS)
+        return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:
         """Return first element, rows and width of each launch, which has at most so many blocks."""
@@ -325,10 +335,10 @@ class AllReducePlan(Plan):
             self._slice_blocks,
             first_element,
         )
-        packets, slices, steps = (self._areas[name] for name in (_PACKETS, _SLICES, _STEPS))
+        packets, slices, turns = (self._areas[name] for name in (_PACKETS, _SLICES, _TURNS))
         block_bytes = self._constants["kBlockPacketBytes"]
         sums_bytes = team.size * self._packet_blocks * block_bytes
-        slice_bytes = team.size * self._max_workers * self._slice_blocks * self._constants["kBlockBytes"]
+        way_bytes = _slice_places(team.size, 1) * self._grid * self._slice_bytes
         plan = self._structs["Plan"](
             team=world.workspace.team(contract),
             sums_offset=packets.offset,
@@ -336,11 +346,9 @@ class AllReducePlan(Plan):
             results_offset=packets.offset + 2 * sums_bytes,
             results_bytes=self._packet_blocks * block_bytes,
             slices_offset=slices.offset,
-            returned_offset=slices.offset + slice_bytes,
-            staging_offset=slices.offset + 2 * slice_bytes,
-            max_workers=self._max_workers,
-            sent_offset=steps.offset,
-            done_offset=steps.offset + steps.nbytes // 2,
+            returned_offset=slices.offset + way_bytes,
+            staging_offset=slices.offset + 2 * way_bytes,
+            turns_offset=turns.offset,
             all_reachable=int(team.all_reachable),
         )
         for pe, heap in enumerate(world.backend.peer_heaps):

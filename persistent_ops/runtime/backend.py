@@ -88,6 +88,9 @@ class Backend(Protocol):
     def set_word(self, words: torch.Tensor, index: int, value: int) -> None:
         """Set one of `private_words` at once, also while kernels run and whatever streams are captured; any thread."""
 
+    def warps_of(self, threads: int) -> int:
+        """Return how many warps a WG has where it would have so many threads on the GPU."""
+
     def load(self, request: KernelRequest) -> Kernel:
         """Compile (or take from the cache) and load a kernel."""
 

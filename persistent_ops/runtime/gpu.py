@@ -204,6 +204,9 @@ class GpuBackend:
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def warps_of(self, threads: int) -> int:
+        return threads // 32
+
     def load(self, request: KernelRequest) -> _GpuKernel:
         needs_nvshmem = not all(self.peer_heaps)
         major, minor = torch.cuda.get_device_capability(self.device)

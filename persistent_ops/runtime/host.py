@@ -117,6 +117,9 @@ class HostBackend:
     def set_word(self, words: torch.Tensor, index: int, value: int) -> None:
         ctypes.c_uint64.from_address(words.data_ptr() + 8 * index).value = value
 
+    def warps_of(self, threads: int) -> int:
+        return self._wg_size
+
     def load(self, request: KernelRequest) -> _HostKernel:
         library = ctypes.CDLL(str(compile_host(request.source())))
         function = getattr(library, request.name)
