@@ -282,7 +282,9 @@ def _check(world: World, methods: Methods, chosen: Sequence[str]) -> list[str]:
             rounded = total.double()
             factor = torch.rsqrt(rounded.square().mean(-1, keepdim=True) + 1e-6)
             right = rounded * factor * methods.weight.double()
-            if not bool(((norm.double() - right).abs() <= 2.0**-8 * right.abs() + 1e-4).all()):
+            # A compiled peer norms the sum before it is rounded.
+            bound = (1.0 if is_own(name) else 2.0) * 2.0**-8 * right.abs() + 1e-4
+            if not bool(((norm.double() - right).abs() <= bound).all()):
                 failures.append(f"{name}: farther from the fp64 norm than rounding explains")
         if is_own(name):
             found = torch.cat([t.reshape(-1).view(torch.int16).clone() for t in (total, norm) if t is not None])

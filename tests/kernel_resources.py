@@ -241,11 +241,11 @@ def _rest() -> Iterator[Combination]:
     for dtype, algorithm, norms in itertools.product(DTYPES, ("one_shot", "two_shot"), (False, True)):
         yield AllReduce(dtype, algorithm, 256, norms)
     for dtype, norms in itertools.product(DTYPES, (False, True)):
-        yield AllReduce(dtype, "slices", 512, norms, slice_blocks=2)
-    yield AllReduce("bfloat16", "slices", 512, norms=True)
+        yield AllReduce(dtype, "slices", 256, norms, slice_blocks=2)
+    yield AllReduce("bfloat16", "slices", 256, norms=True)
     for algorithm, threads in (("one_shot", 128), ("two_shot", 128), ("two_shot", 512)):
         yield AllReduce("bfloat16", algorithm, threads, norms=True)
-    for algorithm, threads, slice_blocks in (("one_shot", 128, 1), ("two_shot", 256, 1), ("slices", 512, 2)):
+    for algorithm, threads, slice_blocks in (("one_shot", 128, 1), ("two_shot", 256, 1), ("slices", 256, 2)):
         yield AllReduce("float16", algorithm, threads, True, slice_blocks, is_aligned=False)
         for arch in ("sm_80", "sm_100"):
             yield AllReduce("bfloat16", algorithm, threads, True, slice_blocks, arch=arch)
@@ -270,7 +270,7 @@ def sample() -> list[Combination]:
     most = (
         Gemv("bfloat16", 16, "two_phase", lets_in="kAtEnd"),
         Sparse("float16", 8192, "allgather"),
-        AllReduce("float32", "slices", 512, norms=True, slice_blocks=2),
+        AllReduce("float32", "slices", 256, norms=True, slice_blocks=2),
     )
     return [*each, *most]
 

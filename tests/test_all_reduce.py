@@ -855,6 +855,23 @@ def test_graph_replays_with_changing_inputs() -> None:
     assert po.launch(_graphs, _pes(), 101, timeout=300) == [[]] * _pes()
 
 
+def _first_calls_in_captures() -> list[Any]:
+    """Neither the first call of a world nor that of a shape may be captured; what is refused leaves no trace."""
+    x, weight = torch.ones(4, 64, device=po.device()), torch.ones(64, device=po.device())
+    found: list[Any] = []
+    for call in (lambda: po.all_reduce(x), lambda: po.all_reduce_rms_norm(x, weight)[0]):
+        with pytest.raises(RuntimeError) as caught:
+            _captured(call)
+        found += [str(caught.value).split(":")[0], bool((call() == po.world_size()).all())]
+    return found
+
+
+@pytest.mark.gpu
+def test_first_calls_inside_captures_are_refused(backend: str) -> None:
+    want = ["all_reduce", True, "all_reduce_rms_norm", True]
+    assert in_world(_first_calls_in_captures, 2, backend) == [want] * 2
+
+
 def _chain(replays: int) -> list[str]:
     """Launches that begin before the one whose result they read has ended: all_reduce and GEMVs in a chain."""
     po.init("cuda", operator_timeout=30.0, heap_size=512 * MB)

@@ -192,7 +192,7 @@ def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
     reserve_room(world)  # collective
     plans: Plans[AllReducePlan] = OPERATOR.state(world).plans
     if key.algorithm != "auto":
-        return plans.make(key, lambda: AllReducePlan(world, key))
+        return plans.make(key, lambda: AllReducePlan(world, key), "all_reduce_rms_norm" if key.norms else None)
     nbytes = key.rows * key.width * key.dtype.itemsize
     meant = key._replace(algorithm=choose_algorithm(world.size, nbytes, key.tuning))
     plan = plans[key] = plans.find(meant) or _new_plan(world, meant)

@@ -113,7 +113,7 @@ def _new_plan(world: _world.World, key: GemvKey, bias: torch.Tensor | None) -> G
         check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)
     plans: Plans[GemvPlan] = OPERATOR.state(world).plans
     if key.algorithm != "auto":
-        return plans.make(key, lambda: GemvPlan(world, key))
+        return plans.make(key, lambda: GemvPlan(world, key), None if key.team is world.team else "gemv")
     meant = key._replace(algorithm=choose_algorithm(world, key))
     plan = plans[key] = plans.find(meant, bias) or _new_plan(world, meant, bias)
     return plan

@@ -58,24 +58,28 @@ class Plans(dict[Hashable, _P]):
             self._world.keep_captured(plan, *tensors)
         return plan
 
-    def make(self, key: Hashable, build: Callable[[], _P]) -> _P:
+    def make(self, key: Hashable, build: Callable[[], _P], caller: str | None = None) -> _P:
         """Return what `build` makes, and keep it for the key; the oldest are dropped when there are too many.
+
+        Args:
+            key, build: see above.
+            caller: the function that was called, where it has not the operator's name.
 
         Raises:
             RuntimeError: the current stream is being captured into a CUDA graph.
         """
-        self.refuse_capture()
+        self.refuse_capture(caller)
         self._operator.prepare(self._world)
         plan = build()
         self._world.make_room(self, self.most)
         self[key] = plan
         return plan
 
-    def refuse_capture(self) -> None:
+    def refuse_capture(self, caller: str | None = None) -> None:
         """Raise where the current stream is being captured: nothing can be made or set aside."""
         if self._workspace.is_capturing():
             raise RuntimeError(
-                f"{self._operator.name}: the first call with these shapes compiles and loads its kernel, which a "
+                f"{caller or self._operator.name}: the first call with these shapes compiles and loads its kernel, which a "
                 "CUDA-graph capture cannot do: call it once before the capture, with the same shapes and tables"
             )
 
