@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CompileError
+from .file_lock import lock_within
 
 __all__ = ["Job", "cache_folder", "fetch"]
 
 _OUTPUT_LINES = 60
 _DEFAULT_TIMEOUT_S = 600.0
-_POLL_S = 0.02
 _LEFT_OVER_S = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
@@ -147,19 +147,12 @@ def _locked(path: Path, seconds: float, what: str) -> Iterator[None]:
     """Hold the lock of one key; wait for another holder for at most `seconds`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "an unknown process"
-                    raise CompileError(
-                        f"{what}: waited {seconds:g} s for {holder}, which holds {path}. Wait for it, end it, or "
-                        "allow more seconds in PERSISTENT_OPS_COMPILE_TIMEOUT."
-                    ) from None
-                time.sleep(_POLL_S)
+        if not lock_within(seconds, descriptor):
+            holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "an unknown process"
+            raise CompileError(
+                f"{what}: waited {seconds:g} s for {holder}, which holds {path}. Wait for it, end it, or "
+                "allow more seconds in PERSISTENT_OPS_COMPILE_TIMEOUT."
+            )
         # The name is for the message above only; the lock itself is the operating system's and ends with its holder.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .devices import Numbers, check_sharing, choose_device
 from .errors import BackendUnavailableError, BootstrapError
 from .interruptible import Interruptible
 from .jit import compile_cuda
+from .nvshmem_turns import turn_to_end, turn_to_start
 from .nvshmem_variables import NvshmemVariables
 from .torch_private import current_raw_stream
 
@@ -129,6 +131,7 @@ class GpuBackend:
         warning = check_sharing(uuids, bootstrap.rank)
         if warning:
             _log.warning("persistent_ops: %s", warning)
+        self._shares_gpu = bool(warning)
         self.num_sms = int(properties.multi_processor_count)
         self.arena_bytes = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
         self.heap_bytes = heap_bytes
@@ -155,10 +158,6 @@ class GpuBackend:
         refuse_after(1, _END, "start this process again")
         self._nvshmem = nvshmem
         self._bindings = bindings
-        uid = nvshmem.get_unique_id(empty=bootstrap.rank != 0)
-        raw = bootstrap.exchange("nvshmem-uid", uid._data.tobytes() if bootstrap.rank == 0 else b"")[0]
-        if bootstrap.rank != 0:
-            uid._data.view("uint8").reshape(-1)[:] = memoryview(raw)  # 128 bytes; a capability, never logged
 
         def start() -> Any:
             self._core_device.set_current()
@@ -177,7 +176,13 @@ class GpuBackend:
                 nvshmem.finalize()
                 raise
 
-        self._buffer = within(timeout, start, "NVSHMEM's start")
+        first_here = self._shares_gpu and bootstrap.local_rank == 0
+        with turn_to_start(timeout / 2) if first_here else nullcontext():  # the others start when all first ones may
+            uid = nvshmem.get_unique_id(empty=bootstrap.rank != 0)
+            raw = bootstrap.exchange("nvshmem-uid", uid._data.tobytes() if bootstrap.rank == 0 else b"")[0]
+            if bootstrap.rank != 0:
+                uid._data.view("uint8").reshape(-1)[:] = memoryview(raw)  # 128 bytes; a capability, never logged
+            self._buffer = within(timeout, start, "NVSHMEM's start")
 
     def _map_peers(self, bootstrap: Bootstrap, transport: str) -> tuple[int, ...]:
         """Return the address of each PE's heap here; 0 where it is not load/store reachable or must not be used so."""
@@ -261,7 +266,8 @@ class GpuBackend:
         def end() -> None:
             self._core_device.set_current()
             self._nvshmem.free(self._buffer)
-            self._nvshmem.finalize()
+            with turn_to_end(_CLOSE_S / 2) if self._shares_gpu else nullcontext():
+                self._nvshmem.finalize()
 
         try:
             within(_CLOSE_S, end, _END)

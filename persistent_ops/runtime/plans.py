@@ -78,9 +78,10 @@ class Plans(dict[Hashable, _P]):
     def refuse_capture(self, caller: str | None = None) -> None:
         """Raise where the current stream is being captured: nothing can be made or set aside."""
         if self._workspace.is_capturing():
+            name = caller or self._operator.name
             raise RuntimeError(
-                f"{caller or self._operator.name}: the first call with these shapes compiles and loads its kernel, which a "
-                "CUDA-graph capture cannot do: call it once before the capture, with the same shapes and tables"
+                f"{name}: the first call with these shapes compiles and loads its kernel, which a CUDA-graph capture "
+                "cannot do: call it once before the capture, with the same shapes and tables"
             )
 
     def drop(self, is_dropped: Callable[[Any], bool]) -> None:

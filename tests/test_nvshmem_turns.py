@@ -1,0 +1,95 @@
+"""Jobs that share a GPU start and end NVSHMEM in turn."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+
+import persistent_ops as po
+from persistent_ops.runtime import nvshmem_turns
+from persistent_ops.runtime.nvshmem_turns import turn_to_end, turn_to_start
+
+Turn = Callable[[float], AbstractContextManager[None]]
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(nvshmem_turns, "_SHARED_MEMORY", tmp_path)
+
+
+def _start_by_turns(folder: Path, count: int) -> list[bool]:
+    """Start so many times; return whether nobody else started or ended meanwhile."""
+    nvshmem_turns._SHARED_MEMORY = folder
+    found = []
+    for _ in range(count):
+        with turn_to_start(60.0):
+            trace = folder / f"starting-{os.getpid()}"
+            trace.touch()
+            time.sleep(0.005)
+            found.append(sorted(folder.glob("starting-*")) == [trace] and not list(folder.glob("ending-*")))
+            trace.unlink()
+        with turn_to_end(60.0):
+            trace = folder / f"ending-{os.getpid()}"
+            trace.touch()
+            time.sleep(0.005)
+            found.append(not list(folder.glob("starting-*")))
+            trace.unlink()
+    return found
+
+
+def test_starts_are_alone() -> None:
+    folder = nvshmem_turns._SHARED_MEMORY
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        for found in pool.starmap(_start_by_turns, [(folder, 20)] * 3):
+            assert found == [True] * 40
+
+
+def test_ends_do_not_wait_for_each_other() -> None:
+    meeting = threading.Barrier(3)
+
+    def end() -> None:
+        with turn_to_end(60.0):
+            meeting.wait(60.0)  # as NVSHMEM's end waits for the other PEs'
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(end) for _ in range(3)]:
+            future.result()
+
+
+@pytest.mark.parametrize("turn", [turn_to_start, turn_to_end])
+def test_who_waits_in_vain_goes_on_and_says_so(turn: Turn, caplog: pytest.LogCaptureFixture) -> None:
+    with turn_to_start(60.0):
+        assert not caplog.records
+        with turn(0.1):
+            pass
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "has been locked for 0.1 s" in caplog.text
+    with turn(0.0):
+        assert len(caplog.records) == 1, "left when it ends"
+
+
+def _init_again_and_again(count: int) -> list[bool]:
+    right = []
+    for _ in range(count):
+        po.init("cuda", heap_size=32 << 20)
+        right.append(bool((po.all_reduce(torch.ones(3, device=po.device())) == po.world_size()).all()))
+        po.finalize()
+    return right
+
+
+@pytest.mark.gpu
+def test_jobs_side_by_side() -> None:
+    with ThreadPoolExecutor(5) as pool:
+        jobs = [pool.submit(po.launch, _init_again_and_again, 2, 12, timeout=250) for _ in range(5)]
+        for job in jobs:
+            assert job.result() == [[True] * 12] * 2
