@@ -1,16 +1,18 @@
 """PEs that are processes and are kept from one program to the next: to start one takes longer than most programs do.
 
 For programs that leave nothing behind: each has its own world, which it finalizes, as under `po.launch`. Tests of how
-processes begin, fail or end start them with `po.launch`.
+processes begin, fail or end start them with `po.launch`. torch.distributed's default group and GPUs need processes.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import secrets
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,13 +25,19 @@ import torch
 import persistent_ops as po
 from persistent_ops.runtime.board import Worker, serve_store
 
-__all__ = ["run_on_kept_pes"]
+__all__ = ["in_processes"]
 
 _kept: list[tuple[BaseProcess, Connection]] = []
 
 
-def run_on_kept_pes(program: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
+def in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
     """Run `program(*args)` as `po.launch` does, and return the results in rank order.
+
+    Args:
+        program: opens its world and closes it; importable.
+        world: number of PEs.
+        args: of the program.
+        timeout: seconds for the whole.
 
     Raises:
         AssertionError: a PE raised, ended, or took more than `timeout` seconds; all are ended then.
@@ -52,8 +60,8 @@ def run_on_kept_pes(program: Callable[..., Any], world: int, *args: Any, timeout
             }
             connection.send((environment, sys.path, task))
         results = _collected(world, deadline, timeout)
-        is_whole = True
-        return results
+        is_whole = not any(is_worn for _, is_worn in results)
+        return [result for result, _ in results]
     finally:
         if not is_whole:
             _end()
@@ -61,19 +69,20 @@ def run_on_kept_pes(program: Callable[..., Any], world: int, *args: Any, timeout
         worker.close()
 
 
-def _collected(world: int, deadline: float, timeout: float) -> list[Any]:
+def _collected(world: int, deadline: float, timeout: float) -> list[tuple[Any, bool]]:
     ranks = {connection: rank for rank, (_, connection) in enumerate(_kept[:world])}
-    results: dict[int, Any] = {}
+    results: dict[int, tuple[Any, bool]] = {}
     while len(results) < world:
         ready = wait([c for c, rank in ranks.items() if rank not in results], max(0.0, deadline - time.monotonic()))
         assert ready, f"PE {sorted(set(range(world)) - set(results))} took more than {timeout} s"
         for connection in ready:
             rank = ranks[connection]  # type: ignore[index]
             try:
-                results[rank], trace = connection.recv()  # type: ignore[union-attr]
+                result, trace, is_worn = connection.recv()  # type: ignore[union-attr]
             except EOFError:
                 raise AssertionError(f"PE {rank} of {world} ended with {_kept[rank][0].exitcode}") from None
             assert trace is None, f"PE {rank} of {world}:\n{trace}"
+            results[rank] = (result, is_worn)
     return [results[rank] for rank in range(world)]
 
 
@@ -105,11 +114,24 @@ def _serve(connection: Connection) -> None:
         os.environ.update(environment)
         try:
             program, args = pickle.loads(task)
-            answer = (program(*args), None)
+            answer = (program(*args), None, _is_worn())
             assert not po.is_initialized() and not torch.distributed.is_initialized(), "the program has left a world"
         except BaseException:
-            answer = (None, traceback.format_exc())
+            answer = (None, traceback.format_exc(), True)
         for name in environment:
             del os.environ[name]
         torch.set_num_threads(threads)
+        if torch.cuda.is_initialized():
+            _give_back_memory()
         connection.send(answer)
+
+
+def _is_worn() -> bool:
+    """Return whether a call that never returned has stayed in this process: it would meet the next world's."""
+    return any(thread.name.startswith("persistent_ops ") for thread in threading.enumerate())
+
+
+def _give_back_memory() -> None:
+    """Other PEs of this GPU need it."""
+    gc.collect()
+    torch.cuda.empty_cache()

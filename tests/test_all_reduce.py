@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kept_pes import in_processes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from worlds import CaseWorld, CaseWorlds, dead_peer, error_of, gave_up, in_world, init_with_impatient_kernels
+from worlds import CaseWorld, CaseWorlds, dead_peer, error_of, gave_up, in_world, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce import reference
@@ -417,7 +418,7 @@ def _turns(backend: str, options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_late_pes_and_operators_in_turn(backend: str, options: dict[str, Any]) -> None:
-    assert po.launch(_turns, 3, backend, options, threads=backend == "host", timeout=120) == [[]] * 3
+    assert run_pes(_turns, 3, backend, options, timeout=120) == [[]] * 3
 
 
 def _far_epochs() -> list[bool]:
@@ -464,7 +465,7 @@ def test_timeout_names_the_peer_and_recovery_works(
 ) -> None:
     if options and algorithm == "one_shot":
         pytest.skip("as two_shot")
-    results = po.launch(_absent, 3, backend, 1.5, algorithm, options, tmp_path, threads=backend == "host", timeout=120)
+    results = run_pes(_absent, 3, backend, 1.5, algorithm, options, tmp_path, timeout=120)
     for rank, seen in enumerate(results):
         assert seen["first"] == [True] * 3 and seen["after"] == [True] * 6, (rank, seen)
         assert seen["again"] == "PeerTimeoutError" and seen["right or poisoned"], (rank, seen)
@@ -515,7 +516,7 @@ def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
 
 
 def test_mismatch_is_named_on_every_pe(backend: str) -> None:
-    for rank, errors in enumerate(po.launch(_mismatches, 3, backend, threads=backend == "host", timeout=200)):
+    for rank, errors in enumerate(run_pes(_mismatches, 3, backend, timeout=200)):
         for kind, (name, text, seconds) in errors.items():
             where = f"PE {rank}, {kind}: {name}: {text}"
             assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
@@ -542,7 +543,7 @@ def _first_call(backend: str) -> list[Any]:
 
 
 def test_the_first_call_meets_something_else(backend: str) -> None:
-    results = po.launch(_first_call, 2, backend, threads=backend == "host", timeout=200)
+    results = run_pes(_first_call, 2, backend, timeout=200)
     assert results == [["ContractMismatchError", True, True, [True] * 3]] * 2
 
 
@@ -852,7 +853,7 @@ def _graphs(replays: int) -> list[str]:
 
 @pytest.mark.gpu
 def test_graph_replays_with_changing_inputs() -> None:
-    assert po.launch(_graphs, _pes(), 101, timeout=300) == [[]] * _pes()
+    assert in_processes(_graphs, _pes(), 101, timeout=300) == [[]] * _pes()
 
 
 def _first_calls_in_captures() -> list[Any]:
@@ -918,7 +919,7 @@ def _chain(replays: int) -> list[str]:
 
 @pytest.mark.gpu
 def test_successors_that_begin_early_read_the_results() -> None:
-    assert po.launch(_chain, _pes(), 201, timeout=300) == [[]] * _pes()
+    assert in_processes(_chain, _pes(), 201, timeout=300) == [[]] * _pes()
 
 
 def test_cases_exist() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime import pe_threads
@@ -370,7 +371,7 @@ def _wrong_calls(backend: str) -> dict[str, list[Outcome]]:
 
 
 def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
-    return po.launch(program, 1, backend, *args, threads=backend == "host", timeout=200)[0]
+    return run_pes(program, 1, backend, *args, timeout=200)[0]
 
 
 @functools.cache
@@ -437,7 +438,7 @@ def _widths_unknown(backend: str) -> str:
 
 
 def test_a_pe_without_tables_must_be_told_the_widths(backend: str) -> None:
-    results = po.launch(_widths_unknown, 2, backend, threads=backend == "host", timeout=60)
+    results = run_pes(_widths_unknown, 2, backend, timeout=60)
     assert results[0].startswith("dim_per_rank: a PE without tables cannot tell") and "pass dim_per_rank" in results[0]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kept_pes import in_processes
 from torch.nn.parallel import DistributedDataParallel
-from worlds import in_processes
 
 import persistent_ops as po
 from persistent_ops.demo.unfused import process_group
@@ -236,7 +236,7 @@ def train(case: Case) -> list[str]:
 @functools.cache
 def trained(backend: str, world: int) -> list[dict[str, list[str]]]:
     # Processes: torch.distributed has one default group per process.
-    return in_processes(training_program, world, backend, backend, timeout=250)
+    return in_processes(training_program, world, backend, timeout=250)
 
 
 def training_program(backend: str) -> dict[str, list[str]]:
@@ -583,7 +583,7 @@ def checking_program(backend: str) -> dict[str, list[str]]:
 
 @functools.cache
 def checked(backend: str, world: int) -> list[dict[str, list[str]]]:
-    return in_processes(checking_program, world, backend, backend, timeout=250)
+    return in_processes(checking_program, world, backend, timeout=250)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -621,7 +621,7 @@ def heap_program(backend: str, steps: int) -> list[str]:
 
 
 def test_gradients_are_results_themselves_and_are_let_go(backend: str) -> None:
-    assert in_processes(heap_program, 2, backend, backend, 6, timeout=120) == [[]] * 2
+    assert in_processes(heap_program, 2, backend, 6, timeout=120) == [[]] * 2
 
 
 # ---- without a world or a group ------------------------------------------------------------------------------------
@@ -641,14 +641,14 @@ def alone_program(backend: str) -> list[str]:
 
 
 def test_what_is_missing_is_named(backend: str) -> None:
-    without_world, without_group = in_processes(alone_program, 1, backend, backend, timeout=120)[0]
+    without_world, without_group = in_processes(alone_program, 1, backend, timeout=120)[0]
     assert "persistent_ops is not initialised" in without_world
     assert "torch.distributed has no default process group" in without_group
 
 
 def test_ddp_refuses_unused_sparse_parameters_by_itself(backend: str) -> None:
     """What allow_unused_sparse is for; if torch learns it, this says so."""
-    message = in_processes(refusal_program, 1, backend, backend, timeout=120)[0]
+    message = in_processes(refusal_program, 1, backend, timeout=120)[0]
     assert "Expected sparse gradient to be defined" in message
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from kept_pes import in_processes
 from rich.console import Console
 from torch.nn import functional as F
-from worlds import in_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
@@ -134,7 +134,7 @@ def expected_tokens(options: Options) -> list[list[int]]:
 
 def run(options: Options, world: int, backend: str) -> dict[str, Any]:
     options = dataclasses.replace(options, model=options.model or "tiny", backend=backend)
-    reports = in_processes(run_pe, world, backend, options, timeout=250)
+    reports = in_processes(run_pe, world, options, timeout=250)
     for report in reports[1:]:
         assert report == reports[0], "the PEs report different things"
     return reports[0]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from embedding_cases import CASES, run_cases
-
-import persistent_ops as po
+from worlds import run_pes
 
 # (world, transport, host WG shape): the staged transport of the host delays and reorders; several threads per WG and
 # several WGs per PE are what a GPU has.
@@ -24,7 +23,7 @@ WORLDS = [
 
 @functools.cache
 def _results(backend: str, world: int, options: tuple[tuple[str, Any], ...]) -> list[dict[str, str | None]]:
-    return po.launch(run_cases, world, backend, None, dict(options), threads=backend == "host", timeout=400)
+    return run_pes(run_cases, world, backend, None, dict(options), timeout=400)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

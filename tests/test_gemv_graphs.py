@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gemv_cases import ALGORITHMS, Case, Inputs, bits, expected_bits, make_inputs
+from kept_pes import in_processes
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_plan import OPERATOR
@@ -119,7 +120,7 @@ def _replayed(replays: int) -> list[str]:
 
 
 def test_a_thousand_graph_replays_with_changing_inputs() -> None:
-    assert po.launch(_replayed, _pes(), _replays(), timeout=300) == [[]] * _pes()
+    assert in_processes(_replayed, _pes(), _replays(), timeout=300) == [[]] * _pes()
 
 
 _WIDTH = 256
@@ -185,7 +186,7 @@ def _layers(replays: int) -> list[str]:
 
 
 def test_layers_that_follow_one_another_in_a_graph() -> None:
-    assert po.launch(_layers, _pes(), _replays() // 3, timeout=300) == [[]] * _pes()
+    assert in_processes(_layers, _pes(), _replays() // 3, timeout=300) == [[]] * _pes()
 
 
 _WIDE = 4096  # wide enough that a WG has more to read than its ring holds: the successor begins late
@@ -267,13 +268,13 @@ def _overlapping() -> list[int]:
 
 
 def test_replays_that_overlap_count_to_the_end() -> None:
-    assert po.launch(_overlapping, 1, timeout=100) == [[0, 0]]
+    assert in_processes(_overlapping, 1, timeout=100) == [[0, 0]]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("prefetches", [(True,) * 3, (False,) * 3, (True, False, True)], ids=["all", "none", "some"])
 def test_products_that_take_each_other_s_sums(prefetches: tuple[bool, ...], count: int) -> None:
-    assert po.launch(_chain, _pes(), _replays() // 5, prefetches, count, timeout=300) == [[]] * _pes()
+    assert in_processes(_chain, _pes(), _replays() // 5, prefetches, count, timeout=300) == [[]] * _pes()
 
 
 def _two_streams() -> list[str]:
@@ -319,7 +320,7 @@ def _two_streams() -> list[str]:
 
 
 def test_two_instances_on_two_streams() -> None:
-    assert po.launch(_two_streams, _pes(), timeout=200) == [[]] * _pes()
+    assert in_processes(_two_streams, _pes(), timeout=200) == [[]] * _pes()
 
 
 def _two_graphs_and_other_operators(replays: int) -> list[str]:
@@ -359,7 +360,7 @@ def _two_graphs_and_other_operators(replays: int) -> list[str]:
 
 
 def test_graphs_and_other_operators_take_turns() -> None:
-    assert po.launch(_two_graphs_and_other_operators, _pes(), _replays() // 5, timeout=200) == [[]] * _pes()
+    assert in_processes(_two_graphs_and_other_operators, _pes(), _replays() // 5, timeout=200) == [[]] * _pes()
 
 
 def _fails_in_a_graph() -> dict[str, Any]:
@@ -396,7 +397,7 @@ def _fails_in_a_graph() -> dict[str, Any]:
 
 
 def test_a_replay_without_a_peer_ends() -> None:
-    results = po.launch(_fails_in_a_graph, 2, timeout=120)
+    results = in_processes(_fails_in_a_graph, 2, timeout=120)
     for seen in results:
         assert seen["before"] == seen["after"] == [True] * 3
     assert "PE 1" in results[0]["error"] and results[0]["poisoned"]
@@ -428,4 +429,4 @@ def _capture_needs_a_call_before() -> list[str]:
 
 
 def test_first_call_inside_a_capture_is_refused() -> None:
-    assert po.launch(_capture_needs_a_call_before, 1, timeout=100) == [[]]
+    assert in_processes(_capture_needs_a_call_before, 1, timeout=100) == [[]]

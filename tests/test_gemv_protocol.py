@@ -14,7 +14,7 @@ import embedding_cases
 import pytest
 import torch
 from gemv_cases import ALGORITHMS, Case, difference, expected_bits, make_inputs
-from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels
+from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 
@@ -38,10 +38,6 @@ def _checked(iteration: int, case: Case = _CASE, **options: Any) -> bool:
     output = _call(iteration, case, **options)
     po.check()
     return _is_right(output, iteration, case)
-
-
-def _threads(backend: str) -> bool:
-    return backend == "host"
 
 
 TRANSPORTS = [
@@ -74,7 +70,7 @@ def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_late_pe(backend: str, options: dict[str, Any]) -> None:
-    assert po.launch(_late_pe, 3, backend, options, threads=_threads(backend), timeout=120) == [[True] * 33] * 3
+    assert run_pes(_late_pe, 3, backend, options, timeout=120) == [[True] * 33] * 3
 
 
 def _busy_pe(backend: str, options: dict[str, Any]) -> list[bool]:
@@ -91,7 +87,7 @@ def _busy_pe(backend: str, options: dict[str, Any]) -> list[bool]:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_busy_pe(backend: str, options: dict[str, Any]) -> None:
-    assert po.launch(_busy_pe, 2, backend, options, threads=_threads(backend), timeout=120) == [[True] * 4] * 2
+    assert run_pes(_busy_pe, 2, backend, options, timeout=120) == [[True] * 4] * 2
 
 
 # ---- what follows what on one workspace ------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ def _difference(output: torch.Tensor, want: torch.Tensor) -> str | None:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_shapes_algorithms_and_operators_take_turns(backend: str, options: dict[str, Any]) -> None:
-    assert po.launch(_turns, 3, backend, options, threads=_threads(backend), timeout=120) == [[]] * 3
+    assert run_pes(_turns, 3, backend, options, timeout=120) == [[]] * 3
 
 
 # ---- time-outs and recovery ------------------------------------------------------------------------------------------
@@ -205,7 +201,7 @@ def test_timeout_names_the_peer_and_recovery_works(
 ) -> None:
     timeout = 4.0
     arguments = (backend, timeout, algorithm, options, tmp_path)
-    results = po.launch(_absent_then_recovered, 3, *arguments, threads=_threads(backend), timeout=120)
+    results = run_pes(_absent_then_recovered, 3, *arguments, timeout=120)
     for rank, seen in enumerate(results):
         assert seen["first"] == [True] * 2 and seen["after"] == [True] * 6, (rank, seen)
         # Only po.recover() ends the failure.
@@ -268,7 +264,7 @@ def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
 
 
 def test_mismatch_is_named_on_every_pe(backend: str) -> None:
-    results = po.launch(_mismatches, 3, backend, threads=_threads(backend), timeout=200)
+    results = run_pes(_mismatches, 3, backend, timeout=200)
     for rank, errors in enumerate(results):
         for kind, (name, text, seconds) in errors.items():
             where = f"PE {rank}, {kind}: {name}: {text}"
@@ -300,7 +296,7 @@ def _first_call(backend: str) -> list[Any]:
 
 
 def test_the_first_call_meets_something_else(backend: str) -> None:
-    results = po.launch(_first_call, 3, backend, threads=_threads(backend), timeout=200)
+    results = run_pes(_first_call, 3, backend, timeout=200)
     assert results == [["ContractMismatchError", True, True, True, [True] * 3]] * 3
 
 
@@ -324,7 +320,7 @@ def _pending_error(backend: str) -> list[Any]:
 
 
 def test_pending_errors_come_behind_all_launches_of_a_call(backend: str) -> None:
-    results = po.launch(_pending_error, 2, backend, threads=_threads(backend), timeout=120)
+    results = run_pes(_pending_error, 2, backend, timeout=120)
     assert results == [["IndexError", True, True, True]] * 2
 
 
@@ -350,7 +346,7 @@ def _many_rows_without_a_peer(backend: str) -> float:
 
 
 def test_giving_up_is_soon_over_however_many_rows_are_missing(backend: str) -> None:
-    seconds = po.launch(_many_rows_without_a_peer, 2, backend, threads=_threads(backend), timeout=60)
+    seconds = run_pes(_many_rows_without_a_peer, 2, backend, timeout=60)
     assert seconds[0] < 20.0, "thousands of tiles: it does not wait for each"
 
 
@@ -374,7 +370,7 @@ def _far_epochs(backend: str, options: dict[str, Any]) -> dict[int, list[bool]]:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_far_epochs(backend: str, options: dict[str, Any]) -> None:
-    for right in po.launch(_far_epochs, 2, backend, options, threads=_threads(backend), timeout=120):
+    for right in run_pes(_far_epochs, 2, backend, options, timeout=120):
         assert len(right) == 6 and all(found == [True] * 6 for found in right.values()), right
 
 
@@ -398,7 +394,7 @@ def _stale_packets(backend: str) -> list[bool]:
 
 
 def test_packets_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
-    assert po.launch(_stale_packets, 2, backend, threads=_threads(backend), timeout=120) == [[True] * 8] * 2
+    assert run_pes(_stale_packets, 2, backend, timeout=120) == [[True] * 8] * 2
 
 
 # ---- dead peers ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_cases import CASES, Case, expected_bits, make_inputs, split_of
+from kept_pes import in_processes
 
 import persistent_ops as po
 
@@ -196,25 +197,24 @@ def _pes() -> int:
 
 
 def test_a_thousand_graph_replays_with_changing_inputs() -> None:
-    assert (
-        po.launch(_graph_program, _pes(), 1001 if torch.cuda.device_count() > 1 else 301, timeout=300) == [[]] * _pes()
-    )
+    replays = 1001 if torch.cuda.device_count() > 1 else 301
+    assert in_processes(_graph_program, _pes(), replays, timeout=300) == [[]] * _pes()
 
 
 def test_two_streams_share_a_workspace() -> None:
-    assert po.launch(_stream_program, _pes(), timeout=200) == [[]] * _pes()
+    assert in_processes(_stream_program, _pes(), timeout=200) == [[]] * _pes()
 
 
 def test_first_call_inside_a_capture_is_refused() -> None:
-    assert po.launch(_capture_needs_a_call_before, 1, timeout=100) == [[]]
+    assert in_processes(_capture_needs_a_call_before, 1, timeout=100) == [[]]
 
 
 def test_bad_indices_are_still_told_after_a_capture_has_told_one() -> None:
-    assert po.launch(_bad_index_before_a_capture, 2, timeout=100) == [[], []]
+    assert in_processes(_bad_index_before_a_capture, 2, timeout=100) == [[], []]
 
 
 def test_each_world_has_the_heap_size_that_it_asked_for() -> None:
-    assert po.launch(_heap_after_heap, _pes(), timeout=200) == [[]] * _pes()
+    assert in_processes(_heap_after_heap, _pes(), timeout=200) == [[]] * _pes()
 
 
 @pytest.mark.parametrize("reverse", [False, True])

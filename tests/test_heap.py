@@ -15,6 +15,7 @@ import torch
 from embedding_cases import Case, expected_bits, make_inputs, split_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime import host
@@ -25,7 +26,7 @@ _CASE = Case("heap", dims=lambda rank: (8, 24), batch=lambda world: 13)
 
 
 def _run(program: Callable[..., Any], num_pes: int, backend: str, *args: Any) -> list[Any]:
-    return po.launch(program, num_pes, backend, *args, threads=backend == "host", timeout=120)
+    return run_pes(program, num_pes, backend, *args, timeout=120)
 
 
 def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:

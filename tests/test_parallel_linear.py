@@ -14,8 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kept_pes import in_processes
 from torch.nn import functional as F
-from worlds import in_processes
+from worlds import run_pes
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
@@ -146,7 +147,7 @@ def row_program(backend: str) -> dict[str, list[str]]:
 @functools.cache
 def row_results(backend: str, world: int) -> list[dict[str, list[str]]]:
     # Processes: the unfused path needs torch.distributed's default group, of which a process has one.
-    return in_processes(row_program, world, backend, backend, timeout=250)
+    return in_processes(row_program, world, backend, timeout=250)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -159,7 +160,7 @@ def test_row_parallel_is_the_whole_layer(backend: str, world: int, case: Case) -
 
 
 def launched(program: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
-    return po.launch(program, world, backend, *args, threads=backend == "host", timeout=120)
+    return run_pes(program, world, backend, *args, timeout=120)
 
 
 @torch.no_grad()
@@ -418,7 +419,7 @@ def other_group_program(backend: str) -> str:
 
 
 def test_a_group_of_other_ranks_is_refused(backend: str) -> None:
-    messages = in_processes(other_group_program, 2, backend, backend, timeout=120)
+    messages = in_processes(other_group_program, 2, backend, timeout=120)
     assert messages == [f"group: expected the PEs as its ranks, {rank} of 2 here, got 0 of 1" for rank in range(2)]
 
 
@@ -448,7 +449,7 @@ def compile_program(backend: str) -> list[str]:
 
 
 def test_compiles_without_a_break(backend: str) -> None:
-    assert in_processes(compile_program, 2, backend, backend, timeout=250) == [[], []]
+    assert in_processes(compile_program, 2, backend, timeout=250) == [[], []]
 
 
 # ---- splits --------------------------------------------------------------------------------------------------------

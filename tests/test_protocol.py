@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_cases import Case, expected_bits, make_inputs, split_of
-from worlds import assert_gone, dead_peer, error_of, gave_up, init_with_impatient_kernels
+from worlds import assert_gone, dead_peer, error_of, gave_up, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 
@@ -191,16 +191,12 @@ def _exits(backend: str, folder: str) -> None:
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
 
-def _threads(backend: str) -> bool:
-    return backend == "host"
-
-
 TRANSPORTS = [pytest.param({}, id="direct"), pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host)]
 
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_late_pe(backend: str, options: dict[str, Any]) -> None:
-    results = po.launch(_late_pe, 3, backend, options, threads=_threads(backend), timeout=120)
+    results = run_pes(_late_pe, 3, backend, options, timeout=120)
     assert results == [[True] * 8] * 3
 
 
@@ -211,7 +207,7 @@ def test_timeout_names_the_peer_and_recovery_works(backend: str, tmp_path: Path,
         folder = tmp_path / str(attempt)
         folder.mkdir()
         arguments = (backend, options, folder)
-        results = po.launch(_absent_then_recovered, 3, *arguments, threads=_threads(backend), timeout=120)
+        results = run_pes(_absent_then_recovered, 3, *arguments, timeout=120)
         for rank, seen in enumerate(results):
             assert seen["first"] and seen["after"] == [True] * 4, rank
         for seen in results[1:]:
@@ -226,7 +222,7 @@ def test_timeout_names_the_peer_and_recovery_works(backend: str, tmp_path: Path,
 
 @pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
 def test_contract_mismatch_is_seen_by_every_pe(backend: str, kind: str) -> None:
-    results = po.launch(_mismatch, 3, backend, kind, threads=_threads(backend), timeout=120)
+    results = run_pes(_mismatch, 3, backend, kind, timeout=120)
     for rank, (name, text, seconds) in enumerate(results):
         assert name in ("ContractMismatchError",), (rank, name, text)
         assert "embedding_all_to_all(world_size=3, " in text
@@ -235,14 +231,14 @@ def test_contract_mismatch_is_seen_by_every_pe(backend: str, kind: str) -> None:
 
 
 def test_the_agreement_on_widths_meets_something_else(backend: str) -> None:
-    results = po.launch(_first_widths, 3, backend, threads=_threads(backend), timeout=120)
+    results = run_pes(_first_widths, 3, backend, timeout=120)
     assert results == [["ContractMismatchError", True, True, True]] * 3
 
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 @pytest.mark.parametrize("epoch", [2**32 - 3, 2**47])
 def test_far_epochs(backend: str, epoch: int, options: dict[str, Any]) -> None:
-    assert po.launch(_far_epoch, 2, backend, epoch, options, threads=_threads(backend), timeout=120) == [[True] * 6] * 2
+    assert run_pes(_far_epoch, 2, backend, epoch, options, timeout=120) == [[True] * 6] * 2
 
 
 @pytest.mark.parametrize("bounds", ["fatal", "ignore"])
@@ -250,7 +246,7 @@ def test_far_epochs(backend: str, epoch: int, options: dict[str, Any]) -> None:
     "kind", ["index", "negative index", "falling offset", "offset beyond", "first offset", "last offset"]
 )
 def test_bad_input(backend: str, kind: str, bounds: str) -> None:
-    results = po.launch(_bad_input, 2, backend, kind, bounds, threads=_threads(backend), timeout=120)
+    results = run_pes(_bad_input, 2, backend, kind, bounds, timeout=120)
     for rank, outcome in enumerate(results):
         name, text = outcome["error"]
         if rank == 1 and bounds == "fatal":

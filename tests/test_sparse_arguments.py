@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import run_pes
 
 import persistent_ops as po
 
@@ -448,7 +449,7 @@ def _wrong_calls(backend: str) -> dict[str, list[tuple[list[str], str]]]:
 
 @functools.cache
 def _outcomes(backend: str) -> dict[str, list[tuple[list[str], str]]]:
-    return po.launch(_wrong_calls, 1, backend, threads=backend == "host", timeout=200)[0]  # type: ignore[no-any-return]
+    return run_pes(_wrong_calls, 1, backend, timeout=200)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -488,7 +489,7 @@ def _right_calls(backend: str) -> list[str]:
 
 
 def test_right_arguments(backend: str) -> None:
-    assert po.launch(_right_calls, 1, backend, threads=backend == "host", timeout=200) == [[]]
+    assert run_pes(_right_calls, 1, backend, timeout=200) == [[]]
 
 
 def _bad_counts(backend: str) -> list[tuple[list[str], str]]:
@@ -507,7 +508,7 @@ def _bad_counts(backend: str) -> list[tuple[list[str], str]]:
 
 
 def test_bad_counts(backend: str) -> None:
-    for outcomes in po.launch(_bad_counts, 2, backend, threads=backend == "host", timeout=100):
+    for outcomes in run_pes(_bad_counts, 2, backend, timeout=100):
         for count, (classes, text) in zip((NNZ + 1, -1, 2**40), outcomes, strict=True):
             assert "IndexError" in classes and re.search(rf"count: {count} .* 0 to {NNZ}", text), (classes, text)
 
@@ -560,5 +561,5 @@ def _full_heap(backend: str) -> tuple[list[str], str]:
 
 
 def test_a_heap_without_room(backend: str) -> None:
-    for classes, text in po.launch(_full_heap, 2, backend, threads=backend == "host", timeout=60):
+    for classes, text in run_pes(_full_heap, 2, backend, timeout=60):
         assert "SymmetricHeapError" in classes and "pass a larger heap_size to po.init()" in text, (classes, text)

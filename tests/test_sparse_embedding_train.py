@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from kept_pes import in_processes
 from PIL import Image
 from rich.console import Console
-from worlds import in_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
@@ -242,7 +242,7 @@ def options_of(text: Path, output: Path, **changes: Any) -> Options:
 
 def run(options: Options, world: int, backend: str) -> dict[str, Any]:
     taken = dataclasses.replace(options, backend=backend)
-    return dict(in_processes(run_pe, world, backend, taken, timeout=250)[0])
+    return dict(in_processes(run_pe, world, taken, timeout=250)[0])
 
 
 def exact_losses(options: Options) -> list[float]:

@@ -36,7 +36,7 @@ from sparse_cases import (
     wanted,
     zipf,
 )
-from worlds import dead_peer, error_of, gave_up, in_world, init_with_impatient_kernels
+from worlds import dead_peer, error_of, gave_up, in_world, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 
@@ -405,7 +405,7 @@ def test_timeout_names_the_peer_and_recovery_works(
 ) -> None:
     timeout = 4.0
     arguments = (backend, timeout, entry, algorithm, options, tmp_path)
-    results = po.launch(_absent_then_recovered, 3, *arguments, threads=backend == "host", timeout=120)
+    results = run_pes(_absent_then_recovered, 3, *arguments, timeout=120)
     for rank, seen in enumerate(results):
         assert seen["first"] == [True] * 3 and seen["after"] == [True] * 6 and seen["into"] is None, (rank, seen)
         # Only po.recover() ends the failure.
@@ -481,7 +481,7 @@ def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
 
 
 def test_mismatch_is_named_on_every_pe(backend: str) -> None:
-    results = po.launch(_mismatches, 3, backend, threads=backend == "host", timeout=200)
+    results = run_pes(_mismatches, 3, backend, timeout=200)
     for rank, errors in enumerate(results):
         assert set(errors) >= set(_MISMATCHES)
         for kind, (name, text, seconds) in errors.items():

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from kept_pes import in_processes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from worlds import run_pes
 
 import persistent_ops as po
 
@@ -63,10 +65,10 @@ def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor 
 
 def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
     """Run a program in a world of one PE; on the host as a thread, which costs nothing."""
-    return po.launch(_in_a_world, 1, program, backend, *args, threads=backend == "host", timeout=250)[0]
+    return run_pes(_in_a_world, 1, backend, program, *args, timeout=250)[0]
 
 
-def _in_a_world(program: Callable[..., Any], backend: str, *args: Any) -> Any:
+def _in_a_world(backend: str, program: Callable[..., Any], *args: Any) -> Any:
     po.init(backend, operator_timeout=30.0, heap_size=32 * MB)
     try:
         return program(*args)
@@ -278,7 +280,7 @@ def _compiled(backend: str) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_compiled_model_has_the_same_bits(backend: str, world: int) -> None:
-    assert po.launch(_compiled, world, backend, timeout=250) == [[]] * world
+    assert in_processes(_compiled, world, backend, timeout=250) == [[]] * world
 
 
 # ---- import --------------------------------------------------------------------------------------------------------

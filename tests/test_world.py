@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_cases import run_cases
-from worlds import error_of, python_path
+from worlds import error_of, python_path, run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
@@ -148,7 +148,7 @@ def _idle(backend: str) -> list[bool]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_check_and_barrier_without_launches(backend: str, world: int) -> None:
-    results = po.launch(_idle, world, backend, threads=backend == "host", timeout=60)
+    results = run_pes(_idle, world, backend, timeout=60)
     assert results == [[True, True]] * world
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kept_pes import run_on_kept_pes
+from kept_pes import in_processes
 
 import persistent_ops as po
 
@@ -25,17 +25,17 @@ __all__ = [
     "dead_peer",
     "error_of",
     "gave_up",
-    "in_processes",
     "in_world",
     "init_with_impatient_kernels",
     "python_path",
+    "run_pes",
 ]
 
 Results = list[dict[str, tuple[str | None, int]]]
 
 
 def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, **options: Any) -> list[Any]:
-    """Run a program in a world; on the host its PEs are threads, which cost nothing.
+    """Run a program in a world that is opened and closed for it.
 
     Args:
         program: called as `program(*args)` on every PE.
@@ -44,26 +44,20 @@ def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, 
         args: of the program.
         options: of po.init.
     """
-    threads = backend == "host"
-    return po.launch(_in_a_world, world, program, backend, options, *args, threads=threads, timeout=250)
+    return run_pes(_in_a_world, world, backend, program, options, *args, timeout=250)
 
 
-def in_processes(program: Callable[..., Any], world: int, backend: str, *args: Any, timeout: float) -> list[Any]:
-    """Run `program(*args)` in a world of processes, as torch.distributed's default group needs; see `kept_pes`.
+def run_pes(program: Callable[..., Any], world: int, backend: str, *args: Any, timeout: float) -> list[Any]:
+    """Run `program(backend, *args)`, which opens its world and closes it, on so many PEs.
 
-    Args:
-        program: opens its world and closes it; importable.
-        world: number of PEs.
-        backend: on "host" the processes are kept for the next program.
-        args: of the program.
-        timeout: seconds for the whole.
+    On the host they are threads, which cost nothing; on GPUs processes that are kept (see `kept_pes`).
     """
     if backend == "host":
-        return run_on_kept_pes(program, world, *args, timeout=timeout)
-    return po.launch(program, world, *args, timeout=timeout)
+        return po.launch(program, world, backend, *args, threads=True, timeout=timeout)
+    return in_processes(program, world, backend, *args, timeout=timeout)
 
 
-def _in_a_world(program: Callable[..., Any], backend: str, options: dict[str, Any], *args: Any) -> Any:
+def _in_a_world(backend: str, program: Callable[..., Any], options: dict[str, Any], *args: Any) -> Any:
     po.init(backend, **{"operator_timeout": 30.0, "heap_size": 64 << 20, **options})
     try:
         result = program(*args)
