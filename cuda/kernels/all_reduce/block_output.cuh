@@ -87,31 +87,49 @@ class BlockOutput {
     packet_store_sys(plan_.squares + block, packet);
   }
 
-  // Norms a block whose results are in the output, or still in `held`, where all squares of its row are there; with `waits`,
-  // when they are, and where they never come, poisons it. Returns false where it is left for later. All lanes.
-  PO_FN bool norm(int block, bool waits, bool is_held, const Chunks& held) {
+  // Norms `count` blocks from `first` on, whose results are in the output, or still in `held`, where all squares of their rows
+  // are there; with `waits`, when they are, and where they never come, poisons them. Returns false where they are left for
+  // later. All lanes.
+  template <int kCount>
+  PO_FN bool norm(int first, int count, bool waits, bool is_held, const Chunks (&held)[kCount]) {
     if constexpr (!Traits::kNorms) return true;
     if (call_.weight == nullptr) return true;
-    Chunks weights;  // on their way while the squares are
+    // On their way while the squares are. A lane reads what it has stored itself.
+    Chunks weights[kCount] = {};
+    Chunks results[kCount] = {};
     PO_UNROLL
-    for (int i = 0; i < kLaneChunks; ++i) {
-      const ChunkPlace at = place(block, i);
-      weights[i] = Block::load(call_.weight, at.column, at.count);
+    for (int v = 0; v < kCount; ++v) {
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        if (v >= count) continue;
+        const ChunkPlace at = place(first + v, i);
+        weights[v][i] = Block::load(call_.weight, at.column, at.count);
+        results[v][i] = is_held ? held[v][i] : Block::load(call_.output, at.element, at.count);
+      }
     }
     const float scale = call_.scale == nullptr ? 1.0f : *call_.scale;
-    const bool is_there = find_factor(call_.rows.row_of(block), waits);
-    if (!is_there && !waits) return false;
+    float factors[kCount] = {};
+    bool is_there[kCount] = {};
     PO_UNROLL
-    for (int i = 0; i < kLaneChunks; ++i) {
-      const ChunkPlace at = place(block, i);
-      if (at.count == 0) continue;
-      if (!is_there) {
-        poison_norm(at);
-        continue;
+    for (int v = 0; v < kCount; ++v) {
+      if (v >= count) continue;
+      is_there[v] = find_factor(call_.rows.row_of(first + v), waits);
+      if (!is_there[v] && !waits) return false;
+      factors[v] = factor_;
+    }
+    PO_UNROLL
+    for (int v = 0; v < kCount; ++v) {
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        if (v >= count) continue;
+        const ChunkPlace at = place(first + v, i);
+        if (at.count == 0) continue;
+        if (is_there[v]) {
+          store_norm(at, results[v][i], weights[v][i], factors[v], scale);
+        } else {
+          poison_norm(at);
+        }
       }
-      // A lane reads what it has stored itself.
-      const Chunk result = is_held ? held[i] : Block::load(call_.output, at.element, at.count);
-      store_norm(at, result, weights[i], scale);
     }
     return true;
   }
@@ -144,13 +162,14 @@ class BlockOutput {
     return true;
   }
 
-  PO_FN void store_norm(const ChunkPlace& at, const Chunk& result, const Chunk& weights, float scale) const {
+  PO_FN void store_norm(const ChunkPlace& at, const Chunk& result, const Chunk& weights, float factor,
+                        float scale) const {
     float values[kElements];
     float factors[kElements];
     Block::to_floats(result, values);
     Block::to_floats(weights, factors);
     PO_UNROLL
-    for (int i = 0; i < kElements; ++i) values[i] = values[i] * factor_ * (call_.weight_bias + factors[i]);
+    for (int i = 0; i < kElements; ++i) values[i] = values[i] * factor * (call_.weight_bias + factors[i]);
     if (call_.scale == nullptr) {
       return Block::store(call_.norm_output, at.element, at.count, Block::rounded(values));
     }

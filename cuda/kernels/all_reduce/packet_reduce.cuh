@@ -49,7 +49,10 @@ class PacketReduce {
       });
     }
     if constexpr (Traits::kNorms) {
-      for_each_block([&](int block) { output_.norm(block, true, block == last_, results_); });
+      for_each_block([&](int block) {
+        const Chunks held[1] = {results_};
+        output_.norm(block, 1, true, block == last_, held);
+      });
     }
   }
 

@@ -291,13 +291,13 @@ class SliceReduce {
   // Norms what is left of the steps up to one. With `waits` all of it, else what needs no waiting: another WG may have to come
   // to its next turn first, and its peers wait for it there.
   PO_FN void norm_through(int last_step, bool waits) {
+    const Chunks none[kVectors] = {};
     for (; norm_step_ <= last_step; ++norm_step_) {
-      for (; norm_index_ < team_.size * kVectors; ++norm_index_) {
-        const int v = norm_index_ % kVectors;
-        const int block = first_block(norm_step_, norm_index_ / kVectors) + v;
-        if (block < call_.rows.num_blocks() && !output_.norm(block, waits, false, {})) return;
+      for (; norm_owner_ < team_.size; ++norm_owner_) {
+        const int count = num_blocks(norm_step_, norm_owner_);
+        if (!output_.norm(first_block(norm_step_, norm_owner_), count, waits, false, none)) return;
       }
-      norm_index_ = 0;
+      norm_owner_ = 0;
     }
   }
 
@@ -308,8 +308,8 @@ class SliceReduce {
   Output output_;
   const Warp warp_{};
   uint64_t* is_missing_;  // written by the first warp, ahead of a turn's first sync, and read behind it
-  int norm_step_ = 0;     // the next block to be normed: of this step, the one of this number
-  int norm_index_ = 0;
+  int norm_step_ = 0;     // the next blocks to be normed: of this step, this owner's
+  int norm_owner_ = 0;
   bool has_given_up_;  // the same in all threads: nothing is sent or taken any more
 };
 
