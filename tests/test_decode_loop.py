@@ -166,7 +166,7 @@ def test_tokens_are_those_of_a_plain_decoder(backend: str, world: int, options: 
     assert decode_report.passed(report)
     rows = options.batch * options.num_prompt_tokens
     assert report["prefill"]["rows"] == rows
-    assert report["prefill"]["path"] == ("unfused" if rows > 16 else "fused")
+    assert report["prefill"]["path"] == ("all_reduce" if rows > 16 else "fused")
     assert report["pes"] == world and report["backend"] == backend and report["layers"] == TINY.num_layers
     assert report["has_graphs"] == (backend == "cuda" and world <= torch.cuda.device_count())
 
@@ -204,7 +204,7 @@ def test_prints_one_table_and_records_it(capsys: pytest.CaptureFixture[str], tmp
         "matmul + gloo",
         "one PE alone 7/7",
         "correct: the first step's logits agree",
-        "prefill: 32 rows took the unfused path, linear + all_reduce",
+        "prefill: 32 rows took linear + po.all_reduce",
         "times say nothing about GPUs",
     ):
         assert text in printed, printed

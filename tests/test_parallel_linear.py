@@ -105,7 +105,9 @@ def row_problem(case: Case, layer: po_nn.RowParallelLinear, leading: tuple[int, 
     result = layer(own, residual=None if residual is None else residual.to(device))
     po.check()
     num_vectors = x[..., 0].numel()
-    path = "fused" if 1 <= num_vectors <= 16 else "unfused"
+    sums_in = dict(case.options).get("comm_dtype", torch.float32)
+    unfused = "all_reduce" if sums_in == case.dtype and num_vectors else "unfused"
+    path = "fused" if 1 <= num_vectors <= 16 else unfused
     if layer.last_path != path or layer.path(num_vectors) != path:
         return f"{where}: took the {layer.last_path} path instead of the {path} one"
     if result.dtype != case.dtype or tuple(result.shape) != (*leading, case.outputs) or result.device != device:
@@ -116,8 +118,7 @@ def row_problem(case: Case, layer: po_nn.RowParallelLinear, leading: tuple[int, 
     size = F.linear(x.double().abs(), linear.weight.abs()) + (linear.bias.abs() if case.has_bias else 0.0)
     size = size + (0.0 if residual is None else residual.double().abs())
     # fp32 sums in any order; sums under way rounded to comm_dtype, and again by each addition; one rounding at the end.
-    rounded = dict(case.options).get("comm_dtype", torch.float32)
-    bound = case.inputs * 2.0**-23 * size + 2 * world * UNIT[rounded] * size + 2 * UNIT[case.dtype] * exact.abs()
+    bound = case.inputs * 2.0**-23 * size + 2 * world * UNIT[sums_in] * size + 2 * UNIT[case.dtype] * exact.abs()
     error = (result.cpu().double() - exact).abs()
     if bool((error > bound + 1e-7).any()):
         return f"{where}: off by {float(error.max())}"
@@ -131,7 +132,7 @@ def row_program(backend: str) -> dict[str, list[str]]:
         for case in CASES:
             splits = case.splits(world.size)
             layer = po_nn.RowParallelLinear.from_linear(whole_layer(case), splits=splits, **dict(case.options))
-            leadings = [(), (1,), (5,), (16,), (2, 3), (17,), (3, 2, 7), (0,)]
+            leadings = [(), (1,), (5,), (16,), (2, 3), (17,), (3, 2, 7), (128,), (0,)]
             problems = [
                 row_problem(case, layer, leading, has_residual=has_residual)
                 for leading, has_residual in itertools.product(leadings, (False, True))
@@ -157,6 +158,19 @@ def test_row_parallel_is_the_whole_layer(backend: str, world: int, case: Case) -
 
 
 # ---- without a process group ---------------------------------------------------------------------------------------
+
+
+def paths_program(backend: str) -> list[str]:
+    with world_of(backend):
+        rounded = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16, comm_dtype=torch.bfloat16)
+        exact = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16)
+        return [layer.path(count) for layer in (rounded, exact) for count in (0, 1, 16, 17, 256, 257)]
+
+
+def test_paths_depend_on_vectors_and_on_what_sums_travel_in(backend: str) -> None:
+    rounded = ["unfused", "fused", "fused", "all_reduce", "all_reduce", "unfused"]  # 32 MiB, then more
+    exact = ["unfused", "fused", "fused", "unfused", "unfused", "unfused"]
+    assert launched(paths_program, 2, backend) == [[*rounded, *exact]] * 2
 
 
 def launched(program: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
@@ -367,7 +381,7 @@ def errors_program(backend: str) -> dict[str, str]:
             "dtype": message_of(TypeError, lambda: row(x.half())),
             "residual": message_of(ValueError, lambda: row(x, residual=torch.ones(4, device=device))),
             "residual dtype": message_of(TypeError, lambda: row(x, residual=torch.ones(3, 4, device=device).half())),
-            "no group": message_of(RuntimeError, lambda: row(big)),
+            "no group": message_of(RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half())),
             "gradient": message_of(NotImplementedError, lambda: row(big.clone().requires_grad_())),
             "comm_dtype": message_of(ValueError, lambda: rounded(big.half())),
             "state dict": message_of(
@@ -414,8 +428,9 @@ def test_what_does_not_fit_is_refused(backend: str) -> None:
 def other_group_program(backend: str) -> str:
     with world_of(backend, has_group=True) as world:
         mine = [torch.distributed.new_group([rank]) for rank in range(world.size)][world.rank]
-        layer = po_nn.RowParallelLinear(8, 4, group=mine)
-        return message_of(ValueError, lambda: layer(torch.ones(17, 4, device=po.device())))
+        layer = po_nn.RowParallelLinear(8, 4, group=mine, dtype=torch.float16)
+        x = torch.ones(17, 4, device=po.device(), dtype=torch.float16)
+        return message_of(ValueError, lambda: layer(x))
 
 
 def test_a_group_of_other_ranks_is_refused(backend: str) -> None:
@@ -436,9 +451,9 @@ def compile_program(backend: str) -> list[str]:
         first, last = layer.shard_range
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         compiled_column = torch.compile(column, fullgraph=True, backend="aot_eager")
-        for number in range(3):
-            x = values(CASES[0], f"x {number}", 2, 3, CASES[0].inputs)[..., first:last].to(po.device())
-            residual = values(CASES[0], f"residual {number}", 2, 3, CASES[0].outputs).to(po.device())
+        for number, count in enumerate((3, 3, 3, 20, 20)):  # of which the last two take po.all_reduce
+            x = values(CASES[0], f"x {number}", 2, count, CASES[0].inputs)[..., first:last].to(po.device())
+            residual = values(CASES[0], f"residual {number}", 2, count, CASES[0].outputs).to(po.device())
             if not torch.equal(compiled(x, residual=residual), layer(x, residual=residual)):
                 problems.append(f"call {number}: other bits on PE {world.rank}")
             whole = values(CASES[0], f"x {number}", 2, 3, CASES[0].inputs).to(po.device())

@@ -81,7 +81,7 @@ def _library_product(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class FusedSums:
-    """po.nn.RowParallelLinear: up to 16 rows in one kernel with the residual; more, in a prefill, its unfused path."""
+    """po.nn.RowParallelLinear: up to 16 rows in one kernel with the residual; more, in a prefill, by its `path`."""
 
     name = "fused sums"
     open = staticmethod(_library_product)

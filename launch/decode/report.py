@@ -112,7 +112,11 @@ def _notes(report: dict[str, Any]) -> list[str]:
     ratio = seconds_per_token(best) / seconds_per_token(fused)
     lines.append(f"the fused loop is {ratio:.2f}x as fast as the best unfused one, {escape(best['label'])}")
     prefill = report["prefill"]
-    paths = {"unfused": "the unfused path, linear + all_reduce", "fused": "the fused operator"}
+    paths = {
+        "unfused": "the unfused path, linear + torch.distributed",
+        "all_reduce": "linear + po.all_reduce",
+        "fused": "the fused operator",
+    }
     lines.append(
         f"prefill: {prefill['rows']} rows took {paths[prefill['path']]}, {prefill['seconds'] * 1e3:.1f} ms; it is the "
         "same for all methods, and so are its token, the head, the norms and attention"

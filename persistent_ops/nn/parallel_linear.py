@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
 
 _GEMV_BYTES = 128 << 10  # of several vectors: with more, cuBLAS is faster (benchmarks/README.md)
+_ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is as fast (two H200, benchmarks/README.md)
 _log = logging.getLogger("persistent_ops")
 
 
@@ -278,12 +279,14 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are spread over the PEs: ``y = sum over r of x_r @ weight_r.T + bias``.
 
-    Every PE passes its features and gets the whole result. Which of two paths computes it depends on the number of
-    vectors alone, so that all PEs take the same; `path` tells it beforehand, `last_path` afterwards:
+    Every PE passes its features and gets the whole result. Which of three paths computes it depends on the layer and
+    the number of vectors alone, so that all PEs take the same; `path` tells it beforehand, `last_path` afterwards:
 
     - "fused", 1 to 16 vectors, as in decoding: `po.gemv_all_reduce`, one kernel, with that operator's guarantees.
-    - "unfused", more, as in a prefill: a matrix product, then torch.distributed's all_reduce, then bias and residual.
-      It needs a process group. The sums travel in `comm_dtype` as the fused ones do; their order is the group's.
+    - "all_reduce", more whose sums travel in the weight's dtype, up to 32 MiB: a matrix product, then `po.all_reduce`,
+      which adds bias and residual too.
+    - "unfused", else, as in a long prefill: a matrix product, then torch.distributed's all_reduce, then bias and
+      residual. It needs a process group, whose order the sums have.
 
     Args:
         in_features: K of the whole layer.
@@ -293,8 +296,8 @@ class RowParallelLinear(_ParallelLinear):
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
         algorithm: of `po.gemv_all_reduce`.
-        comm_dtype: in which sums travel: None for float32, or the weight's dtype. The unfused path multiplies and sums
-            in it too.
+        comm_dtype: in which sums travel: None for float32, or the weight's dtype. Products of more than 16 vectors are
+            rounded to it, and the unfused path sums in it too.
         prefetch_weight: of `po.gemv_all_reduce`; safe where no kernel of the model writes weights.
         group: process group of the unfused path, whose ranks are the PEs; None for the default one.
 
@@ -303,7 +306,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: `[M]` or None.
         splits: as above, complete.
         shard_range: this PE's input features, first and last + 1.
-        last_path: "fused" or "unfused", what the last call took; None before the first.
+        last_path: "fused", "all_reduce" or "unfused", what the last call took; None before the first.
 
     Raises:
         ValueError: the splits do not fit.
@@ -335,10 +338,13 @@ class RowParallelLinear(_ParallelLinear):
         self.last_path: str | None = None
         self._group = group
 
-    @staticmethod
-    def path(num_vectors: int) -> str:
-        """Return the path that a number of vectors takes: "fused" for 1 to 16, else "unfused"."""
-        return "fused" if 1 <= num_vectors <= MAX_VECTORS else "unfused"
+    def path(self, num_vectors: int) -> str:
+        """Return the path that a number of vectors takes: "fused" for 1 to 16, else "all_reduce" or "unfused"."""
+        if 1 <= num_vectors <= MAX_VECTORS:
+            return "fused"
+        nbytes = num_vectors * self.out_features * self.weight.itemsize
+        is_suitable = (self.comm_dtype or torch.float32) == self.weight.dtype and 0 < nbytes <= _ALL_REDUCE_BYTES
+        return "all_reduce" if is_suitable else "unfused"
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the whole layer's result on every PE. Collective.
@@ -353,9 +359,9 @@ class RowParallelLinear(_ParallelLinear):
         Raises:
             ValueError, TypeError: a shape or dtype does not fit.
             RuntimeError: the unfused path has no process group.
-            NotImplementedError: the unfused path where gradients are recorded; the fused one raises it in the backward
-                pass.
-            PeerTimeoutError, ContractMismatchError: of `po.gemv_all_reduce`.
+            NotImplementedError: more than 16 vectors where gradients are recorded; with fewer, the backward pass raises
+                it.
+            PeerTimeoutError, ContractMismatchError: of `po.gemv_all_reduce` and `po.all_reduce`.
         """
         self._check_input(x, self.weight.shape[1])
         shape = (*x.shape[:-1], self.out_features)
@@ -369,10 +375,12 @@ class RowParallelLinear(_ParallelLinear):
         vectors = x.reshape(num_vectors, x.shape[-1])
         addend = None if residual is None else residual.reshape(num_vectors, self.out_features)
         previous, self.last_path = self.last_path, self.path(num_vectors)
-        if self.last_path == "unfused":
-            if previous != "unfused" and not torch.compiler.is_compiling():
-                _log.debug("RowParallelLinear: %d vectors take the unfused path, linear + all_reduce", num_vectors)
-            return self._unfused(vectors, addend).view(shape)
+        if self.last_path != "fused":
+            if previous != self.last_path and not torch.compiler.is_compiling():
+                _log.debug("RowParallelLinear: %d vectors take the path %r", num_vectors, self.last_path)
+            self._refuse_gradients(vectors, addend)
+            take = self._all_reduced if self.last_path == "all_reduce" else self._unfused
+            return take(vectors, addend).view(shape)
         result = _ops.gemv_all_reduce(
             self.weight,
             vectors.contiguous(),
@@ -384,10 +392,17 @@ class RowParallelLinear(_ParallelLinear):
         )
         return result.view(shape)
 
-    def _unfused(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def _refuse_gradients(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         tensors = (x, self.weight, self.bias, residual)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             raise NotImplementedError("RowParallelLinear is forward only: call it under torch.no_grad()")
+
+    def _all_reduced(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        product = F.linear(x, self.weight).to(self.weight.dtype)  # which autocast may have changed
+        addend = None if residual is None else residual.contiguous()
+        return _ops.all_reduce(product, residual=addend, bias=self.bias, out=product)
+
+    def _unfused(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         total = self._product(x)
         world = _world.current()
         if world.size > 1 and total.numel():
@@ -418,8 +433,8 @@ class RowParallelLinear(_ParallelLinear):
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             raise RuntimeError(
-                f"RowParallelLinear: more than {MAX_VECTORS} vectors take the unfused path, which needs "
-                "torch.distributed: call init_process_group on every PE, or pass fewer vectors at a time"
+                "RowParallelLinear: so many vectors take the unfused path, which needs torch.distributed: call "
+                "init_process_group on every PE, pass fewer at a time, or comm_dtype=weight.dtype"
             )
         size, rank = distributed.get_world_size(self._group), distributed.get_rank(self._group)
         if (size, rank) != (world.size, world.rank):
