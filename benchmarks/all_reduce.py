@@ -235,7 +235,7 @@ def _measure(
         problem = agree(world.bootstrap, problem)
         if problem is not None:
             subjects.pop(name, None)
-            failures.append(f"{name} could not be prepared: {problem}")
+            failures.append(f"{name}, could not be prepared: {problem}")
     recorder.write("check", **common, failures=failures)
     for failure in failures:
         progress(world.rank, f"  WRONG: {size}: {failure}")
@@ -277,7 +277,7 @@ def _check(world: World, methods: Methods, chosen: Sequence[str]) -> list[str]:
         # A rounding of each PE's sum, where other libraries round on the way.
         bound = 2.0**-8 * (want.abs() if is_own(name) else world.size + 1.0) + 1e-5
         if not bool(((total.double() - want).abs() <= bound).all()):
-            failures.append(f"{name}: farther from the fp64 sum than rounding explains")
+            failures.append(f"{name}, farther from the fp64 sum than rounding explains")
         if norm is not None:
             rounded = total.double()
             factor = torch.rsqrt(rounded.square().mean(-1, keepdim=True) + 1e-6)
@@ -285,11 +285,11 @@ def _check(world: World, methods: Methods, chosen: Sequence[str]) -> list[str]:
             # A compiled peer norms the sum before it is rounded.
             bound = (1.0 if is_own(name) else 2.0) * 2.0**-8 * right.abs() + 1e-4
             if not bool(((norm.double() - right).abs() <= bound).all()):
-                failures.append(f"{name}: farther from the fp64 norm than rounding explains")
+                failures.append(f"{name}, farther from the fp64 norm than rounding explains")
         if is_own(name):
             found = torch.cat([t.reshape(-1).view(torch.int16).clone() for t in (total, norm) if t is not None])
             if not torch.equal(bits.setdefault(norms, found), found):
-                failures.append(f"{name}: other bits than the algorithm before it")
+                failures.append(f"{name}, other bits than the algorithm before it")
     everyone = gather(world.bootstrap, failures)
     return [f"PE {pe}, {text}" for pe, texts in enumerate(everyone) for text in texts]
 

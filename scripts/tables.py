@@ -31,6 +31,7 @@ DOCUMENTS = ("README.md", "docs/results.md", "docs/verification.md")
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
+import all_reduce  # noqa: E402
 import embedding.methods  # noqa: E402
 import gemv.methods  # noqa: E402
 import sparse.methods  # noqa: E402
@@ -43,8 +44,9 @@ BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", r
 
 _Line = dict[str, Any]
 # The cases of which README has one figure: neither the best nor the worst of their tables.
-_BAGS, _GEMV, _ROWS = "B2048_T256_P10", "8192x3584", "5Mx2048_50k_zipf"
+_BAGS, _GEMV, _ROWS, _SUM = "B2048_T256_P10", "8192x3584", "5Mx2048_50k_zipf", "256K"
 _OURS_SPARSE = ("auto", "into")
+_PEERS_SUM = ("nccl", "symm_one_shot", "symm_two_shot")
 _PEERS_SPARSE = {  # columns, and the methods of which each is the faster one
     "all-gather + `index_add`": ("gather_add", "gather_add_graph"),
     "union + NCCL": ("union_reduce", "union_reduce_graph"),
@@ -101,7 +103,7 @@ class Run:
     def cases(self) -> frozenset[tuple[str, ...]]:
         """What was measured, so that a later run of the same can be told."""
         times = select(self.lines, "time")
-        keys = ("config", "distribution", "shape_name", "group", "case", "method")
+        keys = ("config", "distribution", "shape_name", "group", "case", "size", "method")
         return frozenset(tuple(str(line.get(key)) for key in keys) for line in times) or frozenset(
             [(str(self.about.get("model")), str(self.about.get("layers")))]
         )
@@ -125,9 +127,13 @@ def read_runs(folder: Path = RESULTS) -> list[Run]:
     return sorted(runs, key=lambda run: str(run.about["date"]), reverse=True)
 
 
+def _case_of(line: _Line) -> str:
+    return str(line.get("case") or line.get("shape_name") or line.get("config") or line.get("size"))
+
+
 def _failed(line: _Line) -> list[tuple[str, str]]:
     """Return the cases and methods of which a check says that they failed ("PE 0, method, ...")."""
-    case = str(line.get("case") or line.get("shape_name") or line.get("config"))
+    case = _case_of(line)
     return [(case, [*failure.split(", "), ""][1]) for failure in line["failures"]]
 
 
@@ -136,7 +142,7 @@ def without_failed(lines: Sequence[_Line]) -> list[_Line]:
     failed = {pair for line in select(lines, "check") for pair in _failed(line)}
 
     def is_wrong(line: _Line) -> bool:
-        case = str(line.get("case") or line.get("shape_name") or line.get("config"))
+        case = _case_of(line)
         return (case, str(line.get("method"))) in failed or (case, "") in failed
 
     return [line for line in lines if line["kind"] != "time" or not is_wrong(line)]
@@ -267,6 +273,31 @@ def _gemv_tables(run: Run) -> list[str]:
     return [_table([*head, *[labels[name] for name in peers], against, f"{against}, prefetch"], rows)]
 
 
+def _all_reduce_tables(run: Run) -> list[str]:
+    return [_sums_table(run, norms=norms) for norms in (False, True)]
+
+
+def _sums_table(run: Run, *, norms: bool) -> str:
+    """Return a table by size, of sums alone or with residual and norm."""
+    prefix = "norm_" if norms else ""
+    peers = [f"{prefix}{name}" for name in _PEERS_SUM]
+    rows = []
+    for size, by_method in _by(run.lines, "size").items():
+        own = by_method.get(f"{prefix}auto")
+        rows.append(
+            [
+                size,
+                *[_us(by_method.get(f"{prefix}{name}")) for name in all_reduce.ALGORITHMS],
+                us_text(next(iter(by_method.values()))["limit_us"]),
+                *[_us(by_method.get(name)) for name in peers],
+                _times(_fastest(by_method, peers), own["us"] if own else None),
+            ]
+        )
+    labels = [all_reduce.LABELS[name].format(collective="NCCL") for name in peers]
+    what = "us, sum + residual + RMS norm" if norms else "us, sum"
+    return _table([f"{what}, {run.pes} PEs", *all_reduce.ALGORITHMS, "limit", *labels, "x best peer, auto"], rows)
+
+
 def _sparse_tables(run: Run) -> list[str]:
     tables = []
     rows = []
@@ -327,6 +358,7 @@ def _train_tables(run: Run) -> list[str]:
 _TABLES: dict[str, Callable[[Run], list[str]]] = {
     "embedding_all_to_all": _embedding_tables,
     "gemv_all_reduce": _gemv_tables,
+    "all_reduce": _all_reduce_tables,
     "sparse_all_reduce": _sparse_tables,
     "decode_loop": _decode_tables,
     "sparse_embedding_train": _train_tables,
@@ -381,11 +413,13 @@ def _operators_block(folder: Path) -> str:
         ("embedding_all_to_all", "embedding bags, sent to their samples' PEs", "embedding_all_to_all", _BAGS, False),
         ("gemv_all_reduce", "`weight @ x` for 1 to 16 vectors, summed over PEs", "gemv_all_reduce", _GEMV, False),
         ("gemv", "the same on one PE alone", "gemv_all_reduce", _GEMV, True),
+        ("all_reduce", "sum over PEs, any size", "all_reduce", _SUM, False),
+        ("all_reduce_rms_norm", "the same, and the RMS norm of its rows", "all_reduce", _SUM, False),
         ("sparse_all_reduce", "sum of sparse COO tensors over PEs", "sparse_all_reduce", _ROWS, False),
     ):
         found = [run for run in _current(runs, subject) if (run.pes == 1) == is_alone]
         found.sort(key=lambda run: (run.date, run.pes), reverse=True)  # of one day, the largest world
-        figures = [figure for run in found for figure in [_headline(run, case)] if figure]
+        figures = [figure for run in found for figure in [_headline(run, name, case)] if figure]
         rows.append([f"`po.{name}`", does, f"`{case}`", *(figures[0] if figures else ["to be measured", *[""] * 5])])
     head = ["", "in one kernel", "case", "us", "best peer, us", "x best peer", "x limit", "GPUs, date", "command"]
     if all(row[-1] for row in rows):
@@ -393,22 +427,23 @@ def _operators_block(folder: Path) -> str:
     return f"{_table(head, rows)}\n\n*to be measured*: there is no record of a run on GPUs."
 
 
-def _headline(run: Run, case: str) -> list[str] | None:
+def _headline(run: Run, name: str, case: str) -> list[str] | None:
     lines = [
         line
         for line in select(run.lines, "time")
-        if case in (line.get("config"), line.get("shape_name"), line.get("case"))
+        if case == _case_of(line)
         and line.get("distribution", "uniform") == "uniform"
         and line.get("group", "cases") == "cases"
     ]
     by_method = {line["method"]: line for line in lines}
     ours, peers = {
         "embedding_all_to_all": (("fused",), embedding.methods.UNFUSED),
-        "gemv_all_reduce": (("fused", "gemv_alone"), (*gemv.methods.UNFUSED, "cublas_alone")),
+        "gemv_all_reduce": (("fused",), gemv.methods.UNFUSED),
+        "gemv": (("gemv_alone",), ("cublas_alone",)),
+        "all_reduce": (("auto",), _PEERS_SUM),
+        "all_reduce_rms_norm": (("norm_auto",), tuple(f"norm_{name}" for name in _PEERS_SUM)),
         "sparse_all_reduce": (_OURS_SPARSE, sparse.methods.PEERS),
-    }[run.subject]
-    if run.pes > 1:
-        peers = tuple(name for name in peers if name != "cublas_alone")
+    }[name]
     own, best = _fastest(by_method, ours), _fastest(by_method, peers)
     if own is None or best is None:
         return None

@@ -363,9 +363,14 @@ def test_the_model_is_close_to_fp64() -> None:
 
 
 def test_switch_points_are_a_table() -> None:
-    assert max(SWITCH_POINTS) == 64 and all(one <= two for one, two in SWITCH_POINTS.values())
-    assert [choose_algorithm(4, 1 << bits, Tuning()) for bits in (10, 18, 24)] == ["one_shot", "two_shot", "slices"]
-    assert choose_algorithm(4, 1 << 10, Tuning(one_shot_bytes=0, two_shot_bytes=0)) == "slices"
+    assert max(SWITCH_POINTS) == 64
+    assert all(one <= one_norm <= two for one, one_norm, two in SWITCH_POINTS.values())
+    sizes = {
+        norms: [choose_algorithm(2, 1 << bits, Tuning(), norms=bool(norms)) for bits in (10, 18, 24)]
+        for norms in (0, 1)
+    }
+    assert sizes == {0: ["one_shot", "two_shot", "slices"], 1: ["one_shot", "one_shot", "slices"]}
+    assert choose_algorithm(4, 1 << 10, Tuning(one_shot_bytes=0, two_shot_bytes=0), norms=True) == "slices"
 
 
 # ---- late PEs, faults, recovery --------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_a_wrong_result_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.Mo
     # A world of one PE alone runs in this process, where the patch is.
     assert run("--sizes", "16K", "--pes", "1", "--methods", "auto,slices", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
-    assert "PE 0, slices: other bits than the algorithm before it" in check["failures"]
+    assert "PE 0, slices, other bits than the algorithm before it" in check["failures"]
 
 
 @pytest.mark.parametrize("arguments", [("--sizes", "17K"), ("--sizes", "x"), ("--methods", "ring"), ("--rounds", "0")])

@@ -8,7 +8,7 @@
 // (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
 //
 // Here is what a launch is given and who does what in it; kernels/all_reduce/ has the rest, cuda/DESIGN.md, section 9, why it is
-// right. Not yet measured on a GPU.
+// right.
 #pragma once
 
 #include "comm/launch.cuh"

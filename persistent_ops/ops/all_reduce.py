@@ -194,7 +194,7 @@ def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
     if key.algorithm != "auto":
         return plans.make(key, lambda: AllReducePlan(world, key), "all_reduce_rms_norm" if key.norms else None)
     nbytes = key.rows * key.width * key.dtype.itemsize
-    meant = key._replace(algorithm=choose_algorithm(world.size, nbytes, key.tuning))
+    meant = key._replace(algorithm=choose_algorithm(world.size, nbytes, key.tuning, norms=key.norms))
     plan = plans[key] = plans.find(meant) or _new_plan(world, meant)
     return plan
 

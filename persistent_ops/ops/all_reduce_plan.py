@@ -24,6 +24,7 @@ __all__ = [
     "SWITCH_POINTS",
     "AllReduceKey",
     "AllReducePlan",
+    "SwitchPoints",
     "Tuning",
     "choose_algorithm",
     "kernel_request",
@@ -32,14 +33,24 @@ __all__ = [
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "slices")
 FLOAT8 = torch.float8_e4m3fn
-# PEs -> the most bytes of x for which "auto" takes one shot, and two shots; a world between two sizes takes the larger
-# one's. Reckoned for NVLink (flags double what packets send; a shot more is about 1.5 us), not yet measured.
+
+
+class SwitchPoints(NamedTuple):
+    """The most bytes of x for which "auto" takes one shot, the same where the norm is wanted, and two shots."""
+
+    one_shot: int
+    one_shot_with_norm: int
+    two_shot: int
+
+
+# By PEs; a world between two sizes takes the larger one's. Measured on 2 H200 (benchmarks/README.md); for more PEs
+# reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
-    1: (4 << 20, 4 << 20),
-    2: (256 << 10, 256 << 10),
-    4: (128 << 10, 512 << 10),
-    8: (32 << 10, 512 << 10),
-    64: (16 << 10, 256 << 10),
+    1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
+    2: SwitchPoints(64 << 10, 512 << 10, 2 << 20),
+    4: SwitchPoints(64 << 10, 128 << 10, 1 << 20),
+    8: SwitchPoints(32 << 10, 64 << 10, 1 << 20),
+    64: SwitchPoints(16 << 10, 16 << 10, 512 << 10),
 }
 _NAME = "all_reduce"
 _PACKETS = "packets"  # areas: elements and sums, each in two parities
@@ -66,7 +77,7 @@ class Tuning:
         work_groups: None for one per SM, with slices as many as are resident, or as many as there is work for.
         threads: of a WG; None for what suits the size.
         slice_blocks: blocks (of 512 bytes) that a warp has of a slice: 1 or 2; None for what suits the size.
-        one_shot_bytes, two_shot_bytes: instead of the world's entry in SWITCH_POINTS.
+        one_shot_bytes, two_shot_bytes: instead of the world's SWITCH_POINTS.
     """
 
     room_bytes: int = 64 << 20
@@ -153,13 +164,15 @@ def reserve_room(world: World) -> None:
     OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, room))
 
 
-def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None) -> str:
+def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None, *, norms: bool) -> str:
     """Return what "auto" means for a tensor of so many bytes."""
     tuning = tuning or OPERATOR.default_tuning
-    one_shot, two_shot = next(points for pes, points in sorted(SWITCH_POINTS.items()) if world_size <= pes)
+    points = next(points for pes, points in sorted(SWITCH_POINTS.items()) if world_size <= pes)
+    one_shot = points.one_shot_with_norm if norms else points.one_shot
     if nbytes <= (one_shot if tuning.one_shot_bytes is None else tuning.one_shot_bytes):
         return "one_shot"
-    return "two_shot" if nbytes <= (two_shot if tuning.two_shot_bytes is None else tuning.two_shot_bytes) else "slices"
+    two_shot = points.two_shot if tuning.two_shot_bytes is None else tuning.two_shot_bytes
+    return "two_shot" if nbytes <= two_shot else "slices"
 
 
 def kernel_request(
