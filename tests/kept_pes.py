@@ -6,6 +6,7 @@ processes begin, fail or end start them with `po.launch`. torch.distributed's de
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -132,6 +133,7 @@ def _is_worn() -> bool:
 
 
 def _give_back_memory() -> None:
-    """Other PEs of this GPU need it."""
+    """Other PEs of this GPU need it. After an error of CUDA that raises too, and what counts is what raised first."""
     gc.collect()
-    torch.cuda.empty_cache()
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()

@@ -687,15 +687,34 @@ def test_wrong_argument(backend: str, name: str) -> None:
 
 
 def _small_heap() -> list[Any]:
-    OPERATOR.tune(po.runtime.world.current(), Tuning(room_bytes=32 << 10))
+    world = po.runtime.world.current()
+    OPERATOR.tune(world, Tuning(room_bytes=128 << 10, one_shot_bytes=1 << 20))
     row = torch.ones(2, 90000, device=po.device())
     refused = error_of(lambda: po.all_reduce_rms_norm(row, row[0], algorithm="one_shot"))
-    total, _ = po.all_reduce_rms_norm(row, row[0], algorithm="slices")
-    return [refused[0], "algorithm='slices'" in refused[1], bool((total == po.world_size()).all())]
+    totals = [po.all_reduce_rms_norm(row, row[0], algorithm=name)[0] for name in ("slices", "auto")]
+    flat = po.all_reduce(row.view(-1))
+    launches = {(plan.algorithm, len(plan.launches)) for plan in OPERATOR.state(world).plans.values()}
+    right = [bool((total == po.world_size()).all()) for total in (*totals, flat)]
+    return [refused[0], "algorithm='slices'" in refused[1], right, sorted(launches)]
 
 
 def test_a_row_without_room_for_its_packets(backend: str) -> None:
-    assert in_world(_small_heap, 2, backend) == [["ValueError", True, True]] * 2
+    want = ["ValueError", True, [True] * 3, [("slices", 1)]]  # which "auto" takes where packets would go in rounds
+    assert in_world(_small_heap, 2, backend) == [want] * 2
+
+
+def _unfit_tunings() -> list[tuple[str, str]]:
+    world, x = po.runtime.world.current(), torch.ones(1000, device=po.device())
+    found = []
+    for tuning in (Tuning(threads=100), Tuning(room_bytes=1000)):
+        OPERATOR.tune(world, tuning)
+        found.append(error_of(lambda: po.all_reduce(x, algorithm="slices"))[:2])
+    return found
+
+
+def test_tunings_without_room_are_refused(backend: str) -> None:
+    for kind, text in in_world(_unfit_tunings, 1, backend)[0]:
+        assert kind == "ValueError" and text.startswith("threads")
 
 
 def test_use_before_init_and_keywords() -> None:

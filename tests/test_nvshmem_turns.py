@@ -16,9 +16,14 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime import nvshmem_turns
+from persistent_ops.runtime.bootstrap import Bootstrap, from_threads
 from persistent_ops.runtime.nvshmem_turns import turn_to_end, turn_to_start
 
 Turn = Callable[[float], AbstractContextManager[None]]
+
+
+def _start_alone(seconds: float) -> AbstractContextManager[None]:
+    return turn_to_start(from_threads(1, 60.0)[0], seconds)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +37,7 @@ def _start_by_turns(folder: Path, count: int) -> list[bool]:
     nvshmem_turns._SHARED_MEMORY = folder
     found = []
     for _ in range(count):
-        with turn_to_start(60.0):
+        with _start_alone(60.0):
             trace = folder / f"starting-{os.getpid()}"
             trace.touch()
             time.sleep(0.005)
@@ -66,16 +71,38 @@ def test_ends_do_not_wait_for_each_other() -> None:
             future.result()
 
 
-@pytest.mark.parametrize("turn", [turn_to_start, turn_to_end])
+@pytest.mark.parametrize("turn", [_start_alone, turn_to_end])
 def test_who_waits_in_vain_goes_on_and_says_so(turn: Turn, caplog: pytest.LogCaptureFixture) -> None:
-    with turn_to_start(60.0):
+    with _start_alone(60.0):
         assert not caplog.records
         with turn(0.1):
             pass
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "has been locked for 0.1 s" in caplog.text
+    assert "another job has started NVSHMEM for 0.1 s" in caplog.text
     with turn(0.0):
         assert len(caplog.records) == 1, "left when it ends"
+
+
+def test_the_pes_of_a_job_do_not_wait_for_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    meeting = threading.Barrier(3)
+
+    def start(bootstrap: Bootstrap) -> None:
+        with turn_to_start(bootstrap, 60.0):
+            meeting.wait(60.0)  # as NVSHMEM's start waits for the other PEs'
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(start, bootstrap) for bootstrap in from_threads(3, 120.0)]:
+            future.result()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("turn", [_start_alone, turn_to_end])
+def test_without_the_file_there_are_no_turns(turn: Turn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / f"persistent_ops.nvshmem.{os.getuid()}.lock").mkdir()
+    with turn(60.0):
+        pass
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "may crash each other" in caplog.text
 
 
 def _init_again_and_again(count: int) -> list[bool]:

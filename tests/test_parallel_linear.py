@@ -164,13 +164,15 @@ def paths_program(backend: str) -> list[str]:
     with world_of(backend):
         rounded = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16, comm_dtype=torch.bfloat16)
         exact = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16)
-        return [layer.path(count) for layer in (rounded, exact) for count in (0, 1, 16, 17, 256, 257)]
+        double = po_nn.RowParallelLinear(8, 4, dtype=torch.float64, comm_dtype=torch.float64)
+        counts = (0, 1, 16, 17, 256, 257)
+        return [*(layer.path(count) for layer in (rounded, exact) for count in counts), double.path(17)]
 
 
 def test_paths_depend_on_vectors_and_on_what_sums_travel_in(backend: str) -> None:
     rounded = ["unfused", "fused", "fused", "all_reduce", "all_reduce", "unfused"]  # 32 MiB, then more
     exact = ["unfused", "fused", "fused", "unfused", "unfused", "unfused"]
-    assert launched(paths_program, 2, backend) == [[*rounded, *exact]] * 2
+    assert launched(paths_program, 2, backend) == [[*rounded, *exact, "unfused"]] * 2
 
 
 def launched(program: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:

@@ -1,11 +1,11 @@
 // All-reduce: the sum of the PEs' tensors, plus bias and residual, on every PE; and the RMS norm of that sum's rows.
 //
 // What is small travels as packets that carry data and flag together, to every PE (one shot) or to a block's owner and back
-// (two shots): nobody waits for credit, and areas of packets take turns by the epoch's parity (packet_reduce). What is large
-// travels by slices, each to its owner and back, behind credit and with words that count steps (slice_reduce). Warps work by
-// themselves; one warp of each WG has no blocks: it counts the WG for the epoch's end, and in the last WG it grants this PE's
-// credit and awaits the others'. The norm is every PE's own: warps leave the squares of their blocks to each other
-// (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
+// (two shots): nobody waits for credit, areas of packets take turns by the epoch's parity, and warps work by themselves
+// (packet_reduce). What is large travels by slices, each to its owner and back, behind credit; there WGs work in turns, which
+// words count (slice_reduce). A WG's last warp counts it for the epoch's end, and in the last WG grants this PE's credit; with
+// packets it has no blocks, and there awaits the others' credit. The norm is every PE's own: warps leave the squares of their
+// blocks to each other (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
 //
 // Here is what a launch is given and who does what in it; kernels/all_reduce/ has the rest, cuda/DESIGN.md, section 9, why it is
 // right.
@@ -124,7 +124,8 @@ struct Kernel {
       shared.takes_part = takes_part(shared.plan.team, begun.aborted);
     }
     wg.sync();  // @epoch-known
-    if constexpr (Traits::kSharesSm) release_successor();
+    // With slices two WGs fill an SM: a successor that found room beside some of them would leave the rest behind.
+    if constexpr (Traits::kSendsPackets && Traits::kSharesSm) release_successor();
     if (serves(wg)) open(wg, shared);
     if constexpr (Traits::kSendsPackets) {
       exchange_packets(wg, shared, call, begun);

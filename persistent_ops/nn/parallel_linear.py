@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from .. import ops as _ops
 from ..ops.gemv_plan import MAX_VECTORS, kernel_vectors_of
 from ..runtime import world as _world
+from ..runtime.dtypes import SCALARS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
 
 _GEMV_BYTES = 128 << 10  # of several vectors: with more, cuBLAS is faster (benchmarks/README.md)
-_ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is as fast (two H200, benchmarks/README.md)
+_ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is nearly as fast (two H200, docs/results.md)
 _log = logging.getLogger("persistent_ops")
 
 
@@ -284,7 +285,7 @@ class RowParallelLinear(_ParallelLinear):
 
     - "fused", 1 to 16 vectors, as in decoding: `po.gemv_all_reduce`, one kernel, with that operator's guarantees.
     - "all_reduce", more whose sums travel in the weight's dtype, up to 32 MiB: a matrix product, then `po.all_reduce`,
-      which adds bias and residual too.
+      which adds bias and residual too. The first call with a number of vectors is blocking, and may not be captured.
     - "unfused", else, as in a long prefill: a matrix product, then torch.distributed's all_reduce, then bias and
       residual. It needs a process group, whose order the sums have.
 
@@ -343,8 +344,9 @@ class RowParallelLinear(_ParallelLinear):
         if 1 <= num_vectors <= MAX_VECTORS:
             return "fused"
         nbytes = num_vectors * self.out_features * self.weight.itemsize
-        is_suitable = (self.comm_dtype or torch.float32) == self.weight.dtype and 0 < nbytes <= _ALL_REDUCE_BYTES
-        return "all_reduce" if is_suitable else "unfused"
+        dtype = self.weight.dtype
+        is_summed_in_it = (self.comm_dtype or torch.float32) == dtype and dtype in SCALARS
+        return "all_reduce" if is_summed_in_it and 0 < nbytes <= _ALL_REDUCE_BYTES else "unfused"
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the whole layer's result on every PE. Collective.

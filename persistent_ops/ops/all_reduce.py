@@ -19,8 +19,8 @@ from .all_reduce_plan import (
     SCALARS,
     AllReduceKey,
     AllReducePlan,
-    choose_algorithm,
     reserve_room,
+    resolved,
 )
 
 __all__ = ["all_reduce", "all_reduce_rms_norm", "reference"]
@@ -193,8 +193,7 @@ def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
     plans: Plans[AllReducePlan] = OPERATOR.state(world).plans
     if key.algorithm != "auto":
         return plans.make(key, lambda: AllReducePlan(world, key), "all_reduce_rms_norm" if key.norms else None)
-    nbytes = key.rows * key.width * key.dtype.itemsize
-    meant = key._replace(algorithm=choose_algorithm(world.size, nbytes, key.tuning, norms=key.norms))
+    meant = resolved(world, key)
     plan = plans[key] = plans.find(meant) or _new_plan(world, meant)
     return plan
 

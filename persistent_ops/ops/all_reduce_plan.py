@@ -29,6 +29,7 @@ __all__ = [
     "choose_algorithm",
     "kernel_request",
     "reserve_room",
+    "resolved",
 ]
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "slices")
@@ -43,7 +44,7 @@ class SwitchPoints(NamedTuple):
     two_shot: int
 
 
-# By PEs; a world between two sizes takes the larger one's. Measured on 2 H200 (benchmarks/README.md); for more PEs
+# By PEs; a world between two sizes takes the larger one's. Measured on 2 H200 (docs/what_was_tried.md); for more PEs
 # reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
     1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
@@ -165,7 +166,7 @@ def reserve_room(world: World) -> None:
 
 
 def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None, *, norms: bool) -> str:
-    """Return what "auto" means for a tensor of so many bytes."""
+    """Return what suits a tensor of so many bytes best."""
     tuning = tuning or OPERATOR.default_tuning
     points = next(points for pes, points in sorted(SWITCH_POINTS.items()) if world_size <= pes)
     one_shot = points.one_shot_with_norm if norms else points.one_shot
@@ -173,6 +174,36 @@ def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None, *, nor
         return "one_shot"
     two_shot = points.two_shot if tuning.two_shot_bytes is None else tuning.two_shot_bytes
     return "two_shot" if nbytes <= two_shot else "slices"
+
+
+def resolved(world: World, key: AllReduceKey) -> AllReduceKey:
+    """Return the key that "auto" means in a world: slices where packets would find no room in one launch."""
+    nbytes = key.rows * key.width * key.dtype.itemsize
+    algorithm = choose_algorithm(key.team.size, nbytes, key.tuning, norms=key.norms)
+    if key.rows * _blocks_per_row(world, key) > _room_for_packets(world, key).of_launch:
+        algorithm = "slices"
+    return key._replace(algorithm=algorithm)
+
+
+class _Room(NamedTuple):
+    """Blocks whose packets find room: in the area, and of one launch."""
+
+    of_area: int
+    of_launch: int
+
+
+def _room_for_packets(world: World, key: AllReduceKey) -> _Room:
+    team, tuning = key.team, key.tuning or OPERATOR.default_tuning
+    area_bytes = OPERATOR.state(world).areas.nbytes_of(_PACKETS)
+    per_block = 2 * (team.size + 1) * OPERATOR.prepare(world).constants["kBlockPacketBytes"]  # of both parities
+    of_launch = min(area_bytes, int(tuning.room_bytes * _PACKET_SHARE)) // per_block
+    if not team.all_reachable:
+        of_launch = min(of_launch, world.workspace.max_ready_words // 2)
+    return _Room(area_bytes // per_block, of_launch)
+
+
+def _blocks_per_row(world: World, key: AllReduceKey) -> int:
+    return -(-key.width * key.dtype.itemsize // OPERATOR.prepare(world).constants["kBlockBytes"])
 
 
 def kernel_request(
@@ -222,11 +253,12 @@ class AllReducePlan(Plan):
         self._structs, self._constants = description.structs, description.constants
         self._world, self._key = world, key
         self._tuning: Tuning = key.tuning or OPERATOR.default_tuning
+        if (self._tuning.threads or 32) % 32:
+            raise ValueError(f"threads: expected a multiple of 32, got {self._tuning.threads}")
         self._areas = OPERATOR.state(world).areas
         self._element = key.dtype.itemsize
         self.algorithm = key.algorithm
-        block_bytes = self._constants["kBlockBytes"]
-        self._blocks_per_row = -(-key.width * self._element // block_bytes)
+        self._blocks_per_row = _blocks_per_row(world, key)
         blocks = key.rows * self._blocks_per_row
         most = self._plan_slices(blocks) if self.algorithm == "slices" else self._plan_packets(blocks)
         is_host = world.backend.name == "host"
@@ -264,13 +296,8 @@ class AllReducePlan(Plan):
 
     def _plan_packets(self, blocks: int) -> int:
         """Choose grid and WGs; return how many blocks a launch has room for."""
-        world, team, area_bytes = self._world, self._key.team, self._areas.nbytes_of(_PACKETS)
-        room = min(area_bytes, int(self._tuning.room_bytes * _PACKET_SHARE))
-        per_block = 2 * (team.size + 1) * self._constants["kBlockPacketBytes"]  # of both parities
-        self._packet_blocks = area_bytes // per_block
-        most = room // per_block
-        if not team.all_reachable:
-            most = min(most, world.workspace.max_ready_words // 2)
+        world = self._world
+        self._packet_blocks, most = _room_for_packets(world, self._key)
         here = min(blocks, most)
         num_sms = world.backend.num_sms
         if world.backend.name == "host":
@@ -306,6 +333,10 @@ class AllReducePlan(Plan):
         )
         if fits(self._slice_blocks) == 0:
             self._slice_blocks = _SLICE_BLOCKS[-1]
+        if fits(self._slice_blocks) == 0:
+            raise ValueError(
+                f"threads, room_bytes: {room} bytes have no room for the slices of a WG of {self._threads} threads"
+            )
         step = blocks_of_step(self._slice_blocks)
         self._grid = max(1, min(most_wgs, fits(self._slice_blocks), -(-blocks // step)))
         self._slice_bytes = warps * self._slice_blocks * constants["kBlockBytes"]
@@ -344,7 +375,7 @@ class AllReducePlan(Plan):
             key.has_residual,
             key.norms,
             self._grid,
-            self._threads,
+            32 * world.backend.warps_of(self._threads),
             self._slice_blocks,
             first_element,
         )

@@ -31,6 +31,7 @@ _END = "NVSHMEM's end"
 _MAX_CONFIGS = 256  # of a kernel: streams may come and go
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _CLOSE_S = 10.0  # for that: it waits for peers that may be dead
+_TURN_S = 20.0  # for jobs that start on a GPU that is shared; longer than a start takes
 
 
 _own_choice: int | None = None  # the current device, where it was set here
@@ -176,8 +177,7 @@ class GpuBackend:
                 nvshmem.finalize()
                 raise
 
-        first_here = self._shares_gpu and bootstrap.local_rank == 0
-        with turn_to_start(timeout / 2) if first_here else nullcontext():  # the others start when all first ones may
+        with turn_to_start(bootstrap, timeout / 2) if self._shares_gpu else nullcontext():
             uid = nvshmem.get_unique_id(empty=bootstrap.rank != 0)
             raw = bootstrap.exchange("nvshmem-uid", uid._data.tobytes() if bootstrap.rank == 0 else b"")[0]
             if bootstrap.rank != 0:
@@ -266,11 +266,11 @@ class GpuBackend:
         def end() -> None:
             self._core_device.set_current()
             self._nvshmem.free(self._buffer)
-            with turn_to_end(_CLOSE_S / 2) if self._shares_gpu else nullcontext():
+            with turn_to_end(_TURN_S) if self._shares_gpu else nullcontext():
                 self._nvshmem.finalize()
 
         try:
-            within(_CLOSE_S, end, _END)
+            within(_CLOSE_S + (_TURN_S if self._shares_gpu else 0.0), end, _END)
         except Exception as error:  # nothing may keep a process from leaving
             _log.warning("persistent_ops: NVSHMEM reported an error while closing: %s", error)
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .bootstrap import Bootstrap
 from .file_lock import lock_within
 
 __all__ = ["turn_to_end", "turn_to_start"]
@@ -23,30 +24,66 @@ _log = logging.getLogger("persistent_ops")
 _SHARED_MEMORY = Path("/dev/shm")  # containers that share it share what must not be found there
 
 
-def turn_to_start(seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no other job of this user starts NVSHMEM or ends it; for one PE of a job and host.
+@contextlib.contextmanager
+def turn_to_start(bootstrap: Bootstrap, seconds: float) -> Iterator[None]:
+    """Give a context in which no other job of this user starts NVSHMEM or ends it on the hosts of this one; collective.
 
     Args:
-        seconds: to wait for others; then this one goes on beside them, and says so.
+        bootstrap: of the job's PEs, all of which share GPUs.
+        seconds: to wait for others on a host; then this job goes on beside them, and says so.
     """
-    return _turn(seconds, shared=False)
-
-
-def turn_to_end(seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no job of this user starts NVSHMEM; for every PE. `seconds`: as in turn_to_start."""
-    return _turn(seconds, shared=True)
+    with _lock_file() as descriptor:
+        identity = "" if descriptor is None else _identity(descriptor)
+        identities = bootstrap.exchange("nvshmem-lock", identity.encode())
+        # One PE locks for all that see the same file, file by file in the same order everywhere.
+        for first in sorted({identities.index(each) for each in identities if each}):
+            if first == bootstrap.rank and descriptor is not None:
+                _lock(descriptor, seconds, shared=False)
+            bootstrap.exchange("nvshmem-turn", b"")
+        yield
 
 
 @contextlib.contextmanager
-def _turn(seconds: float, *, shared: bool) -> Iterator[None]:
+def turn_to_end(seconds: float) -> Iterator[None]:
+    """Give a context in which no job of this user starts NVSHMEM on this host. `seconds`: as in turn_to_start."""
+    with _lock_file() as descriptor:
+        if descriptor is not None:
+            _lock(descriptor, seconds, shared=True)
+        yield
+
+
+@contextlib.contextmanager
+def _lock_file() -> Iterator[int | None]:
+    """Open the lock's file, and unlock and close it at the end; None where it cannot be opened, which is said."""
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     path = folder / f"persistent_ops.nvshmem.{os.getuid()}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if not lock_within(seconds, descriptor, shared=shared):
-            _log.warning("persistent_ops: %s has been locked for %g s; going on beside its holder", path, seconds)
-        yield
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        _log.warning("persistent_ops: jobs that start at the same time may crash each other: %s", error)
+        yield None
+        return
+    try:
+        yield descriptor
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile shares the lock
         os.close(descriptor)
+
+
+def _identity(descriptor: int) -> str:
+    """Return what tells a file from others, on this host (containers have names of their own) and on others."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        host = os.uname().nodename
+    status = os.fstat(descriptor)
+    return f"{host} {status.st_dev} {status.st_ino}"
+
+
+def _lock(descriptor: int, seconds: float, *, shared: bool) -> None:
+    try:
+        if not lock_within(seconds, descriptor, shared=shared):
+            _log.warning("persistent_ops: another job has started NVSHMEM for %g s; going on beside it", seconds)
+    except OSError as error:
+        _log.warning("persistent_ops: jobs that start at the same time may crash each other: %s", error)

@@ -1,8 +1,8 @@
 // What becomes of a block's sums: bias, residual, the one rounding, and the norm of the row that the block is a part of.
 //
 // A row's blocks may be with many warps. Each leaves the sum of its block's squares as a packet in memory of this PE, and
-// whoever needs the row's takes them all and adds them up in the order of the blocks: rows need not belong to anybody, and no
-// two warps meet (cuda/DESIGN.md, row 33).
+// whoever needs the row's takes them all and adds them up in the order of the blocks: rows need not belong to anybody, and for
+// the norm no two warps meet (cuda/DESIGN.md, row 33).
 #pragma once
 
 #include "comm/launch.cuh"
@@ -13,7 +13,7 @@ namespace po::all_reduce {
 // How the elements meet.
 enum class Algorithm { kOneShot, kTwoShot, kSlices };
 
-// One of the warps that reduce, each of which takes every `count`-th block (or part of a step), the same on every PE.
+// One of the warps that reduce packets, each of which takes every `count`-th block, the same on every PE.
 struct Worker {
   int number;
   int count;
