@@ -413,8 +413,8 @@ def _operators_block(folder: Path) -> str:
         ("embedding_all_to_all", "embedding bags, sent to their samples' PEs", "embedding_all_to_all", _BAGS, False),
         ("gemv_all_reduce", "`weight @ x` for 1 to 16 vectors, summed over PEs", "gemv_all_reduce", _GEMV, False),
         ("gemv", "the same on one PE alone", "gemv_all_reduce", _GEMV, True),
-        ("all_reduce", "sum over PEs, any size", "all_reduce", _SUM, False),
-        ("all_reduce_rms_norm", "the same, and the RMS norm of its rows", "all_reduce", _SUM, False),
+        ("all_reduce", "sum over PEs", "all_reduce", _SUM, False),
+        ("all_reduce_rms_norm", "the same and the RMS norm of rows", "all_reduce", _SUM, False),
         ("sparse_all_reduce", "sum of sparse COO tensors over PEs", "sparse_all_reduce", _ROWS, False),
     ):
         found = [run for run in _current(runs, subject) if (run.pes == 1) == is_alone]
