@@ -154,7 +154,7 @@ def test_tokens_are_those_of_a_plain_decoder(backend: str, world: int, options: 
     expected = expected_tokens(options)
     assert len({token for tokens in expected for token in tokens}) > 10  # a model that says one thing proves nothing
     labels = [method["label"] for method in report["methods"]]
-    assert labels[:2] == ["fused", "fused sums"] and len(labels) >= 3
+    assert labels[:3] == ["fused", "fused sums", "fused norm"] and len(labels) >= 4
     for method in report["methods"]:
         assert method["tokens"] == expected, method["label"]
         assert method["equal_tokens"] == options.tokens + 1

@@ -131,7 +131,7 @@ class Kernels:
             return torch.compile(function, dynamic=False, fullgraph=True, options=options) if is_compiled else function
 
         self._is_compiled = is_compiled
-        self._eps = config.norm_eps
+        self.eps = config.norm_eps
         self._group = config.group
         self._scale = config.head_dim**-0.5
         self._norm, self._add_norm = made(_rms_norm), made(_add_rms_norm)
@@ -142,13 +142,13 @@ class Kernels:
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm of the rows of x."""
-        return self._norm(x, weight, self._eps)
+        return self._norm(x, weight, self.eps)
 
     def add_norm(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return residual + x, and its RMSNorm."""
-        return self._add_norm(residual, x, weight, self._eps)
+        return self._add_norm(residual, x, weight, self.eps)
 
     def attend(
         self,

@@ -27,7 +27,7 @@ from persistent_ops.runtime.world import World
 
 from .config import SIZES, ModelConfig, Partition
 from .kernels import Kernels
-from .methods import Alone, Fused, FusedSums, Method, Peers, SymmetricMemory, Unfused
+from .methods import Alone, Fused, FusedNorm, FusedSums, Method, Peers, SymmetricMemory, Unfused
 from .model import Decoder, Sequences, build_decoder
 from .options import Options
 from .weights import FolderWeights, RandomWeights, WeightSource
@@ -197,14 +197,11 @@ class _Pe:
     def methods(self) -> dict[str, Method]:
         """Return what is compared, by its label; what cannot run here is noted."""
         product = "cuBLAS" if self.on_gpu else "matmul"
+        fused: dict[str, Method] = {"fused": Fused(), "fused sums": FusedSums(), "fused norm": FusedNorm()}
         if self.world.size == 1:
-            return {"fused": Fused(), "fused sums": FusedSums(), product: Unfused(self.peers)}
+            return {**fused, product: Unfused(self.peers)}
         collective = {"nccl": "NCCL", "gloo": "gloo"}[self.group_backend]
-        found: dict[str, Method] = {
-            "fused": Fused(),
-            "fused sums": FusedSums(),
-            f"{product} + {collective}": Unfused(self.peers),
-        }
+        found: dict[str, Method] = {**fused, f"{product} + {collective}": Unfused(self.peers)}
         if not (self.has_graphs and self.world.bootstrap.single_host):
             if self.on_gpu:
                 self.notes.append("torch's symmetric memory needs one GPU per PE, all on one host: left out")

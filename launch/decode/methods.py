@@ -1,8 +1,9 @@
 """The products of half a layer: a column-parallel one opens it, a row-parallel one and its sum over the PEs close it.
 
 All methods work on the same weights. "fused" is po.nn.ColumnParallelLinear and po.nn.RowParallelLinear with the
-residual inside; "fused sums" the latter alone; the others are cuBLAS products and somebody's all-reduce, whose result
-is added to the residual in one kernel with the norm.
+residual inside; "fused sums" the latter alone; "fused norm" the former, then a cuBLAS product and
+po.all_reduce_rms_norm; the others are cuBLAS products and somebody's all-reduce, whose result is added to the residual
+in one kernel with the norm.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+import persistent_ops as po
+
 from .kernels import Kernels
 
-__all__ = ["Alone", "Fused", "FusedSums", "Method", "Peers", "SymmetricMemory", "Unfused"]
+__all__ = ["Alone", "Fused", "FusedNorm", "FusedSums", "Method", "Peers", "SymmetricMemory", "Unfused"]
 
 
 class Peers:
@@ -103,6 +106,18 @@ class Fused(FusedSums):
         """Open half a layer; see `Method`."""
         features: torch.Tensor = linear(x)
         return features
+
+
+class FusedNorm(Fused):
+    """A product, then po.all_reduce_rms_norm: sum, residual and norm in one kernel."""
+
+    name = "fused norm"
+
+    def close(
+        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Close half a layer; see `Method`."""
+        return po.all_reduce_rms_norm(_library_product(linear, x), norm, residual=residual, eps=kernels.eps)
 
 
 class Unfused:
