@@ -129,11 +129,11 @@ def _notes(report: dict[str, Any]) -> list[str]:
     lines.append(
         "[dim]fused: po.gemv, and po.gemv_all_reduce with the residual inside; fused sums: the latter, and cuBLAS in "
         "place of the former; fused norm: the former, cuBLAS, and po.all_reduce_rms_norm; one_shot, two_shot: "
-        "all-reduces of torch's symmetric memory; these and the process group's add the residual in one kernel with the norm. "
-        "Times: median over the rounds, maximum over the PEs, methods interleaved. "
-        "us/layer: without embedding, vocabulary head and choice of the token, which were timed alone. equal: leading "
-        "tokens like the fused loop's; in 16 bits a near tie may fall differently, and all later tokens with it. diff: "
-        "logits of the first step, norm of the difference over the norm.[/]"
+        "all-reduces of torch's symmetric memory; these and the process group's add the residual in one kernel with "
+        "the norm. Times: median over the rounds, maximum over the PEs, methods interleaved. us/layer: without "
+        "embedding, vocabulary head and choice of the token, which were timed alone. equal: leading tokens like the "
+        "fused loop's; in 16 bits a near tie may fall differently, and all later tokens with it. diff: logits of the "
+        "first step, norm of the difference over the norm.[/]"
     )
     kernels = "torch.compile makes the small kernels" if report["is_compiled"] else "small kernels are eager torch's"
     lines.append(f"[dim]{kernels}, the same for all methods[/]")
