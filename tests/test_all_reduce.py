@@ -5,21 +5,22 @@ The protocol under ThreadSanitizer is in test_all_reduce_sanitizer.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from kept_pes import in_processes
+from protocol import Mismatch, ProtocolSuite, Work
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from worlds import CaseWorld, CaseWorlds, dead_peer, error_of, gave_up, in_world, init_with_impatient_kernels, run_pes
+from worlds import CaseWorld, CaseWorlds, error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce import reference
@@ -422,143 +423,87 @@ def _turns(backend: str, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", TRANSPORTS)
-def test_late_pes_and_operators_in_turn(backend: str, options: dict[str, Any]) -> None:
+def test_shapes_and_operators_in_turn(backend: str, options: dict[str, Any]) -> None:
     assert run_pes(_turns, 3, backend, options, timeout=120) == [[]] * 3
 
 
-def _far_epochs() -> list[bool]:
-    right = []
-    for epoch in ((1 << 32) - 2, (1 << 47) - 3):
-        po.runtime.world.current().workspace.set_epoch(epoch)
-        right += [_checked(turn % NUM_ITERATIONS, ALGORITHMS[turn % 3]) for turn in range(6)]
-    return right
+def _other(act: Callable[[torch.Tensor], object], *told: str) -> Mismatch:
+    """PE 1's call where the others pass [6, 40] to all_reduce."""
+    return Mismatch(lambda: act(torch.ones(6, 40, dtype=torch.bfloat16, device=po.device())), told)
 
 
-def test_far_epochs(backend: str) -> None:
-    assert in_world(_far_epochs, 2, backend) == [[True] * 12] * 2
+class TestFaults(ProtocolSuite):
+    operator = "all_reduce"
+    ways = ALGORITHMS
+    heap_bytes = 32 * MB
+    absences = (*((each, "auto") for each in ALGORITHMS), ("two_shot", "staged"), ("slices", "staged"))
+    mismatches: ClassVar = {
+        "width": _other(
+            lambda x: po.all_reduce(x[:, :39].contiguous(), algorithm="one_shot"), "width=234", "width=240"
+        ),
+        "dtype": _other(lambda x: po.all_reduce(x.half(), algorithm="one_shot"), "dtype=float16", "dtype=bfloat16"),
+        "algorithm": _other(lambda x: po.all_reduce(x, algorithm="slices"), "algorithm=slices", "algorithm=one_shot"),
+        "residual": _other(lambda x: po.all_reduce(x, residual=x, algorithm="one_shot"), "residual=True"),
+        "bias": _other(lambda x: po.all_reduce(x, bias=x[0], algorithm="one_shot"), "bias=True", "bias=False"),
+        "norm": _other(lambda x: po.all_reduce_rms_norm(x, x[0], algorithm="one_shot"), "norm=True", "norm=False"),
+        "barrier": _other(lambda x: po.barrier(), "barrier"),
+    }
+    first_call = "all_reduce"
+    deaths = (("stopped", "two_shot"), ("killed", "slices"))
+    deaths_on_gpus = (("stopped", "one_shot"), ("stopped", "slices"))
+
+    @classmethod
+    def work(cls, iteration: int, way: str) -> Work:
+        inputs = dataclasses.replace(make_inputs(_CASE, po.world_size(), iteration), scale=None)
+        x, weight, residual, bias = (
+            None if each is None else each.to(po.device())
+            for each in (inputs.xs[po.rank()], inputs.weight, inputs.residual, inputs.bias)
+        )
+        assert x is not None and weight is not None
+        out, norm_out = torch.ones_like(x), torch.ones_like(x)
+        want = sum_model(inputs)
+        norm = norm_model(want, inputs)
+        run = functools.partial(
+            po.all_reduce_rms_norm,
+            x,
+            weight,
+            residual=residual,
+            bias=bias,
+            eps=inputs.eps,
+            weight_bias=inputs.weight_bias,
+            out=out,
+            norm_out=norm_out,
+            algorithm=way,
+        )
+        return Work(
+            run,
+            lambda: difference(out.cpu(), want) is None and difference(norm_out.cpu(), norm) is None,
+            lambda: bool(out.isnan().all() and norm_out.isnan().all()),
+            lambda: bool((out.isnan().cpu() | (out.cpu() == want)).all()),
+        )
+
+    @classmethod
+    def meet(cls) -> object:
+        return po.all_reduce(torch.ones(6, 40, dtype=torch.bfloat16, device=po.device()), algorithm="one_shot")
 
 
-def _absent(backend: str, timeout: float, algorithm: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    init_with_impatient_kernels(backend, timeout, 32 * MB, **options)
-    seen: dict[str, Any] = {"first": [_checked(0, each) for each in ALGORITHMS]}
-    if po.rank() == 0:  # comes when the others have given up
-        gave_up(folder, po.world_size() - 1)
-    inputs = make_inputs(_CASE, po.world_size(), 0)
-    x, weight = inputs.xs[po.rank()].to(po.device()), inputs.weight.to(po.device())
-    out, norm_out = torch.ones_like(x), torch.ones_like(x)
-
-    def act() -> None:
-        po.all_reduce_rms_norm(x, weight, out=out, norm_out=norm_out, algorithm=algorithm)
-        po.check()
-
-    seen["error"] = error_of(act)
-    (folder / f"gave_up_{po.rank()}").touch()
-    seen["poisoned"] = bool(out.isnan().all() and norm_out.isnan().all())
-    want = sum_model(inputs)
-    seen["right or poisoned"] = bool((out.isnan().cpu() | (out.cpu() == want)).all())
-    seen["again"] = error_of(lambda: [_checked(2, algorithm)])[0]
-    po.recover()
-    seen["after"] = [_checked(turn % NUM_ITERATIONS, ALGORITHMS[turn % 3]) for turn in range(6)]
-    po.finalize()
-    return seen
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_timeout_names_the_peer_and_recovery_works(
-    backend: str, tmp_path: Path, algorithm: str, options: dict[str, Any]
-) -> None:
-    if options and algorithm == "one_shot":
-        pytest.skip("as two_shot")
-    results = run_pes(_absent, 3, backend, 1.5, algorithm, options, tmp_path, timeout=120)
-    for rank, seen in enumerate(results):
-        assert seen["first"] == [True] * 3 and seen["after"] == [True] * 6, (rank, seen)
-        assert seen["again"] == "PeerTimeoutError" and seen["right or poisoned"], (rank, seen)
-    for seen in results[1:]:
-        name, text, _ = seen["error"]
-        assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text, text
-        assert seen["poisoned"]
-    told = " ".join(seen["error"][1] for seen in results[1:])
-    assert re.search("block|slice|credit to write", told), told
-
-
-# What PE 1 passes while the others call all_reduce(x of [6, 40]), and what every PE must name.
-_MISMATCHES: dict[str, tuple[Callable[[torch.Tensor], Any], list[str]]] = {
-    "width": (lambda x: po.all_reduce(x[:, :39].contiguous(), algorithm="one_shot"), ["width=234", "width=240"]),
-    "dtype": (lambda x: po.all_reduce(x.half(), algorithm="one_shot"), ["dtype=float16", "dtype=bfloat16"]),
-    "algorithm": (lambda x: po.all_reduce(x, algorithm="slices"), ["algorithm=slices", "algorithm=one_shot"]),
-    "residual": (lambda x: po.all_reduce(x, residual=x, algorithm="one_shot"), ["residual=True", "residual=False"]),
-    "bias": (lambda x: po.all_reduce(x, bias=x[0], algorithm="one_shot"), ["bias=True", "bias=False"]),
-    "norm": (lambda x: po.all_reduce_rms_norm(x, x[0], algorithm="one_shot"), ["norm=True", "norm=False"]),
-    "barrier": (lambda x: po.barrier(), ["barrier"]),
-}
-
-
-def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
+def _slices_mismatched(backend: str) -> tuple[str, str, float, bool]:
+    """The same where credit is awaited before anything is sent."""
     po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
-    errors = {}
     x = torch.ones(6, 40, dtype=torch.bfloat16, device=po.device())
-    assert _checked(0, "one_shot")
-    for number, (kind, (other, _)) in enumerate(_MISMATCHES.items()):
-
-        def act(other: Callable[[torch.Tensor], Any] = other) -> None:
-            other(x) if po.rank() == 1 else po.all_reduce(x, algorithm="one_shot")
-            po.check()
-
-        errors[kind] = error_of(act)
-        po.recover()
-        assert _checked(number % NUM_ITERATIONS, ALGORITHMS[number % 3]), kind
-
-    def slices() -> None:
-        po.all_reduce(x if po.rank() != 1 else x.half(), algorithm="slices")
-        po.check()
-
-    errors["slices"] = error_of(slices)
+    name, text, seconds = error_of(
+        lambda: [po.all_reduce(x if po.rank() != 1 else x.half(), algorithm="slices"), po.check()]
+    )
     po.recover()
-    assert _checked(2, "slices")
+    is_right = TestFaults.checked(2, "slices")
     po.finalize()
-    return errors
+    return name, text, seconds, is_right
 
 
-def test_mismatch_is_named_on_every_pe(backend: str) -> None:
-    for rank, errors in enumerate(run_pes(_mismatches, 3, backend, timeout=200)):
-        for kind, (name, text, seconds) in errors.items():
-            where = f"PE {rank}, {kind}: {name}: {text}"
-            assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
-            for field in _MISMATCHES[kind][1] if kind in _MISMATCHES else ["dtype=float16"]:
-                assert field in text, where
-            assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
-
-
-def _first_call(backend: str) -> list[Any]:
-    """Meet something else in the very first call, in which the PEs set room aside."""
-    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
-    free = po.runtime.world.current().heap.free_list.free_bytes
-
-    def act() -> None:
-        po.barrier() if po.rank() == 1 else po.all_reduce(torch.ones(8, device=po.device()))
-        po.check()
-
-    error = error_of(act)
-    po.recover()
-    is_clean = po.runtime.world.current().heap.free_list.free_bytes == free
-    right = [_checked(turn, ALGORITHMS[turn]) for turn in range(3)]
-    po.finalize()
-    return [error[0], "all_reduce" in error[1], is_clean, right]
-
-
-def test_the_first_call_meets_something_else(backend: str) -> None:
-    results = run_pes(_first_call, 2, backend, timeout=200)
-    assert results == [["ContractMismatchError", True, True, [True] * 3]] * 2
-
-
-def _work(iteration: int) -> bool:
-    return _checked(iteration, ALGORITHMS[iteration % 3])
-
-
-def test_dead_peer(backend: str, tmp_path: Path) -> None:
-    for survivor in dead_peer(_work, backend, "stopped", tmp_path):
-        assert "PE 1" in survivor.text and survivor.seconds < 60
+def test_mismatch_of_slices(backend: str) -> None:
+    for name, text, seconds, is_right in run_pes(_slices_mismatched, 3, backend, timeout=200):
+        assert name == "ContractMismatchError" and "PE 1" in text and "dtype=float16" in text, text
+        assert seconds < 30.0 and is_right
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
-"""Faults around gemv_all_reduce: a PE that is late, stopped, killed or launches something else; recovery; far epochs.
+"""gemv_all_reduce's protocol: faults as every operator meets them (protocol.py), busy PEs, far epochs.
 
 And what shares a workspace: shapes, algorithms and operators that follow one another in any order.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import embedding_cases
 import pytest
 import torch
 from gemv_cases import ALGORITHMS, Case, difference, expected_bits, make_inputs
-from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels, run_pes
+from protocol import Mismatch, ProtocolSuite, Work
+from worlds import error_of, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 
@@ -46,31 +45,7 @@ TRANSPORTS = [
 ]
 
 
-# ---- late and busy PEs -----------------------------------------------------------------------------------------------
-
-
-def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
-    po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
-    right = []
-    for iteration in range(9):
-        if iteration % po.world_size() == po.rank():
-            time.sleep(0.1)
-        right.append(_checked(iteration, algorithm=ALGORITHMS[iteration % 2]))
-    # Nobody waits on the host in between: PEs run ahead as far as the protocol lets them.
-    outputs = []
-    for iteration in range(24):
-        if iteration % 8 == 2 * po.rank():
-            time.sleep(0.05)
-        outputs.append(_call(iteration % 6, algorithm=ALGORITHMS[iteration // 2 % 2]))
-    po.check()
-    right += [_is_right(output, iteration % 6) for iteration, output in enumerate(outputs)]
-    po.finalize()
-    return right
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_late_pe(backend: str, options: dict[str, Any]) -> None:
-    assert run_pes(_late_pe, 3, backend, options, timeout=120) == [[True] * 33] * 3
+# ---- busy PEs --------------------------------------------------------------------------------------------------------
 
 
 def _busy_pe(backend: str, options: dict[str, Any]) -> list[bool]:
@@ -158,146 +133,53 @@ def test_shapes_algorithms_and_operators_take_turns(backend: str, options: dict[
     assert run_pes(_turns, 3, backend, options, timeout=120) == [[]] * 3
 
 
-# ---- time-outs and recovery ------------------------------------------------------------------------------------------
-
-
-def _absent_then_recovered(
-    backend: str, timeout: float, algorithm: str, options: dict[str, Any], folder: Path
-) -> dict[str, Any]:
-    init_with_impatient_kernels(backend, timeout, 32 * MB, **options)
-    seen: dict[str, Any] = {"first": [_checked(0, algorithm=each) for each in ALGORITHMS]}
-    if po.rank() == 0:  # comes when the others have given up, however busy the machine is
-        gave_up(folder, po.world_size() - 1)
-    out = torch.ones(_CASE.shape, dtype=_CASE.dtype, device=po.device())
-
-    def call() -> None:
-        _call(1, algorithm=algorithm, out=out)
-        po.check()
-
-    seen["error"] = error_of(call)
-    (folder / f"gave_up_{po.rank()}").touch()
-    want = expected_bits(make_inputs(_CASE, po.world_size(), 1))
-    seen["poisoned"] = bool(out.isnan().all())
-    seen["right or poisoned"] = bool((out.isnan().cpu() | (out.cpu() == want)).all())
-    # Who came too late may have found all of its peers' packets of that launch, but finds none of the next one.
-    seen["again"] = error_of(lambda: [_call(2), po.check()])
-    seen["barrier"] = error_of(po.barrier)
-    po.recover()
-    seen["after"] = [_checked(iteration, algorithm=ALGORITHMS[iteration % 2]) for iteration in range(3, 9)]
-    po.finalize()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [
-        pytest.param("one_shot", {}, id="one_shot"),
-        pytest.param("two_phase", {}, id="two_phase"),
-        pytest.param("two_phase", {"transport": "staged"}, id="two_phase-staged", marks=pytest.mark.host),
-    ],
-)
-def test_timeout_names_the_peer_and_recovery_works(
-    backend: str, tmp_path: Path, algorithm: str, options: dict[str, Any]
-) -> None:
-    timeout = 4.0
-    arguments = (backend, timeout, algorithm, options, tmp_path)
-    results = run_pes(_absent_then_recovered, 3, *arguments, timeout=120)
-    for rank, seen in enumerate(results):
-        assert seen["first"] == [True] * 2 and seen["after"] == [True] * 6, (rank, seen)
-        # Only po.recover() ends the failure.
-        assert seen["again"][0] == seen["barrier"][0] == "PeerTimeoutError", (rank, seen)
-    for rank in (1, 2):
-        name, text, seconds = results[rank]["error"]
-        assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text, text
-        assert seconds < timeout + 8.0  # far more PEs than cores may be spinning
-        assert results[rank]["poisoned"], "rows that never came are no NaN"
-    name, text, _ = results[0]["error"]
-    assert name == "" or (name == "PeerTimeoutError" and "gave up" in text), "the late PE waits for nobody itself"
-    assert results[0]["right or poisoned"]
-
-
-# ---- PEs that call different things ----------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 _OTHER = Case("protocol, others", 32, lambda rank: 16, 2)
-# What PE 1 calls while the others call _OTHER with "one_shot"; and fields of the contract that every PE must name.
-_MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
-    "rows": (Case("other rows", 40, lambda rank: 16, 2), "one_shot", ["rows=40", "rows=32"]),
-    "rows of the same tiles": (Case("rows of tiles", 31, lambda rank: 16, 2), "one_shot", ["rows=31", "rows=32"]),
-    "vectors": (Case("other N", 32, lambda rank: 16, 3), "one_shot", ["vectors=3", "vectors=2"]),
-    "no dimension of vectors": (Case("N gone", 32, lambda rank: 16), "one_shot", ["vectors=1", "vectors=2"]),
-    "rows and vectors exchanged": (Case("MN", 16, lambda rank: 16, 4), "one_shot", ["rows=16", "vectors=4"]),
-    "dtype": (Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "one_shot", ["dtype=", "gemv_all_reduce"]),
-    "comm_dtype": (Case("comm", 32, lambda rank: 16, 2, comm_dtype="own"), "one_shot", ["comm_dtype="]),
-    "algorithm": (_OTHER, "two_phase", ["two_phase=True", "two_phase=False"]),
-}
 
 
-def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
-    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
-    errors = {}
-    for number, (kind, (other, algorithm, _)) in enumerate(_MISMATCHES.items()):
-        case, algorithm = (other, algorithm) if po.rank() == 1 else (_OTHER, "one_shot")
-
-        def act(case: Case = case, algorithm: str = algorithm) -> None:
-            _call(1, case, algorithm=algorithm)
-            po.check()
-
-        errors[kind] = error_of(act)
-        po.recover()
-        assert _checked(number, algorithm=ALGORITHMS[number % 2]), kind
-    for kind in ("barrier", "embedding_all_to_all"):
-
-        def act_as(kind: str = kind) -> None:
-            if po.rank() != 1:
-                _call(1, _OTHER)
-            elif kind == "barrier":
-                po.barrier()
-            else:
-                _exchange(1)
-            po.check()
-
-        errors[kind] = error_of(act_as)
-        po.recover()
-        assert _checked(2), kind
-    po.finalize()
-    return errors
+def _other(case: Case, *told: str, algorithm: str = "one_shot") -> Mismatch:
+    return Mismatch(lambda: _call(1, case, algorithm=algorithm), told)
 
 
-def test_mismatch_is_named_on_every_pe(backend: str) -> None:
-    results = run_pes(_mismatches, 3, backend, timeout=200)
-    for rank, errors in enumerate(results):
-        for kind, (name, text, seconds) in errors.items():
-            where = f"PE {rank}, {kind}: {name}: {text}"
-            assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
-            assert "gemv_all_reduce(world_size=3, " in text, where
-            for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else [kind]:
-                assert field in text, where
-            assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
+class TestFaults(ProtocolSuite):
+    operator = "gemv_all_reduce(world_size=3, "
+    ways = ALGORITHMS
+    heap_bytes = 32 * MB
+    absences = (("one_shot", "auto"), ("two_phase", "auto"), ("two_phase", "staged"))
+    mismatches: ClassVar = {
+        "rows": _other(Case("other rows", 40, lambda rank: 16, 2), "rows=40", "rows=32"),
+        "rows of the same tiles": _other(Case("rows of tiles", 31, lambda rank: 16, 2), "rows=31", "rows=32"),
+        "vectors": _other(Case("other N", 32, lambda rank: 16, 3), "vectors=3", "vectors=2"),
+        "no dimension of vectors": _other(Case("N gone", 32, lambda rank: 16), "vectors=1", "vectors=2"),
+        "rows and vectors exchanged": _other(Case("MN", 16, lambda rank: 16, 4), "rows=16", "vectors=4"),
+        "dtype": _other(Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "dtype="),
+        "comm_dtype": _other(Case("comm", 32, lambda rank: 16, 2, comm_dtype="own"), "comm_dtype="),
+        "algorithm": _other(_OTHER, "two_phase=True", "two_phase=False", algorithm="two_phase"),
+        "barrier": Mismatch(po.barrier, ["barrier"]),
+        "embedding_all_to_all": Mismatch(lambda: _exchange(1), ["embedding_all_to_all"]),
+    }
+    first_call = "gemv_all_reduce"
+    deaths = (("stopped", "two_phase"), ("killed", "one_shot"))
+    deaths_on_gpus = (("stopped", "one_shot"),)
+
+    @classmethod
+    def work(cls, iteration: int, way: str) -> Work:
+        out = torch.ones(_CASE.shape, dtype=_CASE.dtype, device=po.device())
+        want = expected_bits(make_inputs(_CASE, po.world_size(), iteration), _CASE.comm)
+        return Work(
+            lambda: _call(iteration, algorithm=way, out=out),
+            lambda: difference(out.cpu(), want) is None,
+            lambda: bool(out.isnan().all()),
+            lambda: bool((out.isnan().cpu() | (out.cpu() == want)).all()),
+        )
+
+    @classmethod
+    def meet(cls) -> object:
+        return _call(1, _OTHER, algorithm="one_shot")
 
 
-def _first_call(backend: str) -> list[Any]:
-    """Meet something else in the very first call, in which the PEs set room aside."""
-    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
-    free = po.runtime.world.current().heap.free_list.free_bytes
-
-    def act() -> None:
-        if po.rank() == 1:
-            po.barrier()
-        else:
-            _call(0)
-        po.check()
-
-    error = error_of(act)
-    po.recover()
-    is_clean = po.runtime.world.current().heap.free_list.free_bytes == free
-    right = [_checked(iteration) for iteration in range(3)]
-    po.finalize()
-    return [error[0], "gemv_all_reduce" in error[1], error[2] < 30.0, is_clean, right]
-
-
-def test_the_first_call_meets_something_else(backend: str) -> None:
-    results = run_pes(_first_call, 3, backend, timeout=200)
-    assert results == [["ContractMismatchError", True, True, True, [True] * 3]] * 3
+# ---- several launches ------------------------------------------------------------------------------------------------
 
 
 def _pending_error(backend: str) -> list[Any]:
@@ -353,27 +235,6 @@ def test_giving_up_is_soon_over_however_many_rows_are_missing(backend: str) -> N
 # ---- epochs ----------------------------------------------------------------------------------------------------------
 
 
-def _far_epochs(backend: str, options: dict[str, Any]) -> dict[int, list[bool]]:
-    po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
-    right: dict[int, list[bool]] = {}
-    for epoch in (0, 2**16 - 3, 2**31 - 3, 2**32 - 3, 2**40 - 4, 2**47):
-        if epoch:
-            po.runtime.world.current().workspace.set_epoch(epoch)
-        right[epoch] = []
-        for iteration in range(6):
-            if iteration % po.world_size() == po.rank():
-                time.sleep(0.02)
-            right[epoch].append(_checked(iteration, algorithm=ALGORITHMS[iteration // 2 % 2]))
-    po.finalize()
-    return right
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_far_epochs(backend: str, options: dict[str, Any]) -> None:
-    for right in run_pes(_far_epochs, 2, backend, options, timeout=120):
-        assert len(right) == 6 and all(found == [True] * 6 for found in right.values()), right
-
-
 def _stale_packets(backend: str) -> list[bool]:
     """Come again to epochs that differ from earlier ones in their upper bits alone.
 
@@ -395,20 +256,3 @@ def _stale_packets(backend: str) -> list[bool]:
 
 def test_packets_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
     assert run_pes(_stale_packets, 2, backend, timeout=120) == [[True] * 8] * 2
-
-
-# ---- dead peers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "algorithm"),
-    [
-        pytest.param("stopped", "two_phase", id="stopped-two_phase"),
-        pytest.param("stopped", "one_shot", id="stopped-one_shot", marks=pytest.mark.gpu),
-        pytest.param("killed", "one_shot", id="killed-one_shot"),
-    ],
-)
-def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> None:
-    for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
-        assert "PE 1" in survivor.text, survivor
-        assert survivor.seconds < 12.0

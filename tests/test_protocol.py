@@ -1,22 +1,20 @@
-"""Faults: a PE that is late, stopped, killed or launches something else; bad input; recovery; far epochs."""
+"""embedding_all_to_all's protocol: faults as every operator meets them (protocol.py), bad input, a PE that exits."""
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from embedding_cases import Case, expected_bits, make_inputs, split_of
-from worlds import assert_gone, dead_peer, error_of, gave_up, init_with_impatient_kernels, run_pes
+from protocol import Mismatch, ProtocolSuite, Work
+from worlds import assert_gone, error_of, run_pes
 
 import persistent_ops as po
 
 _CASE = Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19)
-_TIMEOUT = 8.0  # of a kernel that waits for a PE that does not come
 
 
 def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:
@@ -48,62 +46,6 @@ def _checked(iteration: int, **options: Any) -> bool:
 # ---- programs of the PEs -------------------------------------------------------------------------------------------
 
 
-def _late_pe(backend: str, options: dict[str, Any]) -> list[bool]:
-    po.init(backend, operator_timeout=20.0, heap_size=64 << 20, **options)
-    right = []
-    for iteration in range(8):
-        if iteration % po.world_size() == po.rank():
-            time.sleep(0.3)
-        right.append(_checked(iteration))
-    po.finalize()
-    return right
-
-
-def _absent_then_recovered(backend: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    init_with_impatient_kernels(backend, _TIMEOUT, 64 << 20, **options)
-    first = _checked(0)
-    seen: dict[str, Any] = {"first": first}
-    if po.rank() != 0:
-        output: list[torch.Tensor] = []
-
-        def call() -> None:
-            output.append(_call(1))
-            po.check()
-
-        seen["error"] = error_of(call)
-        seen["again"] = error_of(lambda: _call(2))
-        (folder / f"gave_up_{po.rank()}").touch()
-    else:
-        gave_up(folder, po.world_size() - 1)
-    po.recover()
-    seen["after"] = [_checked(iteration) for iteration in range(3, 7)]
-    po.finalize()
-    return seen
-
-
-def _mismatch(backend: str, kind: str) -> tuple[str, str, float]:
-    po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
-    assert _checked(0)
-    me = po.rank()
-
-    def act() -> None:
-        if kind == "operator" and me == 1:
-            po.barrier()
-        elif kind == "shape" and me == 1:
-            _call(1, Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 21))
-        elif kind == "dtype" and me == 1:
-            _call(1, Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19, dtype=torch.bfloat16))
-        else:
-            _call(1)
-        po.check()
-
-    error = error_of(act)
-    po.recover()
-    assert _checked(2)
-    po.finalize()
-    return error
-
-
 def _first_widths(backend: str) -> list[Any]:
     """Meet something else where the PEs would agree on the widths of tables that are new."""
     po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
@@ -125,14 +67,6 @@ def _first_widths(backend: str) -> list[Any]:
     is_right = bool((result == 1).all())
     po.finalize()
     return [error[0], "widths" in error[1], error[2] < 30.0, is_right]
-
-
-def _far_epoch(backend: str, epoch: int, options: dict[str, Any]) -> list[bool]:
-    po.init(backend, operator_timeout=20.0, heap_size=64 << 20, **options)
-    po.runtime.world.current().workspace.set_epoch(epoch)
-    right = [_checked(iteration) for iteration in range(6)]
-    po.finalize()
-    return right
 
 
 def _bad_input(backend: str, kind: str, bounds: str) -> dict[str, Any]:
@@ -191,54 +125,42 @@ def _exits(backend: str, folder: str) -> None:
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
 
-TRANSPORTS = [pytest.param({}, id="direct"), pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host)]
+def _other(case: Case) -> Mismatch:
+    return Mismatch(lambda: _call(1, case))
 
 
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_late_pe(backend: str, options: dict[str, Any]) -> None:
-    results = run_pes(_late_pe, 3, backend, options, timeout=120)
-    assert results == [[True] * 8] * 3
+class TestFaults(ProtocolSuite):
+    operator = "embedding_all_to_all(world_size=3, "
+    ways = ("communication_aware", "oblivious")
+    absences = (("communication_aware", "auto"), ("communication_aware", "staged"))
+    patience = 8.0
+    gives_up_within = 1.6 * patience
+    mismatches: ClassVar = {
+        "shape": _other(Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 21)),
+        "dtype": _other(
+            Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19, dtype=torch.bfloat16),
+        ),
+        "barrier": Mismatch(po.barrier, ["barrier(world_size=3)"]),
+    }
+    deaths = (("killed", "communication_aware"), ("stopped", "communication_aware"))
+    noticed_within = 6.0
 
+    @classmethod
+    def work(cls, iteration: int, way: str) -> Work:
+        outputs: list[torch.Tensor] = []
+        return Work(
+            lambda: outputs.append(_call(iteration, schedule=way)),
+            lambda: _is_right(outputs[0], iteration),
+        )
 
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_timeout_names_the_peer_and_recovery_works(backend: str, tmp_path: Path, options: dict[str, Any]) -> None:
-    soonest = math.inf
-    for attempt in range(3):  # a busy machine adds to the time, and takes nothing from it
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        arguments = (backend, options, folder)
-        results = run_pes(_absent_then_recovered, 3, *arguments, timeout=120)
-        for rank, seen in enumerate(results):
-            assert seen["first"] and seen["after"] == [True] * 4, rank
-        for seen in results[1:]:
-            name, text, _ = seen["error"]
-            assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text
-            assert seen["again"][0] == "PeerTimeoutError", "a failed world takes no launch before po.recover()"
-        soonest = min(soonest, max(seen["error"][2] for seen in results[1:]))
-        if soonest < 1.6 * _TIMEOUT:
-            break
-    assert soonest < 1.6 * _TIMEOUT, "it gives up once, not one wait after the other"
+    @classmethod
+    def meet(cls) -> object:
+        return _call(1)
 
-
-@pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
-def test_contract_mismatch_is_seen_by_every_pe(backend: str, kind: str) -> None:
-    results = run_pes(_mismatch, 3, backend, kind, timeout=120)
-    for rank, (name, text, seconds) in enumerate(results):
-        assert name in ("ContractMismatchError",), (rank, name, text)
-        assert "embedding_all_to_all(world_size=3, " in text
-        assert "PE 1" in text and (rank != 1 or kind != "operator" or "barrier(world_size=3)" in text)
-        assert seconds < 30.0, "a mismatch is not a time-out"
-
-
-def test_the_agreement_on_widths_meets_something_else(backend: str) -> None:
-    results = run_pes(_first_widths, 3, backend, timeout=120)
-    assert results == [["ContractMismatchError", True, True, True]] * 3
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-@pytest.mark.parametrize("epoch", [2**32 - 3, 2**47])
-def test_far_epochs(backend: str, epoch: int, options: dict[str, Any]) -> None:
-    assert run_pes(_far_epoch, 2, backend, epoch, options, timeout=120) == [[True] * 6] * 2
+    def test_the_first_call_meets_something_else(self, backend: str) -> None:
+        """Of tables that are new: in the exchange of their widths, which sets nothing aside."""
+        results = run_pes(_first_widths, 3, backend, timeout=120)
+        assert results == [["ContractMismatchError", True, True, True]] * 3
 
 
 @pytest.mark.parametrize("bounds", ["fatal", "ignore"])
@@ -259,20 +181,6 @@ def test_bad_input(backend: str, kind: str, bounds: str) -> None:
             assert name == "", (rank, text)
         assert outcome["usable"], rank
         assert outcome.get("skipped", True), rank
-
-
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_dead_peer(backend: str, how: str, tmp_path: Path) -> None:
-    soonest = math.inf
-    for attempt in range(3):  # a busy machine adds to the time, and takes nothing from it
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        survivors = dead_peer(_checked, backend, how, folder)
-        assert all("PE 1" in survivor.text for survivor in survivors), survivors
-        soonest = min(soonest, max((survivor.seconds for survivor in survivors), default=0.0))
-        if soonest < 6.0:
-            break
-    assert soonest < 6.0
 
 
 def test_peer_that_exits(backend: str, tmp_path: Path) -> None:

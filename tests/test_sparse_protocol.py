@@ -5,17 +5,16 @@ And what shares a workspace: shapes, algorithms and operators that follow one an
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import embedding_cases
 import gemv_cases
 import pytest
 import torch
+from protocol import Mismatch, ProtocolSuite, Work
 from sparse_cases import (
     ALGORITHMS,
     INTO_ALGORITHMS,
@@ -36,7 +35,7 @@ from sparse_cases import (
     wanted,
     zipf,
 )
-from worlds import dead_peer, error_of, gave_up, in_world, init_with_impatient_kernels, run_pes
+from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
 
@@ -63,33 +62,7 @@ def _checked(iteration: int, case: Case = _CASE, algorithm: str = "auto") -> boo
     return _problem(output, iteration, case) is None
 
 
-# ---- late and busy PEs -----------------------------------------------------------------------------------------------
-
-
-def _late_pe() -> list[str]:
-    problems = []
-    for iteration in range(12):
-        if iteration % po.world_size() == po.rank():
-            time.sleep(0.05)
-        if not _checked(iteration % 6, algorithm=ALGORITHMS[iteration // 3 % 3]):
-            problems.append(f"iteration {iteration}")
-    # Nobody waits on the host in between: PEs run ahead as far as the protocol lets them.
-    rooms = [Room(300, _CASE.row_shape, _CASE.dtype) for _ in range(12)]
-    for iteration, room in enumerate(rooms):
-        if iteration % 4 == po.rank():
-            time.sleep(0.02)
-        entries = make_inputs(_CASE, po.world_size(), iteration % 6)[po.rank()]
-        call_into(_CASE, entries, room, INTO_ALGORITHMS[iteration // 2 % 2], 120)
-    po.check()
-    for iteration, room in enumerate(rooms):
-        if found := room.problem(wanted(_CASE, po.world_size(), iteration % 6)):
-            problems.append(f"into, iteration {iteration}: {found}")
-    return problems
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_late_pe(backend: str, options: dict[str, Any]) -> None:
-    assert in_world(_late_pe, 3, backend, **options) == [[]] * 3
+# ---- busy PEs --------------------------------------------------------------------------------------------------------
 
 
 def _busy_pe(many: int) -> list[str]:
@@ -353,111 +326,82 @@ def test_rows_that_are_not_coalesced_as_they_say(backend: str, options: dict[str
     assert in_world(_not_coalesced, 2, backend, **options) == [[], []]
 
 
-# ---- time-outs and recovery ------------------------------------------------------------------------------------------
-
-
-def _absent_then_recovered(
-    backend: str, timeout: float, entry: str, algorithm: str, options: dict[str, Any], folder: Path
-) -> dict[str, Any]:
-    init_with_impatient_kernels(backend, timeout, 64 * MB, **options)
-    room = Room(300, _CASE.row_shape, _CASE.dtype)
-    entries = [make_inputs(_CASE, po.world_size(), iteration)[po.rank()] for iteration in range(2)]
-    seen: dict[str, Any] = {"first": [_checked(0, algorithm=each) for each in ALGORITHMS]}
-    call_into(_CASE, entries[0], room, algorithm if entry == "into" else "auto", 120)
-    room.reset()
-    if po.rank() == 0:  # comes when the others have given up, however busy the machine is
-        gave_up(folder, po.world_size() - 1)
-
-    def call() -> None:
-        if entry == "into":
-            call_into(_CASE, entries[1], room, algorithm, 120)
-        else:
-            _call(1, algorithm=algorithm)
-        po.check()
-
-    seen["error"] = error_of(call)
-    (folder / f"gave_up_{po.rank()}").touch()
-    seen["poisoned"] = bool(room.values.isnan().all())
-    # Who came too late may have found all that its peers sent in that launch, but finds none of the next one.
-    seen["again"] = error_of(lambda: [_call(2), po.check()])
-    seen["barrier"] = error_of(po.barrier)
-    po.recover()
-    seen["after"] = [_checked(iteration, algorithm=ALGORITHMS[iteration % 3]) for iteration in range(6)]
-    room.reset()
-    call_into(_CASE, entries[1], room, algorithm if entry == "into" else "owner", 120)
-    seen["into"] = room.problem(wanted(_CASE, po.world_size(), 1))
-    po.finalize()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("entry", "algorithm", "options"),
-    [
-        pytest.param("sparse", "owner", {}, id="owner"),
-        pytest.param("sparse", "allgather", {}, id="allgather"),
-        pytest.param("sparse", "dense", {}, id="dense"),
-        pytest.param("into", "owner", {}, id="into-owner"),
-        pytest.param("into", "allgather", {"transport": "staged"}, id="into-staged", marks=pytest.mark.host),
-    ],
-)
-def test_timeout_names_the_peer_and_recovery_works(
-    backend: str, tmp_path: Path, entry: str, algorithm: str, options: dict[str, Any]
-) -> None:
-    timeout = 4.0
-    arguments = (backend, timeout, entry, algorithm, options, tmp_path)
-    results = run_pes(_absent_then_recovered, 3, *arguments, timeout=120)
-    for rank, seen in enumerate(results):
-        assert seen["first"] == [True] * 3 and seen["after"] == [True] * 6 and seen["into"] is None, (rank, seen)
-        # Only po.recover() ends the failure.
-        assert seen["again"][0] == seen["barrier"][0] == "PeerTimeoutError", (rank, seen)
-    for rank in (1, 2):
-        kind, text, seconds = results[rank]["error"]
-        assert kind == "PeerTimeoutError" and "PE 0" in text and "recover" in text, (kind, text)
-        assert seconds < timeout + 8.0  # far more PEs than cores may be spinning
-        assert results[rank]["poisoned"] or entry != "into", "values that never came are no NaN"
-    kind, text, _ = results[0]["error"]
-    assert kind == "" or (kind == "PeerTimeoutError" and "gave up" in text), "the late PE waits for nobody itself"
-
-
-# ---- PEs that call different things ----------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 _OTHER = Case("others", 96, uniform(20, 30, 25), (6,))
-# What PE 1 calls while the others call _OTHER with "owner"; and what every PE must name.
-_MISMATCHES: dict[str, tuple[Case, str, list[str]]] = {
-    "rows": (replace(_OTHER, rows=200), "owner", ["rows=200", "rows=96"]),
-    "rows of the same words": (replace(_OTHER, rows=95), "owner", ["rows=95", "rows=96"]),
-    "row shape": (replace(_OTHER, row_shape=(7,)), "owner", ["7", "6"]),
-    "row shape of the same width": (replace(_OTHER, row_shape=(2, 3)), "owner", []),
-    "scalar rows": (replace(_OTHER, row_shape=()), "owner", []),
-    "dtype": (replace(_OTHER, dtype=torch.float16), "owner", ["dtype="]),
-    "dtype of the same size": (replace(_OTHER, dtype=torch.bfloat16), "owner", ["dtype="]),
-    "op": (replace(_OTHER, op="mean"), "owner", ["mean=True", "mean=False"]),
-    "algorithm": (_OTHER, "allgather", ["gathers=True", "gathers=False"]),
-    "dense": (_OTHER, "dense", []),
-}
 
 
-def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
+def _other(case: Case, *told: str, algorithm: str = "owner") -> Mismatch:
+    return Mismatch(lambda: _call(1, case, algorithm), told)
+
+
+class TestFaults(ProtocolSuite):
+    operator = "sparse_all_reduce"
+    ways = (*ALGORITHMS, *(f"into {name}" for name in INTO_ALGORITHMS))
+    absences = (
+        *((name, "auto") for name in (*ALGORITHMS, "into owner")),
+        ("into allgather", "staged"),
+    )
+    mismatches: ClassVar = {
+        "rows": _other(replace(_OTHER, rows=200), "rows=200", "rows=96"),
+        "rows of the same words": _other(replace(_OTHER, rows=95), "rows=95", "rows=96"),
+        "row shape": _other(replace(_OTHER, row_shape=(7,)), "7", "6"),
+        "row shape of the same width": _other(replace(_OTHER, row_shape=(2, 3))),
+        "scalar rows": _other(replace(_OTHER, row_shape=())),
+        "dtype": _other(replace(_OTHER, dtype=torch.float16), "dtype="),
+        "dtype of the same size": _other(replace(_OTHER, dtype=torch.bfloat16), "dtype="),
+        "op": _other(replace(_OTHER, op="mean"), "mean=True", "mean=False"),
+        "algorithm": _other(_OTHER, "gathers=True", "gathers=False", algorithm="allgather"),
+        "dense": _other(_OTHER, algorithm="dense"),
+        "barrier": Mismatch(po.barrier, ["barrier"]),
+        "gemv_all_reduce": Mismatch(lambda: _product(1), ["gemv_all_reduce"]),
+    }
+    first_call = "sparse_all_reduce"
+    deaths = (("stopped", "owner"), ("killed", "allgather"))
+    deaths_on_gpus = (("stopped", "allgather"),)
+    names_the_dead = False
+
+    @classmethod
+    def work(cls, iteration: int, way: str) -> Work:
+        algorithm = way.removeprefix("into ")
+        if way == algorithm:
+            outputs: list[torch.Tensor] = []
+            return Work(
+                lambda: outputs.append(_call(iteration, algorithm=algorithm)),
+                lambda: _problem(outputs[0], iteration) is None,
+            )
+        room = Room(300, _CASE.row_shape, _CASE.dtype)
+        entries = make_inputs(_CASE, po.world_size(), iteration)[po.rank()]
+        return Work(
+            lambda: call_into(_CASE, entries, room, algorithm, 120),
+            lambda: room.problem(wanted(_CASE, po.world_size(), iteration)) is None,
+            lambda: bool(room.values.isnan().all()),
+        )
+
+    @classmethod
+    def meet(cls) -> object:
+        return _call(1, _OTHER, "owner")
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Kernels are compiled and other operators agree before PEs wait for each other in what does not match."""
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for algorithm in ("allgather", "dense"):  # the first call of a layout is "owner" in any case
+                assert _checked(0, Case("compiled", 64, uniform(9), (6,), dtype), algorithm)
+        assert _product(0) and _product(1)
+
+
+def _met_before(backend: str) -> dict[str, tuple[str, str, float]]:
+    """PEs that call different things which all of them have called before."""
     po.init(backend, operator_timeout=60.0, heap_size=64 * MB)
     errors = {}
-    # Kernels are compiled and other operators agree before PEs wait for each other in what does not match.
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for algorithm in ("allgather", "dense"):  # the first call of a layout is "owner" in any case
-            assert _checked(0, Case("compiled", 64, uniform(9), (6,), dtype), algorithm)
-    assert _product(0) and _product(1)
 
     def note(kind: str, act: Callable[[], Any]) -> None:
         errors[kind] = error_of(lambda: [act(), po.check()])
         po.recover()
         assert _checked(len(errors) % 6, algorithm=ALGORITHMS[len(errors) % 3]), kind
 
-    for kind, (other, algorithm, _) in _MISMATCHES.items():
-        case, algorithm = (other, algorithm) if po.rank() == 1 else (_OTHER, "owner")
-        note(kind, lambda case=case, algorithm=algorithm: _call(1, case, algorithm))
     is_other = po.rank() == 1
-    note("barrier", lambda: po.barrier() if is_other else _call(1, _OTHER))
-    note("gemv_all_reduce", lambda: _product(1) if is_other else _call(1, _OTHER))
-    # The same once all have met both shapes.
     half = replace(_OTHER, dtype=torch.float16)
     right = [_checked(2, case, algorithm) for case in (_OTHER, half) for algorithm in ALGORITHMS]
     assert all(right)
@@ -480,49 +424,18 @@ def _mismatches(backend: str) -> dict[str, tuple[str, str, float]]:
     return errors
 
 
-def test_mismatch_is_named_on_every_pe(backend: str) -> None:
-    results = run_pes(_mismatches, 3, backend, timeout=200)
-    for rank, errors in enumerate(results):
-        assert set(errors) >= set(_MISMATCHES)
+def test_mismatch_of_what_all_have_met_before(backend: str) -> None:
+    for rank, errors in enumerate(run_pes(_met_before, 3, backend, timeout=200)):
         for kind, (name, text, seconds) in errors.items():
             where = f"PE {rank}, {kind}: {name}: {text}"
             assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
             assert "sparse_all_reduce" in text, where
             assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
-            if "nothing yet" in text:  # a PE that was only told of it may not have been told by what
-                continue
-            for field in _MISMATCHES[kind][2] if kind in _MISMATCHES else []:
-                assert field in text, where
-            if kind in ("barrier", "gemv_all_reduce"):
-                assert kind in text, where
-            if kind == "capacity":
-                assert "90" in text and "96" in text, where
+            # A PE that was only told of it may not have been told by what.
+            assert kind != "capacity" or "nothing yet" in text or ("90" in text and "96" in text), where
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------
-
-
-def _far_epochs() -> list[str]:
-    problems = []
-    room = Room(300, _CASE.row_shape, _CASE.dtype)
-    for epoch in (0, 2**16 - 3, 2**31 - 3, 2**32 - 3, 2**40 - 4, 2**47):
-        if epoch:
-            po.runtime.world.current().workspace.set_epoch(epoch)
-        for iteration in range(6):
-            if iteration % po.world_size() == po.rank():
-                time.sleep(0.02)
-            if not _checked(iteration, algorithm=ALGORITHMS[iteration // 2 % 3]):
-                problems.append(f"epoch {epoch}, iteration {iteration}")
-            room.reset()
-            call_into(_CASE, make_inputs(_CASE, po.world_size(), iteration)[po.rank()], room, "auto", 120)
-            if found := room.problem(wanted(_CASE, po.world_size(), iteration)):
-                problems.append(f"epoch {epoch}, iteration {iteration}, into: {found}")
-    return problems
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_far_epochs(backend: str, options: dict[str, Any]) -> None:
-    assert in_world(_far_epochs, 2, backend, **options) == [[], []]
 
 
 def _stale_flags() -> list[str]:
@@ -545,21 +458,3 @@ def _stale_flags() -> list[str]:
 
 def test_flags_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
     assert in_world(_stale_flags, 2, backend) == [[], []]
-
-
-# ---- dead peers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "algorithm"),
-    [
-        pytest.param("stopped", "owner", id="stopped-owner"),
-        pytest.param("stopped", "allgather", id="stopped-allgather", marks=pytest.mark.gpu),
-        pytest.param("killed", "allgather", id="killed-allgather"),
-    ],
-)
-def test_dead_peer(backend: str, how: str, algorithm: str, tmp_path: Path) -> None:
-    for survivor in dead_peer(functools.partial(_checked, algorithm=algorithm), backend, how, tmp_path):
-        # Not always PE 1 by name: one survivor may have all that it needs of it, and wait for the other.
-        assert "PE " in survivor.text, survivor
-        assert survivor.seconds < 12.0

@@ -156,15 +156,14 @@ class CaseWorlds:
 
     def _launched(self, backend: str, world: CaseWorld) -> Results | Exception:
         """Run a world's cases. What the launch raised is kept too, so that it is not launched again for every case."""
-        threads = backend == "host"
 
         def launch(chosen: Sequence[Any]) -> Results:
             names = [case.name for case in chosen]
             options = world.options
-            return po.launch(self._run_cases, world.size, backend, names, options, threads=threads, timeout=280)
+            return run_pes(self._run_cases, world.size, backend, names, options, timeout=280)
 
         try:
-            if not threads or world.size > 1:
+            if backend == "cuda" or world.size > 1:
                 return launch(world.cases)
             # It is the compiler that takes the time here, for kernels that all the other worlds find.
             halves = ([c for c in world.cases if (c.dtype == self._halved_by) == is_in] for is_in in (True, False))

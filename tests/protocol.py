@@ -1,0 +1,271 @@
+"""What every operator's protocol must stand: PEs that are late, absent, dead, or call something else; far epochs.
+
+Written once: an operator's class of tests derives from `ProtocolSuite` and says how it is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels, run_pes
+
+import persistent_ops as po
+
+__all__ = ["Mismatch", "ProtocolSuite", "Work"]
+
+_ITERATIONS = 6  # of inputs
+_EPOCHS = (0, 2**16 - 3, 2**31 - 3, 2**32 - 3, 2**40 - 4, 2**47)
+_TRANSPORTS = [
+    pytest.param({}, id="direct"),
+    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
+]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call of an operator that is about to be made.
+
+    Attributes:
+        run: makes it, on the current stream.
+        is_right: whether its results are what they should be, once `po.check()` has returned.
+        is_poisoned: whether nothing of its results looks like one, where it was given up; None: that cannot be seen.
+        is_harmless: whether what looks like a result is one; the same.
+    """
+
+    run: Callable[[], object]
+    is_right: Callable[[], bool]
+    is_poisoned: Callable[[], bool] | None = None
+    is_harmless: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What PE 1 calls while the others call something else, and what every PE must be told of it."""
+
+    other: Callable[[], object]
+    told: Sequence[str] = ()
+
+
+class ProtocolSuite:
+    """The tests, for one operator.
+
+    Attributes:
+        operator: its name in messages.
+        ways: in which it can be called.
+        heap_bytes: of each PE.
+        absences: ways and transports ("auto", "staged") in which a PE stays away.
+        patience, gives_up_within: seconds for which kernels wait for that PE, and until everybody has given up.
+        mismatches: by name, for the others' `meet`.
+        first_call: what the text says where PE 1 meets the others' first call with something else.
+        deaths, deaths_on_gpus: how PE 1 dies ("killed", "stopped"), in which way; on GPUs both.
+        noticed_within: seconds until the survivors of a stopped PE know, whose kernels wait for 3.
+        names_the_dead: whether all survivors do; one may have all that it needs, and wait for another one.
+    """
+
+    operator: ClassVar[str]
+    ways: ClassVar[Sequence[str]]
+    heap_bytes: ClassVar[int] = 64 << 20
+    absences: ClassVar[Sequence[tuple[str, str]]]
+    patience: ClassVar[float] = 4.0
+    gives_up_within: ClassVar[float] = 12.0  # far more PEs than cores may be spinning
+    mismatches: ClassVar[Mapping[str, Mismatch]]
+    first_call: ClassVar[str]
+    deaths: ClassVar[Sequence[tuple[str, str]]]
+    deaths_on_gpus: ClassVar[Sequence[tuple[str, str]]] = ()
+    noticed_within: ClassVar[float] = 12.0
+    names_the_dead: ClassVar[bool] = True
+
+    # ---- of the operator -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def work(cls, iteration: int, way: str) -> Work:
+        """Prepare a call of this PE, for one of six inputs; collective."""
+        raise NotImplementedError
+
+    @classmethod
+    def meet(cls) -> object:
+        """Make the call that mismatches are about."""
+        raise NotImplementedError
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Compile what mismatches need, and let PEs agree on what is not to be compared there."""
+        for way in cls.ways:
+            assert cls.checked(0, way), way
+
+    # ---- programs of the PEs ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def checked(cls, iteration: int, way: str) -> bool:
+        """Call the operator and wait; return whether the result is right."""
+        work = cls.work(iteration % _ITERATIONS, way)
+        work.run()
+        po.check()
+        return work.is_right()
+
+    @classmethod
+    def _way(cls, number: int) -> str:
+        return cls.ways[number % len(cls.ways)]
+
+    @classmethod
+    def _problems(cls, count: int, *, lateness: float = 0.0, what: str = "") -> list[str]:
+        """Call it so often, in all ways, with PEs that are late in turn; return what went wrong."""
+        found = []
+        for iteration in range(count):
+            if iteration % po.world_size() == po.rank():
+                time.sleep(lateness)
+            if not cls.checked(iteration, cls._way(iteration // 2)):
+                found.append(f"{what}iteration {iteration}, {cls._way(iteration // 2)}")
+        return found
+
+    @classmethod
+    def _late(cls, backend: str, options: dict[str, Any]) -> list[str]:
+        po.init(backend, operator_timeout=30.0, heap_size=cls.heap_bytes, **options)
+        problems = cls._problems(2 * max(len(cls.ways), 4), lateness=0.1)
+        # Nobody waits on the host in between: PEs run ahead as far as the protocol lets them.
+        works = [cls.work(number % _ITERATIONS, cls._way(number // 2)) for number in range(24)]
+        for number, work in enumerate(works):
+            if number % 8 == 2 * po.rank():
+                time.sleep(0.05)
+            work.run()
+        po.check()
+        problems += [f"ahead, call {number}" for number, work in enumerate(works) if not work.is_right()]
+        po.finalize()
+        return problems
+
+    @classmethod
+    def _absent(cls, backend: str, way: str, transport: str, folder: Path) -> dict[str, Any]:
+        init_with_impatient_kernels(backend, cls.patience, cls.heap_bytes, transport=transport)
+        seen: dict[str, Any] = {"before": [cls.checked(0, each) for each in cls.ways]}
+        work, next_work = cls.work(1, way), cls.work(2, way)
+        if po.rank() == 0:  # comes when the others have given up, however busy the machine is
+            gave_up(folder, po.world_size() - 1)
+        seen["error"] = error_of(lambda: [work.run(), po.check()])
+        (folder / f"gave_up_{po.rank()}").touch()
+        seen["poisoned"] = work.is_poisoned is None or work.is_poisoned()
+        seen["harmless"] = work.is_harmless is None or work.is_harmless()
+        # Who came too late may have found all that its peers sent in that launch, but finds nothing of the next one.
+        seen["again"] = error_of(lambda: [next_work.run(), po.check()])[0]
+        seen["barrier"] = error_of(po.barrier)[0]
+        po.recover()
+        seen["after"] = cls._problems(6)
+        po.finalize()
+        return seen
+
+    @classmethod
+    def _mismatched(cls, backend: str) -> dict[str, tuple[str, str, float]]:
+        po.init(backend, operator_timeout=60.0, heap_size=cls.heap_bytes)
+        cls.warm_up()
+        errors = {}
+        for number, (kind, mismatch) in enumerate(cls.mismatches.items()):
+            act = mismatch.other if po.rank() == 1 else cls.meet
+            errors[kind] = error_of(lambda act=act: [act(), po.check()])  # type: ignore[misc]
+            po.recover()
+            assert cls.checked(number, cls._way(number)), kind
+        po.finalize()
+        return errors
+
+    @classmethod
+    def _first_call_mismatched(cls, backend: str) -> list[Any]:
+        po.init(backend, operator_timeout=60.0, heap_size=cls.heap_bytes)
+        heap = po.runtime.world.current().heap
+        free = heap.free_list.free_bytes
+        act = po.barrier if po.rank() == 1 else cls.meet
+        name, text, seconds = error_of(lambda: [act(), po.check()])
+        po.recover()
+        is_clean = heap.free_list.free_bytes == free
+        problems = cls._problems(3)
+        po.finalize()
+        return [name, cls.first_call in text, seconds < 30.0, is_clean, problems]
+
+    @classmethod
+    def _far_epochs(cls, backend: str, options: dict[str, Any]) -> list[str]:
+        po.init(backend, operator_timeout=30.0, heap_size=cls.heap_bytes, **options)
+        problems = []
+        for epoch in _EPOCHS:
+            if epoch:
+                po.runtime.world.current().workspace.set_epoch(epoch)
+            problems += cls._problems(2 * max(len(cls.ways), 3), lateness=0.02, what=f"epoch {epoch}, ")
+        po.finalize()
+        return problems
+
+    # ---- tests -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        if "transport" in metafunc.fixturenames:
+            marks = {"staged": pytest.mark.host, "auto": ()}
+            metafunc.parametrize(
+                ("way", "transport"),
+                [pytest.param(*each, id="-".join(each), marks=marks[each[1]]) for each in cls.absences],
+            )
+        elif "how" in metafunc.fixturenames:
+            deaths = [pytest.param(*each, id="-".join(each)) for each in cls.deaths]
+            deaths += [pytest.param(*each, id="-".join(each), marks=pytest.mark.gpu) for each in cls.deaths_on_gpus]
+            metafunc.parametrize(("how", "way"), deaths)
+
+    @pytest.mark.parametrize("options", _TRANSPORTS)
+    def test_late_pes(self, backend: str, options: dict[str, Any]) -> None:
+        assert run_pes(self._late, 3, backend, options, timeout=200) == [[]] * 3
+
+    def test_timeout_names_the_peer_and_recovery_works(
+        self, backend: str, way: str, transport: str, tmp_path: Path
+    ) -> None:
+        soonest = self.gives_up_within
+        for attempt in range(3):  # a busy machine adds to the time, and takes nothing from it
+            folder = tmp_path / str(attempt)
+            folder.mkdir()
+            late, *others = run_pes(self._absent, 3, backend, way, transport, folder, timeout=120)
+            for seen in (late, *others):
+                assert all(seen["before"]) and seen["after"] == [], seen
+                assert seen["again"] == seen["barrier"] == "PeerTimeoutError", f"before po.recover(): {seen}"
+            name, text, _ = late["error"]
+            assert name == "" or (name == "PeerTimeoutError" and "gave up" in text), "it waits for nobody itself"
+            assert late["harmless"]
+            for seen in others:
+                name, text, _ = seen["error"]
+                assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text, text
+                assert seen["poisoned"], "what never came is no NaN"
+            soonest = min(soonest, max(seen["error"][2] for seen in others))
+            if soonest < self.gives_up_within:
+                break
+        assert soonest < self.gives_up_within, "it gives up once, not one wait after the other"
+
+    def test_mismatch_is_named_on_every_pe(self, backend: str) -> None:
+        for rank, errors in enumerate(run_pes(self._mismatched, 3, backend, timeout=250)):
+            assert set(errors) == set(self.mismatches)
+            for kind, (name, text, seconds) in errors.items():
+                where = f"PE {rank}, {kind}: {name}: {text}"
+                assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
+                assert self.operator in text, where
+                assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
+                if "nothing yet" not in text:  # a PE that was only told of it may not have been told by what
+                    assert all(each in text for each in self.mismatches[kind].told), where
+
+    def test_the_first_call_meets_something_else(self, backend: str) -> None:
+        """What the PEs set aside or agree upon in it is no trap."""
+        results = run_pes(self._first_call_mismatched, 3, backend, timeout=200)
+        assert results == [["ContractMismatchError", True, True, True, []]] * 3
+
+    @pytest.mark.parametrize("options", _TRANSPORTS)
+    def test_far_epochs(self, backend: str, options: dict[str, Any]) -> None:
+        assert run_pes(self._far_epochs, 2, backend, options, timeout=200) == [[]] * 2
+
+    def test_dead_peer(self, backend: str, how: str, way: str, tmp_path: Path) -> None:
+        soonest = self.noticed_within
+        for attempt in range(3):
+            folder = tmp_path / str(attempt)
+            folder.mkdir()
+            survivors = dead_peer(functools.partial(self.checked, way=way), backend, how, folder)
+            name = "PE 1" if self.names_the_dead else "PE "
+            assert all(name in survivor.text for survivor in survivors), survivors
+            soonest = min(soonest, max((survivor.seconds for survivor in survivors), default=0.0))
+            if soonest < self.noticed_within:
+                break
+        assert soonest < self.noticed_within
