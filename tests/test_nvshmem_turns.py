@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import threading
 import time
@@ -32,19 +32,18 @@ def _own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.F
         monkeypatch.setattr(nvshmem_turns, "_SHARED_MEMORY", tmp_path)
 
 
-def _start_by_turns(folder: Path, count: int) -> list[bool]:
-    """Start so many times; return whether nobody else started or ended meanwhile."""
-    nvshmem_turns._SHARED_MEMORY = folder
+def _start_by_turns(folder: Path, number: int) -> list[bool]:
+    """Start and end so many times; return whether nobody else started meanwhile, nor ended while this one started."""
     found = []
-    for _ in range(count):
+    for _ in range(20):
         with _start_alone(60.0):
-            trace = folder / f"starting-{os.getpid()}"
+            trace = folder / f"starting-{number}"
             trace.touch()
             time.sleep(0.005)
             found.append(sorted(folder.glob("starting-*")) == [trace] and not list(folder.glob("ending-*")))
             trace.unlink()
         with turn_to_end(60.0):
-            trace = folder / f"ending-{os.getpid()}"
+            trace = folder / f"ending-{number}"
             trace.touch()
             time.sleep(0.005)
             found.append(not list(folder.glob("starting-*")))
@@ -52,10 +51,9 @@ def _start_by_turns(folder: Path, count: int) -> list[bool]:
     return found
 
 
-def test_starts_are_alone() -> None:
-    folder = nvshmem_turns._SHARED_MEMORY
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        for found in pool.starmap(_start_by_turns, [(folder, 20)] * 3):
+def test_starts_are_alone(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:  # locks are of open files, so threads exclude each other as jobs do
+        for found in pool.map(functools.partial(_start_by_turns, tmp_path), range(3)):
             assert found == [True] * 40
 
 
