@@ -383,15 +383,6 @@ TRANSPORTS = [
 ]
 
 
-def _checked(iteration: int, algorithm: str, case: Case = _CASE) -> bool:
-    inputs = make_inputs(case, po.world_size(), iteration)
-    total, norm = call(case, inputs, iteration, algorithm)
-    po.check()
-    want = sum_model(inputs)
-    assert norm is not None
-    return difference(total, want) is None and difference(norm, norm_model(want, inputs)) is None
-
-
 def _turns(backend: str, options: dict[str, Any]) -> list[str]:
     """PEs that are late in turn; shapes, algorithms and operators in a mixed order on one workspace."""
     po.init(backend, operator_timeout=30.0, heap_size=32 * MB, **options)
