@@ -68,10 +68,11 @@ struct Call {
   float* sums;
   int64_t* epoch_seen;
   int32_t is_silent;
+  int32_t compares;  // its contract with the others'
   float* table;  // [count], changed by every launch, as is the state
   float* state;
 };
-PO_DESCRIBE(Call, x, descriptor, sums, epoch_seen, is_silent, table, state)
+PO_DESCRIBE(Call, x, descriptor, sums, epoch_seen, is_silent, compares, table, state)
 
 struct Shared {
   Plan plan;
@@ -90,7 +91,7 @@ struct Kernel {
     Team& team = shared.plan.team;
     begin_launch(team, wg);
     if (wg.index() == 0) grant_credit(team, wg, 0);
-    if (wg.index() == 0) await_all_credits(team, wg);
+    if (wg.index() == 0 && call.compares != 0) await_all_credits(team, wg);
     if (wg.index() == 0 && wg.rank() == 0) {
       const int next = (team.rank + 1) % team.size;
       const int previous = (team.rank + team.size - 1) % team.size;
@@ -187,7 +188,7 @@ class Launch:
         self.plan()
         self.sums, self.epoch = torch.zeros_like(x), torch.zeros(1, dtype=torch.int64)
         self.table, self.state = torch.zeros_like(x), torch.zeros_like(x)
-        self.is_silent = False
+        self.is_silent, self.compares = False, True
         self._x = x
 
     def plan(self) -> ProbePlan:
@@ -200,6 +201,7 @@ class Launch:
         call = plan.call
         for place, word in enumerate(words):
             call.descriptor.words[place] = word
+        call.compares = int(self.compares)
         call.x, call.sums, call.epoch_seen = self._x.data_ptr(), self.sums.data_ptr(), self.epoch.data_ptr()
         call.table, call.state, call.is_silent = self.table.data_ptr(), self.state.data_ptr(), int(self.is_silent)
         PROBE.begin_changes(current(), table=self.table, state=self.state)
@@ -290,6 +292,26 @@ def test_a_mismatch_names_the_operators_fields() -> None:
     for told in _run(program):
         assert "negates is " in told
         assert "suite_probe(world_size=2, negates=" in told
+
+
+@pytest.mark.parametrize("differing", [0, 1, 2])
+def test_who_is_told_of_a_mismatch_is_told_of_a_side_that_differs(differing: int) -> None:
+    """One PE compares and blames the first that differs; the others only hear of it, and may agree with that one."""
+
+    def program() -> str:
+        x = torch.ones(3)
+        Launch(x)(range(4))  # sets the area aside
+        launch = Launch(x, negates=po.rank() == differing)
+        launch.compares, launch.is_silent = po.rank() == 1, True
+        with pytest.raises(po.ContractMismatchError) as caught:
+            launch(range(4))
+        return str(caught.value)
+
+    texts = _run(program, 3, operator_timeout=60.0)
+    for rank, told in enumerate(texts):
+        assert f"negates is {rank == differing} on PE {rank}, {rank != differing} on PE " in told, told
+        shown = int(told.partition(f"{rank != differing} on PE ")[2][0])
+        assert (shown == differing) != (rank == differing), told
 
 
 def test_a_pe_alone_launches_beside_the_world() -> None:

@@ -45,6 +45,18 @@ PO_NOINLINE inline void report_input_error(const Team& team, uint64_t kind, int6
   flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
 }
 
+PO_FN const Grant* grant_of(const Team& team, int peer) {
+  return reinterpret_cast<const Grant*>(team.heap + grant_offset(team, peer));
+}
+
+// One PE blames another, and this one is told: whose contract it has to tell beside its own. One that differs from it, since
+// this PE may agree with either.
+PO_NOINLINE inline int side_to_tell(const Team& team, int blamed, int accuser) {
+  if (blamed == team.rank) return accuser;
+  const uint64_t flag = flag_load_acquire_sys(&grant_of(team, blamed)->flag);
+  return accuser != team.rank && flag == launch_flag(team) ? accuser : blamed;
+}
+
 PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index,
                                     uint64_t seen, uint64_t waited_ns) {
   if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {
@@ -58,10 +70,10 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
     record.epoch = team.epoch;
     record.seen = seen;
     record.waited_ns = waited_ns;
-    // A PE that is blamed itself names the one that blames it, whose credit may still be on its way.
-    const int other_side = kind == kReportedByPeer && peer == team.rank ? static_cast<int>(index) : peer;
-    const auto* grant = reinterpret_cast<const Grant*>(team.heap + grant_offset(team, other_side));
-    const bool is_here = epoch_of(flag_load_acquire_sys(&grant->flag)) >= team.epoch;
+    const int other_side = kind == kReportedByPeer ? side_to_tell(team, peer, static_cast<int>(index)) : peer;
+    const Grant* grant = grant_of(team, other_side);
+    const bool is_here = epoch_of(flag_load_acquire_sys(&grant->flag)) >= team.epoch;  // else still on its way
+    record.other_side = static_cast<uint64_t>(other_side);
     for (int i = 0; i < kContractWords; ++i) {
       record.own_contract[i] = team.contract[i];
       record.peer_contract[i] = is_here ? grant->contract[i] : 0;

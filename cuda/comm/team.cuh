@@ -69,10 +69,11 @@ struct ErrorRecord {
   uint64_t epoch;
   uint64_t seen;
   uint64_t waited_ns;
+  uint64_t other_side;  // the PE that `peer_contract` is of
   int64_t own_contract[kContractWords];
   int64_t peer_contract[kContractWords];
 };
-PO_DESCRIBE(ErrorRecord, state, kind, phase, peer, index, epoch, seen, waited_ns, own_contract, peer_contract)
+PO_DESCRIBE(ErrorRecord, state, kind, phase, peer, index, epoch, seen, waited_ns, other_side, own_contract, peer_contract)
 
 // What is wrong, where and with which value is for the operator to say; `operator_id` is its contract's first word.
 struct InputErrorRecord {

@@ -174,7 +174,7 @@ class Workspace:
         if kind == "contract":
             return ContractMismatchError(
                 f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch})"
-                f"{self._describe_contracts(f'PE {error.peer}')}. {remedy}"
+                f"{self._describe_contracts()}. {remedy}"
             )
         if kind == "reported":
             return self._describe_report(remedy)
@@ -193,12 +193,13 @@ class Workspace:
             )
         return PeerTimeoutError(f"{waited}. {remedy}")
 
-    def _describe_contracts(self, peer: str) -> str:
+    def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
         """Tell both sides of a mismatch: what differs, then all of both."""
         error, me = self._error, self._bootstrap.rank
+        peer = f"PE {error.other_side}" + (f", as far as PE {me} was told" if is_hearsay else "")
         mine, theirs = tuple(error.own_contract), tuple(error.peer_contract)
         own = self._contracts.get(mine)
-        differing = differences(mine, own, theirs, me, error.peer)
+        differing = differences(mine, own, theirs, me, error.other_side)
         head = f": {differing}" if differing else ""
         return f"{head}. PE {me}: {_contract.describe(mine, own)}; {peer}: {_contract.describe(theirs, own)}"
 
@@ -209,7 +210,7 @@ class Workspace:
         left = f"so PE {me} left its launch too (epoch {error.epoch})"
         reason = self._kinds[error.seen >> self._constants["kBlameKindShift"] & 3]
         if reason == "contract":
-            told = self._describe_contracts(f"PE {error.peer}, as far as PE {me} was told")
+            told = self._describe_contracts(is_hearsay=True)
             return ContractMismatchError(
                 f"PE {error.index} and {blamed} launched operators that do not match, {left}{told}. {remedy}"
             )
