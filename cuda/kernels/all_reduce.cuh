@@ -4,8 +4,8 @@
 // (two shots): nobody waits for credit, areas of packets take turns by the epoch's parity, and warps work by themselves
 // (packet_reduce). What is large travels by slices, each to its owner and back, behind credit; there WGs work in turns, which
 // words count (slice_reduce). A WG's last warp counts it for the epoch's end, and in the last WG grants this PE's credit; with
-// packets it has no blocks, and there awaits the others' credit. The norm is every PE's own: warps leave the squares of their
-// blocks to each other (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
+// packets it awaits the others' there, and has no blocks. The norm is every PE's own: warps leave the squares of their blocks
+// to each other (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
 //
 // Here is what a launch is given and who does what in it; kernels/all_reduce/ has the rest, cuda/DESIGN.md, section 9, why it is
 // right.
@@ -126,43 +126,43 @@ struct Kernel {
     wg.sync();  // @epoch-known
     // With slices two WGs fill an SM: a successor that found room beside some of them would leave the rest behind.
     if constexpr (Traits::kSendsPackets && Traits::kSharesSm) release_successor();
-    if (serves(wg)) open(wg, shared);
+    if (serves(wg) && keeps_credits(wg)) grant_credit(shared.plan.team, Warp(), 0);
     if constexpr (Traits::kSendsPackets) {
       exchange_packets(wg, shared, call, begun);
     } else {
+      if (serves(wg)) count_out(wg, shared);
       SliceReduce<Traits, Plan, Call>(shared.plan, call, wg, shared.takes_part != 0, &shared.is_missing).run();
     }
     if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // what was put is written again later
   }
 
  private:
-  // The last warp of a WG serves. With packets it does nothing else, but for a lone one (host).
-  static PO_FN int num_reducing(const WorkGroup& wg) { return max_of(wg.num_warps() - 1, 1); }
-  static PO_FN bool reduces(const WorkGroup& wg) { return wg.warp_index() < num_reducing(wg); }
+  // The last warp of a WG serves; that of the last WG does nothing else where packets are sent, unless it is alone (host).
   static PO_FN bool serves(const WorkGroup& wg) { return wg.warp_index() == wg.num_warps() - 1; }
   static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }
 
+  static PO_FN bool reduces(const WorkGroup& wg) { return wg.num_warps() == 1 || !(serves(wg) && keeps_credits(wg)); }
+
   // Along the WGs first, so that few blocks are with many SMs.
   static PO_FN Worker worker_of(const WorkGroup& wg) {
-    return {wg.warp_index() * wg.count() + wg.index(), num_reducing(wg) * wg.count(), wg.count()};
+    const int num_warps = wg.num_warps() * wg.count();
+    return {wg.warp_index() * wg.count() + wg.index(), wg.num_warps() == 1 ? num_warps : num_warps - 1, wg.count()};
   }
 
-  // Grants credit, in one WG, and counts this WG: all its threads know the epoch.
-  static PO_FN void open(const WorkGroup& wg, const Shared& shared) {
-    const Warp warp;
-    if (keeps_credits(wg)) grant_credit(shared.plan.team, warp, 0);
-    if (warp.rank() == 0) close_epoch(shared.plan.team, wg);
+  // Counts this WG: all its threads know the epoch.
+  static PO_FN void count_out(const WorkGroup& wg, const Shared& shared) {
+    if (Warp().rank() == 0) close_epoch(shared.plan.team, wg);
   }
 
   static PO_FN void exchange_packets(const WorkGroup& wg, const Shared& shared, const Call& call, const Begun& begun) {
-    // A lone warp awaits credits between what it sends and what it waits for, so that a mismatch is noticed there.
-    const auto meet = [&] {
-      if (serves(wg) && keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
+    // What a serving warp has besides, between what it sends and what it waits for: neither keeps others waiting.
+    const auto serve = [&] {
+      if (!serves(wg)) return;
+      if (keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
+      count_out(wg, shared);
     };
-    if (!reduces(wg)) return meet();
-    PacketReduce<Traits, Plan, Call>(shared.plan, call, worker_of(wg), shared.takes_part != 0).run(begun.held, [&] {
-      if constexpr (kWarpSize == 1) meet();
-    });
+    if (!reduces(wg)) return serve();
+    PacketReduce<Traits, Plan, Call>(shared.plan, call, worker_of(wg), shared.takes_part != 0).run(begun.held, serve);
   }
 };
 

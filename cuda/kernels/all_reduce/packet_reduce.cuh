@@ -33,13 +33,13 @@ class PacketReduce {
   PO_FN PacketReduce(const Plan& plan, const Call& call, const Worker& worker, bool takes_part)
       : plan_(plan), team_(plan.team), call_(call), worker_(worker), takes_part_(takes_part), output_(plan, call) {}
 
-  // `held`: the elements of this warp's first block. `meet`: called when all is sent.
-  template <class Meet>
-  PO_FN void run(const Chunks& held, const Meet& meet) {
+  // `held`: the elements of this warp's first block. `serve`: called when all is sent.
+  template <class Serve>
+  PO_FN void run(const Chunks& held, const Serve& serve) {
     for_each_block([&](int block) {
       if (!(kTwoShot && is_own(block))) send(block, elements(block, held));
     });
-    meet();
+    serve();
     for_each_block([&](int block) {
       if (!kTwoShot || is_own(block)) reduce(block, elements(block, held));
     });
