@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from decode import report as decode_report
 from decode.config import SIZES, ModelConfig, Partition, RopeScaling, config_of_folder
 from decode.kernels import Kernels, _attend_step, _store, rope_tables
 from decode.loop import run_pe
+from decode.methods import FlashInfer, Peers, Unfused
 from decode.options import Options
 from decode.weights import FolderWeights, RandomWeights
 
@@ -492,3 +494,47 @@ def test_a_model_folder_that_does_not_fit_its_configuration_is_refused(model_fol
         file.unlink()
     with pytest.raises(ValueError, match=r"holds no \*.safetensors"):
         FolderWeights(model_folder, CPU, torch.float32)
+
+
+def test_flashinfer_closes_half_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plain way, with a stand-in that does what FlashInfer documents; it needs a GPU itself."""
+    made = {}
+
+    def allreduce_fusion(
+        x: torch.Tensor,
+        workspace: object,
+        pattern: int,
+        *,
+        launch_with_pdl: bool,
+        residual_in: torch.Tensor,
+        residual_out: torch.Tensor,
+        norm_out: torch.Tensor,
+        rms_gamma: torch.Tensor,
+        rms_eps: float,
+    ) -> None:
+        assert workspace is made["workspace"] and pattern == 1 and launch_with_pdl
+        residual_out.copy_(x + residual_in)
+        norm_out.copy_(rms_gamma * torch.nn.functional.rms_norm(residual_out, residual_out.shape[-1:], eps=rms_eps))
+
+    def create_allreduce_fusion_workspace(**arguments: object) -> object:
+        made.update(arguments, workspace=object())
+        return made["workspace"]
+
+    comm = types.ModuleType("flashinfer.comm")
+    comm.AllReduceFusionPattern = types.SimpleNamespace(kARResidualRMSNorm=1)  # type: ignore[attr-defined]
+    comm.allreduce_fusion = allreduce_fusion  # type: ignore[attr-defined]
+    comm.create_allreduce_fusion_workspace = create_allreduce_fusion_workspace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.comm", comm)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
+    method = FlashInfer(batch=3, hidden=8, dtype=torch.float32)
+    assert [made[name] for name in ("backend", "world_size", "max_token_num", "hidden_dim")] == ["trtllm", 1, 3, 8]
+    method.probe(torch.empty(3, 8))
+    kernels = Kernels(TINY, is_compiled=False)
+    linear, generator = torch.nn.Linear(4, 8, bias=False), torch.Generator().manual_seed(1)
+    x, residual, norm = (torch.randn(shape, generator=generator) for shape in ((3, 4), (3, 8), (8,)))
+    expected = Unfused(Peers(0, 1)).close(kernels, linear, x, residual, norm)
+    for result, other in zip(method.close(kernels, linear, x, residual, norm), expected, strict=True):
+        torch.testing.assert_close(result, other)

@@ -27,7 +27,7 @@ from persistent_ops.runtime.world import World
 
 from .config import SIZES, ModelConfig, Partition
 from .kernels import Kernels
-from .methods import Alone, Fused, FusedNorm, FusedSums, Method, Peers, SymmetricMemory, Unfused
+from .methods import Alone, FlashInfer, Fused, FusedNorm, FusedSums, Method, Peers, SymmetricMemory, Unfused
 from .model import Decoder, Sequences, build_decoder
 from .options import Options
 from .weights import FolderWeights, RandomWeights, WeightSource
@@ -206,25 +206,36 @@ class _Pe:
             if self.on_gpu:
                 self.notes.append("torch's symmetric memory needs one GPU per PE, all on one host: left out")
             return found
-        for kind in ("one_shot", "two_shot"):
-            label, problem, method = f"cuBLAS + {kind}", "", None
+        makers: dict[str, Callable[[], Method]] = {
+            "cuBLAS + one_shot": lambda: self._symmetric_memory("one_shot"),
+            "cuBLAS + two_shot": lambda: self._symmetric_memory("two_shot"),
+        }
+        if importlib.util.find_spec("flashinfer"):
+            makers["cuBLAS + FlashInfer"] = self._flashinfer
+        for label, make in makers.items():
+            problem, method = "", None
             try:
-                method = SymmetricMemory(
-                    kind,
-                    batch=self.options.batch,
-                    hidden=self.config.hidden,
-                    device=self.device,
-                    dtype=self.dtype,
-                )
-                method.probe()
-            except (RuntimeError, AttributeError) as error:
-                problem = str(error).splitlines()[0]
+                method = make()
+            except (ImportError, RuntimeError, AttributeError, ValueError) as error:
+                problem = (str(error) or type(error).__name__).splitlines()[0]
             problems = [each for each in self.exchange(problem) if each]
             if problems or method is None:
                 self.notes.append(f"{label} cannot run here: {problems[0]}")
             else:
                 found[label] = method
         return found
+
+    def _symmetric_memory(self, kind: str) -> Method:
+        batch, hidden = self.options.batch, self.config.hidden
+        method = SymmetricMemory(kind, batch=batch, hidden=hidden, device=self.device, dtype=self.dtype)
+        method.probe()
+        return method
+
+    def _flashinfer(self) -> Method:
+        batch, hidden = self.options.batch, self.config.hidden
+        method = FlashInfer(batch=batch, hidden=hidden, dtype=self.dtype)
+        method.probe(torch.empty(batch, hidden, dtype=self.dtype, device=self.device))
+        return method
 
     def record(self, step: Callable[[], torch.Tensor], sequences: Sequences) -> _Runner:
         """Warm a step up and capture it in a CUDA graph; without graphs it is called as it is."""

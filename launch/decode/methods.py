@@ -2,8 +2,8 @@
 
 All methods work on the same weights. "fused" is po.nn.ColumnParallelLinear and po.nn.RowParallelLinear with the
 residual inside; "fused sums" the latter alone; "fused norm" the former, then a cuBLAS product and
-po.all_reduce_rms_norm; the others are cuBLAS products and somebody's all-reduce, whose result is added to the residual
-in one kernel with the norm.
+po.all_reduce_rms_norm; "flashinfer" is the same with FlashInfer's kernel; the others are cuBLAS products and
+somebody's all-reduce, whose result is added to the residual in one kernel with the norm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import persistent_ops as po
 
 from .kernels import Kernels
 
-__all__ = ["Alone", "Fused", "FusedNorm", "FusedSums", "Method", "Peers", "SymmetricMemory", "Unfused"]
+__all__ = ["Alone", "FlashInfer", "Fused", "FusedNorm", "FusedSums", "Method", "Peers", "SymmetricMemory", "Unfused"]
 
 
 class Peers:
@@ -188,6 +188,69 @@ class SymmetricMemory:
         torch.cuda.synchronize()
         if not bool((total == dist.get_world_size()).all()):
             raise RuntimeError(f"{self.name}_all_reduce gave a wrong sum")
+
+
+class FlashInfer:
+    """A product, then FlashInfer's all-reduce with residual and norm in one kernel, which inference engines call.
+
+    Collective: every PE makes it. One workspace serves all layers.
+
+    Args:
+        batch: rows of a product.
+        hidden: elements of a row.
+        dtype: of the sums.
+
+    Raises:
+        ImportError: FlashInfer is not installed, or has no such operator.
+        RuntimeError: it cannot run here.
+    """
+
+    name = "flashinfer"
+    open = staticmethod(_library_product)
+
+    def __init__(self, *, batch: int, hidden: int, dtype: torch.dtype) -> None:
+        from flashinfer.comm import AllReduceFusionPattern, allreduce_fusion, create_allreduce_fusion_workspace
+
+        self._workspace = create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=dist.get_world_size(),
+            rank=dist.get_rank(),
+            max_token_num=batch,
+            hidden_dim=hidden,
+            dtype=dtype,
+        )
+        self._operator = allreduce_fusion
+        self._pattern = AllReduceFusionPattern.kARResidualRMSNorm
+
+    def close(
+        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Close half a layer; see `Method`."""
+        return self._sum_and_norm(_library_product(linear, x), residual, norm, kernels.eps)
+
+    def _sum_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total, normed = torch.empty_like(residual), torch.empty_like(residual)
+        self._operator(
+            x,
+            self._workspace,
+            self._pattern,
+            launch_with_pdl=True,
+            residual_in=residual,
+            residual_out=total,
+            norm_out=normed,
+            rms_gamma=norm,
+            rms_eps=eps,
+        )
+        return total, normed
+
+    def probe(self, like: torch.Tensor) -> None:
+        """Sum ones, of the shape of `like` `[N, hidden]`, over the PEs; RuntimeError where sum or norm is wrong."""
+        ones = torch.ones_like(like)
+        total, normed = self._sum_and_norm(ones, ones, torch.ones_like(like[0]), 0.0)
+        if not bool((total == dist.get_world_size() + 1).all() and (normed == 1).all()):
+            raise RuntimeError("FlashInfer's all-reduce with a norm gave a wrong result")
 
 
 class Alone:
