@@ -158,8 +158,8 @@ struct Kernel {
     // What a serving warp has besides, between what it sends and what it waits for: neither keeps others waiting.
     const auto serve = [&] {
       if (!serves(wg)) return;
-      if (keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
       count_out(wg, shared);
+      if (keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
     };
     if (!reduces(wg)) return serve();
     PacketReduce<Traits, Plan, Call>(shared.plan, call, worker_of(wg), shared.takes_part != 0).run(begun.held, serve);
