@@ -21,8 +21,8 @@ import torch
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
-from persistent_ops.demo.unfused import process_group
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from .config import SIZES, ModelConfig, Partition

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
-from persistent_ops.demo.unfused import process_group
 from persistent_ops.nn.ddp import ddp_sparse_hook
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from . import checkpoint
