@@ -230,7 +230,7 @@ class AllReduce(Experiment[str]):
             self.write("left_out", what="torch symmetric memory", problem=problem)
 
     def cases(self) -> Iterable[str]:
-        return self.options.sizes  # type: ignore[no-any-return]
+        return tuple(self.options.sizes)
 
     def prepare(self, case: str) -> Sums:
         return Sums(self.world, self.options, case, self._symmetric)

@@ -161,7 +161,7 @@ class GemvAllReduce(Experiment[str]):
     # ---- on a PE -----------------------------------------------------------------------------------------------------
 
     def set_up(self) -> None:
-        self._sizes = self.options.sizes(self.backend)
+        self._sizes: dict[str, Shape] = self.options.sizes(self.backend)
         largest = max(shape.copies * shape.weight_bytes for shape in self._sizes.values())
         elements = max(largest, self.read_bytes[self.backend]) // DTYPE.itemsize
         self._storage = torch.empty(elements, dtype=DTYPE, device=self.device)
@@ -192,7 +192,7 @@ class GemvAllReduce(Experiment[str]):
         return Methods(self.world, self._sizes[name], self._storage, self._symmetric, seed=77 + self.world.rank)
 
     def cases(self) -> Iterable[str]:
-        return self._sizes
+        return list(self._sizes)
 
     def prepare(self, case: str) -> Products:
         methods = self._methods(case)

@@ -92,7 +92,7 @@ class Run:
     @property
     def command(self) -> str | None:
         command = self.note.get("command", self.about.get("command"))
-        return None if command is None else re.sub(r" --out \S+", "", command)
+        return None if command is None else re.sub(r" --(out|json) \S+", "", command)
 
     @property
     def commit(self) -> str:

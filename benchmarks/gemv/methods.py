@@ -92,9 +92,8 @@ class Methods:
             storage[number * size : (number + 1) * size].view(shape.rows, shape.columns)
             for number in range(shape.copies)
         ]
-        vectors, result = (shape.vectors, shape.columns), (shape.vectors, shape.rows)
-        if shape.vectors == 1:  # what a decoder of one sequence passes
-            vectors, result = vectors[1:], result[1:]
+        several = (shape.vectors,) if shape.vectors > 1 else ()  # one alone is what a decoder of one sequence passes
+        vectors, result = (*several, shape.columns), (*several, shape.rows)
         generator = torch.Generator(device).manual_seed(seed)
         self.x = torch.empty(vectors, dtype=DTYPE, device=device).uniform_(-1, 1, generator=generator)
         self.out = torch.empty(result, dtype=DTYPE, device=device)

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from .experiment import Experiment, measure
-from .figures import pyplot
+from .figures import pyplot, why_none
 from .pes import is_first_process, run_on_pes, started_pes, without_multicast
 from .record import read_lines
 from .report import print_report, print_tunings
@@ -85,9 +85,7 @@ def _draw(experiment: type[Experiment[Any]], lines: list[dict[str, Any]], path: 
         pyplot()
         experiment.draw(lines, path)
     except Exception as error:
-        is_missing = isinstance(error, ImportError) and error.name == "matplotlib"
-        remedy = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
-        print(f"no figure: {remedy if is_missing else f'{type(error).__name__}: {error}'}", file=sys.stderr)
+        print(f"no figure: {why_none(error)}", file=sys.stderr)
 
 
 def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any]]) -> None:

@@ -353,7 +353,8 @@ class Experiment(ABC, Generic[_Case]):
 
     def _repeated(self, calls: list[Callable[[], object]]) -> list[Callable[[], object]]:
         """Return at least as many calls as a graph shall have, each equally often."""
-        return calls * int(math.ceil(self.options.calls / len(calls)))
+        copies: int = math.ceil(self.options.calls / len(calls))
+        return calls * copies
 
     def _limits(self, trial: Trial) -> dict[str, Any]:
         if trial.moved is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .record import select
 
-__all__ = ["draw_bars", "figure", "legend", "pyplot"]
+__all__ = ["draw_bars", "figure", "legend", "pyplot", "why_none"]
 
 
 def pyplot() -> Any:
@@ -72,3 +72,10 @@ def legend(axes: Any) -> None:
     """Put a legend below the axes, where something is drawn in them."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8)
+
+
+def why_none(error: Exception) -> str:
+    """Return why there is no figure, in one line, with a remedy where matplotlib is missing."""
+    if isinstance(error, ImportError) and error.name == "matplotlib":
+        return "matplotlib is not installed (pip install 'persistent-ops[plot]')"
+    return f"{type(error).__name__}: {error}"
