@@ -21,7 +21,7 @@ import harness.experiment
 from embedding.check import check_methods
 from embedding.configs import CONFIGS, Config
 from embedding.inputs import DISTRIBUTIONS, Tables, draw_lookups, num_sets
-from embedding.methods import EXCHANGING, LABELS, METHODS, UNFUSED, Methods
+from embedding.methods import EXCHANGING, LABELS, METHODS, UNFUSED, Methods, make_plan
 from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
@@ -33,7 +33,7 @@ from harness.timing import Subject, time_aligned
 from harness.tuning import refusal, tuned
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_plan import OPERATOR, EmbeddingPlan
+from persistent_ops.ops.embedding_plan import OPERATOR
 from persistent_ops.runtime.world import World
 
 _HOST_COST_CALLS = 200
@@ -96,25 +96,9 @@ class Exchange(Trial):
         return {"sent_bytes": sent, "read_bytes": config.read_bytes}
 
     def problem_of(self, name: str, tuning: Any) -> str | None:
-        config, lookups = self._shaped.config, self._shaped.sets[0]
-        num_pes = self._world.size
-        return refusal(
-            lambda: EmbeddingPlan(
-                self._world,
-                self._world.team,
-                tuning,
-                self._shaped.weights,
-                lookups.indices,
-                lookups.offsets,
-                None,
-                (config.tables * config.dim,) * num_pes,
-                (config.batch // num_pes,) * num_pes,
-                config.torch_dtype,
-                "sum",
-                "fatal",
-                _SCHEDULES[name].replace("-", "_"),
-            )
-        )
+        shaped, world, schedule = self._shaped, self._world, _SCHEDULES[name].replace("-", "_")
+        inputs = (shaped.config, shaped.weights, shaped.sets[0])
+        return refusal(lambda: make_plan(world, world.team, *inputs, tuning=tuning, schedule=schedule))
 
     def check_tuned(self, name: str) -> list[str]:
         """Compare the bits with those under the default Tuning."""
