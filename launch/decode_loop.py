@@ -12,9 +12,8 @@ Exits with 1 where results do not agree, with 2 where an option or the model is 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from decode.config import SIZES
 from decode.loop import run_pe, without_multicast
 from decode.options import DTYPES, Options
 from decode.report import passed, print_report
+from harness.record import append_line, what_ran
 
 import persistent_ops as po
 from persistent_ops.runtime import launchers
@@ -58,9 +59,8 @@ def main(argv: list[str]) -> int:
     if is_printer:
         print_report(report, Console())
         if arguments.json is not None:
-            line = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **report}
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            command = shlex.join(["python", "launch/decode_loop.py", *argv])
+            append_line(arguments.json, {**what_ran(command), **report})
     return 0 if passed(report) else 1
 
 

@@ -12,9 +12,8 @@ Exits with 1 where losses are not those of one process, with 2 where an option, 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from harness.figures import why_none
+from harness.record import append_line, what_ran
 from sparse_training.loop import read_text, run_pe
 from sparse_training.options import Options
 from sparse_training.report import passed, plot, print_report
@@ -58,14 +60,11 @@ def main(argv: list[str]) -> int:
         try:
             plot(report, options.plot_path)
         except Exception as error:  # the training behind it may have taken hours
-            is_missing = isinstance(error, ImportError) and error.name == "matplotlib"
-            remedy = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
-            print(f"no loss curve: {remedy if is_missing else f'{type(error).__name__}: {error}'}", file=sys.stderr)
+            print(f"no loss curve: {why_none(error)}", file=sys.stderr)
         print_report(report, Console())
         if arguments.json is not None:
-            line = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **report}
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            command = shlex.join(["python", "launch/sparse_embedding_train.py", *argv])
+            append_line(arguments.json, {**what_ran(command), **report})
     return 0 if passed(report) else 1
 
 

@@ -37,6 +37,7 @@ import gemv.methods  # noqa: E402
 import sparse.methods  # noqa: E402
 from harness.record import select, unique, us_text  # noqa: E402
 from sparse.report import swept_lines  # noqa: E402
+from sparse_all_reduce import SparseAllReduce  # noqa: E402
 
 __all__ = ["BLOCK", "DOCUMENTS", "Run", "problems", "read_runs", "rewritten"]
 
@@ -91,7 +92,7 @@ class Run:
     @property
     def command(self) -> str | None:
         command = self.note.get("command", self.about.get("command"))
-        return None if command is None else re.sub(r" --out \S+", "", command)
+        return None if command is None else re.sub(r" --(out|json) \S+", "", command)
 
     @property
     def commit(self) -> str:
@@ -323,7 +324,7 @@ def _sparse_tables(run: Run) -> list[str]:
         points = swept_lines(run.lines, sweep, run.pes)
         if points:
             methods = [method for method in sparse.methods.SWEPT if any(method in times for _, times in points)]
-            labels = [sparse.methods.label_of(method, backend="cuda") for method in methods]
+            labels = [SparseAllReduce.label_on(method, "cuda") for method in methods]
             rows = [
                 [f"{case['shape']['point']:.3g}", us_text(case["limit_us"]), us_text(case["unicast_us"])]
                 + [_us(times.get(method)) for method in methods]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from persistent_ops.ops.embedding_plan import Tuning
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 QUICK = ["--quick", "--backend", "host", "--configs", "B512_T32_P10"]
 
@@ -110,24 +112,24 @@ def test_a_wrong_result_gives_exit_code_1(
 
 
 def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check: Any = importlib.import_module("embedding.run")
+    experiment: Any = importlib.import_module("harness.experiment")
     timing: Any = importlib.import_module("harness.timing")
     # A recording that never runs: the poisoned output stays as it is.
-    monkeypatch.setattr(check, "record", lambda world, calls: timing.Subject(lambda: None, len(calls)))
+    monkeypatch.setattr(experiment, "record", lambda world, calls: timing.Subject(lambda: None, len(calls)))
     assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
     (line,) = [line for line in lines_of(tmp_path) if line["kind"] == "check"]
-    assert line["failures"] == ["PE 0: a replay gives other bits than a call"]
+    assert line["failures"] == ["PE 0, fused, a replay gives other bits than a call"]
 
 
 def test_an_error_still_prints_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module: Any = importlib.import_module("embedding.run")
+    module: Any = importlib.import_module("embedding_all_to_all")
 
     def fail(*arguments: Any) -> None:
         raise RuntimeError("no skew today")
 
-    monkeypatch.setattr(module, "_skew", fail)
+    monkeypatch.setattr(module.EmbeddingAllToAll, "after_times", fail)
     assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
     printed = capsys.readouterr()
     assert "no skew today" in printed.err
@@ -179,13 +181,12 @@ def test_a_wrong_option_gives_exit_code_2(
 
 
 def test_a_grid_is_swept_as_a_product_or_a_star() -> None:
-    options: Any = importlib.import_module("embedding.options")
-    tune: Any = importlib.import_module("embedding.tune")
-    grid = options.parse_grid("threads=256:192,local_delay=0:0.5,work_groups=none:3")
+    tuning: Any = importlib.import_module("harness.tuning")
+    grid = tuning.parse_grid("threads=256:192,local_delay=0:0.5,work_groups=none:3", Tuning)
     assert grid == (("threads", (256, 192)), ("local_delay", (0.0, 0.5)), ("work_groups", (None, 3)))
-    seen = [(t.threads, t.local_delay, t.work_groups) for t in tune.combinations(grid, "product")]
+    seen = [(t.threads, t.local_delay, t.work_groups) for t in tuning.combinations(Tuning, grid, "product")]
     assert len(seen) == len(set(seen)) == 1 + 8  # the default comes first
-    star = [(t.threads, t.local_delay, t.work_groups) for t in tune.combinations(grid, "star")]
+    star = [(t.threads, t.local_delay, t.work_groups) for t in tuning.combinations(Tuning, grid, "star")]
     none = None
     assert star == [(none, 0.0, none), (256, 0.0, none), (192, 0.0, none), (none, 0.5, none), (none, 0.0, 3)]
 

@@ -16,11 +16,11 @@ from kept_pes import in_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
-from persistent_ops.demo.unfused import process_group
 from persistent_ops.nn import ddp
 from persistent_ops.nn.ddp import allow_unused_sparse, ddp_sparse_hook
 from persistent_ops.ops.sparse_plan import Layout, state_of
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
 
 WORLDS = (1, 2, 3, 4)
 DIM = 6

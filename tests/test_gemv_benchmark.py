@@ -106,8 +106,16 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[torch.Tensor, di
     ("shape", "is_wrong", "complaint"),
     [
         ("8192x1024", lambda x, options: True, "from the fp64 result as rounding explains"),
-        ("8192x1024", lambda x, options: options["algorithm"] == "two_phase", "two_phase gives other bits"),
-        ("8192x1024", lambda x, options: options["prefetch_weight"], "prefetch gives other bits"),
+        (
+            "8192x1024",
+            lambda x, options: options["algorithm"] == "two_phase",
+            "two_phase, copy 0: other bits than fused",
+        ),
+        (
+            "8192x1024",
+            lambda x, options: options["prefetch_weight"],
+            "gemv_alone_prefetch, copy 0: other bits than fused",
+        ),
         ("8192x3584_N8", lambda x, options: x.dim() == 1, "vector 7 alone gives other bits than among 8"),
     ],
 )
@@ -133,18 +141,17 @@ def test_a_result_that_does_not_repeat_gives_exit_code_1(tmp_path: Path, monkeyp
     _spoil(monkeypatch, lambda x, options: next(calls) == 1)
     assert run(*QUICK, "--pes", "1", "--methods", "cublas_alone", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
-    assert check["failures"] == ["PE 0, copy 0: a second run gives other bits"]
+    assert check["failures"] == ["PE 0, gemv_alone, copy 0: a second run gives other bits"]
 
 
 def test_pes_that_differ_give_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(bootstrap: object, value: list[Any]) -> list[list[Any]]:
-        largest, failures, digests = value
-        return [value, [largest, failures, [*digests[:-1], "another"]]]
+    def two(bootstrap: object, digests: list[str]) -> list[list[str]]:
+        return [[*digests[:-1], "another"], digests]
 
     monkeypatch.setattr(module("gemv.check"), "gather", two)
     assert run(*QUICK, "--pes", "1", "--methods", "cublas_alone", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
-    assert check["failures"] == ["PE 1, copy 2: other bits than on PE 0"]
+    assert check["failures"] == ["PE 0, gemv_alone, copy 2: other bits than on PE 0"]
 
 
 def test_an_unfused_method_that_drops_work_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,16 +161,16 @@ def test_an_unfused_method_that_drops_work_gives_exit_code_1(tmp_path: Path, mon
     assert run(*QUICK, "--pes", "1", "--methods", "cublas_alone", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
     assert len(check["failures"]) == 1
-    assert "PE 0, cublas_alone: " in check["failures"][0]
+    assert "PE 0, cublas_alone, " in check["failures"][0]
 
 
 def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = module("harness.timing").Subject
     # A recording that never runs: the poisoned output stays as it is.
-    monkeypatch.setattr(module("gemv.run"), "record", lambda world, calls: subject(lambda: None, len(calls)))
+    monkeypatch.setattr(module("harness.experiment"), "record", lambda world, calls: subject(lambda: None, len(calls)))
     assert run(*QUICK, "--pes", "1", "--methods", "gemv_alone", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
-    assert check["failures"] == ["PE 0: gemv_alone: a replay gives other bits than a call"]
+    assert check["failures"] == ["PE 0, gemv_alone, a replay gives other bits than a call"]
 
 
 def test_an_error_still_prints_what_was_measured(
@@ -172,7 +179,7 @@ def test_an_error_still_prints_what_was_measured(
     def fail(*arguments: Any) -> None:
         raise RuntimeError("no spread today")
 
-    monkeypatch.setattr(module("gemv.run"), "_write_spread", fail)
+    monkeypatch.setattr(module("gemv_all_reduce").GemvAllReduce, "after_times", fail)
     assert run(*QUICK, "--pes", "1", "--out", str(tmp_path)) == 1
     printed = capsys.readouterr()
     assert "no spread today" in printed.err
@@ -198,7 +205,7 @@ def test_tuning_sorts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_tuning_reports_what_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plans = module("gemv.plans")
+    plans = module("gemv_all_reduce")
     right = plans.GemvPlan
 
     def refuse(world: Any, key: Any) -> Any:
@@ -319,12 +326,12 @@ def test_without_symmetric_memory_its_methods_are_left_out(monkeypatch: pytest.M
     def fail(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no peer access")
 
-    methods, shapes = module("gemv.methods"), module("gemv.shapes")
+    methods, shapes, harness = module("gemv.methods"), module("gemv.shapes"), module("harness.symmetric_memory")
     monkeypatch.setattr(symmetric_memory, "empty", fail)
-    monkeypatch.setattr(methods, "agree", lambda bootstrap, problem: problem)
+    monkeypatch.setattr(harness, "agree", lambda bootstrap, problem: problem)
     world = SimpleNamespace(size=2, rank=0, bootstrap=None)
     world.backend = SimpleNamespace(name="cuda", device=torch.device("cpu"))
-    buffer, problem = methods.symmetric_buffer(world, 16)
+    buffer, problem = harness.symmetric_buffer(world, 16, torch.bfloat16)
     assert buffer is None
     assert problem == "RuntimeError: no peer access"
     one = methods.Methods(world, shapes.Shape(16, 8), torch.zeros(3 * 16 * 8, dtype=torch.bfloat16), buffer, seed=0)

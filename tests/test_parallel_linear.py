@@ -20,8 +20,8 @@ from worlds import run_pes
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
-from persistent_ops.demo.unfused import process_group
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
 
 WORLDS = (1, 2, 3, 4)
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

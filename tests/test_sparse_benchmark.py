@@ -141,11 +141,11 @@ def _run_with_a_wrong_algorithm(options: Any) -> bool:
         return result
 
     po.sparse_all_reduce = wrong  # in a process of its own
-    return bool(module("sparse.run").run_pe(options))
+    return bool(module("harness.experiment").measure(module("sparse_all_reduce").SparseAllReduce, options))
 
 
 def test_a_wrong_result_on_one_pe_fails_on_all(tmp_path: Path) -> None:
-    options = module("sparse.options").Options(
+    options = module("sparse_all_reduce").Options(
         backend="host",
         cases=(CASE,),
         sweeps=(),
@@ -164,7 +164,7 @@ def test_a_wrong_result_on_one_pe_fails_on_all(tmp_path: Path) -> None:
 def test_failures_give_exit_code_1_and_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(function: Any, num_pes: int, options: Any, **others: Any) -> bool:
+    def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
         recorder = module("harness.record").Recorder(Path(options.record_path))
         recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="none")
         recorder.write("check", pes=num_pes, case="a case", failures=["PE 1, owner: wrong"], largest_difference=0.0)
@@ -178,7 +178,7 @@ def test_failures_give_exit_code_1_and_are_printed(
 def test_an_error_still_prints_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(function: Any, num_pes: int, options: Any, **others: Any) -> bool:
+    def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
         recorder = module("harness.record").Recorder(Path(options.record_path))
         recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="a processor")
         raise RuntimeError("a PE is gone")
@@ -429,8 +429,7 @@ def test_a_method_that_drops_work_is_found(three: tuple[Any, Any, list[Any]]) ->
 def test_a_replay_that_writes_nothing_is_found(three: tuple[Any, Any, list[Any]], monkeypatch: Any) -> None:
     check, expected, inputs = three
     monkeypatch.setattr(check, "reference", lambda world, rows, union: (expected, []))
-    monkeypatch.setattr(check, "gather", lambda bootstrap, value: [value])
-    world = SimpleNamespace(bootstrap=None, barrier=lambda: None, check=lambda: None)
+    world = SimpleNamespace(barrier=lambda: None, check=lambda: None)
     out = {"indices": expected.union.clone(), "values": expected.values.clone()}
 
     def poison() -> None:
@@ -445,7 +444,7 @@ def test_a_replay_that_writes_nothing_is_found(three: tuple[Any, Any, list[Any]]
     subject = module("harness.timing").Subject
     right, idle = subject(write, 1), subject(lambda: None, 1)
     found = check.check_graphs(world, methods, {"into": right, "into_owner": idle}, expected.union)
-    assert len(found) == 1 and found[0].startswith("PE 0, into_owner, a replay: ")
+    assert len(found) == 1 and found[0].startswith("into_owner, a replay: ")
     assert check.check_graphs(world, methods, {}, expected.union) == []
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +18,32 @@ REMEDY = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
 pytestmark = pytest.mark.host
 
 
-@dataclass
-class Options:
-    record_path: str = ""
-
-
-def measure(options: Options) -> bool:
-    Path(options.record_path).write_text(json.dumps({"kind": "run", "backend": "host", "pes": 1}) + "\n")
+def measure(measure: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
+    line = {"kind": "run", "backend": "host", "pes": 1, "torch": "2", "commit": None, "processor": "a processor"}
+    Path(options.record_path).write_text(json.dumps(line) + "\n")
     return True
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, draw: Any) -> int:
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, draw: Any = None) -> int:
+    """Run a benchmark that measures nothing, and has its own figure, or `draw`."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    command = importlib.import_module("harness.command")
-
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        command.add_common(parser, worlds="1", limit=10.0)
-
-    toy = command.Benchmark(
-        name="toy",
-        description=None,
-        add_options=add_options,
-        options=lambda arguments, argv: (Options(), [1]),
-        measure=measure,
-        draw=draw,
-        print_tables=lambda lines, console: console.print(f"tables of {len(lines)} lines"),
-    )
-    return int(command.run_benchmark(toy, ["--out", str(folder)]))
+    module, experiment = importlib.import_module(name), importlib.import_module("harness.experiment").Experiment
+    (own,) = (each for each in vars(module).values() if isinstance(each, type) and experiment in each.__bases__)
+    monkeypatch.setattr(importlib.import_module("harness.command"), "run_on_pes", measure)
+    if draw is not None:
+        monkeypatch.setattr(own, "draw", draw)
+    return int(module.main(["--pes", "2", "--backend", "host", "--out", str(folder)]))
 
 
-@pytest.mark.parametrize(
-    ("module", "function"),
-    [("embedding.report", "draw_figure"), ("gemv.report", "draw_figure"), ("sparse.figures", "draw_figures")],
-)
+@pytest.mark.parametrize("name", ["all_reduce", "embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce"])
 def test_a_benchmark_prints_its_tables_without_matplotlib(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], module: str, function: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-    def draw(lines: Any, path: Path) -> None:
-        getattr(importlib.import_module(module), function)(lines, path)
-
-    assert run(monkeypatch, tmp_path, draw) == 0
+    assert run(monkeypatch, tmp_path, name) == 0
     output = capsys.readouterr()
     assert output.err == f"no figure: {REMEDY}\n"
-    assert output.out == "tables of 1 lines\n"
+    assert output.out.startswith("a processor, torch 2")
 
 
 def test_a_figure_that_fails_costs_no_measurement(
@@ -73,9 +52,10 @@ def test_a_figure_that_fails_costs_no_measurement(
     def draw(lines: Any, path: Path) -> None:
         raise ValueError("nothing to draw")
 
-    assert run(monkeypatch, tmp_path, draw) == 0
+    assert run(monkeypatch, tmp_path, "all_reduce", draw) == 0
     output = capsys.readouterr()
-    assert (output.err, output.out) == ("no figure: ValueError: nothing to draw\n", "tables of 1 lines\n")
+    assert output.err == "no figure: ValueError: nothing to draw\n"
+    assert output.out.startswith("a processor, torch 2")
 
 
 def test_the_training_example_goes_on_without_matplotlib(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 import persistent_ops as po
+from persistent_ops.ops.embedding_plan import EmbeddingPlan, Tuning
+from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.world import World
 
-from .alone import AlonePooling
 from .configs import Config
 from .inputs import LookupSet
 
-__all__ = ["EXCHANGING", "LABELS", "METHODS", "Methods", "UNFUSED"]
+__all__ = ["EXCHANGING", "LABELS", "METHODS", "Methods", "UNFUSED", "make_plan"]
 
 LABELS = {
     "fused": "fused",
@@ -25,6 +28,34 @@ LABELS = {
 METHODS = tuple(LABELS)
 UNFUSED = ("unfused_own", "unfused_torch")
 EXCHANGING = ("fused", "oblivious", *UNFUSED)
+
+
+def make_plan(
+    world: World,
+    team: Team,
+    config: Config,
+    weights: Sequence[torch.Tensor],
+    lookups: LookupSet,
+    *,
+    tuning: Tuning | None = None,
+    schedule: str = "communication_aware",
+) -> EmbeddingPlan:
+    """Return the operator's plan for a team; ValueError and CompileError where there is none. Nothing is launched."""
+    return EmbeddingPlan(
+        world,
+        team,
+        tuning,
+        weights,
+        lookups.indices,
+        lookups.offsets,
+        None,
+        (config.tables * config.dim,) * team.size,
+        (config.batch // team.size,) * team.size,
+        config.torch_dtype,
+        "sum",
+        "fatal",
+        schedule,
+    )
 
 
 class Methods:
@@ -54,7 +85,11 @@ class Methods:
         self._pooled = torch.empty(config.batch, width, dtype=dtype, device=device)
         self._received = torch.empty(world.size, share, width, dtype=dtype, device=device)
         self._reordered = torch.empty(share, world.size, width, dtype=dtype, device=device)
-        self._alone = AlonePooling(world, self._weights, sets[0].indices, sets[0].offsets, self._pooled)
+        # The operator's kernel without its exchange: as a team of one it pools the whole batch, and waits for nobody.
+        self._world = world
+        self._alone = make_plan(world, world.alone, config, self._weights, sets[0])
+        # The kernel adds this to the heap's base, so that the output may lie outside the heap, and below it.
+        self._pooled_offset = self._pooled.data_ptr() - world.backend.heap_base
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -81,7 +116,8 @@ class Methods:
         return self.fused(lookups, "oblivious")
 
     def pooling_own(self, lookups: LookupSet) -> torch.Tensor:
-        return self._alone(lookups.indices, lookups.offsets)
+        self._alone.launch(self._world, lookups.indices, lookups.offsets, None, self._pooled_offset)
+        return self._pooled
 
     def pooling_torch(self, lookups: LookupSet) -> torch.Tensor:
         pooled = torch.nn.functional.embedding_bag(

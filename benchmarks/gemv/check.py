@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
@@ -9,15 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.check import bits_differ, poisoned
 from harness.pes import gather
-from harness.timing import Subject
 
 import persistent_ops as po
 from persistent_ops.runtime.world import World
 
 from .methods import FUSED, UNFUSED, Methods
 
-__all__ = ["Reference", "bits_differ", "check_fused", "check_graph", "check_methods", "reference"]
+__all__ = ["Reference", "check_fused", "check_methods", "reference"]
 
 _HALF_ULP = 2.0**-8  # of bf16, relative: what rounding a value once may change
 _FP32_HALF_ULP = 2.0**-24
@@ -57,10 +58,6 @@ def reference(world: World, methods: Methods, copy: int) -> Reference:
     return Reference(value, bound, (world.size + 8) * _HALF_ULP * float(partials.max()))
 
 
-def bits_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 def check_fused(world: World, methods: Methods, name: str, copy: int) -> tuple[torch.Tensor, list[str], float]:
     """Compare one way to call the operator with the fp64 result; collective.
 
@@ -68,11 +65,12 @@ def check_fused(world: World, methods: Methods, name: str, copy: int) -> tuple[t
         The result, a sentence per failure, and the largest share of the bound that a value needed.
     """
     expected = reference(world, methods, copy)
-    result = _poisoned(world, methods, name, copy)
+    result = poisoned(world, methods.out, functools.partial(methods.run, name, copy))
     share = float(((result.view(expected.value.shape).double() - expected.value).abs() / expected.bound).max())
     if share <= 1:
         return result, [], share
-    return result, [f"copy {copy}: {share:.3g} times as far from the fp64 result as rounding explains"], share
+    text = f"{_timed_as(world, name)}, copy {copy}: {share:.3g} times as far from the fp64 result as rounding explains"
+    return result, [text], share
 
 
 def check_methods(world: World, methods: Methods, chosen: tuple[str, ...]) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def check_methods(world: World, methods: Methods, chosen: tuple[str, ...]) -> di
         chosen: the methods that will be timed.
 
     Returns:
-        The largest share of the bound that a result needed, over all PEs, and "failures": a sentence each.
+        The largest share of the bound that a result needed, and "failures" on this PE.
     """
     largest = 0.0
     failures: list[str] = []
@@ -92,33 +90,20 @@ def check_methods(world: World, methods: Methods, chosen: tuple[str, ...]) -> di
     for copy in range(methods.shape.copies):
         fused, wrong, share = check_fused(world, methods, "fused", copy)
         failures += wrong
-        largest = max(largest, share if math.isfinite(share) else 1e300)
+        largest = max(largest, math.inf if math.isnan(share) else share)
         digests.append(hashlib.sha256(fused.view(torch.uint8).cpu().numpy().tobytes()).hexdigest())
         for name in FUSED:
-            if bits_differ(_poisoned(world, methods, name, copy), fused):
-                text = "a second run" if name == "fused" else name
-                failures.append(f"copy {copy}: {text} gives other bits")
+            if bits_differ(poisoned(world, methods.out, functools.partial(methods.run, name, copy)), fused):
+                text = "a second run gives other bits" if name == "fused" else "other bits than fused"
+                failures.append(f"{_timed_as(world, name)}, copy {copy}: {text}")
         if copy == 0:
             failures += _check_single_vectors(world, methods, fused)
             failures += _check_unfused(world, methods, chosen)
-    everyone = gather(world.bootstrap, [largest, failures, digests])
-    everyones = [f"PE {pe}, {text}" for pe, entry in enumerate(everyone) for text in entry[1]]
-    for pe, entry in enumerate(everyone):
-        others = [copy for copy, digest in enumerate(entry[2]) if digest != everyone[0][2][copy]]
-        if others:
-            everyones.append(f"PE {pe}, copy {others[0]}: other bits than on PE 0")
-    return {"largest_share_of_bound": max(entry[0] for entry in everyone), "failures": everyones}
-
-
-def check_graph(world: World, methods: Methods, name: str, subject: Subject) -> list[str]:
-    """Compare a graph of the operator with its plain call on the last copy, which comes last in it; collective."""
-    expected = _poisoned(world, methods, name, methods.shape.copies - 1)
-    methods.out.fill_(math.nan)
-    world.barrier()
-    subject.replay()
-    world.check()
-    failures = [f"{name}: a replay gives other bits than a call"] if bits_differ(methods.out, expected) else []
-    return [f"PE {pe}: {text}" for pe, texts in enumerate(gather(world.bootstrap, failures)) for text in texts]
+    first = gather(world.bootstrap, digests)[0]
+    others = [copy for copy, digest in enumerate(digests) if digest != first[copy]]
+    if others:
+        failures.append(f"{_timed_as(world, 'fused')}, copy {others[0]}: other bits than on PE 0")
+    return {"largest_share_of_bound": largest, "failures": failures}
 
 
 def _check_single_vectors(world: World, methods: Methods, fused: torch.Tensor) -> list[str]:
@@ -128,7 +113,8 @@ def _check_single_vectors(world: World, methods: Methods, fused: torch.Tensor) -
         alone = po.gemv_all_reduce(methods.weights[0], methods.x[number].contiguous())
         world.check()
         if bits_differ(alone, fused[number]):
-            failures.append(f"vector {number} alone gives other bits than among {methods.shape.vectors}")
+            text = f"vector {number} alone gives other bits than among {methods.shape.vectors}"
+            failures.append(f"{_timed_as(world, 'fused')}, {text}")
     return failures
 
 
@@ -141,13 +127,11 @@ def _check_unfused(world: World, methods: Methods, chosen: tuple[str, ...]) -> l
             result = methods.run(name, 0).view(expected.value.shape).double()
             worst = float((result - expected.value).abs().max())
             if not worst <= expected.loose_bound:
-                failures.append(f"{name}: {worst:.3g} from the fp64 result, tolerance {expected.loose_bound:.3g}")
+                failures.append(f"{name}, {worst:.3g} from the fp64 result, tolerance {expected.loose_bound:.3g}")
     return failures
 
 
-def _poisoned(world: World, methods: Methods, name: str, copy: int) -> torch.Tensor:
-    """Return a copy of a fused result whose buffer was full of NaN before."""
-    methods.out.fill_(math.nan)
-    result = methods.run(name, copy).clone()
-    world.check()
-    return result
+def _timed_as(world: World, name: str) -> str:
+    """Return the method that is timed: in a world of one the operator is its GEMV alone."""
+    alone = {"fused": "gemv_alone", "prefetch": "gemv_alone_prefetch"}
+    return alone.get(name, name) if world.size == 1 else name

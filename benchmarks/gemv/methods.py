@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from harness.pes import agree, gather
+from harness.symmetric_memory import one_shot, two_shot
 from harness.timing import Subject, record, time_interleaved
 
 import persistent_ops as po
@@ -27,7 +28,6 @@ __all__ = [
     "SYMMETRIC",
     "UNFUSED",
     "Methods",
-    "symmetric_buffer",
 ]
 
 LABELS = {
@@ -70,43 +70,6 @@ UNFUSED = ("cublas_nccl", *SYMMETRIC)
 PRODUCTS = {"mv": "torch.mv", "mm": "torch.mm (linear)", "mm_lt": "torch.mm through cuBLASLt"}
 
 
-def symmetric_buffer(world: World, elements: int) -> tuple[torch.Tensor | None, str | None]:
-    """Allocate torch's symmetric memory; collective.
-
-    Args:
-        world: of this PE; torch's process group has the same PEs.
-        elements: of DTYPE.
-
-    Returns:
-        `[elements]` and None; None and why some PE has none; None and None where there is nothing to exchange, or none
-        is expected (the host backend).
-    """
-    if world.backend.name != "cuda" or world.size == 1:
-        return None, None
-    buffer, problem = None, None
-    try:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        buffer = symmetric_memory.empty(elements, dtype=DTYPE, device=world.backend.device)
-    except (ImportError, RuntimeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    problem = agree(world.bootstrap, problem)
-    if problem is not None or buffer is None:
-        return None, problem
-    try:
-        symmetric_memory.rendezvous(buffer, _group_name())
-    except RuntimeError as error:
-        problem = f"{type(error).__name__}: {error}"
-    problem = agree(world.bootstrap, problem)
-    return (buffer, None) if problem is None else (None, problem)
-
-
-def _group_name() -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    return str(group.group_name)
-
-
 class Methods:
     """One shape's buffers and the methods as functions of a copy of the weight.
 
@@ -129,9 +92,8 @@ class Methods:
             storage[number * size : (number + 1) * size].view(shape.rows, shape.columns)
             for number in range(shape.copies)
         ]
-        vectors, result = (shape.vectors, shape.columns), (shape.vectors, shape.rows)
-        if shape.vectors == 1:  # what a decoder of one sequence passes
-            vectors, result = vectors[1:], result[1:]
+        several = (shape.vectors,) if shape.vectors > 1 else ()  # one alone is what a decoder of one sequence passes
+        vectors, result = (*several, shape.columns), (*several, shape.rows)
         generator = torch.Generator(device).manual_seed(seed)
         self.x = torch.empty(vectors, dtype=DTYPE, device=device).uniform_(-1, 1, generator=generator)
         self.out = torch.empty(result, dtype=DTYPE, device=device)
@@ -174,16 +136,11 @@ class Methods:
 
     def cublas_symm_one_shot(self, weight: torch.Tensor) -> torch.Tensor:
         assert self._symmetric is not None
-        self._multiply(weight, self._symmetric)
-        result = torch.ops.symm_mem.one_shot_all_reduce(self._symmetric, "sum", _group_name())
-        assert isinstance(result, torch.Tensor)
-        return result
+        return one_shot(self._multiply(weight, self._symmetric))
 
     def cublas_symm_two_shot(self, weight: torch.Tensor) -> torch.Tensor:
         assert self._symmetric is not None
-        self._multiply(weight, self._symmetric)
-        torch.ops.symm_mem.two_shot_all_reduce_(self._symmetric, "sum", _group_name())
-        return self._symmetric
+        return two_shot(self._multiply(weight, self._symmetric))
 
     def _multiply(self, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write this PE's part into `out` by the product that `choose_product` found."""

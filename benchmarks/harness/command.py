@@ -7,156 +7,121 @@ import dataclasses
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from .experiment import Experiment, measure
+from .figures import pyplot, why_none
 from .pes import is_first_process, run_on_pes, started_pes, without_multicast
 from .record import read_lines
+from .report import print_report, print_tunings
+from .tuning import Grid, parse_grid
 
-__all__ = [
-    "Benchmark",
-    "add_common",
-    "add_tuning",
-    "at_least",
-    "chosen_worlds",
-    "command_line",
-    "names",
-    "run_benchmark",
-]
+__all__ = ["at_least", "names", "run_benchmark"]
 
 _HOST_PES = 2
 _WORLDS = "--pes, --worlds"
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """One operator's benchmark.
-
-    Attributes:
-        name: of the operator.
-        description: of the command.
-        add_options: adds its own options to the parser.
-        options: makes, of the parsed options and the command's arguments, a dataclass with a field `record_path`, and
-            the sizes of the worlds; ValueError for what does not fit.
-        measure: what every PE runs, given the dataclass; returns whether all checks passed.
-        draw: draws what was recorded, given the lines and the path of the (first) figure.
-        print_tables: prints it.
-        tune: in place of `measure` where the dataclass has a `tune`.
-        print_tuning: prints what that recorded.
-        is_fresh: whether a world of one gets a process of its own where several worlds are run.
-    """
-
-    name: str
-    description: str | None
-    add_options: Callable[[argparse.ArgumentParser], None]
-    options: Callable[[argparse.Namespace, list[str]], tuple[Any, list[int]]]
-    measure: Callable[[Any], bool]
-    draw: Callable[[list[dict[str, Any]], Path], None]
-    print_tables: Callable[[list[dict[str, Any]], Console], None]
-    tune: Callable[[Any], bool] | None = None
-    print_tuning: Callable[[list[dict[str, Any]], Console], None] | None = None
-    is_fresh: bool = False
-
-
-def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
+def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     """Run a benchmark.
 
     Args:
-        benchmark: which one.
+        experiment: which one; each PE makes one of its own.
         argv: the options, without the program's name.
 
     Returns:
         0, 1 where a check of a result failed, 2 where an option is wrong.
     """
-    prog = f"persistent-ops bench {benchmark.name}"
-    parser = argparse.ArgumentParser(prog=prog, description=benchmark.description)
-    benchmark.add_options(parser)
+    name = experiment.name
+    description = sys.modules[experiment.__module__].__doc__
+    parser = argparse.ArgumentParser(prog=f"persistent-ops bench {name}", description=description)
+    _add_common(parser, experiment)
+    experiment.add_options(parser)
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as leaving:
         return int(leaving.code or 0)
     try:
-        options, worlds = benchmark.options(arguments, argv)
+        worlds = _worlds(arguments, experiment)
+        common = {**_common(arguments, experiment), "command": shlex.join(["persistent-ops", "bench", name, *argv])}
+        options = experiment.read_options(arguments, worlds, common)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
-    measure, print_lines = benchmark.measure, benchmark.print_tables
-    is_tuning = benchmark.tune is not None and benchmark.print_tuning is not None and bool(options.tune)
-    if is_tuning:
-        measure, print_lines = benchmark.tune, benchmark.print_tuning
-    path = Path(arguments.out) / f"{benchmark.name}{'_tuning' if is_tuning else ''}.jsonl"
+    path = Path(arguments.out) / f"{name}{'_tuning' if options.tune else ''}.jsonl"
     is_printer = is_first_process()
     if is_printer:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
     options = dataclasses.replace(options, record_path=str(path.resolve()))
-    fresh = benchmark.is_fresh and len(worlds) > 1
+    fresh = experiment.is_fresh and len(worlds) > 1
     passed = True
     for num_pes in worlds:
         try:
-            passed &= run_on_pes(measure, num_pes, options, timeout=arguments.limit, fresh=fresh)
+            passed &= run_on_pes(measure, num_pes, experiment, options, timeout=arguments.limit, fresh=fresh)
         except Exception:  # what has been measured is worth its table
             traceback.print_exc()
             passed = False
             break
     lines = read_lines(path) if is_printer else []
-    if lines and not is_tuning:
-        _draw(benchmark, lines, path.with_suffix(".png"))
-    if lines:
-        print_lines(lines, Console(width=120))
+    console = Console(width=120)
+    if lines and options.tune:
+        print_tunings(lines, console)
+    elif lines:
+        _draw(experiment, lines, path.with_suffix(".png"))
+        print_report(experiment, lines, console)
     return 0 if passed else 1
 
 
-def _draw(benchmark: Benchmark, lines: list[dict[str, Any]], path: Path) -> None:
+def _draw(experiment: type[Experiment[Any]], lines: list[dict[str, Any]], path: Path) -> None:
     """Draw the figure, or say in one line why there is none: the measurement before it may have taken hours."""
     try:
-        benchmark.draw(lines, path)
+        pyplot()
+        experiment.draw(lines, path)
     except Exception as error:
-        is_missing = isinstance(error, ImportError) and error.name == "matplotlib"
-        remedy = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
-        print(f"no figure: {remedy if is_missing else f'{type(error).__name__}: {error}'}", file=sys.stderr)
+        print(f"no figure: {why_none(error)}", file=sys.stderr)
 
 
-def add_common(parser: argparse.ArgumentParser, *, worlds: str, limit: float) -> None:
-    """Add the options that every benchmark has.
-
-    Args:
-        parser: of the command.
-        worlds: what the help says of --worlds.
-        limit: default of --limit, in seconds.
-    """
+def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any]]) -> None:
+    known = ",".join(experiment.labels)
     parser.add_argument("--pes", type=int, help="PEs to start without a launcher; instead of --worlds")
-    parser.add_argument("--worlds", help=f"worlds to run one after the other, such as {worlds}")
+    parser.add_argument("--worlds", help=f"worlds to run one after the other, such as {experiment.worlds_help}")
     parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
     parser.add_argument("--out", default="out/bench", help="folder of the JSON lines and the figures")
-    parser.add_argument("--limit", type=float, default=limit, help="seconds for each world, where PEs are started here")
+    limit = "seconds for each world, where PEs are started here"
+    parser.add_argument("--limit", type=float, default=experiment.time_limit, help=limit)
+    parser.add_argument("--methods", help=f"comma-separated, of {known} (default: all)")
+    parser.add_argument("--rounds", type=int, help=f"times each method is timed {experiment.rounds_help}")
+    parser.add_argument("--quick", action="store_true", help=f"a look: {experiment.quick_help}")
+    parser.set_defaults(tune=None, tune_mode="product")
+    if experiment.operator is not None:
+        fields = [field.name for field in dataclasses.fields(experiment.operator.default_tuning)]
+        grid = f"time the operator over a grid, FIELD=VALUE:VALUE,..., of {', '.join(fields)}"
+        parser.add_argument("--tune", help=grid)
+        parser.add_argument("--tune-mode", choices=("product", "star"), help="star: one field at a time")
 
 
-def add_tuning(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add the options that time the operator over a grid; `example` is one."""
-    parser.add_argument("--tune", help=f"time the operator over a grid: {example},...")
-    parser.add_argument("--tune-mode", choices=("product", "star"), default="product", help="star: one field at a time")
+def _common(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) -> dict[str, Any]:
+    """Return the options that all benchmarks have; ValueError for what does not fit."""
+    at_least("--rounds", [arguments.rounds])
+    rounds = arguments.rounds or (3 if arguments.quick else 7 if arguments.tune else experiment.rounds)
+    methods = names("--methods", arguments.methods, experiment.labels)
+    tune: Grid = ()
+    if arguments.tune and experiment.operator is not None:
+        tune = parse_grid(arguments.tune, type(experiment.operator.default_tuning))
+        methods = methods if arguments.methods else experiment.tuned_methods
+    found = {"backend": arguments.backend, "methods": methods, "rounds": rounds}
+    return {**found, "tune": tune, "tune_mode": arguments.tune_mode}
 
 
-def chosen_worlds(
-    arguments: argparse.Namespace,
-    *,
-    smallest: int = 1,
-    why: str = "",
-    default: Callable[[int], list[int]] = lambda pes: [pes],
-) -> list[int]:
+def _worlds(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) -> list[int]:
     """Return the sizes of the worlds to run.
-
-    Args:
-        arguments: the parsed options.
-        smallest: world that makes sense; `why` is for who asks for a smaller one.
-        default: what is run where nothing was asked for, given the number of GPUs, or 2 on the host.
 
     Raises:
         ValueError: a launcher has started other PEs, or a world is too small.
@@ -171,8 +136,8 @@ def chosen_worlds(
         worlds = [pes]
     else:
         gpus = torch.cuda.device_count() if arguments.backend != "host" else 0
-        worlds = default(gpus or _HOST_PES)
-    at_least(_WORLDS, worlds, smallest, why)
+        worlds = experiment.default_worlds(gpus or _HOST_PES)
+    at_least(_WORLDS, worlds, experiment.smallest_world, experiment.smallest_why)
     return worlds
 
 
@@ -191,8 +156,3 @@ def names(option: str, text: str | None, known: Collection[str], *, or_none: boo
     if unknown:
         raise ValueError(f"{option}: there is no {', '.join(unknown)}; there are {', '.join(known)}")
     return chosen
-
-
-def command_line(name: str, argv: list[str]) -> str:
-    """Return the command as one would type it again."""
-    return shlex.join(["persistent-ops", "bench", name, *argv])

@@ -17,7 +17,17 @@ import torch
 
 import persistent_ops
 
-__all__ = ["Recorder", "describe_run", "progress", "read_lines", "select", "unique", "us_text"]
+__all__ = [
+    "Recorder",
+    "append_line",
+    "describe_run",
+    "progress",
+    "read_lines",
+    "select",
+    "unique",
+    "us_text",
+    "what_ran",
+]
 
 _PACKAGES = ("nvidia-nvshmem-cu13", "nvshmem4py-cu13", "cuda-core", "nvidia-nccl-cu13")
 
@@ -31,8 +41,13 @@ class Recorder:
     def write(self, kind: str, **fields: Any) -> None:
         """Write one line; nothing on PEs without a file."""
         if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"kind": kind, **fields}) + "\n")
+            append_line(self._path, {"kind": kind, **fields})
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append what JSON can carry to a file, as one line."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -70,12 +85,10 @@ def describe_run(rank: int, *, command: str, backend: str, device: torch.device)
     if rank != 0:
         return {}
     found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
+        **what_ran(command),
         "backend": backend,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": _commit(),
     }
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -88,6 +101,12 @@ def describe_run(rank: int, *, command: str, backend: str, device: torch.device)
     else:
         found["processor"] = platform.processor() or platform.machine()
     return found
+
+
+def what_ran(command: str) -> dict[str, Any]:
+    """Return the date, the command and the commit of the tree that runs; None for that where it is no checkout."""
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "command": command, "commit": _commit()}
 
 
 def _commit() -> str | None:

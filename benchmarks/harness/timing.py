@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from persistent_ops.runtime.world import World
 
 from .pes import gather
 
-__all__ = ["Subject", "quantile", "record", "time_aligned", "time_interleaved", "time_replays"]
+__all__ = ["Subject", "in_turn", "quantile", "record", "time_aligned", "time_interleaved", "time_replays"]
 
 _MAX_REPLAYS = 500
 _HEAD_START_CYCLES = 400_000  # about 0.2 ms on H200: the host queues what is timed behind it
@@ -87,14 +87,19 @@ def time_interleaved(
     for name, subject in subjects.items():
         seconds = max(gather(world.bootstrap, _burst_seconds(world, subject.replay, 1)))
         replays[name] = min(max(math.ceil(burst_seconds / max(seconds, 1e-9)), 1), _MAX_REPLAYS)
-    names = list(subjects)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        first = number % max(len(names), 1)
-        for name in names[first:] + names[:first]:
-            seconds = _burst_seconds(world, subjects[name].replay, replays[name])
-            times[name].append(seconds / replays[name] / subjects[name].calls)
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    for name in in_turn(subjects, rounds):
+        seconds = _burst_seconds(world, subjects[name].replay, replays[name])
+        times[name].append(seconds / replays[name] / subjects[name].calls)
     return times
+
+
+def in_turn(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Yield the names `rounds` times over, beginning each round with another one."""
+    listed = list(names)
+    for number in range(rounds):
+        first = number % max(len(listed), 1)
+        yield from listed[first:] + listed[:first]
 
 
 def time_aligned(world: World, replay: Callable[[], object], *, trials: int) -> list[float]:

@@ -1,24 +1,27 @@
-"""Grids of an operator's Tuning: reading them, walking through them, and showing what was fastest."""
+"""Grids of an operator's Tuning: reading them, walking through them, compiling what they need."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
+from persistent_ops.runtime.errors import CompileError
+from persistent_ops.runtime.operator import Operator
+from persistent_ops.runtime.world import World
 
-from .record import us_text
+from .pes import gather
 
-__all__ = ["combinations", "gist", "parse_grid", "print_tuning_table"]
+__all__ = ["Grid", "combinations", "compile_together", "gist", "parse_grid", "refusal", "tuned"]
 
 _Tuning = TypeVar("_Tuning")
-Grid = Sequence[tuple[str, Sequence[Any]]]
+_COMPILE_TIMEOUT_S = 500.0
+Grid = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
-def parse_grid(text: str, tuning: type[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def parse_grid(text: str, tuning: type[Any]) -> Grid:
     """Read "threads=256:192,local_delay=0:0.5" into fields of a Tuning and their values.
 
     Args:
@@ -66,30 +69,38 @@ def gist(message: str) -> str:
     return (errors[-1] if errors and "\n" in message else message)[-300:]
 
 
-def print_tuning_table(rows: Sequence[dict[str, Any]], title: str, console: Console, *, best: int = 12) -> None:
-    """Print the best combinations of one shape, and how many did not run and why.
+def compile_together(world: World, attempts: Sequence[Callable[[], str | None]]) -> dict[int, str]:
+    """Make each attempt on one PE, which compiles a kernel into the cache that all share; collective.
 
     Args:
-        rows: lines of a record with "tuning", "us" (None: did not run), "problem" and "h200_limit_us"; the default
-            Tuning comes first.
-        title: of the table.
-        console: to print to.
-        best: how many to show.
+        world: of this PE.
+        attempts: return why there is no kernel, or None; they launch nothing.
+
+    Returns:
+        The reasons, by the place in `attempts`, the same on every PE.
     """
-    timed = sorted((row for row in rows if row["us"] is not None), key=lambda row: row["us"])
-    table = Table(title=title, title_justify="left", pad_edge=False)
-    table.add_column("us", justify="right")
-    table.add_column("x H200's limit", justify="right")
-    table.add_column("tuning")
-    tried = [name for name in rows[0]["tuning"] if len({str(row["tuning"][name]) for row in rows}) > 1]
-    for place, row in enumerate(timed):
-        is_default = row["tuning"] == rows[0]["tuning"]
-        if place < best or is_default or row["problem"]:
-            text = " ".join(f"{name}={row['tuning'][name]}" for name in tried)
-            note = " (default)" if is_default else ""
-            note += f" WRONG: {row['problem']}" if row["problem"] else ""
-            table.add_row(us_text(row["us"]), f"{row['us'] / row['h200_limit_us']:.3f}", text + note)
-    console.print(table)
-    refused = [row for row in rows if row["us"] is None]
-    for problem in list(dict.fromkeys(row["problem"] for row in refused))[:3]:
-        console.print(f"  did not run: {problem}", soft_wrap=True)
+    own = []
+    for number in range(world.rank, len(attempts), world.size):
+        problem = attempts[number]()
+        if problem is not None:
+            own.append((number, problem))
+    return dict(item for items in gather(world.bootstrap, own, timeout=_COMPILE_TIMEOUT_S) for item in items)
+
+
+def refusal(make: Callable[[], object]) -> str | None:
+    """Return why a plan cannot be made, or None where it can."""
+    try:
+        make()
+    except (ValueError, RuntimeError, CompileError) as error:
+        return f"{type(error).__name__}: {gist(str(error))}"
+    return None
+
+
+@contextmanager
+def tuned(world: World, operator: Operator, tuning: Any) -> Iterator[None]:
+    """Let an operator take a Tuning meanwhile."""
+    before = operator.tune(world, tuning)
+    try:
+        yield
+    finally:
+        operator.tune(world, before)

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 import persistent_ops as po
-from persistent_ops.demo.unfused import process_group
 from persistent_ops.runtime import world as runtime_world
+from persistent_ops.runtime.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from .pes import without_multicast
@@ -43,7 +42,6 @@ def joined_world(*, backend: str, timeout: float, heap_bytes: int) -> Iterator[W
     """
     without_multicast()
     num_threads = torch.get_num_threads()
-    held: object = None
     po.init(backend=backend, operator_timeout=timeout, heap_size=heap_bytes)
     try:
         world = runtime_world.current()
@@ -63,9 +61,6 @@ def joined_world(*, backend: str, timeout: float, heap_bytes: int) -> Iterator[W
                 timeout=_COLLECTIVE_TIMEOUT_S,
             ),
         ):
-            # The end of a FileStore waits five minutes for its file where another PE removes the folder that moment.
-            # Held here, it ends behind po.finalize(), which every PE enters with the folder gone.
-            held = dist.distributed_c10d._get_default_store()
             try:
                 yield world
             except BaseException as error:
@@ -75,5 +70,4 @@ def joined_world(*, backend: str, timeout: float, heap_bytes: int) -> Iterator[W
                 raise
     finally:
         po.finalize()
-        del held
         torch.set_num_threads(num_threads)

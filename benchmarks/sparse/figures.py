@@ -6,71 +6,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.figures import draw_bars, figure
 from harness.record import select, unique, us_text
+from harness.report import fastest
 
 from .cases import CASES
-from .methods import PEERS
+from .methods import METHODS, PEERS
 from .report import crossover, swept_lines
 
 __all__ = ["draw_figures"]
 
 _Line = dict[str, Any]
-_DRAWN = ("auto", "into", *PEERS)
 _MARKERS = "osv^D<>*"
 
 
 def draw_figures(lines: Sequence[_Line], path: Path) -> None:
     """Draw the cases, and each sweep, of the largest world that has them, beside `path` with names that begin alike."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    is_host = any(line["backend"] == "host" for line in select(lines, "run"))
     for group, draw in (("cases", _draw_cases), ("sparsity", _draw_sparsity), ("overlap", _draw_overlap)):
         times = select(lines, "time", group=group)
-        if not times:
-            continue
-        pes = max(unique(times, "pes"))
-        figure, axes = pyplot.subplots(figsize=(11.0, 6.0), layout="constrained")
-        draw(axes, lines, pes)
-        figure.legend(loc="outside lower center", ncols=5, fontsize=8)
-        if is_host:
-            figure.suptitle("host backend, small cases: says nothing about GPUs", color="red")
-        name = path.stem if group == "cases" else f"{path.stem}_{group}"
-        figure.savefig(path.with_name(f"{name}.png"), dpi=130)
-        pyplot.close(figure)
+        if times:
+            name = path.stem if group == "cases" else f"{path.stem}_{group}"
+            with figure(lines, path.with_name(f"{name}.png"), size=(11.0, 6.0)) as (drawn, (axes,)):
+                draw(axes, lines, max(unique(times, "pes")))
+                drawn.legend(loc="outside lower center", ncols=5, fontsize=8)
 
 
 def _draw_cases(axes: Any, lines: Sequence[_Line], pes: int) -> None:
     times = select(lines, "time", group="cases", pes=pes)
     names = [name for name in CASES if select(times, "time", case=name)]
-    rows = {name: {line["method"]: line for line in select(times, "time", case=name)} for name in names}
-    cases = {line["case"]: line for line in select(lines, "case", group="cases", pes=pes)}
-    bases = {name: _base(rows[name]) for name in names}
-    drawn = [method for method in _DRAWN if any(method in rows[name] for name in names)]
-    for number, method in enumerate(drawn):
-        places, heights, label = [], [], method
-        for place, name in enumerate(names):
-            if method in rows[name]:
-                places.append(place + (number - (len(drawn) - 1) / 2) * 0.86 / len(drawn))
-                heights.append(rows[name][method]["us"] / bases[name])
-                label = rows[name][method]["label"]
-        axes.bar_label(axes.bar(places, heights, 0.86 / len(drawn), label=label), fmt="%.2f", fontsize=6)
-    for place, name in enumerate(names):
+    rows = [select(times, "time", case=name) for name in names]
+    # What the others are divided by: the best peer; where there is none, the operator.
+    bases = [float((fastest(own, PEERS) or fastest(own, METHODS) or own[0])["us"]) for own in rows]
+    series: dict[str, dict[int, float]] = {}
+    for method in ("auto", "into", *PEERS):
+        for place, (own, base) in enumerate(zip(rows, bases, strict=True)):
+            for row in select(own, "time", method=method):
+                series.setdefault(row["label"], {})[place] = row["us"] / base
+    heads = [f"{name}\n1 = {us_text(base)} us" for name, base in zip(names, bases, strict=True)]
+    draw_bars(axes, heads, series, width=0.86)
+    for place, (name, base) in enumerate(zip(names, bases, strict=True)):
+        (case,) = select(lines, "case", group="cases", pes=pes, case=name)
         for limit, style in (("limit_us", "dotted"), ("unicast_us", "dashed")):
-            if cases[name][limit] is not None:
-                axes.hlines(cases[name][limit] / bases[name], place - 0.45, place + 0.45, "black", style)
+            if case[limit] is not None:
+                axes.hlines(case[limit] / base, place - 0.45, place + 0.45, "black", style)
     axes.set_yscale("log")
-    axes.set_xticks(range(len(names)), [f"{name}\n1 = {us_text(bases[name])} us" for name in names], fontsize=7)
     axes.set_ylabel("time / best peer")
     axes.set_title(f"Sparse all-reduce, fp32, {pes} PEs (dotted: limit of the hardware; dashed: without multicast)")
-
-
-def _base(rows: dict[str, _Line]) -> float:
-    """Return the time of the best peer; where there is none, the operator's."""
-    found = [row["us"] for name, row in rows.items() if name in PEERS] or [row["us"] for row in rows.values()]
-    return float(min(found))
 
 
 def _draw_sparsity(axes: Any, lines: Sequence[_Line], pes: int) -> None:

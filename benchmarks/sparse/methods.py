@@ -26,7 +26,6 @@ __all__ = [
     "SWEPT",
     "Methods",
     "gather_single",
-    "label_of",
 ]
 
 LABELS = {
@@ -70,12 +69,6 @@ gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """Indices `[u]`, sorted, and values `[u, D]`; valid until the next call."""
-
-
-def label_of(name: str, *, backend: str) -> str:
-    """Return how a table names a method."""
-    label = LABELS[name].format(collective="NCCL" if backend == "cuda" else "gloo")
-    return label if backend == "cuda" else label.replace(", graph", ", no sync").replace(", through CPU", "")
 
 
 class Methods:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.record import select, unique, us_text
-from rich.console import Console
+from harness.report import case_table, fastest, times_as_long
 from rich.table import Table
 
 from .cases import CASES, SWEEPS
 from .methods import OURS, PEERS
 
-__all__ = ["crossover", "print_tables", "swept_lines"]
+__all__ = ["crossover", "swept_lines", "tables"]
 
 _Line = dict[str, Any]
 _AXES = {"sparsity": "sparse", "overlap": "shared"}
@@ -29,83 +29,46 @@ _SHORT = {  # heads of a sweep's table
 }
 
 
-def print_tables(lines: Sequence[_Line], console: Console) -> None:
-    """Print the runs, what was found wrong or left out, and the times of every world."""
-    run = select(lines, "run")[-1]
-    place = run.get("gpu", run.get("processor"))
-    console.print(
-        f"{place}, torch {run['torch']}"
-        + (f", driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}" if run["backend"] == "cuda" else "")
-        + f", commit {(run['commit'] or 'unknown')[:9]}; fp32"
-    )
-    for line in select(lines, "ceilings"):
-        store = f"store to all peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else "no peer to store to"
-        console.print(f"ceilings, {line['pes']} PEs: read {line['read'] / 1e12:.3f} TB/s, {store}, each")
-    checks = select(lines, "check")
-    failures = [f"{line['pes']} PEs, {line['case']}: {text}" for line in checks for text in line["failures"]]
-    largest = max((line["largest_difference"] for line in checks), default=0.0)
-    console.print(
-        f"WRONG: {len(failures)} checks failed; the first: {failures[0]}"
-        if failures
-        else "correct: the operator's values have the bits of sums in the order of the PEs, on all PEs, with every "
-        f"algorithm, when repeated and in graphs; the others' are at most {largest:.2g} away",
-        soft_wrap=True,
-    )
-    if run["backend"] == "host":
-        console.print("Host PEs share this machine's cores, and cases are small: the times say nothing about GPUs.")
+def tables(lines: Sequence[_Line]) -> Iterator[Any]:
+    """Yield the times of every world, and what was left out."""
     for pes in unique(select(lines, "run"), "pes"):
-        for print_part in (_print_cases, _print_phases, *(_print_sweep(sweep) for sweep in SWEEPS), _print_skipped):
-            print_part(lines, pes, console)
+        if select(lines, "time", pes=pes, group="cases"):
+            yield _case_table(lines, pes)
+            yield (
+                "us: of a call among others. p99: of calls timed one by one, with an event after each. limit: the rows "
+                "to which other PEs contribute (lacked), over the store ceiling. unicast: m + P - 2 messages for a row "
+                "with m contributors, over P PEs; without multicast nothing needs less. MB sent: values, on average. "
+                "mem: peak of input, result and all else, over input and result. x best peer: its time over this one's."
+            )
+        yield from _phases_table(lines, pes)
+        for sweep in SWEEPS:
+            yield from _sweep_table(lines, sweep, pes)
+        yield from _skipped(lines, pes)
 
 
-def _print_cases(lines: Sequence[_Line], pes: int, console: Console) -> None:
-    if not select(lines, "time", pes=pes, group="cases"):
-        return
-    console.print(_case_table(lines, pes))
-    console.print(
-        "us: of a call among others. p99: of calls timed one by one, with an event after each. limit: the rows to "
-        "which other PEs contribute (lacked), over the store ceiling. unicast: m + P - 2 messages for a row with m "
-        "contributors, over P PEs; without multicast nothing needs less. MB sent: values, on average. mem: peak of "
-        "input, result and all else, over input and result. x best peer: its time over this one's."
-    )
-
-
-def _print_skipped(lines: Sequence[_Line], pes: int, console: Console) -> None:
-    """Print a line per method and kind of reason; a reason's second half, behind a semicolon, is its kind."""
+def _skipped(lines: Sequence[_Line], pes: int) -> Iterator[str]:
+    """Yield a line per method and kind of reason; a reason's second half, behind a semicolon, is its kind."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for line in select(lines, "skipped", pes=pes):
         own, _, kind = line["reason"].partition("; ")
         kinds.setdefault((line["label"], kind), []).append(f"{line['case']}: {own}")
     for (label, kind), found in kinds.items():
         text = f" ({kind})" if kind else ""
-        console.print(f"skipped: {label}{text}: {'; '.join(found)}", soft_wrap=True)
+        yield f"skipped: {label}{text}: {'; '.join(found)}"
 
 
-def _case_table(lines: Sequence[_Line], pes: int) -> Table:
-    table = Table(title=f"{pes} PEs", title_justify="left", pad_edge=False)
-    table.add_column("rows x width, rows per PE", no_wrap=True)
-    table.add_column("method", no_wrap=True)
-    for header in ("us", "p99", "x\nlimit", "x uni-\ncast", "MB\nsent", "mem", "x best\npeer"):
-        table.add_column(header, justify="right")
+def _case_table(lines: Sequence[_Line], pes: int) -> Any:
+    blocks = []
     for name in CASES:
         rows = select(lines, "time", pes=pes, group="cases", case=name)
-        skipped = select(lines, "skipped", pes=pes, group="cases", case=name)
-        if not rows:
-            continue
-        (case,) = select(lines, "case", pes=pes, group="cases", case=name)
-        heads = [name, *_summary(case)]
-        best = _best_peer(rows)
-        count = max(len(rows) + len(skipped), len(heads))
-        for i in range(count):
-            head = heads[i] if i < len(heads) else ""
-            if i < len(rows):
-                cells = [rows[i]["label"], *_cells(lines, rows[i], case, best)]
-            elif i < len(rows) + len(skipped):
-                cells = [skipped[i - len(rows)]["label"], "skipped", *[""] * 6]
-            else:
-                cells = [""] * 8
-            table.add_row(head, *cells, end_section=i == count - 1)
-    return table
+        if rows:
+            (case,) = select(lines, "case", pes=pes, group="cases", case=name)
+            skipped = select(lines, "skipped", pes=pes, group="cases", case=name)
+            best = fastest(rows, PEERS)
+            cells = [[row["label"], *_cells(lines, row, case, best)] for row in rows]
+            blocks.append(([name, *_summary(case)], cells + [[line["label"], "skipped"] for line in skipped]))
+    columns = ("us", "p99", "x\nlimit", "x uni-\ncast", "MB\nsent", "mem", "x best\npeer")
+    return case_table(f"{pes} PEs", ("rows x width, rows per PE", "method"), columns, blocks)
 
 
 def _summary(case: _Line) -> list[str]:
@@ -129,60 +92,44 @@ def _cells(lines: Sequence[_Line], row: _Line, case: _Line, best: _Line | None) 
         _ratio(row["us"], case["unicast_us"]),
         f"{row['sent_value_bytes'] / 1e6:.3g}",
         f"{memory[0]['ratio']:.2f}" if memory else "-",
-        f"{best['us'] / row['us']:.2f}" if best and row["method"] in OURS else "-",
+        times_as_long(best if row["method"] in OURS else None, row),
     ]
 
 
-def _best_peer(rows: Sequence[_Line]) -> _Line | None:
-    found = [row for row in rows if row["method"] in PEERS]
-    return min(found, key=lambda row: float(row["us"])) if found else None
-
-
-def _print_phases(lines: Sequence[_Line], pes: int, console: Console) -> None:
-    rows = select(lines, "phases", pes=pes, group="cases")
-    if not rows:
-        return
-    table = Table(title=f"phases of single launches, {pes} PEs: us", title_justify="left", pad_edge=False)
-    for header in ("case", "method", "algorithm used"):
-        table.add_column(header, no_wrap=True)
-    for phase in rows[0]["us"]:
-        table.add_column(phase, justify="right")
+def _phases_table(lines: Sequence[_Line], pes: int) -> Iterator[Any]:
+    found = select(lines, "phases", pes=pes, group="cases")
+    blocks = []
     for name in CASES:
-        found = select(rows, "phases", case=name)
-        for i, row in enumerate(found):
-            cells = [us_text(value) for value in row["us"].values()]
-            table.add_row(
-                name if i == 0 else "", row["method"], row["algorithm"], *cells, end_section=i == len(found) - 1
-            )
-    console.print(table)
+        rows = select(found, "phases", case=name)
+        cells = [[row["method"], row["algorithm"], *map(us_text, row["us"].values())] for row in rows]
+        if cells:
+            blocks.append(([name], cells))
+    if blocks:
+        title = f"phases of single launches, {pes} PEs: us"
+        yield case_table(title, ("case", "method", "algorithm used"), tuple(found[0]["us"]), blocks)
 
 
-def _print_sweep(sweep: str) -> Any:
-    def print_part(lines: Sequence[_Line], pes: int, console: Console) -> None:
-        points = swept_lines(lines, sweep, pes)
-        if not points:
-            return
-        table = Table(title=f"{sweep}, {pes} PEs: us", title_justify="left", pad_edge=False)
-        for header in (_AXES[sweep], "union", "limit", "uni-\ncast"):
-            table.add_column(header, justify="right")
-        methods = [name for name in _SHORT if any(name in times for _, times in points)]
-        for name in methods:
-            table.add_column(_SHORT[name], justify="right")
-        for case, times in points:
-            point = case["shape"]["point"]
-            table.add_row(
-                f"{1 - point:.2%}" if sweep == "sparsity" else f"{point:.0%}",
-                _count(case["union_rows"]),
-                us_text(case["limit_us"]) if case["limit_us"] is not None else "-",
-                us_text(case["unicast_us"]) if case["unicast_us"] is not None else "-",
-                *[us_text(times[name]["us"]) if name in times else "skipped" for name in methods],
-            )
-        console.print(table)
-        if sweep == "sparsity":
-            for ours, dense in (("auto", "dense_reduce"), ("owner", "dense")):
-                console.print(_crossover_text(points, ours, dense))
-
-    return print_part
+def _sweep_table(lines: Sequence[_Line], sweep: str, pes: int) -> Iterator[Any]:
+    points = swept_lines(lines, sweep, pes)
+    if not points:
+        return
+    table = Table(title=f"{sweep}, {pes} PEs: us", title_justify="left", pad_edge=False)
+    methods = [name for name in _SHORT if any(name in times for _, times in points)]
+    for header in (_AXES[sweep], "union", "limit", "uni-\ncast", *[_SHORT[name] for name in methods]):
+        table.add_column(header, justify="right")
+    for case, times in points:
+        point = case["shape"]["point"]
+        table.add_row(
+            f"{1 - point:.2%}" if sweep == "sparsity" else f"{point:.0%}",
+            _count(case["union_rows"]),
+            us_text(case["limit_us"]) if case["limit_us"] is not None else "-",
+            us_text(case["unicast_us"]) if case["unicast_us"] is not None else "-",
+            *[us_text(times[name]["us"]) if name in times else "skipped" for name in methods],
+        )
+    yield table
+    if sweep == "sparsity":
+        for ours, dense in (("auto", "dense_reduce"), ("owner", "dense")):
+            yield _crossover_text(points, ours, dense)
 
 
 def _crossover_text(points: Sequence[tuple[_Line, dict[str, _Line]]], ours: str, dense: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import os
 import shutil
@@ -18,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.pes import gather
+from harness.timing import in_turn
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
-from persistent_ops.demo.unfused import process_group
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from .config import SIZES, ModelConfig, Partition
@@ -75,8 +76,7 @@ class _Pe:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every PE's value (what JSON can carry), in rank order; collective."""
-        answers = self.world.bootstrap.exchange("decode", json.dumps(value).encode(), timeout=self.options.timeout)
-        return [json.loads(answer) for answer in answers]
+        return gather(self.world.bootstrap, value, timeout=self.options.timeout)
 
     @property
     def group_backend(self) -> str:
@@ -384,17 +384,13 @@ def _measure(pe: _Pe) -> dict[str, Any]:
     results = {label: pe.generate(runner, sequences) for label, runner in runners.items()}
     fused_tokens, fused_logits = next(iter(results.values()))
 
-    # Interleaved: every round times every method, beginning with another one.
     subjects = {**runners, "": outside}
-    names = list(subjects)
-    seconds: dict[str, list[float]] = {label: [] for label in names}
+    seconds: dict[str, list[float]] = {label: [] for label in subjects}
     repeatable = dict.fromkeys(runners, True)
-    for number in range(pe.options.rounds):
-        first = number % len(names)
-        for label in names[first:] + names[:first]:
-            seconds[label].append(pe.seconds_per_step(subjects[label], sequences))
-            if label in runners:
-                repeatable[label] &= pe.generated(sequences) == results[label][0]
+    for label in in_turn(subjects, pe.options.rounds):
+        seconds[label].append(pe.seconds_per_step(subjects[label], sequences))
+        if label in runners:
+            repeatable[label] &= pe.generated(sequences) == results[label][0]
 
     reports = []
     for label, (tokens, logits) in results.items():

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.pes import gather
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
-from persistent_ops.demo.unfused import process_group
 from persistent_ops.nn.ddp import ddp_sparse_hook
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from . import checkpoint
@@ -70,8 +70,7 @@ class _Pe:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every PE's value (what JSON can carry), in rank order; collective."""
-        answers = self.world.bootstrap.exchange("training", json.dumps(value).encode(), timeout=self.options.timeout)
-        return [json.loads(answer) for answer in answers]
+        return gather(self.world.bootstrap, value, timeout=self.options.timeout)
 
     def new_model(self) -> WordVectors:
         options = self.options

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from harness.timing import in_turn
+
 import persistent_ops as po
 
 if TYPE_CHECKING:
@@ -42,17 +44,14 @@ def seconds_per_pass(pe: _Pe, steps: int) -> dict[str, float]:
             parameter.grad = po.sparse_all_reduce(parameter.grad, op="mean")
 
     ways: dict[str, Callable[[int], None]] = {"hook": hook, "after": after, "none": none}
-    names = list(ways)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(_ROUNDS):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            pe.world.barrier()
-            begin = time.perf_counter()
-            for step in range(steps):
-                pe.optimizer.zero_grad()
-                ways[name](step)
-            pe.world.check()
-            seconds[name].append((time.perf_counter() - begin) / steps)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for name in in_turn(ways, _ROUNDS):
+        pe.world.barrier()
+        begin = time.perf_counter()
+        for step in range(steps):
+            pe.optimizer.zero_grad()
+            ways[name](step)
+        pe.world.check()
+        seconds[name].append((time.perf_counter() - begin) / steps)
     pe.optimizer.zero_grad()
-    return {name: max(pe.exchange(statistics.median(seconds[name]))) for name in names}
+    return {name: max(pe.exchange(statistics.median(seconds[name]))) for name in ways}

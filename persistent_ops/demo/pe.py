@@ -17,12 +17,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..runtime.process_group import process_group
 from .criteo import NUM_CATEGORICAL, read_batches
 from .lookups import FeatureLookups, concatenate
 from .options import DemoOptions
 from .placement import fit_rows, lookup_costs, place_tables
 from .synthetic import DLRM_POOLING, DLRM_ROWS, draw_feature
-from .unfused import UnfusedExchange, process_group, split_features
+from .unfused import UnfusedExchange, split_features
 
 if TYPE_CHECKING:
     from ..runtime.bootstrap import Bootstrap

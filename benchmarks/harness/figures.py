@@ -1,0 +1,81 @@
+"""What the figures of all benchmarks share; matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .record import select
+
+__all__ = ["draw_bars", "figure", "legend", "pyplot", "why_none"]
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, which draws into files; ImportError where matplotlib is not installed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as found
+
+    return found
+
+
+@contextmanager
+def figure(
+    lines: Sequence[dict[str, Any]], path: Path, *, size: tuple[float, float], rows: int = 1, columns: int = 1
+) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Make a figure of a record, and write it; yields it and its axes, row by row."""
+    plot = pyplot()
+    drawn, grid = plot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    yield drawn, list(grid.flat)
+    if any(line["backend"] == "host" for line in select(lines, "run")):
+        drawn.suptitle("host backend, small tensors: says nothing about GPUs", color="red")
+    drawn.savefig(path, dpi=130)
+    plot.close(drawn)
+
+
+def draw_bars(
+    axes: Any,
+    places: Sequence[str],
+    series: Mapping[str, Mapping[int, float]],
+    *,
+    width: float = 0.84,
+    errors: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    **ticks: Any,
+) -> None:
+    """Draw groups of bars.
+
+    Args:
+        axes: to draw in.
+        places: names of the groups.
+        series: by label, the heights by the number of the group.
+        width: of a group, whose distance to the next one is 1.
+        errors: by label, whiskers below and above each bar, in place of the heights in figures.
+        ticks: of `set_xticks`.
+    """
+    share = width / max(len(series), 1)
+    for number, (label, heights) in enumerate(series.items()):
+        if not heights:
+            continue
+        left = [place + (number - (len(series) - 1) / 2) * share for place in heights]
+        if errors is not None:
+            axes.bar(left, list(heights.values()), share, yerr=errors[label], capsize=3, label=label)
+        else:
+            bars = axes.bar(left, list(heights.values()), share, label=label)
+            axes.bar_label(bars, fmt="%.2f", fontsize=7 if len(series) < 7 else 6)
+    axes.set_xticks(range(len(places)), places, **{"fontsize": 7, **ticks})
+
+
+def legend(axes: Any) -> None:
+    """Put a legend below the axes, where something is drawn in them."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8)
+
+
+def why_none(error: Exception) -> str:
+    """Return why there is no figure, in one line, with a remedy where matplotlib is missing."""
+    if isinstance(error, ImportError) and error.name == "matplotlib":
+        return "matplotlib is not installed (pip install 'persistent-ops[plot]')"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,128 @@
+"""What the tables of all benchmarks share: the description of the run, what was found wrong, and the tables' form."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .record import select, us_text
+
+if TYPE_CHECKING:
+    from .experiment import Experiment
+
+__all__ = ["case_table", "fastest", "print_report", "print_tunings", "times_as_long"]
+
+_Line = dict[str, Any]
+_NAMING = ("kind", "pes", "shape", "tuning", "us", "problem", "h200_limit_us", "seconds_by_pe_and_round")
+_BEST = 12  # combinations of a Tuning that are shown
+
+
+def print_report(experiment: type[Experiment[Any]], lines: Sequence[_Line], console: Console) -> None:
+    """Print the last run, the ceilings, what was left out or found wrong, and the benchmark's own tables."""
+    run = select(lines, "run")[-1]
+    console.print(
+        f"{run.get('gpu', run.get('processor'))}, torch {run['torch']}"
+        + (f", driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}" if run["backend"] == "cuda" else "")
+        + f", commit {(run['commit'] or 'unknown')[:9]}{experiment.note}"
+    )
+    for line in select(lines, "ceilings"):
+        store = f"store to all peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else "no peer to store to"
+        console.print(f"ceilings per PE, {line['pes']} PEs: read {line['read'] / 1e12:.3f} TB/s, {store}")
+    for line in select(lines, "left_out"):
+        console.print(f"left out, {line['pes']} PEs: {line['what']}: {line['problem']}", soft_wrap=True)
+    checks = select(lines, "check")
+    failures = [f"{c['pes']} PEs, {c[experiment.case_field]}: {text}" for c in checks for text in c["failures"]]
+    console.print(
+        f"WRONG: {len(failures)} checks failed; the first: {failures[0]}"
+        if failures
+        else experiment.correct.format_map(_largest(checks)),
+        soft_wrap=True,
+    )
+    if run["backend"] == "host":
+        console.print("Host PEs share this machine's cores, and tensors are small: the times say nothing about GPUs.")
+    for part in experiment.tables(lines):
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _largest(checks: Sequence[_Line]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for line in checks:
+        for field, value in line.items():
+            if isinstance(value, float):
+                found[field] = max(found[field], value)
+    return found
+
+
+def case_table(
+    title: str,
+    headers: Sequence[str],
+    columns: Sequence[str],
+    blocks: Iterable[tuple[Sequence[str], Sequence[Sequence[str]]]],
+    *,
+    caption: str | None = None,
+) -> Table:
+    """Return a table of cases, each with a row per method.
+
+    Args:
+        title: of the table.
+        headers: of the columns of text: the case's, the method's.
+        columns: headers of the columns of numbers.
+        blocks: of each case the texts that stand one below the other in the first column, and its rows without that.
+        caption: below the table.
+    """
+    table = Table(title=title, title_justify="left", pad_edge=False, caption=caption)
+    for header in headers:
+        table.add_column(header, no_wrap=True)
+    for header in columns:
+        table.add_column(header, justify="right")
+    for heads, rows in blocks:
+        count = max(len(heads), len(rows))
+        for i in range(count):
+            cells = rows[i] if i < len(rows) else []
+            table.add_row(heads[i] if i < len(heads) else "", *cells, end_section=i == count - 1)
+    return table
+
+
+def fastest(rows: Iterable[_Line], methods: Iterable[str]) -> _Line | None:
+    """Return the "time" line of the fastest of the methods, or None where none of them has one."""
+    wanted = set(methods)
+    return min((row for row in rows if row["method"] in wanted), key=lambda row: float(row["us"]), default=None)
+
+
+def times_as_long(other: _Line | None, row: _Line) -> str:
+    """Return how many times as long the other method took, or "-" where there is none."""
+    return f"{other['us'] / row['us']:.2f}" if other else "-"
+
+
+def print_tunings(lines: Sequence[_Line], console: Console) -> None:
+    """Print the best combinations of each case and method, and how many did not run and why."""
+    groups: dict[tuple[str, ...], list[_Line]] = {}
+    for line in select(lines, "tune"):
+        naming = (*[str(value) for field, value in line.items() if field not in _NAMING], f"{line['pes']} PEs")
+        groups.setdefault(naming, []).append(line)
+    for naming, rows in groups.items():
+        _print_tuning(rows, ", ".join(naming), console)
+
+
+def _print_tuning(rows: Sequence[_Line], title: str, console: Console) -> None:
+    """Print one case's combinations, of which the default one comes first in `rows`."""
+    timed = sorted((row for row in rows if row["us"] is not None), key=lambda row: row["us"])
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    table.add_column("us", justify="right")
+    table.add_column("x H200's limit", justify="right")
+    table.add_column("tuning")
+    tried = [name for name in rows[0]["tuning"] if len({str(row["tuning"][name]) for row in rows}) > 1]
+    for place, row in enumerate(timed):
+        is_default = row["tuning"] == rows[0]["tuning"]
+        if place < _BEST or is_default or row["problem"]:
+            text = " ".join(f"{name}={row['tuning'][name]}" for name in tried)
+            note = " (default)" if is_default else ""
+            note += f" WRONG: {row['problem']}" if row["problem"] else ""
+            table.add_row(us_text(row["us"]), f"{row['us'] / row['h200_limit_us']:.3f}", text + note)
+    console.print(table)
+    for problem in list(dict.fromkeys(row["problem"] for row in rows if row["us"] is None))[:3]:
+        console.print(f"  did not run: {problem}", soft_wrap=True)
