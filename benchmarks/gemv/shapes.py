@@ -10,7 +10,7 @@ import torch
 
 from persistent_ops.ops.gemv_plan import MAX_VECTORS
 
-__all__ = ["DTYPE", "SHAPES", "Shape", "shape_named"]
+__all__ = ["DTYPE", "SHAPES", "Shape", "shape_named", "shape_of"]
 
 DTYPE = torch.bfloat16
 _ROTATED_BYTES = 200_000_000  # more than three L2 caches of an H200: a copy of the weight is gone when its turn comes
@@ -51,7 +51,8 @@ class Shape:
         )
 
 
-def _shape(rows: int, columns: int, vectors: int = 1) -> Shape:
+def shape_of(rows: int, columns: int, vectors: int = 1) -> Shape:
+    """Return a shape with as many copies of the weight as no L2 cache holds together."""
     shape = Shape(rows, columns, vectors)
     copies = max(_FEWEST_COPIES, min(_ROTATED_BYTES // shape.weight_bytes + 1, _MOST_COPIES))
     return dataclasses.replace(shape, copies=copies)
@@ -70,19 +71,19 @@ def shape_named(name: str) -> Shape:
             f"--shapes: there is no {name}; there are {', '.join(SHAPES)}, and others such as 1280x8192 or "
             f"1280x8192_N4, with at most {MAX_VECTORS} vectors"
         )
-    return _shape(rows, columns, vectors)
+    return shape_of(rows, columns, vectors)
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
-        _shape(8192, 3584),
-        _shape(8192, 1024),
-        _shape(7168, 2048),
-        _shape(16384, 6656),
-        _shape(4096, 1792),
-        _shape(16384, 2048),
-        _shape(8192, 3584, 8),
-        _shape(8192, 3584, 16),
+        shape_of(8192, 3584),
+        shape_of(8192, 1024),
+        shape_of(7168, 2048),
+        shape_of(16384, 6656),
+        shape_of(4096, 1792),
+        shape_of(16384, 2048),
+        shape_of(8192, 3584, 8),
+        shape_of(8192, 3584, 16),
     )
 }
