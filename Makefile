@@ -32,8 +32,10 @@ demo: $(ready) ## run the fused embedding exchange on all GPUs, or on 4 processe
 test: $(ready) ## run the tests that need no GPU
 	$(py) -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+# Many worlds side by side, the PEs of each on one GPU; then, where there are several, worlds whose PEs have one each.
 test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
-	$(py) -m pytest --backend cuda $(PYTEST_ARGS)
+	$(py) -m pytest --backend cuda -n auto --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+	[ "$$(nvidia-smi -L | wc -l)" -lt 2 ] || $(py) -m pytest --backend cuda -m apart $(PYTEST_ARGS)
 
 lint: $(ready) ## check style and types: ruff, mypy, clang-format
 	$(py) -m ruff check .

@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+_WORKERS_PER_GPU = 8
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", choices=("host", "cuda"), default="host", help="backend of the operator tests")
@@ -23,14 +25,31 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
 
 
+def _gpus() -> list[str]:
+    """Return the GPUs that tests may use; torch must not be asked, it would remember."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return given.split(",")
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return [str(number) for number, _ in enumerate(listed.splitlines())]
+
+
 def _gpu_of(worker: str) -> str:
     """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:  # torch must not be asked: it would remember
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-        given = ",".join(str(number) for number, _ in enumerate(listed.splitlines()))
-    devices = given.split(",")
+    devices = _gpus()
     return devices[int(worker.removeprefix("gw")) % len(devices)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Say what `-n auto` means on GPUs: their PEs take turns on them, and start on CPU cores."""
+    if config.getoption("--backend") != "cuda":
+        return None
+    return max(1, min(_WORKERS_PER_GPU * len(_gpus()), (os.cpu_count() or 2) // 2))
+
+
+def _fixtures_of(item: pytest.Item) -> list[str]:
+    return list(getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
@@ -52,10 +71,17 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu run only with --backend cuda; tests marked host only without it. Long files come first."""
+    """Tests marked gpu run only with --backend cuda; tests marked host only without it. Long files come first.
+
+    With --backend cuda what is the same on every backend is left to `make test`.
+    """
     places = {f"test_{name}": place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     on_gpu = config.getoption("--backend") == "cuda"
+    if on_gpu:
+        others = [item for item in items if "gpu" not in item.keywords and "backend" not in _fixtures_of(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs GPUs: run `make test-gpu`"))
