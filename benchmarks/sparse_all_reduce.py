@@ -92,19 +92,33 @@ def _expected_result_bytes(case: Case) -> float:
 class Gradients(Trial):
     """One case, with its inputs and buffers.
 
+    Args:
+        world: of this PE.
+        fields: that name the case.
+        methods: with the buffers.
+        unions: of each input, the rows of the result.
+        sent: rows of the result, and those that a PE sends at least.
+
     Attributes:
         is_swept: whether the case is a point of a sweep, of which less is checked and told.
         used: by method of the operator, the algorithm that it took.
     """
 
-    def __init__(self, world: World, fields: dict[str, Any], methods: Methods, unions: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        world: World,
+        fields: dict[str, Any],
+        methods: Methods,
+        unions: list[torch.Tensor],
+        sent: tuple[float, float],
+    ) -> None:
         self.fields = fields
         self.is_swept = fields["group"] != "cases"
         self.used: dict[str, str] = {}
         self._world = world
         self._shaped = methods
         self._unions = unions
-        self.union = self.unicast = 0.0
+        self._union, self._unicast = sent
 
     def run(self, name: str) -> object:
         """Call a method with the first input."""
@@ -140,8 +154,8 @@ class Gradients(Trial):
             SCHEMES[used or name],
             rows=case.rows,
             rows_per_pe=case.rows_per_pe,
-            union=self.union,
-            unicast=self.unicast,
+            union=self._union,
+            unicast=self._unicast,
             world_size=self._world.size,
         )
         return {
@@ -253,7 +267,7 @@ class SparseAllReduce(Experiment[_Case]):
         unions = [union for union, _ in surveys]
         capacity = max(union.numel() for union in unions)
         chosen = []
-        written = self._write_case(fields, shape, [traffic for _, traffic in surveys])
+        sent = self._write_case(fields, shape, [traffic for _, traffic in surveys])
         for name in self.options.methods:
             if group == "cases" or name in SWEPT:
                 reason = self._unsuited(shape, name, capacity)
@@ -263,8 +277,7 @@ class SparseAllReduce(Experiment[_Case]):
                     self._skip(fields, name, reason)
         methods = Methods(world, shape, sets, capacity=capacity, chosen=chosen, gloo=self._gloo)
         self._memory.case_ready()
-        trial = Gradients(world, fields, methods, unions)
-        trial.union, trial.unicast = written
+        trial = Gradients(world, fields, methods, unions, sent)
         trial.methods = self._warm_up(trial, methods, chosen, shape.sparse_bytes(unions[0].numel()))
         return trial
 
