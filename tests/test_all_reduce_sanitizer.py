@@ -345,15 +345,15 @@ MUTATIONS = {
 }
 
 
-def _build(algorithm: str, vectors: int = 1) -> Build:
-    config = f".algorithm = Algorithm::{algorithm}, .norms = true, .vectors = {vectors}"
+def _build(algorithm: str, vectors: int = 1, threads: int = 128) -> Build:
+    config = f".algorithm = Algorithm::{algorithm}, .norms = true, .vectors = {vectors}, .threads = {threads}"
     return Build((f"-DDRIVER_CONFIG={{.scalar = po::DType::kFloat32, {config}}}",))
 
 
 class TestAllReduce(SanitizerSuite):
     builds: ClassVar = {
         "one_shot": _build("kOneShot"),
-        "two_shot": _build("kTwoShot"),
+        "two_shot": _build("kTwoShot", threads=512),  # last warps have blocks too
         "slices": _build("kSlices", vectors=2),
     }
     driver: ClassVar = Driver(_DRIVER, builds, dict.fromkeys(builds, CASES), MUTATIONS, "slices")

@@ -40,6 +40,8 @@ struct Traits {
   static constexpr bool kSendsPackets = kAlgorithm != Algorithm::kSlices;
   // With its successor, which begins when this launch lets it in, or with another WG. Larger ones have too many registers.
   static constexpr bool kSharesSm = kThreads <= 256;
+  // There may be more blocks than warps, so that only one of them has none.
+  static constexpr bool kLastWarpsReduce = kSendsPackets && !kSharesSm;
   // PEs whose elements are loaded together.
   static constexpr int kSendersAtOnce = 4;
 };
@@ -126,27 +128,31 @@ struct Kernel {
     wg.sync();  // @epoch-known
     // With slices two WGs fill an SM: a successor that found room beside some of them would leave the rest behind.
     if constexpr (Traits::kSendsPackets && Traits::kSharesSm) release_successor();
-    if (serves(wg) && keeps_credits(wg)) grant_credit(shared.plan.team, Warp(), 0);
+    if (serves(wg)) {
+      if (keeps_credits(wg)) grant_credit(shared.plan.team, Warp(), 0);
+      if constexpr (!Traits::kLastWarpsReduce) count_out(wg, shared);
+    }
     if constexpr (Traits::kSendsPackets) {
       exchange_packets(wg, shared, call, begun);
     } else {
-      if (serves(wg)) count_out(wg, shared);
       SliceReduce<Traits, Plan, Call>(shared.plan, call, wg, shared.takes_part != 0, &shared.is_missing).run();
     }
     if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // what was put is written again later
   }
 
  private:
-  // The last warp of a WG serves; that of the last WG does nothing else where packets are sent, unless it is alone (host).
+  // The last warp of a WG serves. With packets it has no blocks, where there are warps enough, or it awaits credits; unless it
+  // is alone (host).
   static PO_FN bool serves(const WorkGroup& wg) { return wg.warp_index() == wg.num_warps() - 1; }
   static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }
-
-  static PO_FN bool reduces(const WorkGroup& wg) { return wg.num_warps() == 1 || !(serves(wg) && keeps_credits(wg)); }
+  static PO_FN bool reduces(const WorkGroup& wg) {
+    return wg.num_warps() == 1 || !serves(wg) || (Traits::kLastWarpsReduce && !keeps_credits(wg));
+  }
 
   // Along the WGs first, so that few blocks are with many SMs.
   static PO_FN Worker worker_of(const WorkGroup& wg) {
-    const int num_warps = wg.num_warps() * wg.count();
-    return {wg.warp_index() * wg.count() + wg.index(), wg.num_warps() == 1 ? num_warps : num_warps - 1, wg.count()};
+    const int idle = wg.num_warps() == 1 ? 0 : Traits::kLastWarpsReduce ? 1 : wg.count();
+    return {wg.warp_index() * wg.count() + wg.index(), wg.num_warps() * wg.count() - idle, wg.count()};
   }
 
   // Counts this WG: all its threads know the epoch.
@@ -155,15 +161,18 @@ struct Kernel {
   }
 
   static PO_FN void exchange_packets(const WorkGroup& wg, const Shared& shared, const Call& call, const Begun& begun) {
-    // What a serving warp has besides, between what it sends and what it waits for: neither keeps others waiting.
     const auto serve = [&] {
       if (!serves(wg)) return;
-      count_out(wg, shared);
+      if constexpr (Traits::kLastWarpsReduce) count_out(wg, shared);
       if (keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
     };
     if (!reduces(wg)) return serve();
-    PacketReduce<Traits, Plan, Call>(shared.plan, call, worker_of(wg), shared.takes_part != 0).run(begun.held, serve);
+    // Who does both serves between what it sends and what it waits for: neither keeps others waiting.
+    PacketReduce<Traits, Plan, Call>(shared.plan, call, worker_of(wg), shared.takes_part != 0).run(begun.held, [&] {
+      if constexpr (kDoesBoth) serve();
+    });
   }
+  static constexpr bool kDoesBoth = Traits::kLastWarpsReduce || kThreads == kWarpSize || kWarpSize == 1;
 };
 
 }  // namespace po::all_reduce
