@@ -33,3 +33,7 @@ def test_bits(backend: str, world: int, options: dict[str, Any], case: Any) -> N
         pytest.skip("the staged transport on GPUs needs a network or a stand-in: tests/test_gpu_staged.py")
     for rank, results in enumerate(_results(backend, world, tuple(options.items()))):
         assert results[case.name] is None, f"PE {rank}: {results[case.name]}"
+
+
+def test_cases_exist() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
