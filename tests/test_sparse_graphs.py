@@ -180,9 +180,8 @@ def _captured_without_buffers() -> list[str]:
     return problems
 
 
-@pytest.mark.gpu
-def test_a_capture_of_the_entry_without_buffers_is_refused() -> None:
-    assert in_world(_captured_without_buffers, 1, "cuda") == [[]]
+def test_a_capture_of_the_entry_without_buffers_is_refused(backend: str) -> None:
+    assert in_world(_captured_without_buffers, 1, backend) == [[]]
 
 
 # ---- capacity --------------------------------------------------------------------------------------------------------
