@@ -1,4 +1,4 @@
-"""Inputs of all_reduce and all_reduce_rms_norm for the tests, a model of their exact bits, and a runner for PEs.
+"""Inputs of all_reduce and all_reduce_rms_norm for the tests, a model of their exact bits, and how a case is called.
 
 Data depends on (case, rank, iteration); every PE can compute every other's inputs. Values have sizes far apart, so
 that the bits of a sum tell in which order it was made.
@@ -6,6 +6,7 @@ that the bits of a sum tell in which order it was made.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from bits import difference
+from bits import Outcome, Trial, difference
 
 import persistent_ops as po
-from persistent_ops.ops.all_reduce_plan import FLOAT8, OPERATOR, Tuning
+from persistent_ops.ops.all_reduce_plan import FLOAT8
 
 ALGORITHMS = ("one_shot", "two_shot", "slices")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-NUM_ITERATIONS = 6
 
 
 # ---- a model of the exact bits ---------------------------------------------------------------------------------------
@@ -120,7 +120,8 @@ CASES = [
     Case("norm, a batch", (3, 2, 520), norms=True),
     Case("norm, shifted", (3, 264), norms=True, is_shifted=True),
 ]
-FEW = [case for case in CASES if case.name in ("ragged, fp32", "larger", "norm, a batch", "norm, ragged rows, fp16")]
+_NAMES = ("ragged, fp32", "larger", "norm, ragged rows, fp16", "norm, a batch")
+FEW = [next(case for case in CASES if case.name == name) for name in _NAMES]
 # By iteration: what is passed, and where results go: to new memory, to an output, or into an input's place.
 WAYS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((), "new", "new"),
@@ -150,6 +151,14 @@ def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
         weight_bias=float(iteration % 2),
         scale=0.07 if iteration % 3 == 1 else None,
     )
+
+
+@functools.lru_cache(maxsize=32)
+def expected(case: Case, world: int, iteration: int) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return what all PEs pass, and the sum and the norm that every PE must get; nobody may write to them."""
+    inputs = make_inputs(case, world, iteration)
+    total = sum_model(inputs)
+    return inputs, (total, norm_model(total, inputs) if case.norms else None)
 
 
 def placed(tensor: torch.Tensor | None, is_shifted: bool) -> torch.Tensor | None:
@@ -201,33 +210,19 @@ def call(
     return total, norm
 
 
-def check_case(case: Case, iterations: Sequence[int] = range(NUM_ITERATIONS)) -> tuple[str | None, int]:
-    """Run a case on this PE; return what is wrong, and a number for its bits."""
-    problem, digest = None, 0
-    for iteration in iterations:
-        inputs = make_inputs(case, po.world_size(), iteration)
-        want = sum_model(inputs)
-        want_norm = norm_model(want, inputs) if case.norms else None
-        for algorithm in (*ALGORITHMS, "auto") if iteration == 0 else ALGORITHMS:
-            total, norm = call(case, inputs, iteration, algorithm)
-            found = difference(total, want)
-            if want_norm is not None and norm is not None:
-                found = found or ((what := difference(norm, want_norm)) and f"norm: {what}")
-            if found and problem is None:
-                problem = f"iteration {iteration}, {algorithm}: {found}"
-            digest = zlib.crc32(total.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), digest)
-    po.check()
-    return problem, digest
+class AllReduceTrial(Trial):
+    """A case: called by every algorithm, and by "auto"."""
 
+    def __init__(self, case: Case) -> None:
+        self._case = case
 
-def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> dict[str, tuple[str | None, int]]:
-    """Run cases on this PE; `room_bytes` and `work_groups` are for the Tuning."""
-    options = dict(options)
-    tuning = {name: options.pop(name) for name in ("room_bytes", "work_groups") if name in options}
-    po.init(backend, operator_timeout=30.0, heap_size=64 << 20, **options)
-    try:
-        if tuning:
-            OPERATOR.tune(po.runtime.world.current(), Tuning(**tuning))
-        return {case.name: check_case(case) for case in CASES if case.name in names}
-    finally:
-        po.finalize()
+    def ways(self, turn: int) -> Sequence[str]:
+        return (*ALGORITHMS, "auto") if turn == 0 else ALGORITHMS
+
+    def call(self, turn: int, iteration: int, way: str) -> Outcome:
+        inputs, (want, want_norm) = expected(self._case, po.world_size(), iteration)
+        total, norm = call(self._case, inputs, iteration, way)
+        found = difference(total, want)
+        if norm is None or want_norm is None:
+            return Outcome([total], found)
+        return Outcome([total, norm], found or ((what := difference(norm, want_norm)) and f"norm: {what}"))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -19,46 +19,54 @@ from all_reduce_cases import (
     CASES,
     DTYPES,
     FEW,
-    NUM_ITERATIONS,
+    AllReduceTrial,
     Case,
     Inputs,
     call,
-    check_case,
     make_inputs,
     norm_model,
-    run_cases,
     sum_model,
 )
-from bits import difference
+from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, difference
 from protocol import Mismatch, ProtocolSuite, Work
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from worlds import CaseWorld, CaseWorlds, error_of, in_world, run_pes
+from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce import reference
 from persistent_ops.ops.all_reduce_plan import FLOAT8, OPERATOR, SWITCH_POINTS, Tuning, choose_algorithm
 
 MB = 1 << 20
-WORLDS = CaseWorlds(
-    run_cases,
-    {
-        "1": CaseWorld(1, {}, CASES),
-        "2": CaseWorld(2, {}, CASES),
-        "3": CaseWorld(3, {}, CASES),
-        "4": CaseWorld(4, {"work_groups": 3}, FEW),
-        "8": CaseWorld(8, {}, FEW),
-        "2-staged": CaseWorld(2, {"transport": "staged"}, FEW),
-        "3-staged-wg2": CaseWorld(3, {"transport": "staged", "host_options": {"wg_size": 2}}, FEW[1:3]),
-        "2-wg3": CaseWorld(2, {"host_options": {"wg_size": 3}, "work_groups": 2}, FEW),
-        "3-rounds": CaseWorld(3, {"room_bytes": 1 << 20, "host_options": {"wg_size": 2}}, FEW),
-    },
-    halved_by=torch.bfloat16,
-)
 
 
-@pytest.mark.parametrize(("name", "case"), WORLDS.params())
-def test_bits(backend: str, name: str, case: Case) -> None:
-    WORLDS.assert_bits(backend, name, case)
+class TestBits(BitsSuite):
+    trial = AllReduceTrial
+    halved_by = torch.bfloat16
+    heap_bytes = 64 * MB
+    worlds: ClassVar = {
+        "1": CaseWorld(1, CASES),
+        "2": CaseWorld(2, CASES),
+        "3": CaseWorld(3, CASES),
+        "4": CaseWorld(4, FEW, tuning={"work_groups": 3}),
+        "8": CaseWorld(8, FEW),
+        "2-staged": CaseWorld(2, FEW, {"transport": "staged"}),
+        "3-staged-wg2": CaseWorld(3, FEW[1:3], {"transport": "staged", "host_options": {"wg_size": 2}}),
+        "2-wg3": CaseWorld(2, FEW, {"host_options": {"wg_size": 3}}, {"work_groups": 2}),
+        "3-rounds": CaseWorld(3, FEW, {"host_options": {"wg_size": 2}}, {"room_bytes": 1 << 20}),
+    }
+
+    @classmethod
+    def tune(cls, **tuning: Any) -> None:
+        OPERATOR.tune(po.runtime.world.current(), Tuning(**tuning))
+
+
+def _problem(case: Case, iterations: Sequence[int] = range(NUM_ITERATIONS)) -> str | None:
+    """Call a case in some iterations, by every algorithm; return what is wrong, or None."""
+    trial = AllReduceTrial(case)
+    found = [trial.call(i, i, way).problem for i in iterations for way in trial.ways(i)]
+    problems = [problem for problem in found if problem is not None]
+    po.check()
+    return problems[0] if problems else None
 
 
 # ---- guarantees ------------------------------------------------------------------------------------------------------
@@ -70,11 +78,11 @@ def _rounds() -> list[Any]:
     problems: list[Any] = []
     OPERATOR.tune(world, Tuning(room_bytes=100 << 10))
     case = Case("rounds", (65, 1000), torch.float16, norms=True)
-    problems.append(check_case(case, range(3))[0])
-    problems.append(check_case(Case("rounds, flat", (70001,)), (0, 1))[0])
+    problems.append(_problem(case, range(3)))
+    problems.append(_problem(Case("rounds, flat", (70001,)), (0, 1)))
     counts = {plan.algorithm: len(plan.launches) for plan in OPERATOR.state(world).plans.values()}
     OPERATOR.tune(world, None)
-    problems.append(check_case(case, (4,))[0])
+    problems.append(_problem(case, (4,)))
     return [*problems, counts["one_shot"] > 2, counts["two_shot"] > 2, counts["slices"]]
 
 
@@ -531,7 +539,3 @@ def _compiled() -> list[bool]:
 
 def test_compiled_function_is_one_graph(backend: str) -> None:
     assert in_world(_compiled, 1, backend) == [[True, True]]
-
-
-def test_cases_exist() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) and len(FEW) == 4

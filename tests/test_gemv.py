@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from gemv_cases import (
     CASES,
     FEW,
-    NUM_ITERATIONS,
     Case,
     Inputs,
     bound_problem,
-    difference,
     expected_bits,
     make_inputs,
     placed,
@@ -34,55 +34,50 @@ MB = 1 << 20
 ROWS, COLUMNS = 21, 24
 
 
-def _own(case: Case, iteration: int) -> Inputs:
-    """Return what this PE passes; each has numbers, and often a width, of its own."""
-    inputs, rank = make_inputs(case, po.world_size(), iteration), po.rank()
-    return Inputs(inputs.weights[rank : rank + 1], inputs.xs[rank : rank + 1], inputs.bias, inputs.residual)
+class OwnTrial(Trial):
+    """A case with collective operators in between; PEs multiply differently often."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._reduced = case, CASES[0]
+        shared = make_inputs(self._reduced, po.world_size(), 0)
+        self._weight, self._x = (placed(self._reduced, given[po.rank()]) for given in (shared.weights, shared.xs))
+        self._sum = expected_bits(Inputs(shared.weights, shared.xs, None, None))
+
+    def ways(self, turn: int) -> Sequence[str]:
+        return ("alone",)
+
+    def call(self, turn: int, iteration: int, way: str) -> Outcome:
+        case, rank = self._case, po.rank()
+        found = None
+        if turn % 3 == 0:
+            found = difference(po.gemv_all_reduce(self._weight, self._x).cpu(), self._sum)
+            found = found and f"gemv_all_reduce before it: {found}"
+        inputs = make_inputs(case, po.world_size(), iteration)
+        # Each PE has numbers, and often a width, of its own.
+        own = Inputs(inputs.weights[rank : rank + 1], inputs.xs[rank : rank + 1], inputs.bias, inputs.residual)
+        weight, x = placed(case, own.weights[0]), placed(case, own.xs[0])
+        bias, residual = (None if tensor is None else placed(case, tensor) for tensor in (own.bias, own.residual))
+        in_place = residual.clone() if iteration == 4 else None  # type: ignore[union-attr]
+        for _ in range(1 + (rank + iteration) % 2):
+            if in_place is not None:
+                residual = in_place.copy_(own.residual)  # type: ignore[arg-type]
+            result = po.gemv(weight, x, bias=bias, residual=residual, out=in_place, prefetch_weight=iteration == 5)
+        exact = case.values in ("whole", "ordered")
+        problem = difference(result.cpu(), expected_bits(own)) if exact else bound_problem(result.cpu(), own)
+        return Outcome([result], found or problem)
 
 
-def _products(names: list[str]) -> list[str]:
-    """Cases by name, with collective operators in between; PEs multiply differently often."""
-    problems, reduced = [], CASES[0]
-    cases = [case for case in CASES if case.name in names]
-    shared = make_inputs(reduced, po.world_size(), 0)
-    weight, x = (placed(reduced, given[po.rank()]) for given in (shared.weights, shared.xs))
-    for number, case in enumerate(cases):
-        for iteration in range(NUM_ITERATIONS):
-            if (number + iteration) % 3 == 0:
-                want = expected_bits(Inputs(shared.weights, shared.xs, None, None))
-                if (problem := difference(po.gemv_all_reduce(weight, x).cpu(), want)) is not None:
-                    problems.append(f"gemv_all_reduce before {case.name}, iteration {iteration}: {problem}")
-            own = _own(case, iteration)
-            given = {
-                name: None if tensor is None else placed(case, tensor)
-                for name, tensor in (("bias", own.bias), ("residual", own.residual))
-            }
-            in_place = given["residual"].clone() if iteration == 4 else None  # type: ignore[union-attr]
-            own_weight, own_x = placed(case, own.weights[0]), placed(case, own.xs[0])
-            for _ in range(1 + (po.rank() + iteration) % 2):
-                if in_place is not None:
-                    given["residual"] = in_place.copy_(own.residual)  # type: ignore[arg-type]
-                result = po.gemv(own_weight, own_x, **given, out=in_place, prefetch_weight=iteration == 5)
-            exact = case.values in ("whole", "ordered")
-            problem = difference(result.cpu(), expected_bits(own)) if exact else bound_problem(result.cpu(), own)
-            if problem is not None:
-                problems.append(f"{case.name}, iteration {iteration}: {problem}")
-    return problems
-
-
-@pytest.mark.parametrize(
-    ("world", "cases", "options"),
-    [
-        pytest.param(1, CASES, {}, id="1"),
-        pytest.param(2, CASES, {}, id="2"),
-        pytest.param(3, FEW, {}, id="3"),
-        pytest.param(3, FEW[::3], {"transport": "staged"}, id="3-staged", marks=pytest.mark.host),
-        pytest.param(2, FEW[1::3], {"host_options": {"wg_size": 3}}, id="2-wg3", marks=pytest.mark.host),
-    ],
-)
-def test_bits(backend: str, world: int, cases: list[Case], options: dict[str, Any]) -> None:
-    names = [case.name for case in cases]
-    assert in_world(_products, world, backend, names, **options) == [[]] * world
+class TestBits(BitsSuite):
+    trial = OwnTrial
+    halved_by = torch.bfloat16
+    is_the_same_on_all_pes = False
+    worlds: ClassVar = {
+        "1": CaseWorld(1, CASES),
+        "2": CaseWorld(2, CASES),
+        "3": CaseWorld(3, FEW),
+        "3-staged": CaseWorld(3, FEW[::3], {"transport": "staged"}),
+        "2-wg3": CaseWorld(2, FEW[1::3], {"host_options": {"wg_size": 3}}),
+    }
 
 
 def _alone() -> list[str]:

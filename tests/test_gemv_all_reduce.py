@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from bits import BitsSuite, CaseWorld, bits, difference
 from gemv_cases import (
     ALGORITHMS,
     CASES,
     FEW,
     Buffer,
     Case,
+    GemvTrial,
     Inputs,
-    bits,
     bound_problem,
-    difference,
     expected_bits,
     make_inputs,
-    run_cases,
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from worlds import CaseWorld, CaseWorlds, in_world
+from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
@@ -31,30 +30,25 @@ from persistent_ops.ops.gemv_plan import OPERATOR, Tuning
 MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# The staged transport of the host delays and reorders; several threads per WG share its columns and its packets, as
-# warps do on a GPU.
-WORLDS = CaseWorlds(
-    run_cases,
-    {
-        "1": CaseWorld(1, {}, CASES),
-        "2": CaseWorld(2, {}, CASES),
-        "3": CaseWorld(3, {}, FEW),
-        "4": CaseWorld(4, {}, CASES),
-        "5": CaseWorld(5, {}, FEW),
-        "8": CaseWorld(8, {}, FEW),
-        "2-staged": CaseWorld(2, {"transport": "staged"}, FEW),
-        "3-staged-slow": CaseWorld(3, {"transport": "staged", "host_options": {"network_delay_us": 1000}}, FEW[::4]),
-        "2-wg2": CaseWorld(2, {"host_options": {"wg_size": 2}}, FEW[1::3]),
-        "3-wg3": CaseWorld(3, {"host_options": {"wg_size": 3}}, FEW[::3]),
-        "2-wg5-staged": CaseWorld(2, {"transport": "staged", "host_options": {"wg_size": 5}}, FEW[2::3]),
-    },
-    halved_by=torch.bfloat16,
-)
 
-
-@pytest.mark.parametrize(("name", "case"), WORLDS.params())
-def test_bits(backend: str, name: str, case: Case) -> None:
-    WORLDS.assert_bits(backend, name, case)
+class TestBits(BitsSuite):
+    trial = GemvTrial
+    halved_by = torch.bfloat16
+    # The staged transport of the host delays and reorders; several threads per WG share its columns and its packets, as
+    # warps do on a GPU.
+    worlds: ClassVar = {
+        "1": CaseWorld(1, CASES),
+        "2": CaseWorld(2, CASES),
+        "3": CaseWorld(3, FEW),
+        "4": CaseWorld(4, CASES),
+        "5": CaseWorld(5, FEW),
+        "8": CaseWorld(8, FEW),
+        "2-staged": CaseWorld(2, FEW, {"transport": "staged"}),
+        "3-staged-slow": CaseWorld(3, FEW[::4], {"transport": "staged", "host_options": {"network_delay_us": 1000}}),
+        "2-wg2": CaseWorld(2, FEW[1::3], {"host_options": {"wg_size": 2}}),
+        "3-wg3": CaseWorld(3, FEW[::3], {"host_options": {"wg_size": 3}}),
+        "2-wg5-staged": CaseWorld(2, FEW[2::3], {"transport": "staged", "host_options": {"wg_size": 5}}),
+    }
 
 
 # ---- guarantees ------------------------------------------------------------------------------------------------------
@@ -573,7 +567,3 @@ _SHAPES = [(2, ROWS), (5, ROWS), (16, ROWS), (ROWS,)]
 @pytest.mark.parametrize(("world", "shapes"), [(1, _SHAPES[:2]), pytest.param(2, _SHAPES, marks=pytest.mark.gpu)])
 def test_compiled_model_is_one_graph(backend: str, world: int, shapes: list[tuple[int, ...]]) -> None:
     assert in_world(_compiled, world, backend, shapes) == [[]] * world
-
-
-def test_cases_exist() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
