@@ -153,12 +153,14 @@ class GraphSuite:
     """The tests, for one operator.
 
     Attributes:
+        operator: the function's name.
         cases: three or more shapes, of which the first two make different results.
         ways: in which each can be called.
         growing: shapes, most of which need more memory of the operator's than the one before, and the last one less.
         heap_bytes: of each PE.
     """
 
+    operator: ClassVar[str]
     cases: ClassVar[Sequence[Any]]
     ways: ClassVar[Sequence[str]]
     growing: ClassVar[Sequence[Any]]
@@ -183,8 +185,8 @@ class GraphSuite:
 
     @classmethod
     def first_calls(cls) -> Mapping[str, Call]:
-        """Prepare a call of each function that the world and its plans have not seen, by the function's name."""
-        raise NotImplementedError
+        """Prepare a call of each function, none of which this PE's world has seen, by the function's name."""
+        return {cls.operator: cls.call(cls.cases[0], cls.ways[0])}
 
     @classmethod
     def options(cls, turn: int) -> dict[str, Any]:

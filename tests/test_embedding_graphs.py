@@ -35,6 +35,7 @@ def _call(case: Case, way: str, out: torch.Tensor | None = None) -> Call:
 
 
 class TestGraphs(GraphSuite):
+    operator = "embedding_all_to_all"
     cases = (
         _CASE,
         Case("graphs: as many tables as PEs", dims=lambda rank: (8,) * (1 + rank), batch=lambda world: 37),
@@ -53,10 +54,6 @@ class TestGraphs(GraphSuite):
         rows = split_of(_CASE, po.world_size())[po.rank()]
         out = po.empty(rows, sum(sum(_CASE.dims(pe)) for pe in range(po.world_size())))
         return [_call(_CASE, "communication_aware", out)]
-
-    @classmethod
-    def first_calls(cls) -> dict[str, Call]:
-        return {"embedding_all_to_all": _call(_CASE, "oblivious")}
 
 
 def _bad_index_before_a_capture() -> list[str]:

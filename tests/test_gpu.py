@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from graphs import num_pes
 from kept_pes import in_processes
 
 import persistent_ops as po
@@ -47,12 +48,9 @@ def _devices(reverse: bool) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _pes() -> int:
-    return max(2, min(4, torch.cuda.device_count()))
-
-
 def test_each_world_has_the_heap_size_that_it_asked_for() -> None:
-    assert in_processes(_heap_after_heap, _pes(), timeout=200) == [[]] * _pes()
+    pes = num_pes("cuda")
+    assert in_processes(_heap_after_heap, pes, timeout=200) == [[]] * pes
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -98,6 +98,7 @@ class Sparse(Call):
 
 
 class TestGraphs(GraphSuite):
+    operator = "sparse_all_reduce_into"
     cases = tuple(_INSTANCES)
     ways = INTO_ALGORITHMS
     growing: ClassVar = [
@@ -115,10 +116,6 @@ class TestGraphs(GraphSuite):
     @classmethod
     def eager_calls(cls) -> list[Call]:
         return [Sparse(case) for case in _INSTANCES]
-
-    @classmethod
-    def first_calls(cls) -> dict[str, Call]:
-        return {"sparse_all_reduce_into": Into(_INSTANCES[0], "auto")}
 
 
 # ---- what a graph tells ----------------------------------------------------------------------------------------------

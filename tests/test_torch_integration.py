@@ -14,7 +14,7 @@ from kept_pes import in_processes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_checks import assert_schemas, opcheck_problems
-from worlds import run_pes
+from worlds import in_world
 
 import persistent_ops as po
 
@@ -65,16 +65,7 @@ def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor 
 
 
 def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
-    """Run a program in a world of one PE; on the host as a thread, which costs nothing."""
-    return run_pes(_in_a_world, 1, backend, program, *args, timeout=250)[0]
-
-
-def _in_a_world(backend: str, program: Callable[..., Any], *args: Any) -> Any:
-    po.init(backend, operator_timeout=30.0, heap_size=32 * MB)
-    try:
-        return program(*args)
-    finally:
-        po.finalize()
+    return in_world(program, 1, backend, *args)[0]
 
 
 # ---- the operator behind torch.ops ---------------------------------------------------------------------------------
