@@ -1,24 +1,24 @@
-"""Inputs of embedding_all_to_all for the tests, a model of its exact bits, and a runner for PEs.
+"""Inputs of embedding_all_to_all for the tests, a model of its exact bits; how a case is called.
 
 Data depends on (case, rank, index, iteration); every PE can compute every other's inputs.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bits import Outcome, Trial, check, difference
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_all_to_all import reference
 from persistent_ops.ops.embedding_plan import OPERATOR, Tuning
 
 Inputs = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None]
-NUM_ITERATIONS = 6
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
     max_pooling: int = 6
     same_table: bool = False
     huge_bag: int = 0
-    tuning: dict[str, Any] = field(default_factory=dict)
+    tuning: Tuning | None = None
 
 
 def _varied_dims(rank: int) -> Sequence[int]:
@@ -77,8 +77,8 @@ CASES = [
     Case("same table twice", same_table=True),
     Case("huge and tiny bags", huge_bag=700, batch=lambda w: 11),
     Case("many tables", dims=lambda rank: (4,) * (70 + rank), batch=lambda w: 6, max_pooling=2),
-    Case("single-sample slices", tuning={"slice_samples": 1}),
-    Case("large slices, locals mixed in", tuning={"slice_samples": 16, "local_delay": 0.0}),
+    Case("single-sample slices", tuning=Tuning(slice_samples=1)),
+    Case("large slices, locals mixed in", tuning=Tuning(slice_samples=16, local_delay=0.0)),
 ]
 
 
@@ -89,8 +89,9 @@ def split_of(case: Case, world: int) -> list[int]:
     return [batch // world + int(rank < batch % world) for rank in range(world)]
 
 
-def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
-    """Return one PE's inputs, on the CPU. Tables stay the same over iterations, lookups change."""
+@functools.lru_cache(maxsize=32)
+def _inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
+    """Make them once for all PEs that are threads of this process; nobody may write to them."""
     seed = zlib.crc32(f"{case.name} {rank}".encode())
     tables_rng = torch.Generator().manual_seed(seed)
     weights = [torch.randn(case.rows, dim, generator=tables_rng).to(case.dtype) for dim in case.dims(rank)]
@@ -108,6 +109,13 @@ def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     indices = torch.randint(0, case.rows, (int(offsets[-1]),), generator=rng)
     factors = torch.randn(indices.shape, generator=rng) if case.is_weighted else None
     return weights, indices.to(case.index_dtype), offsets.to(case.offset_dtype), factors
+
+
+def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
+    """Return one PE's inputs, on the CPU: new tensors. Tables stay the same over iterations, lookups change."""
+    weights, indices, offsets, factors = _inputs(case, rank, world, iteration)
+    copies = [weight.clone() for weight in weights]
+    return copies, indices.clone(), offsets.clone(), None if factors is None else factors.clone()
 
 
 def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequence[int]) -> torch.Tensor:
@@ -132,58 +140,49 @@ def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequen
     return torch.cat(columns, dim=1) if columns else torch.zeros(rows, 0, dtype=case.dtype)
 
 
-def check_case(case: Case) -> str | None:
-    """Run one case on this PE, in step with its peers; return what is wrong, or None."""
-    rank, world, device = po.rank(), po.world_size(), po.device()
-    OPERATOR.tune(po.runtime.world.current(), Tuning(**case.tuning) if case.tuning else None)
-    split = split_of(case, world)
-    problem = None
-    tables = [weight.to(device) for weight in make_inputs(case, rank, world, 0)[0]]
-    if case.same_table:
-        tables = [tables[0]] * 2
-    everyone = [sum(w.shape[1] for w in make_inputs(case, pe, world, 0)[0]) for pe in range(world)]
-    dims = everyone if 0 in everyone else None  # None: the PEs agree among themselves
-    held = []
-    for iteration, schedule in itertools.product(range(NUM_ITERATIONS), ("communication_aware", "oblivious")):
-        inputs = [make_inputs(case, pe, world, iteration) for pe in range(world)]
+class EmbeddingTrial(Trial):
+    """A case: called by both schedules. Results come from a pool, whose buffers come again where nobody holds them."""
+
+    held = (1, 4)
+
+    def __init__(self, case: Case) -> None:
+        self._case, world = case, po.world_size()
+        OPERATOR.tune(po.runtime.world.current(), case.tuning)
+        self._split = split_of(case, world)
+        self._tables = [weight.to(po.device()) for weight in make_inputs(case, po.rank(), world, 0)[0]]
+        if case.same_table:
+            self._tables = [self._tables[0]] * 2
+        everyone = [sum(w.shape[1] for w in _inputs(case, pe, world, 0)[0]) for pe in range(world)]
+        self._dims = everyone if 0 in everyone else None  # None: the PEs agree among themselves
+        self._wants: dict[int, torch.Tensor] = {}
+
+    def ways(self, turn: int) -> Sequence[str]:
+        return ("communication_aware", "oblivious")
+
+    def call(self, turn: int, iteration: int, way: str) -> Outcome:
+        case, rank, split, device = self._case, po.rank(), self._split, po.device()
+        inputs = [_inputs(case, pe, po.world_size(), iteration) for pe in range(po.world_size())]
         _, indices, offsets, factors = inputs[rank]
         output = po.embedding_all_to_all(
-            tables,
+            self._tables,
             indices.to(device),
             offsets.to(device),
             None if factors is None else factors.to(device),
             mode=case.mode,
             batch_per_rank=split,
-            dim_per_rank=dims,
+            dim_per_rank=self._dims,
             dtype=case.dtype,
-            schedule=schedule,
+            schedule=way,
         )
-        want = expected_bits(case, inputs, rank, split)
-        if problem is None:
-            problem = _difference(output.cpu(), want, f"iteration {iteration}, {schedule}")
-        if problem is None and iteration == 0:
+        if iteration not in self._wants:
+            self._wants[iteration] = expected_bits(case, inputs, rank, split)
+        problem = difference(output.cpu(), self._wants[iteration])
+        if problem is None and turn == 0:
             problem = _is_near(case, output.cpu(), reference(inputs, rank, split, case.mode), inputs, rank, split)
-        output.fill_(float("nan"))  # a pool buffer that comes again must be written again
-        if iteration % 3 == 1:
-            held.append(output)
-    if problem is None and any(not bool(output.isnan().all()) for output in held if output.numel()):
-        problem = "a result changed while it was held"
-    OPERATOR.tune(po.runtime.world.current(), None)
-    return problem
+        return Outcome([output], problem)
 
-
-def _difference(output: torch.Tensor, want: torch.Tensor, where: str) -> str | None:
-    if output.shape != want.shape or output.dtype != want.dtype:
-        return f"{where}: got {output.dtype} {list(output.shape)}, expected {want.dtype} {list(want.shape)}"
-    as_bits = torch.int32 if output.dtype == torch.float32 else torch.int16
-    wrong = (output.view(as_bits) != want.view(as_bits)).nonzero() if output.numel() else []
-    if len(wrong) == 0:
-        return None
-    row, column = (int(i) for i in wrong[0])
-    return (
-        f"{where}: {len(wrong)} of {output.numel()} elements differ, the first at row {row}, column {column}: "
-        f"{output[row, column]} instead of {want[row, column]}"
-    )
+    def close(self) -> None:
+        OPERATOR.tune(po.runtime.world.current(), None)
 
 
 def _is_near(
@@ -200,10 +199,10 @@ def _is_near(
     return None
 
 
-def run_cases(backend: str, names: Sequence[str] | None, options: dict[str, Any]) -> dict[str, str | None]:
-    """Run cases one after the other on this PE; the body of the PEs that the tests launch."""
+def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> dict[str, str | None]:
+    """Run cases one after the other on this PE, in a world of their own."""
     po.init(backend, operator_timeout=20.0, heap_size=256 << 20, **options)
     try:
-        return {case.name: check_case(case) for case in CASES if names is None or case.name in names}
+        return {case.name: check(EmbeddingTrial(case))[0] for case in CASES if case.name in names}
     finally:
         po.finalize()

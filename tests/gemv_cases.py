@@ -1,4 +1,4 @@
-"""Inputs of gemv_all_reduce for the tests, models of its exact bits and of its rounding bound, and a runner for PEs.
+"""Inputs of gemv_all_reduce for the tests, models of its exact bits and of its rounding bound; how a case is called.
 
 Data depends on (case, rank, index, iteration); every PE can compute every other's inputs. Most values are small whole
 numbers: their sums are exact in fp32 in any order, so that every bit of the result is known on every backend. The
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bits import Outcome, Trial, difference
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
 
 ALGORITHMS = ("one_shot", "two_phase")
-NUM_ITERATIONS = 6
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of one rounding, relative
 SMALLEST = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 # iteration -> what it passes beside weight and x. "in place": out is the residual.
@@ -59,7 +59,7 @@ class Case:
         return (self.vectors, self.rows) if self.vectors else (self.rows,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """What all PEs pass in one iteration, on the CPU; nobody may write to it."""
 
@@ -221,25 +221,6 @@ def _absolute(inputs: Inputs) -> tuple[Any, ...]:
     )
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a floating-point tensor as integers: -0.0 differs from 0.0, and NaN equals itself."""
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
-
-
-def difference(output: torch.Tensor, want: torch.Tensor) -> str | None:
-    """Return where two results differ in bits, or None."""
-    if output.shape != want.shape or output.dtype != want.dtype:
-        return f"got {output.dtype} {list(output.shape)}, expected {want.dtype} {list(want.shape)}"
-    wrong = (bits(output) != bits(want)).nonzero()
-    if not len(wrong):
-        return None
-    place = tuple(int(i) for i in wrong[0])
-    return (
-        f"{len(wrong)} of {output.numel()} elements differ, the first at {list(place)}: {float(output[place])} instead "
-        f"of {float(want[place])}"
-    )
-
-
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
@@ -287,51 +268,34 @@ def call(case: Case, inputs: Inputs, weight: torch.Tensor, iteration: int, **opt
     return result, None
 
 
-def check_case(case: Case) -> tuple[str | None, int]:
-    """Run one case on this PE, in step with its peers.
+class GemvTrial(Trial):
+    """A case: called by both algorithms, and by "auto"."""
 
-    Returns:
-        What is wrong, or None; and a number that stands for all its results' bits, to be compared between PEs.
-    """
-    world, problem, digest = po.world_size(), None, 0
-    weight = placed(case, make_inputs(case, world, 0).weights[po.rank()])
-    first, held = {}, []
-    for iteration in (*range(NUM_ITERATIONS), 0):
-        inputs = make_inputs(case, world, iteration)
-        results = {}
-        for algorithm in (*ALGORITHMS, "auto") if iteration == 0 else ALGORITHMS:
-            output, found = call(case, inputs, weight, iteration, algorithm=algorithm)
-            results[algorithm] = output.cpu().clone()
-            if problem is None and found is not None:
-                problem = f"iteration {iteration}, {algorithm}: {found}"
-            output.fill_(float("nan"))  # memory that is used again must be written again
-            held.append(output)
-        digest = zlib.crc32(results["one_shot"].view(torch.uint8).numpy().tobytes(), digest)
-        problem = problem or _problem(case, inputs, results, f"iteration {iteration}")
-        wanted = first.setdefault(iteration, results["one_shot"])
-        if problem is None and (found := difference(results["one_shot"], wanted)):
-            problem = f"iteration {iteration} again: {found}"
-    po.check()
-    if problem is None and not all(bool(output.isnan().all()) for output in held):
-        problem = "a result changed while it was held"
-    return problem, digest
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._weight = placed(case, make_inputs(case, po.world_size(), 0).weights[po.rank()])
+        self._first: torch.Tensor | None = None  # of the algorithms, in an iteration
+
+    def ways(self, turn: int) -> Sequence[str]:
+        return (*ALGORITHMS, "auto") if turn == 0 else ALGORITHMS
+
+    def call(self, turn: int, iteration: int, way: str) -> Outcome:
+        inputs = make_inputs(self._case, po.world_size(), iteration)
+        output, found = call(self._case, inputs, self._weight, iteration, algorithm=way)
+        result = output.cpu().clone()
+        if way == ALGORITHMS[0]:
+            self._first = result
+        assert self._first is not None
+        return Outcome([output], found or bits_problem(self._case, inputs, result, self._first))
 
 
-def _problem(case: Case, inputs: Inputs, results: dict[str, torch.Tensor], where: str) -> str | None:
-    for algorithm, output in results.items():
-        if case.values in ("whole", "ordered"):
-            found = difference(output, expected_bits(inputs, case.comm))
-        else:
-            found = difference(output, results["one_shot"]) or bound_problem(output, inputs, case.comm)
-        if found is not None:
-            return f"{where}, {algorithm}: {found}"
-    return None
+def bits_problem(case: Case, inputs: Inputs, result: torch.Tensor, first: torch.Tensor) -> str | None:
+    """Return what is wrong with a result, whose bits are known, or those of the first algorithm's; or None."""
+    if case.values in ("whole", "ordered"):
+        return difference(result, _expected(case, inputs))
+    return difference(result, first) or bound_problem(result, inputs, case.comm)
 
 
-def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> dict[str, tuple[str | None, int]]:
-    """Run cases one after the other on this PE; the body of the PEs that the tests launch."""
-    po.init(backend, operator_timeout=20.0, heap_size=128 << 20, **options)
-    try:
-        return {case.name: check_case(case) for case in CASES if case.name in names}
-    finally:
-        po.finalize()
+@functools.lru_cache(maxsize=32)
+def _expected(case: Case, inputs: Inputs) -> torch.Tensor:
+    return expected_bits(inputs, case.comm)

@@ -1,4 +1,4 @@
-"""Inputs of sparse_all_reduce for the tests, a model of its exact bits, a bound around fp64 sums, and a runner for PEs.
+"""Inputs of sparse_all_reduce for the tests, a model of its exact bits, a bound around fp64 sums; how a case is called.
 
 Data depends on (case, rank, iteration); every PE can compute every other's inputs. Values have sizes far apart, so
 that the bits of a sum tell in which order it was made.
@@ -11,10 +11,11 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from gemv_cases import SMALLEST, UNIT, bits, difference
+from bits import NUM_ITERATIONS, Outcome, Trial, difference
+from gemv_cases import SMALLEST, UNIT
 
 import persistent_ops as po
 
@@ -30,7 +31,6 @@ WAYS = (
     ("sparse", "auto"),
     ("into", "auto"),
 )
-NUM_ITERATIONS = 6
 UNTOUCHED = -77.0  # what outputs hold before a call; no sum comes to it
 UNTOUCHED_INDEX = -7
 
@@ -311,6 +311,12 @@ def _wanted(case: Case, world: int, iteration: int) -> Rows:
     return expected(_inputs(case, world, iteration), case.op)
 
 
+@functools.lru_cache(maxsize=32)
+def _model_problem(case: Case, world: int, iteration: int) -> str | None:
+    inputs = _inputs(case, world, iteration)
+    return bound_problem(case.rows, _wanted(case, world, iteration), inputs, case.op)
+
+
 def wanted(case: Case, world: int, iteration: int) -> Rows:
     """Return `expected` of a case's inputs."""
     with _lock:
@@ -458,54 +464,38 @@ def call_into(case: Case, entries: Entries, room: Room, algorithm: str, length: 
     )
 
 
-def check_case(case: Case) -> tuple[str | None, int]:
-    """Run one case on this PE, in step with its peers.
+class SparseTrial(Trial):
+    """A case: called by both entries, all algorithms in the first turn and two in each of the others."""
 
-    Returns:
-        What is wrong, or None; and a number that stands for all its results' bits, to be compared between PEs.
-    """
-    rank, world, problem, digest = po.rank(), po.world_size(), None, 0
-    iterations = range(NUM_ITERATIONS)
-    length = 2 + max(len(entries.indices) for i in iterations for entries in make_inputs(case, world, i))
-    room = Room(max(len(wanted(case, world, i).indices) for i in iterations), case.row_shape, case.dtype)
-    held = []
-    for turn, iteration in enumerate((*iterations, 0)):
-        inputs, want = make_inputs(case, world, iteration), wanted(case, world, iteration)
-        ways = WAYS if turn == 0 else [WAYS[(turn + step) % len(WAYS)] for step in (0, 3)]
-        for entry, algorithm in ways:
-            if entry == "into":
-                room.reset()
-                call_into(case, inputs[rank], room, algorithm, length if turn % 2 else None)
-                found = room.problem(want)
-            else:
-                x = to_sparse(case, inputs[rank])
-                given = x._indices().clone(), x._values().clone(), x.is_coalesced()
-                output = po.sparse_all_reduce(x, op=case.op, algorithm=algorithm)
-                result = taken_apart(output)
-                found = form_problem(output, case) or rows_problem(
-                    result, want, zeros_have_signs=zeros_have_signs(algorithm)
-                )
-                found = found or bound_problem(case.rows, result, inputs, case.op)
-                if not (torch.equal(x._indices(), given[0]) and torch.equal(x._values(), given[1])):
-                    found = "the input was changed"
-                if x.is_coalesced() != given[2]:
-                    found = "the input says something else of its being coalesced"
-                digest = zlib.crc32(result.indices.numpy().tobytes() + bits(result.values).numpy().tobytes(), digest)
-                output._values().fill_(torch.nan)  # memory that is used again must be written again
-                held.append(output)
-            if problem is None and found is not None:
-                problem = f"turn {turn}, iteration {iteration}, {entry} {algorithm}: {found}"
-    po.check()
-    if problem is None and not all(bool(output._values().isnan().all()) for output in held):
-        problem = "a result changed while it was held"
-    room.free()
-    return problem, digest
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        world, iterations = po.world_size(), range(NUM_ITERATIONS)
+        self._length = 2 + max(len(entries.indices) for i in iterations for entries in make_inputs(case, world, i))
+        most = max(len(wanted(case, world, i).indices) for i in iterations)
+        self._room = Room(most, case.row_shape, case.dtype)
 
+    def ways(self, turn: int) -> Sequence[tuple[str, str]]:
+        return WAYS if turn == 0 else [WAYS[(turn + step) % len(WAYS)] for step in (0, 3)]
 
-def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> dict[str, tuple[str | None, int]]:
-    """Run cases one after the other on this PE; the body of the PEs that the tests launch."""
-    po.init(backend, operator_timeout=20.0, heap_size=128 << 20, **options)
-    try:
-        return {case.name: check_case(case) for case in CASES if case.name in names}
-    finally:
-        po.finalize()
+    def call(self, turn: int, iteration: int, way: tuple[str, str]) -> Outcome:
+        case, (entry, algorithm) = self._case, way
+        entries, want = (make(case, po.world_size(), iteration) for make in (make_inputs, wanted))
+        if entry == "into":
+            self._room.reset()
+            call_into(case, entries[po.rank()], self._room, algorithm, self._length if turn % 2 else None)
+            return Outcome([], self._room.problem(want))
+        x = to_sparse(case, entries[po.rank()])
+        given = x._indices().clone(), x._values().clone(), x.is_coalesced()
+        output = po.sparse_all_reduce(x, op=case.op, algorithm=algorithm)
+        found = form_problem(output, case)
+        found = found or rows_problem(taken_apart(output), want, zeros_have_signs=zeros_have_signs(algorithm))
+        with _lock:
+            found = found or _model_problem(case, po.world_size(), iteration)
+        if not (torch.equal(x._indices(), given[0]) and torch.equal(x._values(), given[1])):
+            found = "the input was changed"
+        if x.is_coalesced() != given[2]:
+            found = "the input says something else of its being coalesced"
+        return Outcome([output._indices(), output._values()], found)
+
+    def close(self) -> None:
+        self._room.free()

@@ -1,6 +1,6 @@
-"""all_reduce and all_reduce_rms_norm: exact bits in every world, faults and recovery, arguments, torch, graphs, PDL.
+"""all_reduce and all_reduce_rms_norm: exact bits in every world, faults and recovery, arguments, torch.
 
-The protocol under ThreadSanitizer is in test_all_reduce_sanitizer.py.
+Graphs are in test_all_reduce_graphs.py, the protocol under ThreadSanitizer in test_all_reduce_sanitizer.py.
 """
 
 from __future__ import annotations
@@ -9,271 +9,65 @@ import dataclasses
 import functools
 import re
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
-from kept_pes import in_processes
+from all_reduce_cases import (
+    ALGORITHMS,
+    CASES,
+    DTYPES,
+    FEW,
+    AllReduceTrial,
+    Case,
+    Inputs,
+    call,
+    make_inputs,
+    norm_model,
+    sum_model,
+)
+from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, difference
 from protocol import Mismatch, ProtocolSuite, Work
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from worlds import CaseWorld, CaseWorlds, error_of, in_world, run_pes
+from torch_checks import assert_schemas, opcheck_problems
+from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce import reference
 from persistent_ops.ops.all_reduce_plan import FLOAT8, OPERATOR, SWITCH_POINTS, Tuning, choose_algorithm
 
 MB = 1 << 20
-ALGORITHMS = ("one_shot", "two_shot", "slices")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-NUM_ITERATIONS = 6
 
 
-# ---- a model of the exact bits ---------------------------------------------------------------------------------------
+class TestBits(BitsSuite):
+    trial = AllReduceTrial
+    halved_by = torch.bfloat16
+    heap_bytes = 64 * MB
+    worlds: ClassVar = {
+        "1": CaseWorld(1, CASES),
+        "2": CaseWorld(2, CASES),
+        "3": CaseWorld(3, CASES),
+        "4": CaseWorld(4, FEW, tuning={"work_groups": 3}),
+        "8": CaseWorld(8, FEW),
+        "2-staged": CaseWorld(2, FEW, {"transport": "staged"}),
+        "3-staged-wg2": CaseWorld(3, FEW[1:3], {"transport": "staged", "host_options": {"wg_size": 2}}),
+        "2-wg3": CaseWorld(2, FEW, {"host_options": {"wg_size": 3}}, {"work_groups": 2}),
+        "3-rounds": CaseWorld(3, FEW, {"host_options": {"wg_size": 2}}, {"room_bytes": 1 << 20}),
+    }
+
+    @classmethod
+    def tune(cls, **tuning: Any) -> None:
+        OPERATOR.tune(po.runtime.world.current(), Tuning(**tuning))
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What the PEs pass in one iteration, on the CPU."""
-
-    xs: Sequence[torch.Tensor]
-    residual: torch.Tensor | None
-    bias: torch.Tensor | None
-    weight: torch.Tensor
-    eps: float = 1e-6
-    weight_bias: float = 0.0
-    scale: float | None = None
-
-
-def sum_model(inputs: Inputs) -> torch.Tensor:
-    """In fp32: the PEs in rank order, bias, residual; rounded once."""
-    total = inputs.xs[0].float()
-    for x in inputs.xs[1:]:
-        total = total + x.float()
-    for addend in (inputs.bias, inputs.residual):
-        if addend is not None:
-            total = total + addend.float()
-    return total.to(inputs.xs[0].dtype)
-
-
-def _tree(values: torch.Tensor) -> torch.Tensor:
-    """Add up the last dimension of 32 as a tree of neighbours."""
-    while values.shape[-1] > 1:
-        values = values[..., 0::2] + values[..., 1::2]
-    return values[..., 0]
-
-
-def _in_turn(values: torch.Tensor) -> torch.Tensor:
-    """Add up the last dimension one by one."""
-    total = torch.zeros(values.shape[:-1])
-    for value in values.unbind(-1):
-        total = total + value
-    return total
-
-
-def norm_model(total: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Of the rounded sum: squares by chunks of 16 bytes, 32 chunks as a tree, 32 blocks as another one."""
-    width, elements = total.shape[-1], 16 // total.element_size()
-    values = total.float().reshape(-1, width)
-    groups = -(-width // (32 * 32 * elements))
-    padded = torch.zeros(len(values), groups * 32 * 32 * elements)
-    padded[:, :width] = values * values
-    of_blocks = _tree(_in_turn(padded.view(len(values), groups * 32, 32, elements)))
-    squares = _tree(_in_turn(of_blocks.view(len(values), groups, 32).transpose(1, 2)))
-    # Torch multiplies by the reciprocal of a divisor that is the same for all; numpy divides.
-    mean = squares.numpy() / np.float32(width)
-    factor = torch.from_numpy(np.float32(1) / np.sqrt(mean + np.float32(inputs.eps)))
-    norm = values * factor[:, None] * (torch.tensor(inputs.weight_bias) + inputs.weight.float())
-    if inputs.scale is None:
-        return norm.to(total.dtype).view(total.shape)
-    divided = torch.from_numpy(norm.numpy() / np.float32(inputs.scale))
-    return divided.clamp(-448, 448).to(FLOAT8).view(total.shape)
-
-
-def difference(found: torch.Tensor, want: torch.Tensor) -> str | None:
-    """Return how two tensors' bits differ, or None."""
-    if (found.shape, found.dtype) != (want.shape, want.dtype):
-        return f"{found.dtype} {list(found.shape)} instead of {want.dtype} {list(want.shape)}"
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.element_size()]
-    wrong = (found.cpu().contiguous().view(integer) != want.contiguous().view(integer)).nonzero()
-    if not len(wrong):
-        return None
-    place = tuple(wrong[0].tolist())
-    return f"{len(wrong)} of {want.numel()} elements; {place}: {found[place].item()} instead of {want[place].item()}"
-
-
-# ---- cases -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """A shape, the same on every PE.
-
-    Attributes:
-        norms: whether the norm is asked for.
-        is_shifted: tensors begin one element behind an aligned address.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-    norms: bool = False
-    is_shifted: bool = False
-
-
-CASES = [
-    Case("one element", (1,)),
-    Case("no element, fp16", (0, 8), torch.float16),
-    Case("a scalar", ()),
-    Case("ragged, fp32", (1003,), torch.float32),
-    Case("a block", (2, 128)),
-    Case("matrix, fp16", (7, 333), torch.float16),
-    Case("larger", (9001,)),
-    Case("shifted, fp16", (5, 77), torch.float16, is_shifted=True),
-    Case("norm, no rows", (0, 64), norms=True),
-    Case("norm, one row", (1, 4096), norms=True),
-    Case("norm, ragged rows, fp16", (5, 301), torch.float16, norms=True),
-    Case("norm, narrow rows, fp32", (67, 3), torch.float32, norms=True),
-    Case("norm, many blocks, fp32", (2, 5000), torch.float32, norms=True),
-    Case("norm, a batch", (3, 2, 520), norms=True),
-    Case("norm, shifted", (3, 264), norms=True, is_shifted=True),
-]
-FEW = [case for case in CASES if case.name in ("ragged, fp32", "larger", "norm, a batch", "norm, ragged rows, fp16")]
-# By iteration: what is passed, and where results go: to new memory, to an output, or into an input's place.
-WAYS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    ((), "new", "new"),
-    (("residual",), "new", "out"),
-    (("residual", "bias"), "residual", "x"),
-    (("bias",), "x", "new"),
-    (("residual", "bias"), "out", "residual"),
-    (("residual",), "x", "residual"),
-)
-
-
-def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
-    """Make what all PEs pass; another order of the sums would give other bits."""
-    rng = torch.Generator().manual_seed(zlib.crc32(f"{case.name} {iteration}".encode()))
-
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=rng) * 2.0 ** torch.randint(-4, 5, shape, generator=rng)).to(case.dtype)
-
-    row = case.shape[-1:]
-    passed = WAYS[iteration][0] if case.shape else ()
-    return Inputs(
-        [draw(*case.shape) for _ in range(world)],
-        draw(*case.shape) if "residual" in passed else None,
-        draw(*row) if "bias" in passed else None,
-        draw(*row),
-        eps=(1e-6, 0.0 if case.shape[-1:] == (4096,) else 1e-5, 1.0)[iteration % 3],
-        weight_bias=float(iteration % 2),
-        scale=0.07 if iteration % 3 == 1 else None,
-    )
-
-
-def placed(tensor: torch.Tensor | None, is_shifted: bool) -> torch.Tensor | None:
-    """Return a copy on the device, one element behind an aligned address where it is to be shifted."""
-    if tensor is None:
-        return None
-    if not is_shifted:
-        return tensor.to(po.device(), copy=True)
-    room = torch.full((tensor.numel() + 2,), float("nan")).to(po.device(), tensor.dtype)
-    room[1:-1] = tensor.reshape(-1).to(po.device())
-    return room[1:-1].view(tensor.shape)
-
-
-def call(
-    case: Case, inputs: Inputs, iteration: int, algorithm: str, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the operator in an iteration's way; return its results."""
-    _, total_to, norm_to = WAYS[iteration]
-    x = placed(inputs.xs[po.rank()], case.is_shifted)
-    assert x is not None
-    residual, bias = (placed(t, case.is_shifted) for t in (inputs.residual, inputs.bias))
-    places = {"new": None, "x": x, "residual": residual, "out": torch.full_like(x, float("nan"))}
-    out = places[total_to]
-    if not case.norms:
-        result = po.all_reduce(x, residual=residual, bias=bias, out=out, algorithm=algorithm)
-        assert out is None or result is out
-        return result, None
-    scale = None if inputs.scale is None else torch.tensor([inputs.scale], device=po.device())
-    places["out"] = torch.full_like(x, float("nan")).to(x.dtype if scale is None else FLOAT8)
-    norm_out = places[norm_to]
-    if norm_to in (total_to, "x", "residual") and (norm_to == total_to or scale is not None):
-        norm_out = places["out"]
-    weight = placed(inputs.weight, case.is_shifted)
-    assert weight is not None
-    total, norm = po.all_reduce_rms_norm(
-        x,
-        weight,
-        residual=residual,
-        bias=bias,
-        eps=inputs.eps,
-        weight_bias=inputs.weight_bias,
-        out=out,
-        norm_out=norm_out,
-        scale=scale,
-        algorithm=algorithm,
-        **options,
-    )
-    assert (out is None or total is out) and (norm_out is None or norm is norm_out)
-    return total, norm
-
-
-def check_case(case: Case, iterations: Sequence[int] = range(NUM_ITERATIONS)) -> tuple[str | None, int]:
-    """Run a case on this PE; return what is wrong, and a number for its bits."""
-    problem, digest = None, 0
-    for iteration in iterations:
-        inputs = make_inputs(case, po.world_size(), iteration)
-        want = sum_model(inputs)
-        want_norm = norm_model(want, inputs) if case.norms else None
-        for algorithm in (*ALGORITHMS, "auto") if iteration == 0 else ALGORITHMS:
-            total, norm = call(case, inputs, iteration, algorithm)
-            found = difference(total, want)
-            if want_norm is not None and norm is not None:
-                found = found or ((what := difference(norm, want_norm)) and f"norm: {what}")
-            if found and problem is None:
-                problem = f"iteration {iteration}, {algorithm}: {found}"
-            digest = zlib.crc32(total.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), digest)
+def _problem(case: Case, iterations: Sequence[int] = range(NUM_ITERATIONS)) -> str | None:
+    """Call a case in some iterations, by every algorithm; return what is wrong, or None."""
+    trial = AllReduceTrial(case)
+    found = [trial.call(i, i, way).problem for i in iterations for way in trial.ways(i)]
+    problems = [problem for problem in found if problem is not None]
     po.check()
-    return problem, digest
-
-
-def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> dict[str, tuple[str | None, int]]:
-    """Run cases on this PE; `room_bytes` and `work_groups` are for the Tuning."""
-    options = dict(options)
-    tuning = {name: options.pop(name) for name in ("room_bytes", "work_groups") if name in options}
-    po.init(backend, operator_timeout=30.0, heap_size=64 << 20, **options)
-    try:
-        if tuning:
-            OPERATOR.tune(po.runtime.world.current(), Tuning(**tuning))
-        return {case.name: check_case(case) for case in CASES if case.name in names}
-    finally:
-        po.finalize()
-
-
-WORLDS = CaseWorlds(
-    run_cases,
-    {
-        "1": CaseWorld(1, {}, CASES),
-        "2": CaseWorld(2, {}, CASES),
-        "3": CaseWorld(3, {}, CASES),
-        "4": CaseWorld(4, {"work_groups": 3}, FEW),
-        "8": CaseWorld(8, {}, FEW),
-        "2-staged": CaseWorld(2, {"transport": "staged"}, FEW),
-        "3-staged-wg2": CaseWorld(3, {"transport": "staged", "host_options": {"wg_size": 2}}, FEW[1:3]),
-        "2-wg3": CaseWorld(2, {"host_options": {"wg_size": 3}, "work_groups": 2}, FEW),
-        "3-rounds": CaseWorld(3, {"room_bytes": 1 << 20, "host_options": {"wg_size": 2}}, FEW),
-    },
-    halved_by=torch.bfloat16,
-)
-
-
-@pytest.mark.parametrize(("name", "case"), WORLDS.params())
-def test_bits(backend: str, name: str, case: Case) -> None:
-    WORLDS.assert_bits(backend, name, case)
+    return problems[0] if problems else None
 
 
 # ---- guarantees ------------------------------------------------------------------------------------------------------
@@ -285,11 +79,11 @@ def _rounds() -> list[Any]:
     problems: list[Any] = []
     OPERATOR.tune(world, Tuning(room_bytes=100 << 10))
     case = Case("rounds", (65, 1000), torch.float16, norms=True)
-    problems.append(check_case(case, range(3))[0])
-    problems.append(check_case(Case("rounds, flat", (70001,)), (0, 1))[0])
+    problems.append(_problem(case, range(3)))
+    problems.append(_problem(Case("rounds, flat", (70001,)), (0, 1)))
     counts = {plan.algorithm: len(plan.launches) for plan in OPERATOR.state(world).plans.values()}
     OPERATOR.tune(world, None)
-    problems.append(check_case(case, (4,))[0])
+    problems.append(_problem(case, (4,)))
     return [*problems, counts["one_shot"] > 2, counts["two_shot"] > 2, counts["slices"]]
 
 
@@ -663,7 +457,7 @@ def test_use_before_init_and_keywords() -> None:
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
 
-def _opcheck() -> dict[str, str]:
+def _opcheck() -> list[str]:
     operators = torch.ops.persistent_ops
     x, weight, scale = _good(2, 20), _good(20), _good(1)
     calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
@@ -677,22 +471,27 @@ def _opcheck() -> dict[str, str]:
             {"out": torch.empty_like(x), "norm_out": torch.empty_like(x)},
         ),
     }
-    results = {}
-    for name, (operator, arguments, written) in calls.items():
-        checked = torch.library.opcheck(operator.default, arguments, written, raise_exception=False)
-        results |= {f"{name} {test}": str(result) for test, result in checked.items()}
-    return results
+    return opcheck_problems(calls)
 
 
 def test_opcheck(backend: str) -> None:
-    results = in_world(_opcheck, 1, backend)[0]
-    assert len(results) >= 20 and set(results.values()) == {"SUCCESS"}, results
+    assert in_world(_opcheck, 1, backend) == [[]]
+
+
+def test_the_schemas_declare_what_is_written() -> None:
+    assert_schemas("all_reduce", "out")
+    assert_schemas("all_reduce_rms_norm", "out", "norm_out")
 
 
 def _in_torch() -> list[str]:
-    """Autograd, fake tensors, version counters."""
+    """The operator and the function, autograd, fake tensors, version counters."""
     problems = []
     x, weight = _good(), _good(8)
+    with torch.inference_mode():
+        pairs = [(torch.ops.persistent_ops.all_reduce(x, x, weight, "auto"), po.all_reduce(x, residual=x, bias=weight))]
+        of_operator = torch.ops.persistent_ops.all_reduce_rms_norm(x, weight, x, None, None, "auto", 1e-6, 0.0)
+        pairs += zip(of_operator, po.all_reduce_rms_norm(x, weight, residual=x), strict=True)
+    problems += ["the operator and the function differ" for pair in pairs if difference(*pair)]
     recorded = x.clone().requires_grad_()
     total, norm = po.all_reduce_rms_norm(recorded, weight)
     for result in (total, norm, po.all_reduce(recorded)):
@@ -746,141 +545,3 @@ def _compiled() -> list[bool]:
 
 def test_compiled_function_is_one_graph(backend: str) -> None:
     assert in_world(_compiled, 1, backend) == [[True, True]]
-
-
-# ---- GPUs ------------------------------------------------------------------------------------------------------------
-
-
-def _pes() -> int:
-    return max(2, min(4, torch.cuda.device_count()))
-
-
-def _captured(program: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        result = program()
-    return graph, result
-
-
-def _draws(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> Iterator[list[torch.Tensor]]:
-    for turn in range(count):
-        yield [
-            torch.randn(shape, generator=torch.Generator().manual_seed(100 * turn + pe)).to(dtype)
-            for pe in range(po.world_size())
-        ]
-
-
-def _graphs(replays: int) -> list[str]:
-    """Replay calls of every algorithm and size with changing inputs, an odd number of launches in the graph."""
-    po.init("cuda", operator_timeout=30.0, heap_size=512 * MB)
-    problems: list[str] = []
-    calls = []
-    for shape, dtype in (((1, 8192), torch.bfloat16), ((33, 1000), torch.float16), ((300, 7168), torch.bfloat16)):
-        weight = torch.randn(shape[-1], generator=torch.Generator().manual_seed(5)).to(dtype)
-        draws = list(_draws(shape, dtype, 5))
-        inputs = [Inputs(xs, None, None, weight) for xs in draws]
-        totals = [sum_model(each) for each in inputs]
-        norms = [norm_model(total, each) for total, each in zip(totals, inputs, strict=True)]
-        x = torch.empty(shape, dtype=dtype, device=po.device())
-        for algorithm in ALGORITHMS:
-            calls.append(
-                (x, weight.to(po.device()), algorithm, [d[po.rank()].to(po.device()) for d in draws], totals, norms)
-            )
-
-    def run() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [po.all_reduce_rms_norm(x, weight, algorithm=algorithm) for x, weight, algorithm, *_ in calls]
-
-    run()
-    po.check()
-    graph, results = _captured(run)
-    for turn in range(replays):
-        for x, _, _, own, _, _ in calls:
-            x.copy_(own[turn % 5])
-        for result in results:
-            for tensor in result:
-                tensor.fill_(float("nan"))
-        graph.replay()
-        for (x, _, algorithm, _, totals, norms), (total, norm) in zip(calls, results, strict=True):
-            for name, found, want in (("sum", total, totals[turn % 5]), ("norm", norm, norms[turn % 5])):
-                if (what := difference(found.cpu(), want)) is not None:
-                    problems.append(f"replay {turn}, {list(x.shape)}, {algorithm}, {name}: {what}")
-        if problems:
-            break
-    po.check()
-    po.finalize()
-    return problems
-
-
-@pytest.mark.gpu
-def test_graph_replays_with_changing_inputs() -> None:
-    assert in_processes(_graphs, _pes(), 101, timeout=300) == [[]] * _pes()
-
-
-def _first_calls_in_captures() -> list[Any]:
-    """Neither the first call of a world nor that of a shape may be captured; what is refused leaves no trace."""
-    x, weight = torch.ones(4, 64, device=po.device()), torch.ones(64, device=po.device())
-    found: list[Any] = []
-    for call in (lambda: po.all_reduce(x), lambda: po.all_reduce_rms_norm(x, weight)[0]):
-        with pytest.raises(RuntimeError) as caught:
-            _captured(call)
-        found += [str(caught.value).split(":")[0], bool((call() == po.world_size()).all())]
-    return found
-
-
-@pytest.mark.gpu
-def test_first_calls_inside_captures_are_refused(backend: str) -> None:
-    want = ["all_reduce", True, "all_reduce_rms_norm", True]
-    assert in_world(_first_calls_in_captures, 2, backend) == [want] * 2
-
-
-def _chain(replays: int) -> list[str]:
-    """Launches that begin before the one whose result they read has ended: all_reduce and GEMVs in a chain."""
-    po.init("cuda", operator_timeout=30.0, heap_size=512 * MB)
-    problems: list[str] = []
-    width, world = 4096, po.world_size()
-    # One nonzero column in each row of the weights, so that sums stay small whole numbers.
-    rng = torch.Generator().manual_seed(5)
-    picks = torch.randint(width, (world, width), generator=rng)
-    weights = torch.zeros(width, width, dtype=torch.bfloat16)
-    weights[torch.arange(width), picks[po.rank()]] = 1
-    own = weights.to(po.device())
-    starts = torch.randint(-3, 4, (5, width), generator=rng).to(torch.bfloat16)
-
-    def run(x: torch.Tensor) -> list[torch.Tensor]:
-        first = po.all_reduce(x, algorithm="one_shot")
-        second = po.gemv_all_reduce(own, first, prefetch_weight=True)
-        third = po.all_reduce(second, residual=first, algorithm="two_shot")
-        fourth = po.all_reduce(third, algorithm="slices")
-        return [first, second, third, fourth, po.all_reduce(fourth, residual=third, out=fourth, algorithm="one_shot")]
-
-    def expected(x: torch.Tensor) -> torch.Tensor:
-        first = x.float() * world
-        second = first[picks].sum(0)
-        third = second * world + first
-        return third * world * world + third
-
-    x = starts[0].to(po.device())
-    wants = [expected(start).to(torch.bfloat16) for start in starts]
-    run(x)
-    po.check()
-    graph, results = _captured(lambda: [run(x) for _ in range(3)])
-    for turn in range(replays):
-        x.copy_(starts[turn % 5])
-        if turn % 7 == po.rank():
-            torch.cuda._sleep(1_000_000)
-        graph.replay()
-        # Whole numbers that bf16 holds, but for the last sum, which is rounded once.
-        if any(difference(result[-1].cpu(), wants[turn % 5]) for result in results):
-            problems.append(f"replay {turn}: wrong")
-    po.check()
-    po.finalize()
-    return problems
-
-
-@pytest.mark.gpu
-def test_successors_that_begin_early_read_the_results() -> None:
-    assert in_processes(_chain, _pes(), 201, timeout=300) == [[]] * _pes()
-
-
-def test_cases_exist() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) and len(FEW) == 4

@@ -1,29 +1,30 @@
-"""gemv: exact bits of each PE's own product, beside the collective operators and without the other PEs; torch; graphs.
+"""gemv: exact bits of each PE's own product, beside the collective operators and without the other PEs; torch.
 
-The kernel is that of gemv_all_reduce, whose tests cover it; here is what a PE alone adds.
+The kernel is that of gemv_all_reduce, whose tests cover it, in graphs too; here is what a PE alone adds.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from gemv_cases import (
     CASES,
     FEW,
-    NUM_ITERATIONS,
     Case,
     Inputs,
     bound_problem,
-    difference,
     expected_bits,
     make_inputs,
     placed,
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch_checks import assert_schemas, opcheck_problems
 from worlds import in_world
 
 import persistent_ops as po
@@ -34,55 +35,50 @@ MB = 1 << 20
 ROWS, COLUMNS = 21, 24
 
 
-def _own(case: Case, iteration: int) -> Inputs:
-    """Return what this PE passes; each has numbers, and often a width, of its own."""
-    inputs, rank = make_inputs(case, po.world_size(), iteration), po.rank()
-    return Inputs(inputs.weights[rank : rank + 1], inputs.xs[rank : rank + 1], inputs.bias, inputs.residual)
+class OwnTrial(Trial):
+    """A case with collective operators in between; PEs multiply differently often."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._reduced = case, CASES[0]
+        shared = make_inputs(self._reduced, po.world_size(), 0)
+        self._weight, self._x = (placed(self._reduced, given[po.rank()]) for given in (shared.weights, shared.xs))
+        self._sum = expected_bits(Inputs(shared.weights, shared.xs, None, None))
+
+    def ways(self, turn: int) -> Sequence[str]:
+        return ("alone",)
+
+    def call(self, turn: int, iteration: int, way: str) -> Outcome:
+        case, rank = self._case, po.rank()
+        found = None
+        if turn % 3 == 0:
+            found = difference(po.gemv_all_reduce(self._weight, self._x).cpu(), self._sum)
+            found = found and f"gemv_all_reduce before it: {found}"
+        inputs = make_inputs(case, po.world_size(), iteration)
+        # Each PE has numbers, and often a width, of its own.
+        own = Inputs(inputs.weights[rank : rank + 1], inputs.xs[rank : rank + 1], inputs.bias, inputs.residual)
+        weight, x = placed(case, own.weights[0]), placed(case, own.xs[0])
+        bias, residual = (None if tensor is None else placed(case, tensor) for tensor in (own.bias, own.residual))
+        in_place = residual.clone() if iteration == 4 else None  # type: ignore[union-attr]
+        for _ in range(1 + (rank + iteration) % 2):
+            if in_place is not None:
+                residual = in_place.copy_(own.residual)  # type: ignore[arg-type]
+            result = po.gemv(weight, x, bias=bias, residual=residual, out=in_place, prefetch_weight=iteration == 5)
+        exact = case.values in ("whole", "ordered")
+        problem = difference(result.cpu(), expected_bits(own)) if exact else bound_problem(result.cpu(), own)
+        return Outcome([result], found or problem)
 
 
-def _products(names: list[str]) -> list[str]:
-    """Cases by name, with collective operators in between; PEs multiply differently often."""
-    problems, reduced = [], CASES[0]
-    cases = [case for case in CASES if case.name in names]
-    shared = make_inputs(reduced, po.world_size(), 0)
-    weight, x = (placed(reduced, given[po.rank()]) for given in (shared.weights, shared.xs))
-    for number, case in enumerate(cases):
-        for iteration in range(NUM_ITERATIONS):
-            if (number + iteration) % 3 == 0:
-                want = expected_bits(Inputs(shared.weights, shared.xs, None, None))
-                if (problem := difference(po.gemv_all_reduce(weight, x).cpu(), want)) is not None:
-                    problems.append(f"gemv_all_reduce before {case.name}, iteration {iteration}: {problem}")
-            own = _own(case, iteration)
-            given = {
-                name: None if tensor is None else placed(case, tensor)
-                for name, tensor in (("bias", own.bias), ("residual", own.residual))
-            }
-            in_place = given["residual"].clone() if iteration == 4 else None  # type: ignore[union-attr]
-            own_weight, own_x = placed(case, own.weights[0]), placed(case, own.xs[0])
-            for _ in range(1 + (po.rank() + iteration) % 2):
-                if in_place is not None:
-                    given["residual"] = in_place.copy_(own.residual)  # type: ignore[arg-type]
-                result = po.gemv(own_weight, own_x, **given, out=in_place, prefetch_weight=iteration == 5)
-            exact = case.values in ("whole", "ordered")
-            problem = difference(result.cpu(), expected_bits(own)) if exact else bound_problem(result.cpu(), own)
-            if problem is not None:
-                problems.append(f"{case.name}, iteration {iteration}: {problem}")
-    return problems
-
-
-@pytest.mark.parametrize(
-    ("world", "cases", "options"),
-    [
-        pytest.param(1, CASES, {}, id="1"),
-        pytest.param(2, CASES, {}, id="2"),
-        pytest.param(3, FEW, {}, id="3"),
-        pytest.param(3, FEW[::3], {"transport": "staged"}, id="3-staged", marks=pytest.mark.host),
-        pytest.param(2, FEW[1::3], {"host_options": {"wg_size": 3}}, id="2-wg3", marks=pytest.mark.host),
-    ],
-)
-def test_bits(backend: str, world: int, cases: list[Case], options: dict[str, Any]) -> None:
-    names = [case.name for case in cases]
-    assert in_world(_products, world, backend, names, **options) == [[]] * world
+class TestBits(BitsSuite):
+    trial = OwnTrial
+    halved_by = torch.bfloat16
+    is_the_same_on_all_pes = False
+    worlds: ClassVar = {
+        "1": CaseWorld(1, CASES),
+        "2": CaseWorld(2, CASES),
+        "3": CaseWorld(3, FEW),
+        "3-staged": CaseWorld(3, FEW[::3], {"transport": "staged"}),
+        "2-wg3": CaseWorld(2, FEW[1::3], {"host_options": {"wg_size": 3}}),
+    }
 
 
 def _alone() -> list[str]:
@@ -158,23 +154,22 @@ def _arguments(vectors: int = 3, dtype: torch.dtype = torch.float32) -> tuple[to
     return tuple(torch.randn(shape, generator=rng).to(po.device(), dtype) for shape in shapes)
 
 
-def _opcheck() -> dict[str, str]:
-    results: dict[str, str] = {}
-    operators = torch.ops.persistent_ops
+def _opcheck() -> list[str]:
+    operators, calls = torch.ops.persistent_ops, {}
     for vectors, dtype, count in ((0, torch.float32, 2), (3, torch.bfloat16, 4)):
         tensors = _arguments(vectors, dtype)
         arguments = (*tensors[:count], *(None,) * (4 - count), False)
-        checked = torch.library.opcheck(operators.gemv.default, arguments, raise_exception=False)
-        results |= {f"{dtype} {name}": str(result) for name, result in checked.items()}
-        out = {"out": torch.empty_like(tensors[3])}
-        checked = torch.library.opcheck(operators.gemv_out.default, arguments, out, raise_exception=False)
-        results |= {f"{dtype} out {name}": str(result) for name, result in checked.items()}
-    return results
+        calls[f"{dtype}"] = (operators.gemv, arguments, {})
+        calls[f"{dtype}, out"] = (operators.gemv_out, arguments, {"out": torch.empty_like(tensors[3])})
+    return opcheck_problems(calls)
 
 
 def test_opcheck(backend: str) -> None:
-    results = in_world(_opcheck, 1, backend)[0]
-    assert len(results) >= 16 and set(results.values()) == {"SUCCESS"}, results
+    assert in_world(_opcheck, 1, backend) == [[]]
+
+
+def test_the_schemas_declare_what_is_written() -> None:
+    assert_schemas("gemv", "out")
 
 
 def _in_torch() -> dict[str, Any]:
@@ -246,69 +241,3 @@ def test_wrong_arguments(backend: str) -> None:
 def test_use_before_init() -> None:
     with pytest.raises(RuntimeError, match=re.escape("call persistent_ops.init() first")):
         po.gemv(torch.ones(3, 4), torch.ones(4))
-
-
-# ---- graphs ----------------------------------------------------------------------------------------------------------
-
-
-def _decoder(replays: int) -> list[str]:
-    """Layers as in a decoder, each launch before its predecessor has ended; every number is small and whole."""
-    rank, world, device, width = po.rank(), po.world_size(), po.device(), 1024
-    rng = torch.Generator().manual_seed(3)
-    ups = torch.zeros(3, world, width, width, dtype=torch.bfloat16)
-    picks = torch.randint(width, (3, world, width, 1), generator=rng)
-    ups.scatter_(3, picks, (torch.randint(0, 2, picks.shape, generator=rng) * 2 - 1).to(ups.dtype))
-    downs = ups.flip(0).contiguous()
-    starts = torch.randint(-3, 4, (5, width), generator=rng).to(ups.dtype)
-
-    def expected(x: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(ups, downs, strict=True):
-            inner = [up[pe].float() @ x.float() for pe in range(world)]
-            x = torch.fmod(x + sum(down[pe].float() @ inner[pe] for pe in range(world)), 8).to(ups.dtype)
-        return x
-
-    own_ups, own_downs = ups[:, rank].to(device), downs[:, rank].to(device)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(own_ups, own_downs, strict=True):
-            inner = po.gemv(up, x, prefetch_weight=True)
-            x = torch.fmod(po.gemv_all_reduce(down, inner, residual=x, prefetch_weight=True), 8)
-        return x
-
-    wants = [expected(start).to(device) for start in starts]
-    x = starts[0].to(device)
-    problems = [] if torch.equal(run(x), wants[0]) else ["eager: wrong"]
-    po.gemv(own_ups[0], x)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        result = run(x)
-        po.gemv(own_ups[0], x)  # an odd number of launches, so that each meets both parities of the epoch
-    for turn in range(replays):
-        x.copy_(starts[turn % 5])
-        if turn % 10 == rank:
-            po.gemv(own_ups[0], x)
-        graph.replay()
-        if not torch.equal(result, wants[turn % 5]):
-            problems.append(f"replay {turn}: wrong")
-            break
-    return problems
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world", [1, 2])
-def test_layers_in_a_graph(backend: str, world: int) -> None:
-    replays = 1000 if world <= torch.cuda.device_count() else 100
-    assert in_world(_decoder, world, backend, replays) == [[]] * world
-
-
-def _first_call_in_a_capture() -> str:
-    weight, x = torch.ones(ROWS, COLUMNS, device=po.device()), torch.ones(COLUMNS, device=po.device())
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with pytest.raises(RuntimeError) as caught, torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        po.gemv(weight, x)
-    return str(caught.value)
-
-
-@pytest.mark.gpu
-def test_first_call_inside_a_capture_is_refused(backend: str) -> None:
-    assert "gemv: the first call with these shapes" in in_world(_first_call_in_a_capture, 1, backend)[0]

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from bits import BitsSuite, CaseWorld, bits, difference
 from gemv_cases import (
     ALGORITHMS,
     CASES,
     FEW,
     Buffer,
     Case,
+    GemvTrial,
     Inputs,
-    bits,
     bound_problem,
-    difference,
     expected_bits,
     make_inputs,
-    run_cases,
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from worlds import CaseWorld, CaseWorlds, in_world
+from torch_checks import assert_schemas, opcheck_problems
+from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
@@ -31,30 +31,25 @@ from persistent_ops.ops.gemv_plan import OPERATOR, Tuning
 MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# The staged transport of the host delays and reorders; several threads per WG share its columns and its packets, as
-# warps do on a GPU.
-WORLDS = CaseWorlds(
-    run_cases,
-    {
-        "1": CaseWorld(1, {}, CASES),
-        "2": CaseWorld(2, {}, CASES),
-        "3": CaseWorld(3, {}, FEW),
-        "4": CaseWorld(4, {}, CASES),
-        "5": CaseWorld(5, {}, FEW),
-        "8": CaseWorld(8, {}, FEW),
-        "2-staged": CaseWorld(2, {"transport": "staged"}, FEW),
-        "3-staged-slow": CaseWorld(3, {"transport": "staged", "host_options": {"network_delay_us": 1000}}, FEW[::4]),
-        "2-wg2": CaseWorld(2, {"host_options": {"wg_size": 2}}, FEW[1::3]),
-        "3-wg3": CaseWorld(3, {"host_options": {"wg_size": 3}}, FEW[::3]),
-        "2-wg5-staged": CaseWorld(2, {"transport": "staged", "host_options": {"wg_size": 5}}, FEW[2::3]),
-    },
-    halved_by=torch.bfloat16,
-)
 
-
-@pytest.mark.parametrize(("name", "case"), WORLDS.params())
-def test_bits(backend: str, name: str, case: Case) -> None:
-    WORLDS.assert_bits(backend, name, case)
+class TestBits(BitsSuite):
+    trial = GemvTrial
+    halved_by = torch.bfloat16
+    # The staged transport of the host delays and reorders; several threads per WG share its columns and its packets, as
+    # warps do on a GPU.
+    worlds: ClassVar = {
+        "1": CaseWorld(1, CASES),
+        "2": CaseWorld(2, CASES),
+        "3": CaseWorld(3, FEW),
+        "4": CaseWorld(4, CASES),
+        "5": CaseWorld(5, FEW),
+        "8": CaseWorld(8, FEW),
+        "2-staged": CaseWorld(2, FEW, {"transport": "staged"}),
+        "3-staged-slow": CaseWorld(3, FEW[::4], {"transport": "staged", "host_options": {"network_delay_us": 1000}}),
+        "2-wg2": CaseWorld(2, FEW[1::3], {"host_options": {"wg_size": 2}}),
+        "3-wg3": CaseWorld(3, FEW[::3], {"host_options": {"wg_size": 3}}),
+        "2-wg5-staged": CaseWorld(2, FEW[2::3], {"transport": "staged", "host_options": {"wg_size": 5}}),
+    }
 
 
 # ---- guarantees ------------------------------------------------------------------------------------------------------
@@ -362,28 +357,22 @@ def _arguments(
     return weight, x, bias, residual
 
 
-def _opcheck() -> dict[str, str]:
-    results: dict[str, str] = {}
-    operators = torch.ops.persistent_ops
+def _opcheck() -> list[str]:
+    operators, calls = torch.ops.persistent_ops, {}
     kinds: list[tuple[int, torch.dtype, dict[str, bool]]] = [
         (0, torch.float32, {}),
         (3, torch.bfloat16, {"bias": True, "residual": True}),
     ]
     for vectors, dtype, options in kinds:
         arguments = (*_arguments(vectors, dtype, **options), "auto", None, False)
-        checked = torch.library.opcheck(operators.gemv_all_reduce.default, arguments, raise_exception=False)
-        results |= {f"{dtype} {name}": str(result) for name, result in checked.items()}
         out = torch.empty(*([vectors] if vectors else []), ROWS, dtype=dtype, device=po.device())
-        checked = torch.library.opcheck(
-            operators.gemv_all_reduce_out.default, arguments, {"out": out}, raise_exception=False
-        )
-        results |= {f"{dtype} out {name}": str(result) for name, result in checked.items()}
-    return results
+        calls[f"{dtype}"] = (operators.gemv_all_reduce, arguments, {})
+        calls[f"{dtype}, out"] = (operators.gemv_all_reduce_out, arguments, {"out": out})
+    return opcheck_problems(calls)
 
 
 def test_opcheck(backend: str) -> None:
-    results = in_world(_opcheck, 1, backend)[0]
-    assert len(results) >= 16 and set(results.values()) == {"SUCCESS"}, results
+    assert in_world(_opcheck, 1, backend) == [[]]
 
 
 def _operator_and_function() -> list[str]:
@@ -428,12 +417,8 @@ def test_the_operator_and_the_function_are_the_same(backend: str) -> None:
     assert in_world(_operator_and_function, 2, backend) == [[], []]
 
 
-def test_the_schema_declares_what_is_written() -> None:
-    plain = torch.ops.persistent_ops.gemv_all_reduce.default._schema
-    with_out = torch.ops.persistent_ops.gemv_all_reduce_out.default._schema
-    assert not plain.is_mutable and len(plain.returns) == 1
-    written = [argument.name for argument in with_out.arguments if argument.alias_info and argument.alias_info.is_write]
-    assert written == ["out"] and not with_out.returns
+def test_the_schemas_declare_what_is_written() -> None:
+    assert_schemas("gemv_all_reduce", "out")
 
 
 def _autograd() -> dict[str, Any]:
@@ -573,7 +558,3 @@ _SHAPES = [(2, ROWS), (5, ROWS), (16, ROWS), (ROWS,)]
 @pytest.mark.parametrize(("world", "shapes"), [(1, _SHAPES[:2]), pytest.param(2, _SHAPES, marks=pytest.mark.gpu)])
 def test_compiled_model_is_one_graph(backend: str, world: int, shapes: list[tuple[int, ...]]) -> None:
     assert in_world(_compiled, world, backend, shapes) == [[]] * world
-
-
-def test_cases_exist() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)

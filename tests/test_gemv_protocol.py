@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import embedding_cases
 import pytest
 import torch
-from gemv_cases import ALGORITHMS, Case, difference, expected_bits, make_inputs
+from bits import difference
+from gemv_cases import ALGORITHMS, Case, expected_bits, make_inputs
 from protocol import Mismatch, ProtocolSuite, Work
 from worlds import error_of, init_with_impatient_kernels, run_pes
 

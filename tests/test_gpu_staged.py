@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from embedding_cases import CASES, check_case
+from bits import check
+from embedding_cases import CASES, EmbeddingTrial
 
 import persistent_ops as po
 
@@ -57,7 +58,7 @@ def staged_cases(options: dict[str, Any]) -> dict[str, Any]:
     cases = {case.name: case for case in CASES}
     found = {
         "reachable": [base != 0 for base in world.backend.peer_heaps],
-        "problems": {name: check_case(cases[name]) for name in NAMES},
+        "problems": {name: check(EmbeddingTrial(cases[name]))[0] for name in NAMES},
     }
     po.finalize()
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from bits import BitsSuite, CaseWorld
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sparse_cases import (
@@ -19,6 +20,7 @@ from sparse_cases import (
     Entries,
     Room,
     Rows,
+    SparseTrial,
     bound_problem,
     call_into,
     distinct,
@@ -28,14 +30,13 @@ from sparse_cases import (
     form_problem,
     make_inputs,
     rows_problem,
-    run_cases,
     taken_apart,
     to_sparse,
     uniform,
     wanted,
     zeros_have_signs,
 )
-from worlds import CaseWorld, CaseWorlds, in_world
+from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.ops.sparse_all_reduce import reference
@@ -44,29 +45,25 @@ MB = 1 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _SMALL = [case for case in FEW if case.rows <= 100]
-# The staged transport of the host delays and reorders; several threads per WG share its rows, as warps do on a GPU.
-WORLDS = CaseWorlds(
-    run_cases,
-    {
-        "1": CaseWorld(1, {}, CASES),
-        "2": CaseWorld(2, {}, CASES),
-        "3": CaseWorld(3, {}, FEW),
-        "4": CaseWorld(4, {}, CASES),
-        "5": CaseWorld(5, {}, FEW),
-        "8": CaseWorld(8, {}, FEW),
-        "2-staged": CaseWorld(2, {"transport": "staged"}, FEW[::2]),
-        "3-staged-slow": CaseWorld(3, {"transport": "staged", "host_options": {"network_delay_us": 1000}}, _SMALL[::3]),
-        "2-wg4": CaseWorld(2, {"host_options": {"wg_size": 4}}, FEW[::2]),
-        "3-wg3": CaseWorld(3, {"host_options": {"wg_size": 3}}, FEW[1::4]),
-        "2-wg5-staged": CaseWorld(2, {"transport": "staged", "host_options": {"wg_size": 5}}, FEW[3::6]),
-    },
-    halved_by=torch.float32,
-)
 
 
-@pytest.mark.parametrize(("name", "case"), WORLDS.params())
-def test_bits(backend: str, name: str, case: Case) -> None:
-    WORLDS.assert_bits(backend, name, case)
+class TestBits(BitsSuite):
+    trial = SparseTrial
+    halved_by = torch.float32
+    # The staged transport of the host delays and reorders; several threads per WG share its rows, as warps do on a GPU.
+    worlds: ClassVar = {
+        "1": CaseWorld(1, CASES),
+        "2": CaseWorld(2, CASES),
+        "3": CaseWorld(3, FEW),
+        "4": CaseWorld(4, CASES),
+        "5": CaseWorld(5, FEW),
+        "8": CaseWorld(8, FEW),
+        "2-staged": CaseWorld(2, FEW[::2], {"transport": "staged"}),
+        "3-staged-slow": CaseWorld(3, _SMALL[::3], {"transport": "staged", "host_options": {"network_delay_us": 1000}}),
+        "2-wg4": CaseWorld(2, FEW[::2], {"host_options": {"wg_size": 4}}),
+        "3-wg3": CaseWorld(3, FEW[1::4], {"host_options": {"wg_size": 3}}),
+        "2-wg5-staged": CaseWorld(2, FEW[3::6], {"transport": "staged", "host_options": {"wg_size": 5}}),
+    }
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -1,19 +1,18 @@
 """sparse_all_reduce_into: the entry for CUDA graphs. Row sets and counts that change, capacities, the torch operator.
 
-What needs no graph runs on both backends, and the loop of replays runs eagerly on the host.
+Its graphs are tested as every operator's (graphs.py).
 """
 
 from __future__ import annotations
 
-import functools
 import gc
-import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from graphs import NUM_INPUTS, Call, Graph, GraphSuite, num_pes
 from sparse_cases import (
     INTO_ALGORITHMS,
     Case,
@@ -32,12 +31,12 @@ from sparse_cases import (
     where,
     zipf,
 )
+from torch_checks import opcheck_problems, written_by
 from worlds import in_world
 
 import persistent_ops as po
 
 MB = 1 << 20
-_NUM_INPUTS = 5  # of an odd number of turns, so that inputs meet both parities of the epoch
 _INSTANCES = [
     Case("graphs: uniform", 700, lambda d: torch.randint(d.rows, (1 + 23 * d.iteration,), generator=d.own), (16,)),
     Case("graphs: Zipf, bf16, mean", 99, zipf(90), (8,), torch.bfloat16, "mean", torch.int32),
@@ -45,294 +44,115 @@ _INSTANCES = [
 ]
 
 
-def _pes(backend: str) -> int:
-    return 3 if backend == "host" else max(2, min(4, torch.cuda.device_count()))
+class Into(Call):
+    """A call of sparse_all_reduce_into, whose buffers for results keep their place too."""
 
-
-def _replays(backend: str) -> int:
-    if backend == "host":
-        return 51
-    return 1001 if torch.cuda.device_count() > 1 else 301  # PEs that share a GPU take turns
-
-
-class Instance:
-    """A shape with buffers that keep their place, and with inputs and results of several iterations."""
-
-    def __init__(self, case: Case, algorithm: str = "auto", first_iteration: int = 0) -> None:
+    def __init__(self, case: Case, way: str, first_iteration: int = 0) -> None:
         rank, world = po.rank(), po.world_size()
-        self.case, self.algorithm = case, algorithm
-        iterations = range(first_iteration, first_iteration + _NUM_INPUTS)
+        iterations = range(first_iteration, first_iteration + NUM_INPUTS)
         inputs = [make_inputs(case, world, i) for i in iterations]
-        self.wants = [wanted(case, world, i) for i in iterations]
+        self.case, self._rows = case, [wanted(case, world, i) for i in iterations]
         length = 3 + max(len(entries.indices) for of_all in inputs for entries in of_all)
-        self.inputs = [padded(case, of_all[rank], length) for of_all in inputs]
-        self.indices, self.values, self.count = (tensor.clone() for tensor in self.inputs[0])
-        self.room = Room(max(len(want.indices) for want in self.wants), case.row_shape, case.dtype)
+        self.room = Room(max(len(want.indices) for want in self._rows), case.row_shape, case.dtype)
+        given = [padded(case, of_all[rank], length) for of_all in inputs]
+        super().__init__(case.name, way, self._into, given, [[]] * NUM_INPUTS)
+        self.indices, self.values, self.count = self._buffers
 
-    def load(self, turn: int) -> None:
-        for place, given in zip((self.indices, self.values, self.count), self.inputs[turn % _NUM_INPUTS], strict=True):
-            place.copy_(given)
-
-    def call(self) -> None:
+    def _into(self, indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor, *, way: str) -> list[Any]:
         po.sparse_all_reduce_into(
-            self.indices,
-            self.values,
+            indices,
+            values,
             num_rows=self.case.rows,
             **self.room.arguments(),  # type: ignore[arg-type]
-            count=self.count,
+            count=count,
             op=self.case.op,
-            algorithm=self.algorithm,
+            algorithm=way,
         )
+        return [self.room.values]
 
-    def problem(self, turn: int) -> str | None:
-        return self.room.problem(self.wants[turn % _NUM_INPUTS])
+    def load(self, turn: int) -> None:
+        super().load(turn)
+        self.room.reset()
 
+    def clear(self, results: object, value: float = 0.0) -> None:
+        """What is loaded takes away what the room holds."""
 
-def _captured(program: Callable[[], Any]) -> Callable[[], None]:
-    """Capture a program; what is returned replays it."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        program()
-    return graph.replay  # type: ignore[no-any-return]
-
-
-# ---- replays ---------------------------------------------------------------------------------------------------------
+    def problem(self, results: object, turn: int) -> str | None:
+        return self.room.problem(self._rows[turn % NUM_INPUTS])
 
 
-def _replayed(replays: int) -> list[str]:
-    problems: list[str] = []
-    instances = [Instance(case, algorithm) for case in _INSTANCES for algorithm in INTO_ALGORITHMS]
-    instances.append(Instance(_INSTANCES[0], "auto", 1))  # an odd number of launches in all
+class Sparse(Call):
+    """A call of sparse_all_reduce, whose result has a size that no graph knows."""
 
-    def program() -> None:
-        for instance in instances:
-            instance.call()
+    def __init__(self, case: Case) -> None:
+        inputs = make_inputs(case, po.world_size(), 2)
+        self._x, self._want = to_sparse(case, inputs[po.rank()]), wanted(case, po.world_size(), 2)
+        super().__init__(case.name, "auto", self._sum, [[]] * NUM_INPUTS, [[]] * NUM_INPUTS)
+        self._op = case.op
 
-    program()
-    po.check()
-    run = _captured(program) if po.backend() == "cuda" else program
-    for turn in range(replays):
-        for instance in instances:
-            instance.load(turn)
-            instance.room.reset()
-        if (turn + po.rank()) % 17 == 0:
-            time.sleep(0.002)
-        run()
-        for instance in instances:
-            if (found := instance.problem(turn)) is not None:
-                problems.append(f"turn {turn}, {instance.case.name}, {instance.algorithm}: {found}")
-        if turn % 50 == 7:  # now and then eager calls between replays, an odd number too
-            other = _INSTANCES[turn // 50 % 3]
-            x = to_sparse(other, make_inputs(other, po.world_size(), 2)[po.rank()])
-            output = po.sparse_all_reduce(x, op=other.op)
-            if found := rows_problem(taken_apart(output), wanted(other, po.world_size(), 2), zeros_have_signs=False):
-                problems.append(f"eager call after turn {turn}, {other.name}: {found}")
-        if len(problems) > 20:
-            break
-    return problems
+    def _sum(self, *, way: str) -> torch.Tensor:
+        return po.sparse_all_reduce(self._x, op=self._op, algorithm=way)  # type: ignore[return-value]
+
+    def problem(self, results: Sequence[torch.Tensor], turn: int) -> str | None:
+        return rows_problem(taken_apart(results[0]), self._want, zeros_have_signs=False)
 
 
-def test_a_thousand_replays_with_changing_rows_and_counts(backend: str) -> None:
-    pes = _pes(backend)
-    assert in_world(_replayed, pes, backend, _replays(backend), heap_size=128 * MB) == [[]] * pes
+class TestGraphs(GraphSuite):
+    operator = "sparse_all_reduce_into"
+    cases = tuple(_INSTANCES)
+    ways = INTO_ALGORITHMS
+    growing: ClassVar = [
+        Case(f"rows of {rows}", rows, uniform(rows // 3), (8,), torch.bfloat16) for rows in (90, 900, 9000, 300)
+    ]
+
+    @classmethod
+    def call(cls, case: Case, way: str) -> Call:
+        return Into(case, way)
+
+    @classmethod
+    def more_calls(cls) -> list[Call]:
+        return [Into(_INSTANCES[0], "auto", 1)]
+
+    @classmethod
+    def eager_calls(cls) -> list[Call]:
+        return [Sparse(case) for case in _INSTANCES]
 
 
-def _ready_for_capture(algorithm: str) -> list[str | None]:
-    """Call each shape once, most of which need more room than the last, then all where nothing can be made any more."""
-    cases = [Case(f"rows of {rows}", rows, uniform(rows // 3), (8,), torch.bfloat16) for rows in (90, 900, 9000, 300)]
-    instances = [Instance(case, algorithm) for case in cases]
-    for instance in instances:
-        instance.call()
-    po.check()
-    workspace = po.runtime.world.current().workspace
-    with pytest.MonkeyPatch.context() as patch:
-        if po.backend() == "host":  # which has no captures
-            patch.setattr(workspace, "is_capturing", lambda: True)
-            run = functools.partial(_call_all, instances)
-        else:
-            run = _captured(functools.partial(_call_all, instances))
-        for instance in instances:
-            instance.load(1)
-            instance.room.reset()
-        run()
-        return [instance.problem(1) for instance in instances]
-
-
-def _call_all(instances: list[Instance]) -> None:
-    for instance in instances:
-        instance.call()
-
-
-@pytest.mark.parametrize("algorithm", INTO_ALGORITHMS)
-def test_one_call_of_each_shape_is_enough_before_a_capture(backend: str, algorithm: str) -> None:
-    assert in_world(_ready_for_capture, 2, backend, algorithm) == [[None] * 4] * 2
-
-
-def _two_graphs(replays: int) -> list[str]:
-    """Replay two graphs and call other operators in an order that is not that of the capture."""
-    problems: list[str] = []
-    instances = [Instance(_INSTANCES[0], "owner"), Instance(_INSTANCES[1], "allgather", 1)]
-    weight = torch.arange(24.0, device=po.device()).view(6, 4) + po.rank()
-    ones = torch.ones(4, device=po.device())
-    total = sum((torch.arange(24.0).view(6, 4) + pe).sum(1) for pe in range(po.world_size()))
-    for instance in instances:
-        instance.call()
-    po.gemv_all_reduce(weight, ones)
-    po.check()
-    runs = [_captured(instance.call) for instance in instances]
-    order = torch.Generator().manual_seed(11)  # the same on all PEs
-    for turn in range(replays):
-        kind = int(torch.randint(4, (), generator=order))
-        if kind == 3:
-            po.runtime.world.current().enqueue_barrier()
-        elif kind == 2:
-            if not torch.equal(po.gemv_all_reduce(weight, ones).cpu(), total):  # type: ignore[arg-type]
-                problems.append(f"turn {turn}: gemv_all_reduce is wrong")
-        else:
-            instances[kind].load(turn)
-            instances[kind].room.reset()
-            runs[kind]()
-            if (found := instances[kind].problem(turn)) is not None:
-                problems.append(f"turn {turn}, graph {kind}: {found}")
-    return problems
-
-
-@pytest.mark.gpu
-def test_graphs_and_other_operators_take_turns() -> None:
-    pes = _pes("cuda")
-    assert in_world(_two_graphs, pes, "cuda", _replays("cuda") // 5, heap_size=128 * MB) == [[]] * pes
-
-
-def _two_streams() -> list[str]:
-    problems: list[str] = []
-    instances = [Instance(_INSTANCES[0], "owner"), Instance(_INSTANCES[1], "allgather", 1)]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    for instance in instances:
-        instance.call()
-    po.check()
-    for turn in range(40):
-        torch.cuda.synchronize()
-        for i, (instance, stream) in enumerate(zip(instances, streams, strict=True)):
-            with torch.cuda.stream(stream):
-                if (turn + po.rank()) % 3 == i:
-                    torch.cuda._sleep(2_000_000)  # PEs and streams drift
-                instance.load(turn)
-                instance.room.reset()
-                instance.call()
-        torch.cuda.synchronize()
-        for i, instance in enumerate(instances):
-            if (found := instance.problem(turn)) is not None:
-                problems.append(f"turn {turn}, stream {i}: {found}")
-    return problems
-
-
-@pytest.mark.gpu
-def test_two_instances_on_two_streams() -> None:
-    pes = _pes("cuda")
-    assert in_world(_two_streams, pes, "cuda", heap_size=128 * MB) == [[]] * pes
-
-
-def _without_a_peer() -> dict[str, Any]:
-    """A peer that does not replay: the others' replay ends, tells, and works again after recover()."""
-    instance = Instance(_INSTANCES[0])
-    instance.call()
-    po.check()
-    run = _captured(instance.call)
-    seen: dict[str, Any] = {}
-
-    def replay(turns: int) -> list[str | None]:
-        problems = []
-        for turn in range(turns):
-            instance.load(turn)
-            instance.room.reset()
-            run()
-            problems.append(instance.problem(turn))
-        return problems
-
-    seen["before"] = replay(3)
-    if po.rank() != 1:
-        run()
-        try:
-            po.check()
-        except po.PeerTimeoutError as error:
-            seen["error"] = str(error)
-        seen["poisoned"] = bool(instance.room.values.isnan().all())
-    else:
-        time.sleep(4.0)  # until the other has given up, since recover() waits no longer than that for it
-    po.recover()
-    seen["after"] = replay(3)
-    return seen
-
-
-@pytest.mark.gpu
-def test_a_replay_without_a_peer_ends() -> None:
-    results = in_world(_without_a_peer, 2, "cuda", operator_timeout=4.0)
-    for seen in results:
-        assert seen["before"] == seen["after"] == [None] * 3
-    assert "PE 1" in results[0]["error"] and results[0]["poisoned"]
+# ---- what a graph tells ----------------------------------------------------------------------------------------------
 
 
 def _too_many_rows_in_a_replay() -> list[str]:
     """A replay whose union outgrows the room tells so, and the next one is right."""
     problems = []
-    instance = Instance(_INSTANCES[0], "owner")
-    length = len(instance.indices)
+    call = Into(_INSTANCES[0], "owner")
+    length = len(call.indices)
     more = Entries(torch.arange(length) + length * po.rank(), torch.ones(length, 16))
     union = length * po.world_size()
-    assert union > len(instance.room.indices)
-    instance.call()
+    assert union > len(call.room.indices)
+    call.run()
     po.check()
-    run = _captured(instance.call)
+    graph = Graph(call.run)
     for turn in range(6):
-        instance.load(turn)
-        instance.room.reset()
+        call.load(turn)
         if turn % 2:
-            instance.indices.copy_(more.indices)
-            instance.values.copy_(more.values)
-            instance.count.fill_(length)
-            run()
+            call.indices.copy_(more.indices)
+            call.values.copy_(more.values)
+            call.count.fill_(length)
+            graph.replay()
             with pytest.raises(po.CapacityError, match=f"{union} rows"):
                 po.check()
-            problems.append(instance.room.problem(Rows(torch.arange(union), more.values), is_full=True))
+            problems.append(call.room.problem(Rows(torch.arange(union), more.values), is_full=True))
         else:
-            run()
+            graph.replay()
             po.check()
-            problems.append(instance.problem(turn))
+            problems.append(call.problem((), turn))
     return [f"turn {turn}: {found}" for turn, found in enumerate(problems) if found is not None]
 
 
 @pytest.mark.gpu
 def test_capacity_exceeded_in_a_replay() -> None:
-    pes = _pes("cuda")
+    pes = num_pes("cuda")
     assert in_world(_too_many_rows_in_a_replay, pes, "cuda") == [[]] * pes
-
-
-def _capture_needs_a_call_before() -> list[str]:
-    instance = Instance(_INSTANCES[0])
-    problems = []
-    for attempt in range(2):
-        try:
-            _captured(instance.call)
-        except RuntimeError as error:
-            if "call it once before the capture" not in str(error):
-                problems.append(f"attempt {attempt}: {error}")
-        else:
-            problems.append(f"attempt {attempt}: no error")
-    instance.room.reset()
-    instance.call()
-    problems.append(instance.problem(0) or "")
-    run = _captured(instance.call)
-    for turn in (2, 3, 4):
-        instance.load(turn)
-        instance.room.reset()
-        run()
-        problems.append(instance.problem(turn) or "")
-    return [problem for problem in problems if problem]
-
-
-@pytest.mark.gpu
-def test_first_call_inside_a_capture_is_refused() -> None:
-    assert in_world(_capture_needs_a_call_before, 1, "cuda") == [[]]
 
 
 def _captured_without_buffers() -> list[str]:
@@ -347,7 +167,7 @@ def _captured_without_buffers() -> list[str]:
     for known in (False, True):
         for name, call in calls.items():
             try:
-                _captured(call)
+                Graph(call)
             except RuntimeError as error:
                 if "capture sparse_all_reduce_into" not in str(error):
                     problems.append(f"{name}, known {known}: {error}")
@@ -358,9 +178,8 @@ def _captured_without_buffers() -> list[str]:
     return problems
 
 
-@pytest.mark.gpu
-def test_a_capture_of_the_entry_without_buffers_is_refused() -> None:
-    assert in_world(_captured_without_buffers, 1, "cuda") == [[]]
+def test_a_capture_of_the_entry_without_buffers_is_refused(backend: str) -> None:
+    assert in_world(_captured_without_buffers, 1, backend) == [[]]
 
 
 # ---- capacity --------------------------------------------------------------------------------------------------------
@@ -486,43 +305,39 @@ def test_the_next_operator_raises_what_the_last_one_met() -> None:
 # ---- the operator behind torch.ops -----------------------------------------------------------------------------------
 
 
-def _opcheck() -> dict[str, str]:
+def _opcheck() -> list[str]:
     """opcheck passes copies of all tensors, which are symmetric only where they have no elements."""
-    results: dict[str, str] = {}
-    device = po.device()
-    operator = torch.ops.persistent_ops.sparse_all_reduce_into.default
-    for name, index_dtype, count in (("", torch.int64, None), ("count", torch.int32, torch.tensor([3], device=device))):
-        arguments = (torch.tensor([5, 2, 5, 1], dtype=index_dtype, device=device), torch.ones(4, 0, device=device))
-        options = {
+    device, calls = po.device(), {}
+    for name, index_dtype, count in (
+        ("all", torch.int64, None),
+        ("count", torch.int32, torch.tensor([3], device=device)),
+    ):
+        entries = torch.tensor([5, 2, 5, 1], dtype=index_dtype, device=device), torch.ones(4, 0, device=device)
+        written = {
             "out_indices": torch.zeros(6, dtype=torch.int64, device=device),
             "out_values": torch.zeros(6, 0, device=device),
             "out_count": torch.zeros(1, dtype=torch.int64, device=device),
         }
-        checked = torch.library.opcheck(
-            operator, (*arguments, 10, count, "sum", "owner"), options, raise_exception=False
-        )
-        results |= {f"{name} {each}": str(result) for each, result in checked.items()}
-    return results
+        arguments = (*entries, 10, count, "sum", "owner")
+        calls[name] = (torch.ops.persistent_ops.sparse_all_reduce_into, arguments, written)
+    return opcheck_problems(calls)
 
 
 def test_opcheck(backend: str) -> None:
-    results = in_world(_opcheck, 1, backend)[0]
-    assert len(results) >= 8 and set(results.values()) == {"SUCCESS"}, results
+    assert in_world(_opcheck, 1, backend) == [[]]
 
 
 def test_the_schema_declares_what_is_written() -> None:
     schema = torch.ops.persistent_ops.sparse_all_reduce_into.default._schema
-    written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
-    assert written == {"out_indices", "out_values", "out_count"} and not schema.returns
+    assert set(written_by(schema)) == {"out_indices", "out_values", "out_count"} and not schema.returns
 
 
 def _operator_and_function() -> list[str]:
     problems = []
     for number, case in enumerate(_INSTANCES):
-        instance = Instance(case, "owner")
+        instance = Into(case, "owner")
         for turn in range(3):
             instance.load(turn)
-            instance.room.reset()
             with torch.inference_mode() if turn == 1 else torch.enable_grad():
                 nothing = torch.ops.persistent_ops.sparse_all_reduce_into(
                     instance.indices,
@@ -534,7 +349,7 @@ def _operator_and_function() -> list[str]:
                     **instance.room.arguments(),
                 )
             po.check()
-            found = instance.problem(turn)
+            found = instance.problem((), turn)
             if found is not None or nothing is not None:
                 problems.append(f"{case.name}, turn {turn}: {found}, returned {nothing}")
     return problems

@@ -13,7 +13,8 @@ import torch
 from kept_pes import in_processes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from worlds import run_pes
+from torch_checks import assert_schemas, opcheck_problems
+from worlds import in_world
 
 import persistent_ops as po
 
@@ -64,51 +65,29 @@ def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor 
 
 
 def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
-    """Run a program in a world of one PE; on the host as a thread, which costs nothing."""
-    return run_pes(_in_a_world, 1, backend, program, *args, timeout=250)[0]
-
-
-def _in_a_world(backend: str, program: Callable[..., Any], *args: Any) -> Any:
-    po.init(backend, operator_timeout=30.0, heap_size=32 * MB)
-    try:
-        return program(*args)
-    finally:
-        po.finalize()
+    return in_world(program, 1, backend, *args)[0]
 
 
 # ---- the operator behind torch.ops ---------------------------------------------------------------------------------
 
 
-def _opcheck(kind: str) -> dict[str, str]:
+def _opcheck(kind: str) -> list[str]:
     mode = "mean" if kind == "mean" else "sum"
-    found = lookups(23)
     factors = torch.rand(23, device=po.device()) if kind == "weighted" else None
-    results: dict[str, str] = {}
     # Tables that require a gradient are left to the tests below: test_aot_dispatch_dynamic runs the backward pass of
     # what requires one, and this operator has none yet.
-    arguments = operator_arguments(tables(), found, factors, mode)
-    operator = torch.ops.persistent_ops.embedding_all_to_all
-    for name, result in torch.library.opcheck(operator.default, arguments, raise_exception=False).items():
-        results[name] = str(result)
-    out = po.empty(BATCH, TABLES * DIM)
+    arguments = operator_arguments(tables(), lookups(23), factors, mode)
+    operators, out = torch.ops.persistent_ops, po.empty(BATCH, TABLES * DIM)
+    problems = opcheck_problems({"plain": (operators.embedding_all_to_all, arguments, {})})
     # The others are left out: they call the operator with clones of `out`, which are not in the symmetric heap, where
     # it must write. That `out` is written to, and nothing else, and its fake kernel, are checked below.
-    utilities = ("test_autograd_registration",)
-    operator = torch.ops.persistent_ops.embedding_all_to_all_out
-    checked = torch.library.opcheck(
-        operator.default, arguments, {"out": out}, test_utils=utilities, raise_exception=False
-    )
-    for name, result in checked.items():
-        results[f"out: {name}"] = str(result)
-    return results
+    with_out = {"out": (operators.embedding_all_to_all_out, arguments, {"out": out})}
+    return problems + opcheck_problems(with_out, ["test_autograd_registration"])
 
 
 @pytest.mark.parametrize("kind", ["sum", "mean", "weighted"])
 def test_opcheck(backend: str, kind: str) -> None:
-    results = one_pe(_opcheck, backend, kind)
-    utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    assert set(utilities) <= set(results) and len(results) == len(utilities) + 1
-    assert set(results.values()) == {"SUCCESS"}, results
+    assert one_pe(_opcheck, backend, kind) == []
 
 
 def _operator_and_function() -> list[str]:
@@ -143,12 +122,8 @@ def test_the_operator_and_the_function_are_the_same(backend: str) -> None:
     assert one_pe(_operator_and_function, backend) == []
 
 
-def test_the_schema_declares_what_is_written() -> None:
-    plain = torch.ops.persistent_ops.embedding_all_to_all.default._schema
-    with_out = torch.ops.persistent_ops.embedding_all_to_all_out.default._schema
-    assert not plain.is_mutable and len(plain.returns) == 1
-    written = [argument.name for argument in with_out.arguments if argument.alias_info and argument.alias_info.is_write]
-    assert written == ["out"] and not with_out.returns
+def test_the_schemas_declare_what_is_written() -> None:
+    assert_schemas("embedding_all_to_all", "out")
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Running PEs for tests: a program in a world, an operator's cases in many worlds, a PE that dies on the way."""
+"""Running PEs for tests: a program in a world, a PE that dies on the way."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from kept_pes import in_processes
 
 import persistent_ops as po
 
 __all__ = [
-    "CaseWorld",
-    "CaseWorlds",
     "Survivor",
     "assert_gone",
     "dead_peer",
@@ -30,8 +26,6 @@ __all__ = [
     "python_path",
     "run_pes",
 ]
-
-Results = list[dict[str, tuple[str | None, int]]]
 
 
 def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, **options: Any) -> list[Any]:
@@ -97,88 +91,6 @@ def gave_up(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 60
     while len(list(folder.glob("gave_up_*"))) < count and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-# ---- cases -----------------------------------------------------------------------------------------------------------
-
-
-class CaseWorld(NamedTuple):
-    """A world in which cases are run.
-
-    Attributes:
-        size: number of PEs.
-        options: of po.init.
-        cases: what is run, each with a `name` and a `dtype`.
-    """
-
-    size: int
-    options: dict[str, Any]
-    cases: Sequence[Any]
-
-
-class CaseWorlds:
-    """An operator's cases in many worlds, each of which is launched once, when its first case is asked for.
-
-    Args:
-        run_cases: the body of a PE, called with backend, names of cases and options of po.init; returns by name what
-            is wrong with a case, or None, and a digest of its bits.
-        worlds: by name.
-        halved_by: a dtype that about half of the cases have: the world of one runs those and the others side by side.
-    """
-
-    def __init__(self, run_cases: Callable[..., Any], worlds: dict[str, CaseWorld], *, halved_by: torch.dtype) -> None:
-        self._run_cases = run_cases
-        self._worlds = worlds
-        self._halved_by = halved_by
-        self._found: dict[tuple[str, str], Results | Exception] = {}
-
-    def params(self) -> list[Any]:
-        """Return a parameter for each case of each world: the world's name and the case."""
-        params = []
-        for name, world in self._worlds.items():
-            marks = [pytest.mark.gpu] if world.size > 4 else [pytest.mark.host] if world.options else []
-            for case in world.cases:
-                params.append(pytest.param(name, case, id=f"{name}-{case.name}", marks=marks))
-        return params
-
-    def assert_bits(self, backend: str, name: str, case: Any) -> None:
-        """Fail where a PE of the world found a case's result wrong, or PEs have different bits."""
-        _skip_without_gpus_for(self._worlds[name].size)
-        if (backend, name) not in self._found:
-            self._found[backend, name] = self._launched(backend, self._worlds[name])
-        found = self._found[backend, name]
-        if isinstance(found, Exception):
-            raise found
-        results = [of_pe[case.name] for of_pe in found]
-        for rank, (problem, _) in enumerate(results):
-            assert problem is None, f"PE {rank}: {problem}"
-        assert len({digest for _, digest in results}) == 1, "the PEs have different bits"
-
-    def _launched(self, backend: str, world: CaseWorld) -> Results | Exception:
-        """Run a world's cases. What the launch raised is kept too, so that it is not launched again for every case."""
-
-        def launch(chosen: Sequence[Any]) -> Results:
-            names = [case.name for case in chosen]
-            options = world.options
-            return run_pes(self._run_cases, world.size, backend, names, options, timeout=280)
-
-        try:
-            if backend == "cuda" or world.size > 1:
-                return launch(world.cases)
-            # It is the compiler that takes the time here, for kernels that all the other worlds find.
-            halves = ([c for c in world.cases if (c.dtype == self._halved_by) == is_in] for is_in in (True, False))
-            with ThreadPoolExecutor(2) as pool:
-                first, second = pool.map(launch, halves)
-            return [first[0] | second[0]]
-        except Exception as error:
-            return error
-
-
-def _skip_without_gpus_for(world: int) -> None:
-    """PEs may share GPUs, equally many on each, but take turns there: beyond four of them that is too slow."""
-    count = torch.cuda.device_count()
-    if world > 4 and count < world and (count == 1 or world % count):
-        pytest.skip(f"{world} PEs need {world} GPUs, or a smaller number that divides it; this machine has {count}")
 
 
 # ---- dead peers ------------------------------------------------------------------------------------------------------

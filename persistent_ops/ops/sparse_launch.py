@@ -57,7 +57,7 @@ def find_plan(
         world.team, layout, state.tuning, capacity, gathers, rows.dtype, order is not None, is_aligned, is_into, tag
     )
     plan: SparsePlan | None = state.plans.find(key, *used)
-    return plan or state.plans.make(key, lambda: SparsePlan(world, key))
+    return plan or state.plans.make(key, lambda: SparsePlan(world, key), "sparse_all_reduce_into")
 
 
 # ---- results of a size that is not known ---------------------------------------------------------------------------
