@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 
 import pytest
+import warm_python
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +38,16 @@ def _gpu_of(worker: str) -> str:
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--backend"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _launches_are_warm(backend: str) -> Iterator[None]:
+    """On GPUs PEs start afresh: whether CUDA survives a fork depends on what torch's import has done with it."""
+    if backend == "cuda":
+        yield
+        return
+    with warm_python.launches():
+        yield
 
 
 # The files that take longest, mostly for the processes that they start: first, so that no worker is left with one of
