@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 import warm_python
@@ -21,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--backend") == "host":  # PEs are many and cores are few: torch's threads would spin
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
+        warm_python.fork_launches()
     elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
 
@@ -38,16 +39,6 @@ def _gpu_of(worker: str) -> str:
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--backend"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _launches_are_warm(backend: str) -> Iterator[None]:
-    """On GPUs PEs start afresh: whether CUDA survives a fork depends on what torch's import has done with it."""
-    if backend == "cuda":
-        yield
-        return
-    with warm_python.launches():
-        yield
 
 
 # The files that take longest, mostly for the processes that they start: first, so that no worker is left with one of

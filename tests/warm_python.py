@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["Popen", "afresh", "launches", "servers"]
+__all__ = ["Popen", "afresh", "fork_launches", "servers"]
 
 _TESTS = Path(__file__).resolve().parent
 _PR_SET_CHILD_SUBREAPER = 36
@@ -131,21 +131,9 @@ class Popen(subprocess.Popen[str]):
             self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def launches() -> Iterator[None]:
-    """Let multiprocessing's spawn, and po.launch with it, fork its processes."""
-
-    def spawn(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
-        environment = dict(os.environ)
-        server = _server_for(environment)
-        if server is None or arguments[-1] != "--multiprocessing-fork":
-            return int(_spawn(path, arguments, descriptors))
-        program = arguments[arguments.index("-c") + 1]
-        given = {int(number): int(number) for number in (0, 1, 2, *descriptors)}
-        return server.start(program, arguments[-1:], given, environment=environment, folder=os.getcwd())
-
-    with mock.patch.object(multiprocessing.util, "spawnv_passfds", spawn):
-        yield
+def fork_launches() -> None:
+    """Let multiprocessing's spawn, and po.launch with it, fork its processes from now on."""
+    multiprocessing.util.spawnv_passfds = _fork  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -153,6 +141,16 @@ def afresh() -> Iterator[None]:
     """Let multiprocessing's spawn start interpreters, as it does by itself."""
     with mock.patch.object(multiprocessing.util, "spawnv_passfds", _spawn):
         yield
+
+
+def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
+    environment = dict(os.environ)
+    server = _server_for(environment)
+    if server is None or arguments[-1] != "--multiprocessing-fork":
+        return int(_spawn(path, arguments, descriptors))
+    program = arguments[arguments.index("-c") + 1]
+    given = {int(number): int(number) for number in (0, 1, 2, *descriptors)}
+    return server.start(program, arguments[-1:], given, environment=environment, folder=os.getcwd())
 
 
 def servers() -> set[int]:
