@@ -27,8 +27,10 @@ __all__ = ["Popen", "afresh", "fork_launches", "servers"]
 
 _TESTS = Path(__file__).resolve().parent
 _PR_SET_CHILD_SUBREAPER = 36
-# What is read when the interpreter starts and when libraries are loaded: too late for a process that is forked.
-_READ_EARLY = re.compile(r"PYTHON(?!PATH$)|LD_|LC_|LANG|MALLOC_|(OMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|CUDA|NVIDIA)_")
+# What may be read when the interpreter starts and when libraries are loaded: too late for a process that is forked.
+_READ_EARLY = re.compile(
+    r"PYTHON(?!PATH$)|LD_|LC_|LANG|MALLOC_|(OMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|CUDA|NVIDIA)_(?!SYMM_MEM_)"
+)
 
 _spawn = multiprocessing.util.spawnv_passfds
 _lock = threading.Lock()
@@ -145,8 +147,9 @@ def afresh() -> Iterator[None]:
 
 def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
     environment = dict(os.environ)
-    server = _server_for(environment)
-    if server is None or arguments[-1] != "--multiprocessing-fork":
+    # Not for the resource tracker, which is started with signals blocked: the server would go on with that.
+    server = _server_for(environment) if arguments[-1] == "--multiprocessing-fork" else None
+    if server is None:
         return int(_spawn(path, arguments, descriptors))
     program = arguments[arguments.index("-c") + 1]
     given = {int(number): int(number) for number in (0, 1, 2, *descriptors)}
