@@ -41,16 +41,24 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--backend"))
 
 
-# The files that take longest, mostly for the processes that they start: first, so that no worker is left with one of
-# them when the others are done (--dist loadfile hands out files in this order).
+# The files that take longest: first, so that no worker is left with one of them when the others are done (--dist
+# loadfile hands out files in this order). The first ones wait as much as they compute.
 _LONG = (
-    "sparse_embedding_train",
-    "decode_loop",
-    "ddp_sparse_hook",
-    "launch_by_value",
+    "sparse_sanitizer",
     "lifecycle",
+    "kernel_resources",
     "bootstrap",
+    "gemv_sanitizer",
+    "sparse_all_reduce",
+    "launch_by_value",
+    "all_reduce",
+    "gemv_all_reduce",
+    "all_reduce_sanitizer",
     "world",
+    "decode_loop",
+    "sparse_embedding_train",
+    "embedding_sanitizer",
+    "ddp_sparse_hook",
 )
 
 
