@@ -7,6 +7,7 @@ import signal
 import subprocess
 
 import pytest
+import warm_python
 
 _WORKERS_PER_GPU = 8
 
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--backend") == "host":  # PEs are many and cores are few: torch's threads would spin
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
+        warm_python.fork_launches()
     elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
 
@@ -57,16 +60,24 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--backend"))
 
 
-# The files that take longest, mostly for the processes that they start: first, so that no worker is left with one of
-# them when the others are done (--dist loadfile hands out files in this order).
+# The files that take longest: first, so that no worker is left with one of them when the others are done (--dist
+# loadfile hands out files in this order). The first ones wait as much as they compute.
 _LONG = (
-    "sparse_embedding_train",
-    "decode_loop",
-    "ddp_sparse_hook",
-    "launch_by_value",
+    "sparse_sanitizer",
     "lifecycle",
+    "kernel_resources",
     "bootstrap",
+    "gemv_sanitizer",
+    "sparse_all_reduce",
+    "launch_by_value",
+    "all_reduce",
+    "gemv_all_reduce",
+    "all_reduce_sanitizer",
     "world",
+    "decode_loop",
+    "sparse_embedding_train",
+    "embedding_sanitizer",
+    "ddp_sparse_hook",
 )
 
 

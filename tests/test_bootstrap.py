@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import Popen, afresh, servers
 
 from persistent_ops.runtime import spawn
 from persistent_ops.runtime.board import ThreadBoard, ThreadTable
@@ -89,7 +90,7 @@ class Worker:
     """A process that is told what to do."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -293,7 +294,8 @@ import torch.distributed as dist, sys
 store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
 print("up", flush=True); sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with Popen([sys.executable, "-c", serve], text=True, **pipes) as server:
         assert server.stdout is not None
         assert server.stdout.readline()
         environs = [
@@ -624,7 +626,8 @@ def test_launch_returns_results_and_leaves_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "7")  # another launcher's, which must not reach the PEs
     assert spawn.launch(abs, 1, -3, timeout=60) == [3]  # multiprocessing's resource tracker stays from here on
     before, files = children(), len(os.listdir("/proc/self/fd"))
-    results = spawn.launch(pe_exchange, 2, 40, timeout=60)
+    with afresh():
+        results = spawn.launch(pe_exchange, 2, 40, timeout=60)
     assert [values for values, *_ in results] == [[40, 41], [40, 41]]
     assert [tensor.tolist() for _, tensor, *_ in results] == [[0.0] * 3, [1.0] * 3]
     assert all(addresses == {LOOPBACK} for *_, addresses, _ in results)
@@ -648,7 +651,7 @@ def test_launch_raises_what_went_wrong(kind: str) -> None:
     }[kind]
     for word in words:
         assert word in text
-    assert children() <= before | resource_trackers()
+    assert children() <= before | helpers()
 
 
 @pytest.mark.parametrize(
@@ -665,15 +668,15 @@ def test_launch_ends_processes_that_bring_no_result(how: str, text: str) -> None
     with pytest.raises(PersistentOpsError, match=text) as caught:
         spawn.launch(pe_ends, 1, how, timeout=3 if how == "sleep" else 60)
     assert "PE 0" in str(caught.value)
-    assert children() <= before | resource_trackers()
+    assert children() <= before | helpers()
 
 
-def resource_trackers() -> set[int]:
-    """multiprocessing keeps one per process that ever spawned, until that one exits."""
+def helpers() -> set[int]:
+    """The children that stay: multiprocessing's resource tracker, and what PEs are forked from."""
     from multiprocessing.resource_tracker import _resource_tracker
 
     pid = getattr(_resource_tracker, "_pid", None)
-    return set() if pid is None else {pid}
+    return servers() if pid is None else servers() | {pid}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

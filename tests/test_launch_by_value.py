@@ -1,13 +1,20 @@
-"""po.launch of what no other process can import: python -c, standard input, a notebook, a package's __main__."""
+"""po.launch of what no other process can import: python -c, standard input, a notebook, a package's __main__.
+
+Each program is run by an interpreter of its own, once; its PEs are forked (see `warm_python`), but for the notebook's.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from worlds import python_path
 
 import persistent_ops as po
 from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
@@ -40,9 +47,8 @@ def program(weight, refusing=None):
     return found
 
 weight = torch.ones(2, 4)
-{call}
 """
-LAUNCH = """
+WITH = """
 found = po.launch(program, 2, weight, timeout=100)
 assert all(type(one) is Found for one in found), found
 print([(one.rank, one.sums) for one in found], flush=True)
@@ -53,6 +59,7 @@ except Refused as error:
 """
 WITHOUT = """
 import sys
+print("without", flush=True)
 sys.modules["cloudpickle"] = None
 for call in (lambda: po.launch(program, 2, weight), lambda: po.launch(print, 2, Found(0, []))):
     try:
@@ -61,6 +68,10 @@ for call in (lambda: po.launch(program, 2, weight), lambda: po.launch(print, 2, 
         print(error, flush=True)
 print(po.launch(abs, 2, -3, timeout=100))  # nothing of __main__
 print([one.sums for one in po.launch(program, 2, weight, threads=True, timeout=100)])
+"""
+# Its PEs are forked. What sets that up is in no way part of __main__.
+FORKED = """
+__import__("warm_python").fork_launches()
 """
 # As IPython runs a cell: in a __main__ of its own, which is no file.
 NOTEBOOK = """
@@ -88,7 +99,7 @@ def run(how: str, program: str, folder: Path) -> subprocess.CompletedProcess[str
         (folder / "package/__main__.py").write_text(program)
         command += ["-m", "package"]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    environ["PYTHONPATH"] = f"{folder}:{Path(po.__file__).resolve().parents[1]}"
+    environ["PYTHONPATH"] = f"{folder}{os.pathsep}{python_path()}"
     return subprocess.run(
         command,
         env=environ,
@@ -102,22 +113,31 @@ def run(how: str, program: str, folder: Path) -> subprocess.CompletedProcess[str
 
 
 WAYS = ["-c", "stdin", "notebook", "package"]
+HAS_CLOUDPICKLE = importlib.util.find_spec("cloudpickle") is not None
+
+
+@functools.cache
+def printed(how: str) -> tuple[list[str], list[str]]:
+    """Return the lines of launches with cloudpickle, where it is installed, and of those without."""
+    program = ("" if how == "notebook" else FORKED) + PROGRAM + (WITH if HAS_CLOUDPICKLE else "") + WITHOUT
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(how, program, Path(folder))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    middle = lines.index("without")
+    return lines[:middle], lines[middle + 1 :]
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_fn_of_a_main_that_is_no_file(how: str, tmp_path: Path) -> None:
+def test_fn_of_a_main_that_is_no_file(how: str) -> None:
     pytest.importorskip("cloudpickle", reason="cloudpickle is not installed (pip install 'persistent-ops[notebook]')")
-    done = run(how, PROGRAM.replace("{call}", LAUNCH), tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     sums = [36.0, 36.0]
-    assert done.stdout.splitlines() == [str([(0, sums), (1, sums)]), "Refused: rank 1"]
+    assert printed(how)[0] == [str([(0, sums), (1, sums)]), "Refused: rank 1"]
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_without_cloudpickle_the_remedies_are_named(how: str, tmp_path: Path) -> None:
-    done = run(how, PROGRAM.replace("{call}", WITHOUT), tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    of_fn, of_args, numbers, sums = done.stdout.splitlines()
+def test_without_cloudpickle_the_remedies_are_named(how: str) -> None:
+    of_fn, of_args, numbers, sums = printed(how)[1]
     for name, text in (("program", of_fn), ("Found", of_args)):
         assert text.startswith(f"fn and args: {name} is defined in __main__"), text
         assert "pip install 'persistent-ops[notebook]'" in text

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from warm_python import Popen
 
 import persistent_ops as po
 from persistent_ops.runtime.bounded import within
@@ -46,7 +47,7 @@ def run_pes(
     """Run a program as the PEs of a job, with more variables; return exit status, output and error output of each."""
     job = f"lifecycle-{os.getpid()}-{os.urandom(4).hex()}"
     pes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-c", program, *arguments],
             env=environment(rank, size, job) | (more or {}),
             stdout=subprocess.PIPE,
@@ -259,7 +260,7 @@ def test_threads_that_a_silent_store_holds_are_few_and_end_with_it() -> None:
         listener.listen()
         store = f"127.0.0.1:{listener.getsockname()[1]}"
         own = {"PERSISTENT_OPS_RANK": "1", "PERSISTENT_OPS_WORLD_SIZE": "2", "PERSISTENT_OPS_STORE": store}
-        program = subprocess.Popen(
+        program = Popen(
             [sys.executable, "-c", SILENT],
             env=environment() | own,
             stdin=subprocess.PIPE,
@@ -300,14 +301,18 @@ import persistent_ops as po
 transport, kind, launches = sys.argv[1], sys.argv[2], int(sys.argv[3])
 options = {"network_delay_us": 2000} if transport == "staged" else {}
 
-@torch.library.custom_op("lifecycle::waits", mutates_args=())
-def waits(x: torch.Tensor, seconds: float) -> torch.Tensor:
+# An operator without torch.library.custom_op, which imports torch's compiler.
+library = torch.library.Library("lifecycle", "DEF")
+library.define("waits(Tensor x, float seconds) -> Tensor")
+
+def wait(x, seconds):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:  # above C++ frames, which do not survive that the interpreter unwinds a thread
         time.sleep(0.001)
     return x.clone()
 
-waits(torch.ones(1), 0.0)  # imports what it needs
+library.impl("waits", wait, "CPU")
+waits = torch.ops.lifecycle.waits
 
 def program():
     po.init("host", timeout=4.0, heap_size=16 << 20, transport=transport, host_options=options)
@@ -326,17 +331,25 @@ def program():
         time.sleep(1000)
     return result.tolist()
 
-def mapped():
-    return open("/proc/self/maps").read().count("memfd:persistent_ops")
+def held():
+    gc.collect()
+    mapped = open("/proc/self/maps").read().count("memfd:persistent_ops")
+    return len(os.listdir("/proc/self/task")), mapped
 
 def settled():
+    last = [held()]
+    while len(last) < 25 or len(set(last[-25:])) > 1:  # for half a second
+        time.sleep(0.02)
+        last.append(held())
+    return last[-1]
+
+def left():
     for _ in range(1 if kind == "hangs" else 200):
-        gc.collect()
-        counts = (len(os.listdir("/proc/self/task")), mapped())
-        if counts <= before:
+        more = [max(0, now - then) for now, then in zip(held(), before)]
+        if not any(more):
             break
         time.sleep(0.02)
-    return counts
+    return more
 
 seen = set()
 for number in range(launches):
@@ -345,9 +358,8 @@ for number in range(launches):
     except BaseException as error:
         seen.add(f"{type(error).__name__}: {error}".replace("PE 0, 1 ", "PE 1 "))  # PE 0 may be slow: a busy machine
     if not number:  # what is kept for good: pools of torch
-        before = (1000, 0)
         before = settled()
-print(seen, "left:", [a - b for a, b in zip(settled(), before)], flush=True)
+print(seen, "left:", left(), flush=True)
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm_python import Popen
 from worlds import error_of, python_path
 
 import persistent_ops as po
@@ -210,7 +211,7 @@ print(f"{name}|{seconds:.1f}|{text}", flush=True)
 """
 
 
-def _by_hand(world: int, port: int, *arguments: str) -> list[subprocess.Popen[str]]:
+def _by_hand(world: int, port: int, *arguments: str) -> list[Popen]:
     """Start PEs that no launcher ends when one of them dies."""
     base = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     base |= {
@@ -224,7 +225,7 @@ def _by_hand(world: int, port: int, *arguments: str) -> list[subprocess.Popen[st
     for rank in range(world):
         environ = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-c", SURVIVOR, *arguments]
-        pes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
+        pes.append(Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
     return pes
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import Popen
 
 ROOT = Path(__file__).resolve().parent.parent
 REMEDY = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
@@ -67,16 +68,12 @@ def test_the_training_example_goes_on_without_matplotlib(tmp_path: Path) -> None
     )
     options = ["--backend", "host", "--pes", "1", "--steps", "3", "--batch", "16"]
     options += ["--text", str(text), "--output", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(ROOT / "launch/sparse_embedding_train.py"), *options],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"no loss curve: {REMEDY}" in done.stderr.splitlines()
-    assert "correct" in done.stdout
+    command = [sys.executable, "-c", program, str(ROOT / "launch/sparse_embedding_train.py"), *options]
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        out, err = started.communicate(timeout=200)
+    assert started.returncode == 0, out + err
+    assert f"no loss curve: {REMEDY}" in err.splitlines()
+    assert "correct" in out
     assert not list((tmp_path / "out").glob("*.png"))
 
 

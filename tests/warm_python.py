@@ -1,0 +1,180 @@
+"""Fresh Python processes that have torch and the package already, whose import takes longer than most programs.
+
+A server (`warm_server`) forks them, and each is then a child of the process that asked for it, as if that had started
+it: with a `__main__`, an environment, a folder and file descriptors of its own, one thread, and its own exit. What
+differs is that the modules are there, and that str hashes alike in all of them. Tests of what an import or the start of
+an interpreter does start theirs with `subprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+__all__ = ["Popen", "afresh", "fork_launches", "servers"]
+
+_TESTS = Path(__file__).resolve().parent
+_PR_SET_CHILD_SUBREAPER = 36
+# What may be read when the interpreter starts and when libraries are loaded: too late for a process that is forked.
+_READ_EARLY = re.compile(
+    r"PYTHON(?!PATH$)|LD_|LC_|LANG|MALLOC_|(OMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|CUDA|NVIDIA)_(?!SYMM_MEM_)"
+)
+
+_spawn = multiprocessing.util.spawnv_passfds
+_lock = threading.Lock()
+_server: _Server | None = None
+
+
+class _Server:
+    """A process that forks others, for the process that started it."""
+
+    def __init__(self) -> None:
+        self._parent = os.getpid()
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS.parent), str(_TESTS)])}
+        with theirs:
+            command = [sys.executable, str(_TESTS / "warm_server.py"), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._early = _read_early(environment)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_mine(self) -> bool:
+        return os.getpid() == self._parent
+
+    def serves(self, environment: dict[str, str]) -> bool:
+        return _read_early(environment) == self._early
+
+    def start(
+        self,
+        program: str,
+        arguments: Sequence[str],
+        descriptors: dict[int, int],
+        *,
+        environment: dict[str, str],
+        folder: str,
+        new_session: bool = False,
+    ) -> int:
+        """Start a program, and return the number of its process.
+
+        Args:
+            program: Python.
+            arguments: behind "-c" in its sys.argv.
+            descriptors: its file descriptors, and which of this process' each is.
+            environment: its variables.
+            folder: its working directory.
+            new_session: whether it leads a session.
+        """
+        request = {
+            "program": program,
+            "arguments": list(arguments),
+            "numbers": list(descriptors),
+            "environment": environment,
+            "folder": folder,
+            "new_session": new_session,
+        }
+        reader, writer = os.pipe()
+        with _lock, open(reader, "rb") as report:
+            _be_subreaper(True)
+            try:
+                socket.send_fds(self._connection, [json.dumps(request).encode()], [writer, *descriptors.values()])
+                os.close(writer)
+                number = report.read()  # until the process has been adopted, or has ended
+            finally:
+                _be_subreaper(False)
+        assert number, "a program could not be forked; its server has said why"
+        return int(number)
+
+
+class Popen(subprocess.Popen[str]):
+    """subprocess.Popen of [sys.executable, "-c", program, ...], which is forked where its environment allows that."""
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        # What subprocess.Popen leaves to its platform: the arguments stand in the same order in Python 3.10 to 3.14.
+        folder, given_environment = more[4:6]
+        streams, new_session = more[9:15], more[20]
+        environment = dict(os.environ if given_environment is None else given_environment)
+        server = _server_for(environment)
+        if server is None or list(args[:2]) != [sys.executable, "-c"]:
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
+        try:
+            given = enumerate([streams[0], streams[3], streams[5]])
+            self.pid = server.start(
+                args[2],
+                args[3:],
+                {number: number if descriptor == -1 else descriptor for number, descriptor in given},
+                environment=environment,
+                folder=str(folder or os.getcwd()),
+                new_session=new_session,
+            )
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
+
+
+def fork_launches() -> None:
+    """Let multiprocessing's spawn, and po.launch with it, fork its processes from now on."""
+    multiprocessing.util.spawnv_passfds = _fork  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def afresh() -> Iterator[None]:
+    """Let multiprocessing's spawn start interpreters, as it does by itself."""
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _spawn):
+        yield
+
+
+def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
+    environment = dict(os.environ)
+    # Not for the resource tracker, which is started with signals blocked: the server would go on with that.
+    server = _server_for(environment) if arguments[-1] == "--multiprocessing-fork" else None
+    if server is None:
+        return int(_spawn(path, arguments, descriptors))
+    program = arguments[arguments.index("-c") + 1]
+    given = {int(number): int(number) for number in (0, 1, 2, *descriptors)}
+    return server.start(program, arguments[-1:], given, environment=environment, folder=os.getcwd())
+
+
+def servers() -> set[int]:
+    """Return the number of this process' server, where it has one: the child that stays."""
+    return set() if _server is None or not _server.is_mine() else {_server.pid}
+
+
+def _server_for(environment: dict[str, str]) -> _Server | None:
+    """Return the server of this process, or None where what it forks would not be what the environment asks for."""
+    global _server
+    with _lock:
+        if _server is None or not _server.is_mine():
+            _server = _Server()
+    return _server if _server.serves(environment) else None
+
+
+def _be_subreaper(whether: bool) -> None:
+    """Adopt, or no longer, what this process' children leave behind."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _read_early(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if _READ_EARLY.match(name)}

@@ -1,0 +1,85 @@
+"""The process that `warm_python` forks programs from: it has imported what takes long, and has done nothing else.
+
+Called with the number of a socket, over which requests come: JSON, and the file descriptors that it speaks of. The
+process that is to run a program leaves the loop and comes to the end of this file, so that it begins with one thread
+and ends as an interpreter does, exit handlers and all.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import gc
+import json
+import multiprocessing.process
+import os
+import socket
+import sys
+import time
+import types
+from typing import Any
+
+import pytest
+import torch.distributed
+
+import persistent_ops
+
+__all__ = ["persistent_ops", "pytest", "torch"]  # imported for those that are forked
+
+_SPARE = 200  # a program's file descriptors are below
+
+
+def _folders() -> list[str]:
+    return [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def _next_program(connection: socket.socket) -> dict[str, Any]:
+    """Fork a process for each request; in that process, return the request."""
+    parent = os.getppid()
+    installed = [folder for folder in sys.path[1:] if folder not in _folders()]
+    gc.collect()
+    gc.freeze()  # else a child's first collection would copy all of it
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 64)
+        if not message:
+            os._exit(0)
+        if between := os.fork():
+            os.waitpid(between, 0)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        if os.fork():
+            os._exit(0)
+        while os.getppid() != parent:  # which adopts this process once the one between has ended
+            time.sleep(0.0005)
+        connection.close()
+        request: dict[str, Any] = json.loads(message)
+        _become(request, descriptors, installed)
+        return request
+
+
+def _become(request: dict[str, Any], descriptors: list[int], installed: list[str]) -> None:
+    """Make this process what a fresh one is that was given the request's folder, environment and descriptors."""
+    report, *given = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _SPARE) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(given, request["numbers"], strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if request["new_session"]:
+        os.setsid()
+    os.chdir(request["folder"])
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:] = ["", *_folders(), *installed]
+    sys.argv[:] = ["-c", *request["arguments"]]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    os.write(report, str(os.getpid()).encode())
+    os.close(report)
+
+
+_program = _next_program(socket.socket(fileno=int(sys.argv[1])))["program"]
+exec(compile(_program, "<string>", "exec"), sys.modules["__main__"].__dict__)
