@@ -80,15 +80,31 @@ _LONG = (
     "ddp_sparse_hook",
 )
 
+_LONG_ON_GPUS = (
+    "all_reduce",
+    "all_reduce_graphs",
+    "ddp_sparse_hook",
+    "sparse_protocol",
+    "parallel_linear",
+    "decode_loop",
+    "sparse_graphs",
+    "gemv_graphs",
+    "gemv_protocol",
+    "world",
+    "gpu_staged",
+    "sparse_all_reduce",
+    "embedding_all_to_all",
+)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu run only with --backend cuda; tests marked host only without it. Long files come first.
 
     With --backend cuda what is the same on every backend is left to `make test`.
     """
-    places = {f"test_{name}": place for place, name in enumerate(_LONG)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     on_gpu = config.getoption("--backend") == "cuda"
+    places = {f"test_{name}": place for place, name in enumerate(_LONG_ON_GPUS if on_gpu else _LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if on_gpu:
         others = [item for item in items if "gpu" not in item.keywords and "backend" not in _fixtures_of(item)]
         config.hook.pytest_deselected(items=others)

@@ -379,6 +379,7 @@ class GraphSuite:
     def _assert_right(cls, program: Callable[..., Any], pes: int, backend: str, *args: Any) -> None:
         assert in_world(program, pes, backend, *args, heap_size=cls.heap_bytes) == [[]] * pes
 
+    @pytest.mark.apart
     def test_a_thousand_replays_with_changing_inputs(self, backend: str) -> None:
         pes = num_pes(backend)
         self._assert_right(self._replayed, pes, backend, num_replays(backend, pes))
@@ -393,6 +394,7 @@ class GraphSuite:
         pes = num_pes(backend)
         self._assert_right(self._in_turn, pes, backend, num_replays(backend, pes) // 4)
 
+    @pytest.mark.apart
     @pytest.mark.gpu
     def test_two_calls_on_two_streams(self, backend: str) -> None:
         self._assert_right(self._two_streams, num_pes(backend), backend)
@@ -470,6 +472,7 @@ class ChainSuite(GraphSuite):
         if "chain" in metafunc.fixturenames:
             metafunc.parametrize("chain", cls.chains)
 
+    @pytest.mark.apart
     @pytest.mark.gpu
     def test_launches_that_take_each_other_s_results(self, backend: str, chain: str) -> None:
         test = self.chains[chain]

@@ -210,6 +210,7 @@ class ProtocolSuite:
             deaths += [pytest.param(*each, id="-".join(each), marks=pytest.mark.gpu) for each in cls.deaths_on_gpus]
             metafunc.parametrize(("how", "way"), deaths)
 
+    @pytest.mark.apart
     @pytest.mark.parametrize("options", _TRANSPORTS)
     def test_late_pes(self, backend: str, options: dict[str, Any]) -> None:
         assert run_pes(self._late, 3, backend, options, timeout=200) == [[]] * 3

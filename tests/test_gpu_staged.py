@@ -70,6 +70,7 @@ def _check(results: list[dict[str, Any]]) -> None:
         assert found["problems"] == dict.fromkeys(NAMES), f"PE {rank}"
 
 
+@pytest.mark.apart
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(580)
@@ -129,6 +130,7 @@ def test_the_stand_in_maps_a_buffer_to_itself(tmp_path: Path) -> None:
     assert library.gdr_unpin_buffer(gdr, handle) == 0 and library.gdr_close(gdr) == 0
 
 
+@pytest.mark.apart
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(580)

@@ -35,6 +35,7 @@ _READ_EARLY = re.compile(
 _spawn = multiprocessing.util.spawnv_passfds
 _lock = threading.Lock()
 _server: _Server | None = None
+_is_on = False  # whether processes are forked
 
 
 class _Server:
@@ -107,14 +108,14 @@ class _Server:
 
 
 class Popen(subprocess.Popen[str]):
-    """subprocess.Popen of [sys.executable, "-c", program, ...], which is forked where its environment allows that."""
+    """subprocess.Popen of [sys.executable, "-c", program, ...], forked where its environment allows that."""
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         # What subprocess.Popen leaves to its platform: the arguments stand in the same order in Python 3.10 to 3.14.
         folder, given_environment = more[4:6]
         streams, new_session = more[9:15], more[20]
         environment = dict(os.environ if given_environment is None else given_environment)
-        server = _server_for(environment)
+        server = _server_for(environment) if _is_on else None
         if server is None or list(args[:2]) != [sys.executable, "-c"]:
             super()._execute_child(args, *more)  # type: ignore[misc]
             return
@@ -134,7 +135,9 @@ class Popen(subprocess.Popen[str]):
 
 
 def fork_launches() -> None:
-    """Let multiprocessing's spawn, and po.launch with it, fork its processes from now on."""
+    """Let `Popen`, multiprocessing's spawn, and po.launch with it, fork their processes from now on."""
+    global _is_on
+    _is_on = True
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[attr-defined]
 
 
