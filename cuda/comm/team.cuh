@@ -73,7 +73,8 @@ struct ErrorRecord {
   int64_t own_contract[kContractWords];
   int64_t peer_contract[kContractWords];
 };
-PO_DESCRIBE(ErrorRecord, state, kind, phase, peer, index, epoch, seen, waited_ns, other_side, own_contract, peer_contract)
+PO_DESCRIBE(ErrorRecord, state, kind, phase, peer, index, epoch, seen, waited_ns, other_side, own_contract,
+            peer_contract)
 
 // What is wrong, where and with which value is for the operator to say; `operator_id` is its contract's first word.
 struct InputErrorRecord {
