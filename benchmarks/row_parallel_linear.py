@@ -184,8 +184,10 @@ class RowParallelLinear(Experiment[Shape]):
         with figure(lines, path, size=(4 * len(layers), 4), columns=len(layers)) as (_, panels):
             for axes, layer in zip(panels, layers, strict=True):
                 for method in unique(times, "method"):
-                    rows = [row for row in select(times, "time", method=method) if row["shape"].startswith(f"{layer}_")]
-                    axes.plot([row["vectors"] for row in rows], [row["us"] for row in rows], label=rows[0]["label"])
+                    rows = select(times, "time", method=method)
+                    rows = [row for row in rows if row["shape"].partition("_")[0] == layer]
+                    if rows:
+                        axes.plot([row["vectors"] for row in rows], [row["us"] for row in rows], label=rows[0]["label"])
                 axes.set(xlabel="vectors", ylabel="us", title=layer, ylim=(0, None))
                 axes.legend(fontsize=7)
 

@@ -129,7 +129,8 @@ def read_runs(folder: Path = RESULTS) -> list[Run]:
 
 
 def _case_of(line: _Line) -> str:
-    return str(line.get("case") or line.get("shape_name") or line.get("config") or line.get("size"))
+    named = (line.get(field) for field in ("case", "shape_name", "config", "size", "shape"))
+    return next((name for name in named if isinstance(name, str)), "None")
 
 
 def _failed(line: _Line) -> list[tuple[str, str]]:

@@ -127,6 +127,9 @@ class CaseWorld(NamedTuple):
     tuning: Mapping[str, Any] = {}
 
 
+_APART = (2, 5, 8)  # worlds that are worth a GPU for each PE; the last two need several
+
+
 class BitsSuite:
     """The tests, for one operator.
 
@@ -176,6 +179,8 @@ class BitsSuite:
         for name, world in cls.worlds.items():
             is_host = world.options or world.tuning
             marks = [pytest.mark.gpu] if world.size > 4 else [pytest.mark.host] if is_host else []
+            if not is_host and world.size in _APART:
+                marks.append(pytest.mark.apart)
             params += [pytest.param(name, case, id=f"{name}-{case.name}", marks=marks) for case in world.cases]
         metafunc.parametrize(("name", "case"), params)
 

@@ -60,8 +60,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--backend"))
 
 
-# The files that take longest: first, so that no worker is left with one of them when the others are done (--dist
-# loadfile hands out files in this order). The first ones wait as much as they compute.
+# The files that take longest: first, so that no worker is left with one of them when the others are done (pytest-xdist
+# hands them out in this order). The first ones wait as much as they compute.
 _LONG = (
     "sparse_sanitizer",
     "lifecycle",
@@ -106,7 +106,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {f"test_{name}": place for place, name in enumerate(_LONG_ON_GPUS if on_gpu else _LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if on_gpu:
-        others = [item for item in items if "gpu" not in item.keywords and "backend" not in _fixtures_of(item)]
+        again = "apart" in str(config.option.markexpr) and len(_gpus()) < 2  # nothing would be new
+        others = [
+            item for item in items if again or ("gpu" not in item.keywords and "backend" not in _fixtures_of(item))
+        ]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
     for item in items:

@@ -1,6 +1,7 @@
 """What the GPU kernels need of an SM: which combinations there are, and the table of what they use.
 
-    python tests/kernel_resources.py --write    compile all of them (some minutes) and write the table
+    python tests/kernel_resources.py --write    compile what is not in the table yet, and write it
+    python tests/kernel_resources.py --all      compile all of them (some minutes), and print
 
 The table is benchmarks/kernel_resources.json. Each row has a digest of the code that was compiled, so that
 tests/test_kernel_resources.py needs no compiler to see that a row is of other sources.
@@ -330,8 +331,13 @@ def nvcc_release() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}; without it, only print the table")
+    parser.add_argument("--all", action="store_true", help="compile also what the table has of the same code")
     arguments = parser.parse_args()
-    rows = {name: row(*found) for name, found in sorted(compile_all(everything()).items())}
+    table = json.loads(TABLE.read_text()) if TABLE.exists() and not arguments.all else {}
+    known = table["kernels"] if table.get("nvcc") == nvcc_release() else {}
+    kept = {c.name: known[c.name] for c in everything() if known.get(c.name, {}).get("code") == code_of(c)}
+    made = compile_all(combination for combination in everything() if combination.name not in kept)
+    rows = dict(sorted({**kept, **{name: row(*found) for name, found in made.items()}}.items()))
     for name, found in rows.items():
         print(
             f"{name:84s} {found['threads']:4d} threads {found['registers']:4d} registers, {found['spill_bytes']} spilt"

@@ -9,9 +9,7 @@ from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
 // Runs the host build of all_reduce with all PEs as threads of one process, and checks every output.
-#include <barrier>
 #include <cmath>
-#include <cstring>
 
 #include "driver.h"
 #include "kernels/all_reduce.cuh"
@@ -41,13 +39,7 @@ driver::Options options({{"--pes", "2"},          {"--rows", "5"},
 // Small whole numbers: sums are exact.
 float x_value(int pe, int64_t i, int64_t launch) { return static_cast<float>((i * 7 + pe * 5 + launch * 11) % 9 - 4); }
 
-struct World {
-  explicit World(int size) : meeting(size), start(size), epochs(static_cast<size_t>(size)) {}
-
-  std::barrier<> meeting;
-  driver::Meeting start;         // of a launch that a PE stays away from
-  std::vector<uint64_t> epochs;  // of each PE: the last launch that it may have taken part in
-};
+using driver::World;
 
 struct Pe {
   Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
@@ -109,7 +101,7 @@ struct Pe {
       if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
       if (is_trouble) {
         if (rank != options.number("--stop-pe")) run_into_trouble(launch);
-        recover();
+        driver::recover(*this, options.number("--queued"));
         continue;
       }
       run_kernel(launch);
@@ -170,38 +162,13 @@ struct Pe {
     }
   }
 
-  // What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
-  void recover() {
-    world.epochs[static_cast<size_t>(rank)] = error.state != 0 ? error.epoch : local.epoch;
-    world.meeting.arrive_and_wait();
-    network->quiet();
-    world.meeting.arrive_and_wait();
-    check_traces();
-    const uint64_t behind = static_cast<uint64_t>(options.number("--queued")) + 2;
-    const uint64_t epoch = *std::max_element(world.epochs.begin(), world.epochs.end()) + behind;
-    std::memset(heap + plan.team.abort_offset, 0, static_cast<size_t>(size) * 8);
-    local = {};
-    local.epoch = epoch;
-    error.state = 0;
-    world.meeting.arrive_and_wait();
-  }
-
   // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
   void check_traces() const {
+    driver::check_words(*this);
     for (int sender = 0; sender < size; ++sender) {
-      check_trace("credit", sender, *po::local_word(plan.team, po::grant_offset(plan.team, sender)));
-      for (uint64_t i = 0; i < kReadyStride; ++i) {
-        check_trace("sliceRdy word", sender, *po::local_word(plan.team, po::ready_word_offset(plan.team, sender, i)));
-      }
       const uint64_t* turns = po::local_word(plan.team, plan.turns_offset) + sender * kMaxSliceWgs;
-      for (uint64_t i = 0; i < kMaxSliceWgs; ++i) check_trace("turn", sender, turns[i]);
+      for (uint64_t i = 0; i < kMaxSliceWgs; ++i) driver::check_trace(*this, "turn", sender, turns[i]);
     }
-  }
-
-  void check_trace(const char* what, int sender, uint64_t flag) const {
-    if (po::epoch_of(flag) <= world.epochs[static_cast<size_t>(sender)]) return;
-    driver::fail(driver::kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", rank, what,
-                 sender, po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
   }
 
   void check(int64_t launch) const {
@@ -244,16 +211,11 @@ struct Pe {
 }  // namespace
 
 int main(int argc, char** argv) {
-  options.parse(argc, argv);
-  const auto size = static_cast<int>(options.number("--pes"));
-  World world(size);
-  std::vector<std::unique_ptr<Pe>> pes;
-  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(world, rank, size));
-  for (auto& pe : pes) pe->connect(pes);
-  driver::run_side_by_side(pes);
-  for (auto& pe : pes) pe->network.reset();
-  for (auto& pe : pes) std::free(pe->heap);
-  return 0;
+  std::unique_ptr<World> world;
+  return driver::run(argc, argv, options, [&](int rank, int size) {
+    if (!world) world = std::make_unique<World>(size);
+    return std::make_unique<Pe>(*world, rank, size);
+  });
 }
 """
 
@@ -284,6 +246,7 @@ CASES = {
     "another_contract_staged": f"{OTHER_CONTRACT} --staged=1 --delay-us=100",
 }
 
+LARGE = ("alone", "lone_warps", "many", "launches_without_rows", "behind_an_aborted_launch", "another_contract")
 
 MUTATIONS = {
     "sums_in_one_area_for_all_epochs": Mutation(
@@ -353,7 +316,9 @@ def _build(algorithm: str, vectors: int = 1, threads: int = 128) -> Build:
 class TestAllReduce(SanitizerSuite):
     builds: ClassVar = {
         "one_shot": _build("kOneShot"),
-        "two_shot": _build("kTwoShot", threads=512),  # last warps have blocks too
+        "two_shot": _build("kTwoShot"),
+        "two_shot_large": _build("kTwoShot", threads=512),  # last warps have blocks too
         "slices": _build("kSlices", vectors=2),
     }
-    driver: ClassVar = Driver(_DRIVER, builds, dict.fromkeys(builds, CASES), MUTATIONS, "slices")
+    cases: ClassVar = {**dict.fromkeys(builds, CASES), "two_shot_large": {name: CASES[name] for name in LARGE}}
+    driver: ClassVar = Driver(_DRIVER, builds, cases, MUTATIONS, "slices")

@@ -11,7 +11,7 @@ from kept_pes import in_processes
 
 import persistent_ops as po
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.apart]
 
 
 def _heap_after_heap() -> list[str]:

@@ -101,6 +101,7 @@ def test_the_demo_leaves_nothing_behind(tmp_path: Path) -> None:
         while _with_a_kernel(demo.pid) < 2 and time.monotonic() < deadline:
             assert demo.poll() is None, "the demo ended by itself"
             time.sleep(0.2)
+        assert _with_a_kernel(demo.pid) >= 2, "the PEs have not come to their kernels"
         time.sleep(1.0)  # in the midst of its steps
         os.killpg(demo.pid, signal.SIGINT)
         start = time.monotonic()

@@ -298,16 +298,24 @@ def test_a_mismatch_names_the_operators_fields() -> None:
 def test_who_is_told_of_a_mismatch_is_told_of_a_side_that_differs(differing: int) -> None:
     """One PE compares and blames the first that differs; the others only hear of it, and may agree with that one."""
 
-    def program() -> str:
+    def program() -> list[str]:
         x = torch.ones(3)
-        Launch(x)(range(4))  # sets the area aside
-        launch = Launch(x, negates=po.rank() == differing)
-        launch.compares, launch.is_silent = po.rank() == 1, True
-        with pytest.raises(po.ContractMismatchError) as caught:
-            launch(range(4))
-        return str(caught.value)
+        settled, texts = Launch(x), []
+        settled(range(4))  # sets the area aside
+        for _ in range(5):
+            launch = Launch(x, negates=po.rank() == differing)
+            launch.compares, launch.is_silent = po.rank() == 1, True
+            with pytest.raises(po.ContractMismatchError) as caught:
+                launch(range(4))
+            texts.append(str(caught.value))
+            po.recover()
+            for changed in (launch.table, settled.table):
+                current().workspace.changes.loaded(changed)
+        return texts
 
-    texts = _run(program, 3, operator_timeout=60.0)
+    of_pes = _run(program, 3, operator_timeout=60.0)
+    # A credit may still be on its way when the report comes, on a busy machine; not in five launches.
+    texts = next(texts for texts in zip(*of_pes, strict=True) if not any("nothing yet" in told for told in texts))
     for rank, told in enumerate(texts):
         assert f"negates is {rank == differing} on PE {rank}, {rank != differing} on PE " in told, told
         shown = int(told.partition(f"{rank != differing} on PE ")[2][0])

@@ -70,7 +70,11 @@ def test_the_training_example_goes_on_without_matplotlib(tmp_path: Path) -> None
     options += ["--text", str(text), "--output", str(tmp_path / "out")]
     command = [sys.executable, "-c", program, str(ROOT / "launch/sparse_embedding_train.py"), *options]
     with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-        out, err = started.communicate(timeout=200)
+        try:
+            out, err = started.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            raise
     assert started.returncode == 0, out + err
     assert f"no loss curve: {REMEDY}" in err.splitlines()
     assert "correct" in out

@@ -336,7 +336,7 @@ PO_FN void spin_pause([[maybe_unused]] uint32_t spins) {
   if (spins < 256) {
     sched_yield();
   } else {
-    usleep(50);
+    usleep(spins < 512 ? 50 : 500);
   }
 #endif
 }

@@ -40,7 +40,7 @@ _SHARE_OF_FREE_MEMORY = 0.85  # the rest is for activations, graphs and communic
 
 
 def without_multicast() -> None:
-    """Keep NVLink multicast off in all libraries; call it before any of them starts."""
+    """Keep NVLink multicast off in NCCL, NVSHMEM and torch; call it before any of them starts."""
     os.environ.update(NCCL_NVLS_ENABLE="0", NVSHMEM_DISABLE_NVLS="1", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
 
 
@@ -216,7 +216,7 @@ class _Pe:
             problem, method = "", None
             try:
                 method = make()
-            except (ImportError, RuntimeError, AttributeError, ValueError) as error:
+            except Exception as error:  # another library's, of any version
                 problem = (str(error) or type(error).__name__).splitlines()[0]
             problems = [each for each in self.exchange(problem) if each]
             if problems or method is None:

@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -98,11 +100,73 @@ class Meeting {
   std::atomic<int64_t> arrived_{0};
 };
 
+// What PEs share that give a launch up and start again.
+struct World {
+  explicit World(int size) : meeting(size), start(size), epochs(static_cast<size_t>(size)) {}
+
+  std::barrier<> meeting;
+  Meeting start;                 // of a launch that a PE stays away from
+  std::vector<uint64_t> epochs;  // of each PE: the last launch that it may have taken part in
+};
+
+// What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
+// `queued`: launches behind the one that was given up.
+template <class Pe>
+void recover(Pe& pe, int64_t queued) {
+  std::vector<uint64_t>& epochs = pe.world.epochs;
+  epochs[static_cast<size_t>(pe.rank)] = pe.error.state != 0 ? pe.error.epoch : pe.local.epoch;
+  pe.world.meeting.arrive_and_wait();
+  pe.network->quiet();
+  pe.world.meeting.arrive_and_wait();
+  pe.check_traces();
+  const uint64_t epoch = *std::max_element(epochs.begin(), epochs.end()) + static_cast<uint64_t>(queued) + 2;
+  std::memset(pe.heap + pe.plan.team.abort_offset, 0, static_cast<size_t>(pe.size) * 8);
+  pe.local = {};
+  pe.local.epoch = epoch;
+  pe.error.state = 0;
+  pe.world.meeting.arrive_and_wait();
+}
+
+// Nothing in a PE's heap may be from a launch behind the one that its sender gave up.
+template <class Pe>
+void check_trace(const Pe& pe, const char* what, int sender, uint64_t flag) {
+  const uint64_t last = pe.world.epochs[static_cast<size_t>(sender)];
+  if (po::epoch_of(flag) <= last) return;
+  fail(kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", pe.rank, what, sender,
+       po::epoch_of(flag), last);
+}
+
+// The same of the words that all operators have.
+template <class Pe>
+void check_words(const Pe& pe) {
+  const po::Team& team = pe.plan.team;
+  for (int sender = 0; sender < pe.size; ++sender) {
+    check_trace(pe, "credit", sender, *po::local_word(team, po::grant_offset(team, sender)));
+    for (uint64_t i = 0; i < team.ready_stride; ++i) {
+      check_trace(pe, "sliceRdy word", sender, *po::local_word(team, po::ready_word_offset(team, sender, i)));
+    }
+  }
+}
+
 template <class Pe>
 void run_side_by_side(const std::vector<std::unique_ptr<Pe>>& pes) {
   std::vector<std::thread> threads;
   for (const auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
   for (std::thread& thread : threads) thread.join();
+}
+
+// A driver's main: PEs made by make(rank, size), each connected with all.
+template <class Make>
+int run(int argc, char** argv, Options& options, const Make& make) {
+  options.parse(argc, argv);
+  const auto size = static_cast<int>(options.number("--pes"));
+  std::vector<decltype(make(0, size))> pes;
+  for (int rank = 0; rank < size; ++rank) pes.push_back(make(rank, size));
+  for (auto& pe : pes) pe->connect(pes);
+  run_side_by_side(pes);
+  for (auto& pe : pes) pe->network.reset();
+  for (auto& pe : pes) std::free(pe->heap);
+  return 0;
 }
 
 }  // namespace driver

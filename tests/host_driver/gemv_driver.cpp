@@ -4,7 +4,6 @@
 // exits.h says how it ends.
 
 #include <algorithm>
-#include <barrier>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -53,13 +52,7 @@ int64_t columns_of(int pe) {
 }
 
 // What the PEs tell each other on the host.
-struct World {
-  explicit World(int size) : meeting(size), start(size), epochs(static_cast<size_t>(size)) {}
-
-  std::barrier<> meeting;
-  driver::Meeting start;         // of a launch that a PE stays away from
-  std::vector<uint64_t> epochs;  // of each PE: the last launch that it may have taken part in
-};
+using driver::World;
 
 struct Pe {
   Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
@@ -120,7 +113,7 @@ struct Pe {
       if (rank == options.number("--long-pe")) await_others();
       if (launch == options.number("--trouble-at")) {
         if (rank != options.number("--stop-pe")) run_into_trouble(launch);
-        recover();
+        driver::recover(*this, options.number("--queued"));
         continue;
       }
       const std::vector<float> output = run_kernel(launch);
@@ -197,31 +190,9 @@ struct Pe {
     }
   }
 
-  // What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
-  void recover() {
-    world.epochs[static_cast<size_t>(rank)] = error.state != 0 ? error.epoch : local.epoch;
-    world.meeting.arrive_and_wait();
-    network->quiet();
-    world.meeting.arrive_and_wait();
-    check_traces();
-    const uint64_t behind = static_cast<uint64_t>(options.number("--queued")) + 2;
-    const uint64_t epoch = *std::max_element(world.epochs.begin(), world.epochs.end()) + behind;
-    std::memset(heap + plan.team.abort_offset, 0, static_cast<size_t>(size) * 8);
-    local = {};
-    local.epoch = epoch;
-    error.state = 0;
-    world.meeting.arrive_and_wait();
-  }
-
   // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
   void check_traces() const {
-    const po::Team& team = plan.team;
-    for (int sender = 0; sender < size; ++sender) {
-      check_trace("credit", sender, *po::local_word(team, po::grant_offset(team, sender)));
-      for (uint64_t i = 0; i < kReadyStride; ++i) {
-        check_trace("sliceRdy word", sender, *po::local_word(team, po::ready_word_offset(team, sender, i)));
-      }
-    }
+    driver::check_words(*this);
     for (uint64_t parity = 0; parity < 2; ++parity) {
       const auto* sums = reinterpret_cast<const po::Packet*>(heap + plan.packets.partials_offset +
                                                              parity * plan.packets.partials_bytes);
@@ -229,22 +200,16 @@ struct Pe {
           reinterpret_cast<const po::Packet*>(heap + plan.packets.results_offset + parity * plan.packets.results_bytes);
       const int64_t per_sender = tiles * items * Traits::kPacketsPerItem;
       for (int64_t i = 0; i < size * per_sender; ++i) {
-        check_trace("sum", static_cast<int>(i / per_sender), sums[i].flag);
+        driver::check_trace(*this, "sum", static_cast<int>(i / per_sender), sums[i].flag);
       }
       for (int64_t i = 0; i < tiles * items; ++i) {
-        check_trace("result", owner_of(i / items), results[i].flag);
+        driver::check_trace(*this, "result", owner_of(i / items), results[i].flag);
       }
     }
   }
 
   int owner_of(int64_t tile) const {
     return po::RowTiles::owner_of(static_cast<int>(tile), static_cast<int>(options.number("--wgs")), size);
-  }
-
-  void check_trace(const char* what, int sender, uint64_t flag) const {
-    if (po::epoch_of(flag) <= world.epochs[static_cast<size_t>(sender)]) return;
-    driver::fail(driver::kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", rank, what,
-                 sender, po::epoch_of(flag), world.epochs[static_cast<size_t>(sender)]);
   }
 
   static bool is_empty(int64_t launch) { return options.number("--empty-between") != 0 && launch % 2 == 1; }
@@ -287,14 +252,9 @@ struct Pe {
 }  // namespace
 
 int main(int argc, char** argv) {
-  options.parse(argc, argv);
-  const auto size = static_cast<int>(options.number("--pes"));
-  World world(size);
-  std::vector<std::unique_ptr<Pe>> pes;
-  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(world, rank, size));
-  for (auto& pe : pes) pe->connect(pes);
-  driver::run_side_by_side(pes);
-  for (auto& pe : pes) pe->network.reset();
-  for (auto& pe : pes) std::free(pe->heap);
-  return 0;
+  std::unique_ptr<World> world;
+  return driver::run(argc, argv, options, [&](int rank, int size) {
+    if (!world) world = std::make_unique<World>(size);
+    return std::make_unique<Pe>(*world, rank, size);
+  });
 }

@@ -229,13 +229,5 @@ struct Pe {
 }  // namespace
 
 int main(int argc, char** argv) {
-  options.parse(argc, argv);
-  const auto size = static_cast<int>(options.number("--pes"));
-  std::vector<std::unique_ptr<Pe>> pes;
-  for (int rank = 0; rank < size; ++rank) pes.push_back(std::make_unique<Pe>(rank, size));
-  for (auto& pe : pes) pe->connect(pes);
-  driver::run_side_by_side(pes);
-  for (auto& pe : pes) pe->network.reset();
-  for (auto& pe : pes) std::free(pe->heap);
-  return 0;
+  return driver::run(argc, argv, options, [](int rank, int size) { return std::make_unique<Pe>(rank, size); });
 }
