@@ -34,6 +34,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import all_reduce  # noqa: E402
 import embedding.methods  # noqa: E402
 import gemv.methods  # noqa: E402
+import row_parallel_linear  # noqa: E402
 import sparse.methods  # noqa: E402
 from harness.record import select, unique, us_text  # noqa: E402
 from sparse.report import swept_lines  # noqa: E402
@@ -279,6 +280,18 @@ def _all_reduce_tables(run: Run) -> list[str]:
     return [_sums_table(run, norms=norms) for norms in (False, True)]
 
 
+def _row_parallel_tables(run: Run) -> list[str]:
+    methods = row_parallel_linear.METHODS
+    rows = []
+    for shape, by_method in _by(run.lines, "shape").items():
+        limit, own = next(iter(by_method.values()))["limit_us"], by_method.get("layer")
+        best = _fastest(by_method, row_parallel_linear.PEERS)
+        times = [_us(by_method.get(name)) for name in methods]
+        rows.append([f"`{shape}`", *times, us_text(limit), _times(best, own["us"] if own else None)])
+    labels = [row_parallel_linear.LABELS[name].format(collective="NCCL", product="cuBLAS") for name in methods]
+    return [_table([f"us, {run.pes} PEs", *labels, "limit", "x best peer"], rows)]
+
+
 def _sums_table(run: Run, *, norms: bool) -> str:
     """Return a table by size, of sums alone or with residual and norm."""
     prefix = "norm_" if norms else ""
@@ -361,6 +374,7 @@ _TABLES: dict[str, Callable[[Run], list[str]]] = {
     "embedding_all_to_all": _embedding_tables,
     "gemv_all_reduce": _gemv_tables,
     "all_reduce": _all_reduce_tables,
+    "row_parallel_linear": _row_parallel_tables,
     "sparse_all_reduce": _sparse_tables,
     "decode_loop": _decode_tables,
     "sparse_embedding_train": _train_tables,
