@@ -118,7 +118,6 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
                  bool has_given_up = false) {
-  constexpr uint32_t kSpinsPerLook = 64;  // between looks at the clock and the abort words
   const uint32_t eighths = phase >> kPhaseBits;
   const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
@@ -126,7 +125,7 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
     uint64_t seen;
     if (look(&seen)) return true;
     if (has_given_up) return false;
-    if (spins % kSpinsPerLook == 0) {
+    if (looks_up(spins)) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
       if (started == 0 || host_says(team.local->preparing, peer, peer)) started = now;
@@ -144,9 +143,8 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
 // and what a peer is late with is not to be blamed on this PE.
 template <class Look>
 PO_FN bool await_own(const Team& team, const Look& look) {
-  constexpr uint32_t kSpinsPerLook = 64;
   for (uint32_t spins = 1; !look(); ++spins) {
-    if (spins % kSpinsPerLook == 0 && is_aborted(team)) return false;
+    if (looks_up(spins) && is_aborted(team)) return false;
     spin_pause(spins);
   }
   return true;
