@@ -218,7 +218,7 @@ class ProtocolSuite:
     def test_timeout_names_the_peer_and_recovery_works(
         self, backend: str, way: str, transport: str, tmp_path: Path
     ) -> None:
-        soonest = self.gives_up_within
+        seconds: list[float] = []
         for attempt in range(3):  # a busy machine adds to the time, and takes nothing from it
             folder = tmp_path / str(attempt)
             folder.mkdir()
@@ -233,10 +233,10 @@ class ProtocolSuite:
                 name, text, _ = seen["error"]
                 assert name == "PeerTimeoutError" and "PE 0" in text and "recover" in text, text
                 assert seen["poisoned"], "what never came is no NaN"
-            soonest = min(soonest, max(seen["error"][2] for seen in others))
-            if soonest < self.gives_up_within:
+            seconds.append(max(seen["error"][2] for seen in others))
+            if seconds[-1] < self.gives_up_within:
                 break
-        assert soonest < self.gives_up_within, "it gives up once, not one wait after the other"
+        assert min(seconds) < self.gives_up_within, f"it gives up once, not one wait after the other: {seconds}"
 
     def test_mismatch_is_named_on_every_pe(self, backend: str) -> None:
         for rank, errors in enumerate(run_pes(self._mismatched, 3, backend, timeout=250)):
@@ -259,14 +259,14 @@ class ProtocolSuite:
         assert run_pes(self._far_epochs, 2, backend, options, timeout=200) == [[]] * 2
 
     def test_dead_peer(self, backend: str, how: str, way: str, tmp_path: Path) -> None:
-        soonest = self.noticed_within
+        seconds: list[float] = []
         for attempt in range(3):
             folder = tmp_path / str(attempt)
             folder.mkdir()
             survivors = dead_peer(functools.partial(self.checked, way=way), backend, how, folder)
             name = "PE 1" if self.names_the_dead else "PE "
             assert all(name in survivor.text for survivor in survivors), survivors
-            soonest = min(soonest, max((survivor.seconds for survivor in survivors), default=0.0))
-            if soonest < self.noticed_within:
+            seconds.append(max((survivor.seconds for survivor in survivors), default=0.0))
+            if seconds[-1] < self.noticed_within:
                 break
-        assert soonest < self.noticed_within
+        assert min(seconds) < self.noticed_within, seconds

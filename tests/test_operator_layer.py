@@ -322,6 +322,36 @@ def test_who_is_told_of_a_mismatch_is_told_of_a_side_that_differs(differing: int
         assert (shown == differing) != (rank == differing), told
 
 
+def test_a_report_that_is_faster_than_the_credits_is_told_with_what_is_here_by_now() -> None:
+    """PE 1 blames PE 2; what PE 0 then has of both in epoch 7."""
+    agrees, differs, other = 1, 2, 3
+
+    def program() -> list[int]:
+        workspace = current().workspace
+        error, told = workspace._error, []
+        error.epoch, error.index, error.other_side = 7, 1, 2
+        error.own_contract[0] = agrees
+        for blamed, of_accuser, of_blamed in (
+            (2, (7, differs), (6, differs)),
+            (2, (7, agrees), (7, differs)),
+            (2, (7, differs), (7, other)),
+            (2, (7, differs), (8, other)),  # a later launch's
+            (2, (6, differs), (6, differs)),
+            (0, (7, differs), (0, 0)),
+        ):
+            error.peer = blamed
+            for pe, (epoch, contract) in ((1, of_accuser), (2, of_blamed)):
+                grant = workspace._structs["Grant"](flag=epoch << workspace._epoch_shift)
+                grant.contract[0] = contract
+                words = torch.frombuffer(bytearray(grant), dtype=torch.int64)
+                workspace._grants[pe * len(words) :][: len(words)] = words
+            side, contract_words = workspace._side_to_tell()
+            told.append((side, contract_words[0]))
+        return told
+
+    assert _run(program, 1) == [[(1, differs), (2, differs), (2, other), (1, differs), (2, 0), (1, differs)]]
+
+
 def test_a_pe_alone_launches_beside_the_world() -> None:
     def program() -> list[Any]:
         world, x = current(), torch.ones(3)

@@ -196,12 +196,31 @@ class Workspace:
     def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
         """Tell both sides of a mismatch: what differs, then all of both."""
         error, me = self._error, self._bootstrap.rank
-        peer = f"PE {error.other_side}" + (f", as far as PE {me} was told" if is_hearsay else "")
-        mine, theirs = tuple(error.own_contract), tuple(error.peer_contract)
+        mine = tuple(error.own_contract)
+        side, theirs = self._side_to_tell() if is_hearsay else (error.other_side, tuple(error.peer_contract))
+        peer = f"PE {side}" + (f", as far as PE {me} was told" if is_hearsay else "")
         own = self._contracts.get(mine)
-        differing = differences(mine, own, theirs, me, error.other_side)
+        differing = differences(mine, own, theirs, me, side)
         head = f": {differing}" if differing else ""
         return f"{head}. PE {me}: {_contract.describe(mine, own)}; {peer}: {_contract.describe(theirs, own)}"
+
+    def _side_to_tell(self) -> tuple[int, tuple[int, ...]]:
+        """Return a side of a reported mismatch, and its contract, of zeros where that is not here yet."""
+        error = self._error
+        told = error.other_side, tuple(error.peer_contract)
+        if any(told[1]) or self.is_capturing():  # a capture allows no copy
+            return told
+        # The report was faster than the credits, which are here by now.
+        late = [(pe, self._contract_of(pe)) for pe in (error.peer, error.index) if pe != self._bootstrap.rank]
+        return next((side for side in late if any(side[1]) and side[1] != tuple(error.own_contract)), told)
+
+    def _contract_of(self, pe: int) -> tuple[int, ...]:
+        """Return what a PE launches in the epoch that failed, as its credit says; zeros where that is not here."""
+        count = self._grant_bytes // 8
+        words = (ctypes.c_int64 * count)(*self._grants[pe * count :][:count].tolist())
+        grant = self._structs["Grant"].from_buffer(words)
+        is_here = grant.flag >> self._epoch_shift == self._error.epoch
+        return tuple(grant.contract) if is_here else (0,) * len(grant.contract)
 
     def _describe_report(self, remedy: str) -> PersistentOpsError:
         """Describe a failure that another PE met first and told this one."""
