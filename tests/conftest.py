@@ -10,6 +10,7 @@ import pytest
 import warm_python
 
 _WORKERS_PER_GPU = 8
+_WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,8 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
         warm_python.fork_launches()
-    elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
+    elif (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
+
+
+def _is_apart(config: pytest.Config) -> bool:
+    """Return whether this run is of what is worth a GPU for each PE."""
+    return "apart" in str(config.option.markexpr)
 
 
 def _gpus() -> list[str]:
@@ -48,7 +54,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Say what `-n auto` means on GPUs: their PEs take turns on them, and start on CPU cores."""
     if config.getoption("--backend") != "cuda":
         return None
-    return max(1, min(_WORKERS_PER_GPU * len(_gpus()), (os.cpu_count() or 2) // 2))
+    per_gpu = _WORKERS_PER_GPU_APART if _is_apart(config) else _WORKERS_PER_GPU
+    return max(1, min(per_gpu * len(_gpus()), (os.cpu_count() or 2) // 2))
 
 
 def _fixtures_of(item: pytest.Item) -> list[str]:
@@ -98,15 +105,15 @@ _LONG_ON_GPUS = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu run only with --backend cuda; tests marked host only without it. Long files come first.
+    """Tests marked gpu run only with --backend=cuda; tests marked host only without it. Long files come first.
 
-    With --backend cuda what is the same on every backend is left to `make test`.
+    With --backend=cuda what is the same on every backend is left to `make test`.
     """
     on_gpu = config.getoption("--backend") == "cuda"
     places = {f"test_{name}": place for place, name in enumerate(_LONG_ON_GPUS if on_gpu else _LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if on_gpu:
-        again = "apart" in str(config.option.markexpr) and len(_gpus()) < 2  # nothing would be new
+        again = _is_apart(config) and len(_gpus()) < 2  # nothing would be new
         others = [
             item for item in items if again or ("gpu" not in item.keywords and "backend" not in _fixtures_of(item))
         ]

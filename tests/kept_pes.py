@@ -81,7 +81,9 @@ def _collected(world: int, deadline: float, timeout: float) -> list[tuple[Any, b
             try:
                 result, trace, is_worn = connection.recv()  # type: ignore[union-attr]
             except EOFError:
-                raise AssertionError(f"PE {rank} of {world} ended with {_kept[rank][0].exitcode}") from None
+                process = _kept[rank][0]
+                process.join(10)  # its end of the connection is closed a moment before
+                raise AssertionError(f"PE {rank} of {world} ended with {process.exitcode}") from None
             assert trace is None, f"PE {rank} of {world}:\n{trace}"
             results[rank] = (result, is_worn)
     return [results[rank] for rank in range(world)]

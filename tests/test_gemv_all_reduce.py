@@ -557,4 +557,5 @@ _SHAPES = [(2, ROWS), (5, ROWS), (16, ROWS), (ROWS,)]
 
 @pytest.mark.parametrize(("world", "shapes"), [(1, _SHAPES[:2]), pytest.param(2, _SHAPES, marks=pytest.mark.gpu)])
 def test_compiled_model_is_one_graph(backend: str, world: int, shapes: list[tuple[int, ...]]) -> None:
-    assert in_world(_compiled, world, backend, shapes) == [[]] * world
+    # On a busy machine one PE's compiler is slower than the other's by more than PEs wait for each other in tests.
+    assert in_world(_compiled, world, backend, shapes, operator_timeout=120.0) == [[]] * world

@@ -330,9 +330,9 @@ PO_FN uint64_t clock_ns() {
 #endif
 }
 
-// Whether a poll loop looks at the clock and the abort words this time. On the host every time once it sleeps in between: on a
-// busy machine that may be long.
-PO_FN bool looks_up(uint32_t spins) { return spins % 64 == 0 || (!PO_ON_DEVICE && spins >= 256); }
+// Whether a poll loop looks at the clock and the abort words this time. On the host every time: on a busy machine a thread
+// that gives way may be away for long.
+PO_FN bool looks_up(uint32_t spins) { return !PO_ON_DEVICE || spins % 64 == 0; }
 
 // Gives way inside a poll loop. PEs of the host backend share few cores: a spinning one must let the others run.
 PO_FN void spin_pause([[maybe_unused]] uint32_t spins) {

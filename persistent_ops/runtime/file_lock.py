@@ -7,7 +7,8 @@ import time
 
 __all__ = ["lock_within"]
 
-_POLL_S = 0.01
+_POLL_S = 0.02  # who has waited longer looks more often, and so comes first
+_SHORTEST_POLL_S = 0.002
 
 
 def lock_within(seconds: float, descriptor: int, *, shared: bool = False) -> bool:
@@ -18,12 +19,13 @@ def lock_within(seconds: float, descriptor: int, *, shared: bool = False) -> boo
         descriptor: of the file.
         shared: beside others that hold it so, instead of alone.
     """
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - began
+            if waited >= seconds:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(max(_SHORTEST_POLL_S, _POLL_S / (1.0 + 4.0 * waited)))

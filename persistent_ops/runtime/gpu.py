@@ -31,7 +31,7 @@ _END = "NVSHMEM's end"
 _MAX_CONFIGS = 256  # of a kernel: streams may come and go
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _CLOSE_S = 10.0  # for that: it waits for peers that may be dead
-_TURN_S = 20.0  # for jobs that start on a GPU that is shared; longer than a start takes
+_TURN_S = 60.0  # for jobs that start on a GPU that is shared: a start takes one to three, and many may be waiting
 
 
 _own_choice: int | None = None  # the current device, where it was set here
