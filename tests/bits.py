@@ -128,6 +128,7 @@ class CaseWorld(NamedTuple):
 
 
 _APART = (2, 5, 8)  # worlds that are worth a GPU for each PE; the last two need several
+_PARTS = 4  # of a world's cases, on GPUs: one PE after the other waits for a compiler there
 
 
 class BitsSuite:
@@ -135,7 +136,7 @@ class BitsSuite:
 
     Attributes:
         trial: makes a case's, on a PE.
-        worlds: by name; each is launched once, when its first case is asked for.
+        worlds: by name; each is launched when the first of its cases is asked for, on GPUs in parts.
         halved_by: a dtype that about half of the cases have: the world of one runs those and the others side by side.
         heap_bytes: of each PE.
         is_the_same_on_all_pes: what the operator returns.
@@ -147,7 +148,7 @@ class BitsSuite:
     heap_bytes: ClassVar[int] = 128 << 20
     is_the_same_on_all_pes: ClassVar[bool] = True
 
-    _found: ClassVar[dict[tuple[type, str, str], Results | Exception]] = {}
+    _found: ClassVar[dict[tuple[type, str, str, int | None], Results | Exception]] = {}
 
     # ---- of the operator -------------------------------------------------------------------------------------------
 
@@ -181,15 +182,21 @@ class BitsSuite:
             marks = [pytest.mark.gpu] if world.size > 4 else [pytest.mark.host] if is_host else []
             if not is_host and world.size in _APART:
                 marks.append(pytest.mark.apart)
-            params += [pytest.param(name, case, id=f"{name}-{case.name}", marks=marks) for case in world.cases]
-        metafunc.parametrize(("name", "case"), params)
+            for number, case in enumerate(world.cases):
+                part = cls._part(world, number)
+                params.append(pytest.param(name, case, part, id=f"{name}-{case.name}", marks=marks))
+        metafunc.parametrize(("name", "case", "part"), params)
 
-    def test_bits(self, backend: str, name: str, case: Any) -> None:
+    @classmethod
+    def _part(cls, world: CaseWorld, number: int) -> int:
+        return number * _PARTS // len(world.cases)
+
+    def test_bits(self, backend: str, name: str, case: Any, part: int) -> None:
         """Fail where a PE of the world found a case's result wrong, or PEs have different bits."""
         _skip_without_gpus_for(self.worlds[name].size)
-        key = type(self), backend, name
+        key = type(self), backend, name, part if backend == "cuda" else None
         if key not in self._found:
-            self._found[key] = self._launched(backend, name)
+            self._found[key] = self._launched(backend, name, part)
         found = self._found[key]
         if isinstance(found, Exception):
             raise found
@@ -203,8 +210,11 @@ class BitsSuite:
         for world in self.worlds.values():
             assert len({case.name for case in world.cases}) == len(world.cases) > 0
 
-    def _launched(self, backend: str, name: str) -> Results | Exception:
-        """Run a world's cases. What the launch raised is kept too, so that it is not launched again for every case."""
+    def _launched(self, backend: str, name: str, part: int) -> Results | Exception:
+        """Run a world's cases, on GPUs a part of them.
+
+        What the launch raised is kept too, so that it is not launched again for every case.
+        """
         world = self.worlds[name]
 
         def launch(chosen: Sequence[Any]) -> Results:
@@ -212,7 +222,9 @@ class BitsSuite:
             return run_pes(self._run, world.size, backend, name, names, timeout=280)
 
         try:
-            if backend == "cuda" or world.size > 1:
+            if backend == "cuda":
+                return launch([c for number, c in enumerate(world.cases) if self._part(world, number) == part])
+            if world.size > 1:
                 return launch(world.cases)
             # It is the compiler that takes the time here, for kernels that all the other worlds find.
             halves = ([c for c in world.cases if (c.dtype == self.halved_by) == is_in] for is_in in (True, False))

@@ -87,31 +87,50 @@ _LONG = (
     "ddp_sparse_hook",
 )
 
+# Files and functions, likewise; half a minute and more with eight workers on a GPU.
 _LONG_ON_GPUS = (
-    "all_reduce",
-    "all_reduce_graphs",
-    "ddp_sparse_hook",
-    "sparse_protocol",
-    "parallel_linear",
-    "decode_loop",
-    "sparse_graphs",
-    "gemv_graphs",
-    "gemv_protocol",
-    "world",
-    "gpu_staged",
-    "sparse_all_reduce",
-    "embedding_all_to_all",
+    "test_bits",
+    "test_gpu_staged",
+    "test_a_thousand_replays_with_changing_inputs",
+    "test_tokens_are_those_of_a_plain_decoder",
+    "test_gradients_are_those_of_one_process",
+    "test_shapes_algorithms_and_operators_take_turns",
+    "test_compiling_is_not_counted_as_waiting",
+    "test_random_cases",
+    "test_row_parallel_is_the_whole_layer",
+    "test_launches_that_take_each_other_s_results",
+    "test_world",
+    "test_jobs_side_by_side",
+    "test_sparse_protocol",
+    "test_all_reduce",
+    "test_torch_integration",
+    "test_protocol",
+    "test_gemv_protocol",
 )
 
 
+def _place_on_gpus(item: pytest.Item) -> int:
+    names = (item.path.stem, getattr(item, "originalname", ""))
+    return next((place for place, name in enumerate(_LONG_ON_GPUS) if name in names), len(_LONG_ON_GPUS))
+
+
+def _group_of(item: pytest.Item) -> str:
+    """Return what is the same for tests that may share what one of them has made: a function's, in one world."""
+    call = getattr(item, "callspec", None)
+    parameters = call.params if call is not None else {}
+    names = ("name", "part") if "part" in parameters else ("world",)
+    return "-".join([item.nodeid.partition("[")[0], *(str(parameters.get(name)) for name in names)])
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu run only with --backend=cuda; tests marked host only without it. Long files come first.
 
     With --backend=cuda what is the same on every backend is left to `make test`.
     """
     on_gpu = config.getoption("--backend") == "cuda"
-    places = {f"test_{name}": place for place, name in enumerate(_LONG_ON_GPUS if on_gpu else _LONG)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    places = {f"test_{name}": place for place, name in enumerate(_LONG)}
+    items.sort(key=_place_on_gpus if on_gpu else lambda item: places.get(item.path.stem, len(places)))
     if on_gpu:
         again = _is_apart(config) and len(_gpus()) < 2  # nothing would be new
         others = [
@@ -119,6 +138,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs GPUs: run `make test-gpu`"))
