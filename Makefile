@@ -34,8 +34,8 @@ test: $(ready) ## run the tests that need no GPU
 
 # Many worlds side by side, the PEs of each on one GPU; then, where there are several, worlds whose PEs have one each.
 test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
-	$(py) -m pytest --backend=cuda -n auto --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
-	$(py) -m pytest --backend=cuda -m apart -n auto --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: no test is left, or there is one GPU
+	$(py) -m pytest --backend=cuda -n auto --no-loadscope-reorder $(PYTEST_ARGS)
+	$(py) -m pytest --backend=cuda -m apart -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: no test is left, or there is one GPU
 
 lint: $(ready) ## check style and types: ruff, mypy, clang-format
 	$(py) -m ruff check .

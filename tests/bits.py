@@ -184,7 +184,7 @@ class BitsSuite:
                 marks.append(pytest.mark.apart)
             for number, case in enumerate(world.cases):
                 part = cls._part(world, number)
-                params.append(pytest.param(name, case, part, id=f"{name}-{case.name}", marks=marks))
+                params.append(pytest.param(name, case, part, id=f"{name}.{part}-{case.name}", marks=marks))
         metafunc.parametrize(("name", "case", "part"), params)
 
     @classmethod

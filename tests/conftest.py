@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+from typing import Any
 
 import pytest
 import warm_python
+from xdist.scheduler import LoadScopeScheduling
 
 _WORKERS_PER_GPU = 8
 _WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
@@ -114,15 +117,32 @@ def _place_on_gpus(item: pytest.Item) -> int:
     return next((place for place, name in enumerate(_LONG_ON_GPUS) if name in names), len(_LONG_ON_GPUS))
 
 
-def _group_of(item: pytest.Item) -> str:
-    """Return what is the same for tests that may share what one of them has made: a function's, in one world."""
-    call = getattr(item, "callspec", None)
-    parameters = call.params if call is not None else {}
-    names = ("name", "part") if "part" in parameters else ("world",)
-    return "-".join([item.nodeid.partition("[")[0], *(str(parameters.get(name)) for name in names)])
+# Whose tests share what the first of them makes: in each world, where parameters begin with one, or a part of it.
+_SHARING = (
+    "test_bits",
+    "test_gradients_are_those_of_one_process",
+    "test_row_parallel_is_the_whole_layer",
+    "test_the_hook",
+    "test_wrong_argument",
+)
+_SCOPE = re.compile(r"(?P<test>[^[]*::(?P<function>\w+))(?:\[(?P<world>\d+(?:[-a-z0-9]*\.\d+)?)?.*)?", re.DOTALL)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
+class _Scopes(LoadScopeScheduling):
+    """Hands out tests one by one, or together with those that they share something with."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        found = _SCOPE.fullmatch(nodeid)
+        if found is None or found["function"] not in _SHARING:
+            return nodeid
+        return f"{found['test']} {found['world']}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    return _Scopes(config, log) if config.getoption("--backend") == "cuda" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu run only with --backend=cuda; tests marked host only without it. Long files come first.
 
@@ -138,8 +158,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs GPUs: run `make test-gpu`"))

@@ -304,7 +304,8 @@ MUTATIONS = {
         (Swap("step-acquire", "flag_load_acquire_sys", "flag_load_relaxed_sys"),), PLAIN, RACE
     ),
     "any_turn_will_do": Mutation((Swap("step-expected", "step", "step != 0"),), STEPS, RACE),
-    "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE),
+    # A step's word may overtake that of the step behind it, which then never comes.
+    "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE | {Exit.TIMED_OUT}),
 }
 
 
