@@ -121,10 +121,12 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
   const uint32_t eighths = phase >> kPhaseBits;
   const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
+  WaitTrace trace(phase, peer, index);
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
     if (look(&seen)) return true;
     if (has_given_up) return false;
+    trace.looked_in_vain();
     if (looks_up(spins)) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
@@ -143,7 +145,9 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
 // and what a peer is late with is not to be blamed on this PE.
 template <class Look>
 PO_FN bool await_own(const Team& team, const Look& look) {
+  WaitTrace trace(0, team.rank, 0);
   for (uint32_t spins = 1; !look(); ++spins) {
+    trace.looked_in_vain();
     if (looks_up(spins) && is_aborted(team)) return false;
     spin_pause(spins);
   }

@@ -54,6 +54,7 @@ PO_CONSTANT(kBlameKindShift)
 // from kFirstPhase on; what each means says the operator's module in Python, as it does of the kinds of bad input.
 using Phase = uint32_t;
 inline constexpr int kPhaseBits = 16;
+PO_CONSTANT(kPhaseBits)
 constexpr Phase make_phase(uint32_t code, uint32_t eighths = 8) { return eighths << kPhaseBits | code; }
 inline constexpr Phase kPhaseCredit = make_phase(1);
 PO_CONSTANT(kPhaseCredit)
