@@ -332,18 +332,19 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
     for axes, (pe, wgs) in zip(panels[0], found.items(), strict=True):
         for wg in wgs:
             bars = [
-                ("tasks for others", [(wg.others.begin, wg.others.end)] if wg.others else [], 0.4),
+                ("tasks for others", [(wg.others.begin, wg.others.end)] if wg.others else [], 0.28),
                 ("own tasks", [(wg.own.begin, wg.own.end)] if wg.own else [], 0.0),
-                ("waits", [(span.begin, span.end) for span in wg.spans if span.kind == "wait"], -0.4),
+                ("waits", [(span.begin, span.end) for span in wg.spans if span.kind == "wait"], -0.28),
             ]
             axes.barh(wg.wg, (wg.end - wg.begin) / 1e3, left=(wg.begin - begin) / 1e3, height=0.9, color="0.9")
             for what, spans, place in bars:
                 pieces = [((first - begin) / 1e3, (last - first) / 1e3) for first, last in spans]
-                axes.broken_barh(pieces, (wg.wg + place - 0.15, 0.3), color=_COLORS[what])
+                axes.broken_barh(pieces, (wg.wg + place - 0.13, 0.26), color=_COLORS[what])
         axes.set(xlabel="us", ylabel="work-group", title=f"PE {pe}")
+        axes.yaxis.get_major_locator().set_params(integer=True)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in _COLORS.values()]
-    figure.legend(handles, list(_COLORS), loc="upper right", fontsize=8)
+    figure.legend(handles, list(_COLORS), loc="lower center", ncols=len(_COLORS), fontsize=8)
     figure.suptitle(f"{chosen}, launch {key[2]}")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

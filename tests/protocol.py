@@ -278,11 +278,13 @@ class ProtocolSuite:
         assert all(all(right) for right, _ in results)
         assert [[pe.pe for pe in pes] for _, pes in results] == [[0, 1, 2], [1], [2]], "PE 0 has all"
         pes = results[0][1]
-        assert problems_of_timeline(pes, self.operator) == []
+        problems = problems_of_timeline(pes, self.operator.partition("(")[0])
+        assert not problems, problems[:5]
         assert all(pe.dropped == 0 for pe in pes)
-        assert problems_of_file(tmp_path / "timeline.json", pes) == []
+        problems = problems_of_file(tmp_path / "timeline.json", pes)
+        assert not problems, problems[:5]
         for summary in Timeline(pes).summary():
-            if summary.operator == self.operator:
+            if summary.operator == self.operator.partition("(")[0]:
                 assert summary.launches >= 3 * len(self.ways) and 0 <= summary.waiting <= 1
                 assert summary.skew_us is not None and summary.skew_us > 20e3, "one PE is late"
                 assert (summary.waits[0][0] == 1) == (summary.pe != 1), f"it is PE 1 that is waited for: {summary}"
@@ -292,7 +294,8 @@ class ProtocolSuite:
         results = run_pes(self._traced_to_an_abort, 3, backend, way, tmp_path, timeout=200)
         assert all(all(seen) for seen, _ in results), results
         pes = results[0][1]
-        assert problems_of_timeline(pes, self.operator) == []
+        problems = problems_of_timeline(pes, self.operator.partition("(")[0])
+        assert not problems, problems[:5]
         for pe in pes[1:]:
             longest = max((span for launch in pe.launches for span in launch.spans), key=lambda s: s.end - s.begin)
             assert longest.kind == "wait" and longest.peer == 0 and longest.end - longest.begin > 0.9e9, longest

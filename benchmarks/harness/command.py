@@ -19,6 +19,7 @@ from .figures import pyplot, why_none
 from .pes import is_first_process, run_on_pes, started_pes, without_multicast
 from .record import read_lines
 from .report import print_report, print_tunings
+from .tracing import timeline_tables
 from .tuning import Grid, parse_grid
 
 __all__ = ["at_least", "names", "run_benchmark"]
@@ -54,7 +55,8 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
-    path = Path(arguments.out) / f"{name}{'_tuning' if options.tune else ''}.jsonl"
+    what = "_tuning" if options.tune else "_timeline" if options.traces else ""
+    path = Path(arguments.out) / f"{name}{what}.jsonl"
     is_printer = is_first_process()
     if is_printer:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +75,9 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     console = Console(width=120)
     if lines and options.tune:
         print_tunings(lines, console)
+    elif lines and options.traces:
+        for part in timeline_tables(lines):
+            console.print(part, soft_wrap=isinstance(part, str))
     elif lines:
         _draw(experiment, lines, path.with_suffix(".png"))
         print_report(experiment, lines, console)
@@ -99,6 +104,8 @@ def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any
     parser.add_argument("--methods", help=f"comma-separated, of {known} (default: all)")
     parser.add_argument("--rounds", type=int, help=f"times each method is timed {experiment.rounds_help}")
     parser.add_argument("--quick", action="store_true", help=f"a look: {experiment.quick_help}")
+    timelines = "record the launches of the first case as timelines, beside the record, and time nothing"
+    parser.add_argument("--trace", action="store_true", help=f"{timelines} (methods: the first one)")
     parser.set_defaults(tune=None, tune_mode="product")
     if experiment.operator is not None:
         fields = [field.name for field in dataclasses.fields(experiment.operator.default_tuning)]
@@ -116,7 +123,9 @@ def _common(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
     if arguments.tune and experiment.operator is not None:
         tune = parse_grid(arguments.tune, type(experiment.operator.default_tuning))
         methods = methods if arguments.methods else experiment.tuned_methods
-    found = {"backend": arguments.backend, "methods": methods, "rounds": rounds}
+    if arguments.trace and not arguments.methods:
+        methods = methods[:1]
+    found = {"backend": arguments.backend, "methods": methods, "rounds": rounds, "traces": arguments.trace}
     return {**found, "tune": tune, "tune_mode": arguments.tune_mode}
 
 

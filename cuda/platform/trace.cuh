@@ -68,7 +68,7 @@ struct TraceSink {
 };
 PO_DESCRIBE(TraceSink, blocks, num_blocks, used)
 
-inline constexpr int kMostWarps = 64;
+inline constexpr int kMostWarps = PO_ON_DEVICE ? 32 : 64;  // of a WG
 
 // A WG's own memory while it runs.
 struct TraceState {
@@ -153,10 +153,10 @@ PO_FN void trace_send([[maybe_unused]] int peer, [[maybe_unused]] uint64_t offse
   }
 }
 
-// A wait, from its first look in vain to the end of this object's life. `peer` is who was missing last.
+// A wait, from its first look in vain to the end of this object's life, for the peer that was missing in the last one.
 class WaitTrace {
  public:
-  PO_FN WaitTrace(uint32_t phase, const int& peer, uint64_t index) : phase_(phase), peer_(peer), index_(index) {}
+  PO_FN WaitTrace(uint32_t phase, uint64_t index) : phase_(phase), index_(index) {}
   PO_FN ~WaitTrace() {
     if constexpr (kTraces<>) {
       if (begin_ == 0) return;
@@ -166,16 +166,17 @@ class WaitTrace {
     }
   }
 
-  PO_FN void looked_in_vain() {
+  PO_FN void looked_in_vain([[maybe_unused]] int peer) {
     if constexpr (kTraces<>) {
       if (begin_ == 0) begin_ = trace_ticks();
+      peer_ = peer;
     }
   }
 
  private:
   uint64_t begin_ = 0;
+  int peer_ = 0;
   const uint32_t phase_;
-  const int& peer_;
   const uint64_t index_;
 };
 

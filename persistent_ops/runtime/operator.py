@@ -80,7 +80,7 @@ class Operator:
     @functools.cached_property
     def _texts(self) -> dict[int, str]:
         constants = self.description.constants
-        mask = (1 << constants["kPhaseBits"]) - 1
+        mask = (1 << constants["kCodeBits"]) - 1
         own = {constants[name] & mask: text for name, text in self.phases.items()}
         return {constants["kPhaseCredit"] & mask: _CREDIT} | own
 

@@ -108,7 +108,7 @@ class Tracer:
     def __init__(self, world: World, nbytes: int) -> None:
         description = describe(_HEADER)
         self._constants = description.constants
-        self._phase_mask = (1 << describe(COMM).constants["kPhaseBits"]) - 1
+        self._phase_mask = (1 << describe(COMM).constants["kCodeBits"]) - 1
         self._block: type[ctypes.Structure] = description.structs["TraceBlock"]
         self._words_of_block = ctypes.sizeof(self._block) // 8
         self._num_blocks = max(nbytes // ctypes.sizeof(self._block), 1)
