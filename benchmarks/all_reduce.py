@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from harness.report import case_table, fastest, times_as_long
 from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
 
 import persistent_ops as po
+from persistent_ops.ops.all_reduce_plan import OPERATOR
 from persistent_ops.runtime.world import World
 
 DTYPE = torch.bfloat16
@@ -203,6 +204,10 @@ class AllReduce(Experiment[str]):
     labels = LABELS
     case_field = "size"
     is_fresh = True
+    operator = OPERATOR
+    tuned_methods = ("auto",)
+    tunable = tuple(name for name in METHODS if is_own(name))
+    knobs: ClassVar = {"occupancy": ("work_groups", ()), "slice": ("slice_blocks", (1, 2))}
     note = "; bf16"
 
     @classmethod

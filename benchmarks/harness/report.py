@@ -122,7 +122,8 @@ def _print_tuning(rows: Sequence[_Line], title: str, console: Console) -> None:
             text = " ".join(f"{name}={row['tuning'][name]}" for name in tried)
             note = " (default)" if is_default else ""
             note += f" WRONG: {row['problem']}" if row["problem"] else ""
-            table.add_row(us_text(row["us"]), f"{row['us'] / row['h200_limit_us']:.3f}", text + note)
+            limit = row["h200_limit_us"]
+            table.add_row(us_text(row["us"]), "" if limit is None else f"{row['us'] / limit:.3f}", text + note)
     console.print(table)
     for problem in list(dict.fromkeys(row["problem"] for row in rows if row["us"] is None))[:3]:
         console.print(f"  did not run: {problem}", soft_wrap=True)
