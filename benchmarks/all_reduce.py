@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ import harness.experiment
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import figure
-from harness.record import select, unique, us_text
-from harness.report import case_table, fastest, times_as_long
+from harness.record import select, unique
+from harness.report import method_tables
 from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
 
 import persistent_ops as po
+from persistent_ops.ops.all_reduce_plan import OPERATOR
 from persistent_ops.runtime.world import World
 
 DTYPE = torch.bfloat16
@@ -203,6 +204,10 @@ class AllReduce(Experiment[str]):
     labels = LABELS
     case_field = "size"
     is_fresh = True
+    operator = OPERATOR
+    tuned_methods = ("auto",)
+    tunable = tuple(name for name in METHODS if is_own(name))
+    knobs: ClassVar = {"occupancy": ("work_groups", ()), "slice": ("slice_blocks", (1, 2))}
     note = "; bf16"
 
     @classmethod
@@ -237,13 +242,7 @@ class AllReduce(Experiment[str]):
 
     @classmethod
     def tables(cls, lines: Sequence[dict[str, Any]]) -> Iterable[Any]:
-        for pes in unique(select(lines, "time"), "pes"):
-            blocks = []
-            for size in unique(select(lines, "time", pes=pes), "size"):
-                rows = select(lines, "time", pes=pes, size=size)
-                blocks.append(([size], [_cells(row, rows) for row in rows]))
-            title = f"{pes} PEs, bf16, rows of {WIDTH}"
-            yield case_table(title, ("size", "method"), ("us", "p95", "limit", "x best other"), blocks)
+        return method_tables(lines, "size", "size", f"bf16, rows of {WIDTH}", _peers_of)
 
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
@@ -256,7 +255,7 @@ class AllReduce(Experiment[str]):
             for axes, norms in zip(panels, (False, True), strict=True):
                 for method in unique(times, "method"):
                     rows = select(times, "time", method=method)
-                    if method.startswith("norm_") == norms:
+                    if _norms(method) == norms:
                         style, label = "-" if is_own(method) else "--", rows[0]["label"]
                         axes.plot([row["bytes"] for row in rows], [row["us"] for row in rows], style, label=label)
                 title = f"{times[0]['pes']} PEs, bf16"
@@ -265,14 +264,15 @@ class AllReduce(Experiment[str]):
                     axes.legend(fontsize=7)
 
 
-def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    others = [name for name in METHODS if not is_own(name) and name.startswith("norm_") == _norms(row)]
-    best = fastest(rows, others) if is_own(row["method"]) else None
-    return [row["label"], *(us_text(row[name]) for name in ("us", "us_p95", "limit_us")), times_as_long(best, row)]
+def _peers_of(row: dict[str, Any]) -> list[str]:
+    """Return what a method of the operator is compared with: other libraries' of the same kind."""
+    if not is_own(row["method"]):
+        return []
+    return [name for name in METHODS if not is_own(name) and _norms(name) == _norms(row["method"])]
 
 
-def _norms(row: dict[str, Any]) -> bool:
-    return bool(row["method"].startswith("norm_"))
+def _norms(method: str) -> bool:
+    return method.startswith("norm_")
 
 
 def main(argv: list[str]) -> int:

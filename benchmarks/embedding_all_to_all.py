@@ -122,6 +122,7 @@ class EmbeddingAllToAll(Experiment[_Case]):
     operator = OPERATOR
     tuned_methods = ("fused",)
     tunable = tuple(_SCHEDULES)
+    knobs: ClassVar = {"occupancy": ("work_groups", ()), "slice": ("slice_samples", (1, 2, 4, 8, 16, 32))}
     correct = (
         "correct: fused agrees with unfused (largest relative difference {largest_difference:.2g}); its bits repeat, "
         "also in the oblivious order, in graphs and without the exchange"

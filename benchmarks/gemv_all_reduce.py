@@ -132,6 +132,7 @@ class GemvAllReduce(Experiment[str]):
     operator = OPERATOR
     tuned_methods = ("fused", "gemv_alone")
     tunable = tuple(CHOICES)
+    knobs: ClassVar = {"occupancy": ("work_groups", ())}
     correct = (
         "correct: within the rounding bound of fp64 (at most {largest_share_of_bound:.2f} of it); the same bits on all "
         "PEs, when repeated, in both algorithms, with prefetch, in graphs, and for a vector alone"

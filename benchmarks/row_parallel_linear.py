@@ -21,8 +21,8 @@ from gemv.shapes import DTYPE, Shape, shape_of
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import figure
-from harness.record import select, unique, us_text
-from harness.report import case_table, fastest, times_as_long
+from harness.record import select, unique
+from harness.report import method_tables
 from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
 
 import persistent_ops as po
@@ -166,12 +166,7 @@ class RowParallelLinear(Experiment[Shape]):
 
     @classmethod
     def tables(cls, lines: Sequence[dict[str, Any]]) -> Iterable[Any]:
-        for pes in unique(select(lines, "time"), "pes"):
-            blocks = []
-            for shape in unique(select(lines, "time", pes=pes), "shape"):
-                rows = select(lines, "time", pes=pes, shape=shape)
-                blocks.append(([shape], [_cells(row, rows) for row in rows]))
-            yield case_table(f"{pes} PEs, bf16", ("layer", "method"), ("us", "p95", "limit", "x best other"), blocks)
+        return method_tables(lines, "shape", "layer", "bf16", lambda row: PEERS if row["method"] == "layer" else ())
 
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
@@ -205,11 +200,6 @@ def _whole(option: str, text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{option}: expected whole numbers, got {text}")
     return int(text)
-
-
-def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    best = fastest(rows, PEERS) if row["method"] == "layer" else None
-    return [row["label"], *(us_text(row[name]) for name in ("us", "us_p95", "limit_us")), times_as_long(best, row)]
 
 
 def main(argv: list[str]) -> int:

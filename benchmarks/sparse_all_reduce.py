@@ -33,6 +33,7 @@ from sparse.memory import MemoryMeter
 from sparse.methods import EAGER, GRAPHS, INTO, LABELS, METHODS, OURS, SCHEMES, SWEPT, Methods
 from sparse.phases import time_phases
 
+from persistent_ops.ops.sparse_plan import OPERATOR
 from persistent_ops.runtime.errors import SymmetricHeapError
 from persistent_ops.runtime.world import World
 
@@ -185,6 +186,10 @@ class SparseAllReduce(Experiment[_Case]):
         "correct: the operator's values have the bits of sums in the order of the PEs, on all PEs, with every "
         "algorithm, when repeated and in graphs; the others' are at most {largest_difference:.2g} away"
     )
+    operator = OPERATOR
+    tuned_methods = ("into",)
+    tunable = OURS
+    knobs: ClassVar = {"occupancy": ("work_groups", ())}
     note = "; fp32"
     read_bytes: ClassVar[Mapping[str, int]] = {"cuda": 2 << 30, "host": 4 << 20}
 
@@ -236,6 +241,7 @@ class SparseAllReduce(Experiment[_Case]):
     # ---- on a PE -----------------------------------------------------------------------------------------------------
 
     def set_up(self) -> None:
+        self._memory = MemoryMeter(self.world)  # begin() makes it anew, behind the ceilings' buffers
         """Make a group for Gloo beside the default one of NCCL, or find out why there is none."""
         self._gloo: Any = None
         self._no_gloo: str | None = None

@@ -63,6 +63,29 @@ def test_timelines_in_place_of_times(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "longest waits" in printed and "aligned to" in printed
 
 
+@pytest.mark.parametrize(("knob", "field", "values"), [("occupancy", "work_groups", 4), ("slice", "slice_blocks", 2)])
+def test_a_sweep_over_a_knob_is_recorded_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], knob: str, field: str, values: int
+) -> None:
+    sizes = ("--sizes", "2M", "--calls", "2", "--rounds", "2")
+    assert run("--sweep", knob, *sizes, "--methods", "slices", "--out", str(tmp_path)) == 0
+    lines = [json.loads(line) for line in (tmp_path / f"all_reduce_sweep_{knob}.jsonl").read_text().splitlines()]
+    tried = [line for line in lines if line["kind"] == "tune"]
+    assert tried[0]["tuning"][field] is None and len(tried) == values + 1
+    assert all(line["us"] > 0 and line["problem"] is None for line in tried)
+    assert (tmp_path / f"all_reduce_sweep_{knob}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{field}=None (default)" in capsys.readouterr().out
+
+
+def test_what_a_tuning_cannot_be_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    sizes = ("--sizes", "16K", "--calls", "2", "--rounds", "2")
+    assert run("--tune", "threads=100:64", *sizes, "--out", str(tmp_path)) == 0
+    lines = [json.loads(line) for line in (tmp_path / "all_reduce_tuning.jsonl").read_text().splitlines()]
+    problems = {line["tuning"]["threads"]: line["problem"] for line in lines if line["kind"] == "tune"}
+    assert problems[64] is None and problems[None] is None and "multiple of 32" in problems[100]
+    assert run("--tune", "threads=64", "--sweep", "slice", *sizes, "--out", str(tmp_path)) == 2
+
+
 def test_a_wrong_result_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = po.all_reduce
 

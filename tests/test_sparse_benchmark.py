@@ -144,6 +144,17 @@ def _run_with_a_wrong_algorithm(options: Any) -> bool:
     return bool(module("harness.experiment").measure(module("sparse_all_reduce").SparseAllReduce, options))
 
 
+def test_a_sweep_over_occupancy(tmp_path: Path) -> None:
+    cases = ("--cases", "100kx512_4k_zipf", "--sweeps", "none", "--rounds", "2")
+    assert run("--sweep", "occupancy", *cases, "--out", str(tmp_path)) == 0
+    lines = [
+        json.loads(line) for line in (tmp_path / "sparse_all_reduce_sweep_occupancy.jsonl").read_text().splitlines()
+    ]
+    tried = {line["tuning"]["work_groups"]: line for line in lines if line["kind"] == "tune"}
+    assert set(tried) == {None, 1, 2, 4, 8} and all(line["us"] > 0 for line in tried.values())
+    assert (tmp_path / "sparse_all_reduce_sweep_occupancy.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_wrong_result_on_one_pe_fails_on_all(tmp_path: Path) -> None:
     options = module("sparse_all_reduce").Options(
         backend="host",

@@ -23,9 +23,9 @@ def test_what_runs_on_gpus_is_collected() -> None:
     """An option that pytest does not know, or takes for a folder, would stop it at once."""
     side_by_side, apart = _commands()
     assert apart == [*side_by_side[:4], "-m", "apart", *side_by_side[4:]]
-    done = subprocess.run(
-        [*side_by_side, "-n", "0", "--collect-only", "-q"], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [*side_by_side, "-n", "0", "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
     expected = {"tests/test_protocol.py", "tests/test_gemv_protocol.py", "tests/test_sparse_protocol.py"}

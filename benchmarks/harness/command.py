@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import shlex
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from rich.console import Console
 
 from .experiment import Experiment, measure
-from .figures import pyplot, why_none
+from .figures import draw_sweep, pyplot, why_none
 from .pes import is_first_process, run_on_pes, started_pes, without_multicast
 from .record import read_lines
 from .report import print_report, print_tunings
 from .tracing import timeline_tables
-from .tuning import Grid, parse_grid
+from .tuning import Grid, occupancies, parse_grid
 
 __all__ = ["at_least", "names", "run_benchmark"]
 
@@ -55,7 +56,8 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
-    what = "_tuning" if options.tune else "_timeline" if options.traces else ""
+    what = f"_sweep_{arguments.sweep}" if arguments.sweep else "_tuning" if options.tune else ""
+    what = "_timeline" if options.traces else what
     path = Path(arguments.out) / f"{name}{what}.jsonl"
     is_printer = is_first_process()
     if is_printer:
@@ -75,20 +77,22 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     console = Console(width=120)
     if lines and options.tune:
         print_tunings(lines, console)
+        if arguments.sweep:
+            _draw(functools.partial(draw_sweep, field=options.tune[0][0]), lines, path.with_suffix(".png"))
     elif lines and options.traces:
         for part in timeline_tables(lines):
             console.print(part, soft_wrap=isinstance(part, str))
     elif lines:
-        _draw(experiment, lines, path.with_suffix(".png"))
+        _draw(experiment.draw, lines, path.with_suffix(".png"))
         print_report(experiment, lines, console)
     return 0 if passed else 1
 
 
-def _draw(experiment: type[Experiment[Any]], lines: list[dict[str, Any]], path: Path) -> None:
+def _draw(draw: Callable[[list[dict[str, Any]], Path], None], lines: list[dict[str, Any]], path: Path) -> None:
     """Draw the figure, or say in one line why there is none: the measurement before it may have taken hours."""
     try:
         pyplot()
-        experiment.draw(lines, path)
+        draw(lines, path)
     except Exception as error:
         print(f"no figure: {why_none(error)}", file=sys.stderr)
 
@@ -106,7 +110,10 @@ def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any
     parser.add_argument("--quick", action="store_true", help=f"a look: {experiment.quick_help}")
     timelines = "record the launches of the first case as timelines, beside the record, and time nothing"
     parser.add_argument("--trace", action="store_true", help=f"{timelines} (methods: the first one)")
-    parser.set_defaults(tune=None, tune_mode="product")
+    parser.set_defaults(tune=None, tune_mode="product", sweep=None)
+    if experiment.knobs:
+        sweep = "time the operator over resident work-groups (occupancy) or the size of a slice, and draw that"
+        parser.add_argument("--sweep", choices=tuple(experiment.knobs), help=sweep)
     if experiment.operator is not None:
         fields = [field.name for field in dataclasses.fields(experiment.operator.default_tuning)]
         grid = f"time the operator over a grid, FIELD=VALUE:VALUE,..., of {', '.join(fields)}"
@@ -117,13 +124,20 @@ def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any
 def _common(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) -> dict[str, Any]:
     """Return the options that all benchmarks have; ValueError for what does not fit."""
     at_least("--rounds", [arguments.rounds])
-    rounds = arguments.rounds or (3 if arguments.quick else 7 if arguments.tune else experiment.rounds)
+    is_tuned = arguments.tune or arguments.sweep
+    rounds = arguments.rounds or (3 if arguments.quick else 7 if is_tuned else experiment.rounds)
     methods = names("--methods", arguments.methods, experiment.labels)
     tune: Grid = ()
-    if arguments.tune and experiment.operator is not None:
+    if arguments.sweep and arguments.tune:
+        raise ValueError("--sweep, --tune: expected one of them")
+    if arguments.sweep:
+        field, values = experiment.knobs[arguments.sweep]
+        tune = ((field, values or occupancies(arguments.backend)),)
+    elif arguments.tune and experiment.operator is not None:
         tune = parse_grid(arguments.tune, type(experiment.operator.default_tuning))
-        methods = methods if arguments.methods else experiment.tuned_methods
-    if arguments.trace and not arguments.methods:
+    if tune and not arguments.methods:
+        methods = experiment.tuned_methods
+    elif arguments.trace and not arguments.methods:
         methods = methods[:1]
     found = {"backend": arguments.backend, "methods": methods, "rounds": rounds, "traces": arguments.trace}
     return {**found, "tune": tune, "tune_mode": arguments.tune_mode}

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World
 
@@ -30,7 +31,7 @@ from .pes import agree, gather
 from .record import Recorder, describe_run, progress
 from .timing import Subject, quantile, record, time_interleaved, time_replays
 from .tracing import timeline_of, timeline_path, write_timeline
-from .tuning import Grid, combinations, compile_together, tuned
+from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
 
 __all__ = ["Experiment", "Options", "Trial", "measure"]
@@ -115,12 +116,15 @@ class Trial(ABC):
         return {}
 
     def problem_of(self, name: str, tuning: Any) -> str | None:
-        """Return why there is no kernel of a method for a Tuning, or None; launches nothing."""
-        raise NotImplementedError
+        """Return why there is no kernel of a method for a Tuning, or None where there is one, or the call will tell.
+
+        Launches nothing.
+        """
+        return None
 
     def check_tuned(self, name: str) -> list[str]:
         """Compare a method's result under the Tuning that holds; collective. Returns failures as `check` does."""
-        raise NotImplementedError
+        return [failure for failure in self.check()["failures"] if failure.startswith(name)]
 
     def close(self) -> None:  # noqa: B027
         """Give symmetric memory back; collective."""
@@ -145,6 +149,7 @@ class Experiment(ABC, Generic[_Case]):
         is_fresh: whether a world of one gets a process of its own where several worlds are run.
         operator: whose Tuning --tune changes; None where there is none.
         tuned_methods: that --tune times where no methods are asked for; `tunable` are all that it can.
+        knobs: what --sweep can go through: a field of the Tuning and its values; none for shares of the GPU's SMs.
         correct: what is printed where no check failed; the largest numbers of the checks stand for their names.
         note: behind the description of the run, such as the dtype.
         preparing: what is done before the ceilings are measured.
@@ -166,6 +171,7 @@ class Experiment(ABC, Generic[_Case]):
     operator: ClassVar[Operator | None] = None
     tuned_methods: ClassVar[tuple[str, ...]] = ()
     tunable: ClassVar[Sequence[str]] = ()
+    knobs: ClassVar[Mapping[str, tuple[str, tuple[int, ...]]]] = {}
     correct: ClassVar[str] = "correct"
     note: ClassVar[str] = ""
     preparing: ClassVar[str] = "ceilings"
@@ -456,14 +462,18 @@ class Experiment(ABC, Generic[_Case]):
             if refused is not None:
                 self.write("tune", **row, us=None, problem=refused)
                 continue
-            times, wrong = self._time_tuned(trial, method, tuning)
+            try:
+                times, wrong = self._time_tuned(trial, method, tuning)
+            except (ValueError, CompileError) as error:  # what suits no PE is refused by all, and nothing is launched
+                self.write("tune", **row, us=None, problem=gist(str(error)))
+                continue
             passed &= not wrong
             self.write(
                 "tune",
                 **row,
                 us=max(statistics.median(each) for each in times) * 1e6,
                 problem="; ".join(wrong[:3]) or None,
-                h200_limit_us=self._limits(trial)["h200_limit_us"],
+                h200_limit_us=self._limits(trial).get("h200_limit_us"),
                 seconds_by_pe_and_round=times,
             )
             for text in wrong:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .record import select
 
-__all__ = ["draw_bars", "figure", "legend", "pyplot", "why_none"]
+__all__ = ["draw_bars", "draw_sweep", "figure", "legend", "pyplot", "why_none"]
 
 
 def pyplot() -> Any:
@@ -34,6 +34,26 @@ def figure(
         drawn.suptitle("host backend, small tensors: says nothing about GPUs", color="red")
     drawn.savefig(path, dpi=130)
     plot.close(drawn)
+
+
+def draw_sweep(lines: Sequence[dict[str, Any]], path: Path, *, field: str) -> None:
+    """Draw times over a field of the Tuning, a line for each case and method; the default's time is the dashed one."""
+    tried = [line for line in select(lines, "tune") if line["us"] is not None]
+    series: dict[str, list[dict[str, Any]]] = {}
+    for line in tried:
+        names = [str(value) for value in line.values() if isinstance(value, str)][1:]
+        series.setdefault(", ".join([*names, f"{line['pes']} PEs"]), []).append(line)
+    with figure(lines, path, size=(7, 5)) as (_, (axes,)):
+        for name, points in series.items():
+            default = points[0]  # which comes first
+            swept = sorted((line for line in points[1:]), key=lambda line: line["tuning"][field])
+            (drawn,) = axes.plot(
+                [line["tuning"][field] for line in swept], [line["us"] for line in swept], "o-", label=name
+            )
+            axes.axhline(default["us"], linestyle="--", linewidth=0.8, color=drawn.get_color())
+        axes.set(xlabel=field, ylabel="us", xscale="log", ylim=(0, None))
+        if series:
+            axes.legend(fontsize=7)
 
 
 def draw_bars(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .record import select, us_text
+from .record import select, unique, us_text
 
 if TYPE_CHECKING:
     from .experiment import Experiment
 
-__all__ = ["case_table", "fastest", "print_report", "print_tunings", "times_as_long"]
+__all__ = ["case_table", "fastest", "method_tables", "print_report", "print_tunings", "times_as_long"]
 
 _Line = dict[str, Any]
 _NAMING = ("kind", "pes", "shape", "tuning", "us", "problem", "h200_limit_us", "seconds_by_pe_and_round")
@@ -87,6 +87,31 @@ def case_table(
     return table
 
 
+def method_tables(
+    lines: Sequence[_Line], case_field: str, header: str, note: str, peers_of: Callable[[_Line], Sequence[str]]
+) -> Iterable[Table]:
+    """Return a table for each world: of each case the methods, their times, the limit, and how they compare.
+
+    Args:
+        lines: of the record.
+        case_field: of the "time" lines, with the case's name.
+        header: of the cases' column.
+        note: behind the number of PEs in the title.
+        peers_of: the methods that a line's is compared with; none for those that are not the operator's.
+    """
+
+    def cells(row: _Line, rows: Sequence[_Line]) -> list[str]:
+        times = [us_text(row[name]) for name in ("us", "us_p95", "limit_us")]
+        return [row["label"], *times, times_as_long(fastest(rows, peers_of(row)), row)]
+
+    for pes in unique(select(lines, "time"), "pes"):
+        blocks = []
+        for case in unique(select(lines, "time", pes=pes), case_field):
+            rows = select(lines, "time", pes=pes, **{case_field: case})
+            blocks.append(([case], [cells(row, rows) for row in rows]))
+        yield case_table(f"{pes} PEs, {note}", (header, "method"), ("us", "p95", "limit", "x best other"), blocks)
+
+
 def fastest(rows: Iterable[_Line], methods: Iterable[str]) -> _Line | None:
     """Return the "time" line of the fastest of the methods, or None where none of them has one."""
     wanted = set(methods)
@@ -122,7 +147,8 @@ def _print_tuning(rows: Sequence[_Line], title: str, console: Console) -> None:
             text = " ".join(f"{name}={row['tuning'][name]}" for name in tried)
             note = " (default)" if is_default else ""
             note += f" WRONG: {row['problem']}" if row["problem"] else ""
-            table.add_row(us_text(row["us"]), f"{row['us'] / row['h200_limit_us']:.3f}", text + note)
+            limit = row["h200_limit_us"]
+            table.add_row(us_text(row["us"]), "" if limit is None else f"{row['us'] / limit:.3f}", text + note)
     console.print(table)
     for problem in list(dict.fromkeys(row["problem"] for row in rows if row["us"] is None))[:3]:
         console.print(f"  did not run: {problem}", soft_wrap=True)

@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
+
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World
 
 from .pes import gather
 
-__all__ = ["Grid", "combinations", "compile_together", "gist", "parse_grid", "refusal", "tuned"]
+__all__ = ["Grid", "combinations", "compile_together", "gist", "occupancies", "parse_grid", "refusal", "tuned"]
 
 _Tuning = TypeVar("_Tuning")
 _COMPILE_TIMEOUT_S = 500.0
+_SHARES_OF_SMS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 2)
 Grid = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
@@ -45,6 +48,14 @@ def parse_grid(text: str, tuning: type[Any]) -> Grid:
         except ValueError as error:
             raise ValueError(f"--tune: {part!r}: {error}") from error
     return tuple(grid)
+
+
+def occupancies(backend: str) -> tuple[int, ...]:
+    """Return numbers of resident WGs, from few to two on each SM; on the host, where they share the cores, a few."""
+    if backend == "host" or not torch.cuda.is_available():
+        return (1, 2, 4, 8)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return tuple(sorted({max(1, round(num_sms * share)) for share in _SHARES_OF_SMS}))
 
 
 def combinations(tuning: type[_Tuning], grid: Grid, mode: str) -> Iterator[_Tuning]:
