@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .runtime import world as _world
+from .runtime.team import WORLD
 from .runtime.tracing import Clock, Launch, Span, Tasks, Tracer, align_clocks
 
 __all__ = ["PeTimeline", "Summary", "Timeline", "trace"]
 
 _GATHER_S = 60.0
+_PIECE = 4 << 20
 
 
 class PeTimeline(NamedTuple):
@@ -67,12 +70,12 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
 
     def operators(self) -> list[str]:
-        """Return the names of what was launched by more than one PE or alone, in the order of the first launches."""
+        """Return the names of what was launched, PE by PE in the order of the first launches."""
         return list(dict.fromkeys(launch.operator for pe in self.pes for launch in pe.launches))
 
     def summary(self) -> list[Summary]:
         """Return what each operator's launches did on each PE, on average."""
-        begins: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        begins: dict[_Key, list[float]] = defaultdict(list)
         rounds = {(pe.pe, key): wgs for pe in self.pes for key, wgs in _by_launch(pe.launches).items()}
         for (_, key), wgs in rounds.items():
             begins[key].append(min(wg.begin for wg in wgs))
@@ -81,7 +84,9 @@ class Timeline:
             for operator in self.operators():
                 own = {key: wgs for (rank, key), wgs in rounds.items() if rank == pe.pe and key[0] == operator}
                 if own:
-                    skews = [max(begins[key]) - min(begins[key]) for key in own if len(begins[key]) > 1]
+                    skews = [
+                        max(begins[key]) - min(begins[key]) for key in own if key[1] == WORLD and len(begins[key]) > 1
+                    ]
                     found.append(_summary(pe.pe, operator, list(own.values()), skews))
         return found
 
@@ -110,7 +115,8 @@ class Summary(NamedTuple):
         waits: microseconds of a launch that its WGs spent on waits of each kind, together: (PE, what for) and time,
             longest first; of those waits that found room.
         hidden: share of its warps' time, from the launch's first work for others to its end, that is not spent waiting
-            for peers: what of the exchange is hidden behind work. None where there was no work for others.
+            for peers: what of the exchange is hidden behind work. None where there was no work for others, or waits
+            found no room.
         slowest_wg: that ended last most often.
         skew_us: from the first PE's begin to the last one's; None where the others' launches are not here.
     """
@@ -129,13 +135,19 @@ class Summary(NamedTuple):
     skew_us: float | None
 
 
-_Key = tuple[str, int, int]  # operator, PEs, epoch
+_Key = tuple[str, int, int, int]  # operator, team, epoch, and which with that epoch
 
 
 def _by_launch(launches: Sequence[Launch]) -> dict[_Key, list[Launch]]:
+    """Return the WGs of each launch; behind a recovery epochs begin anew: a WG that comes again is of another one."""
     found: dict[_Key, list[Launch]] = defaultdict(list)
+    seen: Counter[tuple[str, int, int, int]] = Counter()
     for launch in launches:
-        found[launch.operator, launch.team_size, launch.epoch].append(launch)
+        epoch = (launch.operator, launch.team, launch.epoch)
+        wg = (*epoch, launch.wg)
+        key = (*epoch, seen[wg])
+        found[key].append(launch)
+        seen[wg] += 1
     return found
 
 
@@ -166,7 +178,7 @@ def _summary(pe: int, operator: str, launches: list[list[Launch]], skews: list[f
         others=sum(wg.others.total for wg in wgs if wg.others) / warp_time,
         waiting=min(sum(wg.waited for wg in wgs) / warp_time, 1.0),
         waits=[(peer, what, time / len(launches) / 1e3) for (peer, what), time in waits.most_common()],
-        hidden=max(1.0 - exposed / window, 0.0) if window else None,
+        hidden=max(1.0 - exposed / window, 0.0) if window and not any(wg.lost for wg in wgs) else None,
         slowest_wg=last.most_common(1)[0][0],
         skew_us=sum(skews) / len(skews) / 1e3 if skews else None,
     )
@@ -189,8 +201,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
     Args:
         path: of a JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, which PE 0 writes; None for
             none.
-        capacity: bytes of device memory for timelines, 2 KiB for each work-group of each launch. What finds no room is
-            dropped, and counted.
+        capacity: bytes of device memory for timelines, 2.5 KiB for each work-group of each launch. What finds no room
+            is dropped, and counted.
 
     Yields:
         A `Timeline`, which is filled at the end.
@@ -210,32 +222,58 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         raise RuntimeError("trace: there is a trace already; contexts cannot be nested")
     if world.workspace.is_capturing():
         raise RuntimeError("trace: begin it outside of a CUDA-graph capture, and capture inside")
+    timeline, tracer = Timeline(), _tracer(world, capacity, path)
     before = align_clocks(world)
-    timeline = Timeline()
-    world.tracer = tracer = Tracer(world, capacity)
+    world.set_tracer(tracer)
     is_whole = False
     try:
         yield timeline
-        is_whole = True
+        is_whole = _world.is_initialized() and _world.current() is world
     finally:
-        world.tracer = None
-        world.drop_traced()
+        world.set_tracer(None)
+        after = align_clocks(world) if is_whole else None
         launches, dropped = tracer.read()
         tracer.close()
         own = PeTimeline(world.rank, launches, dropped, 0.0)
-        timeline.pes = _of_all(world, own, before) if is_whole else [own]  # else peers may be anywhere
+        timeline.pes = [own]
+        if after is not None:  # else peers may be anywhere
+            timeline.pes = _of_all(world, _aligned(own, before, after))
     if path is not None and world.rank == 0:
         Path(path).write_text(json.dumps(timeline.events()))
 
 
-def _of_all(world: _world.World, own: PeTimeline, before: Clock) -> list[PeTimeline]:
-    """Return what all PEs have seen, by PE 0's clock, on PE 0, elsewhere what this one has; collective."""
-    aligned = _aligned(own, before, align_clocks(world))
-    payload = b"" if world.rank == 0 else json.dumps(aligned).encode()
-    parts = world.bootstrap.exchange("trace", payload, timeout=_GATHER_S)
+def _tracer(world: _world.World, capacity: int, path: str | os.PathLike[str] | None) -> Tracer:
+    """Set room aside and see whether the file can be written; where a PE cannot, none begins. Collective."""
+    problem = tracer = None
+    try:
+        tracer = Tracer(world, capacity)
+        if path is not None and world.rank == 0:
+            Path(path).write_text("")
+    except (OSError, RuntimeError) as error:
+        problem = error
+    told = [
+        raw.decode() for raw in world.bootstrap.exchange("trace", b"" if problem is None else str(problem).encode())
+    ]
+    if problem is not None:
+        raise problem
+    if tracer is None or any(told):
+        rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+        raise RuntimeError(f"trace: PE {rank} cannot begin: {text}")
+    return tracer
+
+
+def _of_all(world: _world.World, own: PeTimeline) -> list[PeTimeline]:
+    """Return what all PEs have seen on PE 0, elsewhere what this one has; collective."""
+    payload = b"" if world.rank == 0 else zlib.compress(json.dumps(own).encode(), 1)
+    sizes = [int(raw) for raw in world.bootstrap.exchange("trace", str(len(payload)).encode(), timeout=_GATHER_S)]
+    parts = [bytearray() for _ in sizes]
+    for begin in range(0, max(sizes), _PIECE):  # torch's store takes 8 MiB at a time
+        pieces = world.bootstrap.exchange("trace", payload[begin : begin + _PIECE], timeout=_GATHER_S)
+        for part, piece in zip(parts, pieces, strict=True):
+            part += piece
     if world.rank != 0:
-        return [aligned]
-    return [aligned, *(_pe_timeline(json.loads(part)) for part in parts[1:])]
+        return [own]
+    return [own, *(_pe_timeline(json.loads(zlib.decompress(part))) for part in parts[1:])]
 
 
 def _aligned(own: PeTimeline, before: Clock, after: Clock) -> PeTimeline:
@@ -291,8 +329,13 @@ def _events_of(pe: PeTimeline, begin: float) -> Iterator[dict[str, Any]]:
         event = {"name": name, "cat": category, "pid": pe.pe, "tid": row, "ts": start, **shape}
         return event | ({"args": arguments} if arguments else {})
 
+    ends: dict[int, float] = {}
     for launch in pe.launches:
-        row, wg = launch.wg * _ROWS, f"WG {launch.wg}"
+        # A WG of the next launch may begin before this one's ends: then it has a row of its own.
+        row, wg = launch.wg * 2 * _ROWS, f"WG {launch.wg}"
+        if ends.get(row, -math.inf) > launch.begin:
+            row, wg = row + _ROWS, f"{wg} of the next launch"
+        ends[row] = launch.end
         names[row] = wg
         yield span(row, launch.operator, "launch", launch.begin, launch.end, epoch=launch.epoch, lost_spans=launch.lost)
         for place, what, tasks in ((_OWN, "own tasks", launch.own), (_OTHERS, "tasks for others", launch.others)):
@@ -324,9 +367,10 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
     if not everything:
         raise ValueError(f"operator: expected one of {timeline.operators()}, got {operator!r}")
     chosen = max(everything, key=lambda launch: launch.begin).operator
-    keys = list(_by_launch([launch for launch in everything if launch.operator == chosen]))
-    key = keys[number]
-    found = {pe.pe: _by_launch(pe.launches).get(key, []) for pe in timeline.pes}
+    found_of = {pe.pe: _by_launch(pe.launches) for pe in timeline.pes}
+    keys = {key: wgs[0].begin for of in found_of.values() for key, wgs in of.items() if key[0] == chosen}
+    key = sorted(keys, key=lambda each: keys[each])[number]
+    found = {pe: of.get(key, []) for pe, of in found_of.items()}
     begin = min(wg.begin for wgs in found.values() for wg in wgs)
     figure, panels = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), sharex=True, squeeze=False)
     for axes, (pe, wgs) in zip(panels[0], found.items(), strict=True):

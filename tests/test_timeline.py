@@ -33,7 +33,7 @@ def _without_hooks(folder: Path) -> tuple[Path, int]:
     shutil.copytree(CUDA, root)
     count = 0
     for path in [*(root / "comm").glob("*.cuh"), *(root / "kernels").rglob("*.cuh")]:
-        text, found = _HOOK.subn("", path.read_text())
+        text, found = _HOOK.subn("", path.read_text().replace("return trace.came();", "return true;"))
         path.write_text(text)
         assert "trace" not in re.sub(r"//.*", "", text).replace("platform/trace.cuh", ""), path
         count += found
@@ -114,6 +114,48 @@ def test_what_is_raised_inside_comes_out(backend: str) -> None:
     assert in_world(_raises, 2, backend) == [(1, True)] * 2
 
 
+def _alone_and_recovered() -> list[Any]:
+    weight, x = torch.ones(8, 16, device=po.device()), torch.ones(16, device=po.device())
+    with po.trace() as timeline:
+        for _ in range(2):
+            po.gemv(weight, x)
+            po.recover()
+    calls = [summary.launches for summary in timeline.summary() if summary.operator == "gemv_all_reduce"]
+    skews = [summary.skew_us for summary in timeline.summary() if summary.operator == "gemv_all_reduce"]
+    return [calls, skews]
+
+
+def test_launches_of_a_pe_alone_are_apart_though_their_epochs_begin_anew(backend: str) -> None:
+    first, second = in_world(_alone_and_recovered, 2, backend)
+    assert first == [[2, 2], [None, None]] and second == [[2], [None]]
+
+
+def _one_cannot_begin(folder: Path) -> list[str]:
+    with pytest.raises((OSError, RuntimeError)) as caught, po.trace(folder / "none" / "timeline.json"):
+        pass
+    return [type(caught.value).__name__, str(caught.value), bool((po.all_reduce(_x()) == po.world_size()).all())]
+
+
+def test_where_one_pe_cannot_begin_none_does(backend: str, tmp_path: Path) -> None:
+    (first, _, is_right), (second, text, is_right_too) = in_world(_one_cannot_begin, 2, backend, tmp_path)
+    assert (first, second, is_right, is_right_too) == ("FileNotFoundError", "RuntimeError", True, True)
+    assert "PE 0 cannot begin" in text
+
+
+def _much(calls: int) -> tuple[int, int]:
+    x = torch.ones(8, device=po.device())
+    with po.trace() as timeline:
+        for _ in range(calls):
+            po.all_reduce(x, algorithm="slices")
+    return len(timeline.pes), sum(len(pe.launches) for pe in timeline.pes)
+
+
+def test_more_than_the_store_takes_at_a_time_arrives(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr("persistent_ops.timeline._PIECE", 1000)  # of threads, which share the module
+    (pes, launches), (own, _) = in_world(_much, 2, "host", 50)
+    assert (pes, own) == (2, 1) and launches >= 100
+
+
 # ---- clocks --------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +177,7 @@ def test_times_are_moved_to_the_clock_of_pe_0() -> None:
     """A clock that is 1000 ns ahead at its 2000, and 1100 ahead at its 12000."""
     tasks = Tasks(1, 2000.0, 7000.0, 5.0)
     span = Span("wait", "", 0, 0, 7000.0, 12000.0)
-    own = PeTimeline(1, [Launch("x", 1, 2, 0, 1, 1, 2000.0, 12000.0, 0.0, None, tasks, [span], 0)], 0, 0.0)
+    own = PeTimeline(1, [Launch("x", 0, 1, 2, 0, 1, 1, 2000.0, 12000.0, 0.0, None, tasks, [span], 0)], 0, 0.0)
     moved = _aligned(own, Clock(1000.0, 20.0, 2000.0), Clock(1100.0, 30.0, 12000.0))
     launch = moved.launches[0]
     assert (launch.begin, launch.end, moved.clock_error) == (1000.0, 10900.0, 30.0)
@@ -177,7 +219,7 @@ def _made() -> Timeline:
     def launch(wg: int, begin: float, *, waited: float) -> Launch:
         spans = [Span("wait", "block 7", 1, 0, begin + 2e3, begin + 2e3 + waited)] if waited else []
         own, others = Tasks(1, begin + 15e3, begin + 20e3, 5e3), Tasks(3, begin, begin + 2e3, 2e3)
-        return Launch("sum", 5, 2, wg, 2, 2, begin, begin + 20e3 + wg, waited, own, others, spans, 0)
+        return Launch("sum", 0, 5, 2, wg, 2, 2, begin, begin + 20e3 + wg, waited, own, others, spans, 0)
 
     return Timeline(
         [

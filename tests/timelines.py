@@ -22,7 +22,7 @@ def problems_of_timeline(pes: Sequence[PeTimeline], operator: str) -> list[str]:
         found: defaultdict[tuple[str, int, int], Counter[int]] = defaultdict(Counter)
         for launch in pe.launches:
             where = f"PE {pe.pe}, {launch.operator} {launch.epoch}, WG {launch.wg}"
-            found[launch.operator, launch.team_size, launch.epoch][launch.wg] += 1
+            found[launch.operator, launch.team, launch.epoch][launch.wg] += 1
             pieces = [tasks for tasks in (launch.own, launch.others) if tasks is not None] + launch.spans
             for piece in pieces:
                 if not launch.begin - _NS <= piece.begin <= piece.end <= launch.end + _NS:

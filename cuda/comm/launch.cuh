@@ -124,7 +124,7 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
   WaitTrace trace(phase, index);
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
-    if (look(&seen)) return true;
+    if (look(&seen)) return trace.came();
     if (has_given_up) return false;
     trace.looked_in_vain(peer);
     if (looks_up(spins)) {

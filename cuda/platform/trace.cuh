@@ -43,21 +43,22 @@ PO_DESCRIBE(TraceTasks, count, first_begin, last_end, total)
 // What a WG leaves of a launch.
 struct TraceBlock {
   int64_t operator_id;  // the contract's first word; 0: the WG has not ended
+  int64_t team;         // the contract's second word
   uint64_t epoch;
-  uint64_t team_size;
   uint64_t wg;
   uint64_t num_wgs;
   uint64_t num_warps;
   uint64_t begin;  // these two in ticks
   uint64_t end;
-  uint64_t begin_ns;  // the same moments
-  uint64_t end_ns;
+  uint64_t last;       // when the head was written
+  uint64_t begin_ns;   // at `begin`
+  uint64_t last_ns;    // at `last`
   uint64_t waited;     // ticks, of all warps
   uint64_t num_spans;  // that were met; those above kTraceSpans are lost
   TraceTasks tasks;
   TraceSpan spans[kTraceSpans];
 };
-PO_DESCRIBE(TraceBlock, operator_id, epoch, team_size, wg, num_wgs, num_warps, begin, end, begin_ns, end_ns, waited,
+PO_DESCRIBE(TraceBlock, operator_id, team, epoch, wg, num_wgs, num_warps, begin, end, last, begin_ns, last_ns, waited,
             num_spans, tasks, spans)
 
 // Where they leave it: an argument of the launch.
@@ -93,10 +94,15 @@ PO_FN TraceState& trace_state() {
 
 PO_FN uint64_t trace_ticks() { return static_cast<uint64_t>(clock64()); }
 
-// One of the threads of a warp that are here.
-PO_FN bool leads_here() {
-  return __ffs(static_cast<int>(__activemask())) - 1 == static_cast<int>(threadIdx.x % kWarpSize);
+// One of the threads of a warp that are here with the same key.
+PO_FN bool leads_here(uint64_t key) {
+  const unsigned same = __match_any_sync(__activemask(), static_cast<unsigned long long>(key));
+  return __ffs(static_cast<int>(same)) - 1 == static_cast<int>(threadIdx.x % kWarpSize);
 }
+PO_FN bool leads_warp() { return threadIdx.x % kWarpSize == 0; }
+
+// Between what the warps of a WG have counted and who looks at it.
+PO_FN void trace_fence() { __threadfence_block(); }
 
 PO_FN uint32_t trace_warp() { return threadIdx.x / kWarpSize; }
 
@@ -120,7 +126,9 @@ inline thread_local TraceThread trace_thread;
 
 inline TraceState& trace_state() { return *trace_thread.state; }
 inline uint64_t trace_ticks() { return clock_ns(); }
-inline bool leads_here() { return true; }
+inline bool leads_here(uint64_t) { return true; }
+inline bool leads_warp() { return true; }
+inline void trace_fence() {}  // counts are released and acquired here
 inline uint32_t trace_warp() { return trace_thread.warp; }
 inline uint64_t trace_add(uint64_t* word, uint64_t value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
 inline void trace_min(uint64_t* word, uint64_t value) {
@@ -140,7 +148,7 @@ inline void trace_max(uint64_t* word, uint64_t value) {
 
 PO_FN void trace_span(TraceKind kind, uint32_t phase, int peer, uint64_t index, uint64_t begin, uint64_t end) {
   TraceState& state = trace_state();
-  if (state.block == nullptr || !leads_here()) return;
+  if (state.block == nullptr) return;
   const uint64_t number = trace_add(&state.num_spans, 1);
   if (number >= kTraceSpans) return;
   state.block->spans[number] = {begin, end, index, kind, phase, static_cast<uint32_t>(peer), trace_warp()};
@@ -149,7 +157,7 @@ PO_FN void trace_span(TraceKind kind, uint32_t phase, int peer, uint64_t index, 
 PO_FN void trace_send([[maybe_unused]] int peer, [[maybe_unused]] uint64_t offset) {
   if constexpr (kTraces<>) {
     const uint64_t now = trace_ticks();
-    trace_span(kTraceSend, 0, peer, offset, now, now);
+    if (leads_here(static_cast<uint64_t>(peer) << 48 | offset)) trace_span(kTraceSend, 0, peer, offset, now, now);
   }
 }
 
@@ -159,9 +167,10 @@ class WaitTrace {
   PO_FN WaitTrace(uint32_t phase, uint64_t index) : phase_(phase), index_(index) {}
   PO_FN ~WaitTrace() {
     if constexpr (kTraces<>) {
-      if (begin_ == 0) return;
-      const uint64_t end = trace_ticks();
-      if (leads_here()) trace_add(&trace_state().waited[trace_warp()], end - begin_);
+      // Lanes that waited for the same count once.
+      if (begin_ == 0 || !leads_here(static_cast<uint64_t>(peer_) << 48 | index_)) return;
+      const uint64_t end = end_ != 0 ? end_ : trace_ticks();
+      trace_add(&trace_state().waited[trace_warp()], end - begin_);
       trace_span(kTraceWait, phase_, peer_, index_, begin_, end);
     }
   }
@@ -173,8 +182,15 @@ class WaitTrace {
     }
   }
 
+  // By the lane that sees it: the warp meets again when the last of its lanes does.
+  PO_FN bool came() {
+    if constexpr (kTraces<>) end_ = trace_ticks();
+    return true;
+  }
+
  private:
   uint64_t begin_ = 0;
+  uint64_t end_ = 0;
   int peer_ = 0;
   const uint32_t phase_;
   const uint64_t index_;
@@ -192,7 +208,7 @@ class TaskTrace {
   PO_FN ~TaskTrace() {
     if constexpr (kTraces<>) {
       TraceState& state = trace_state();
-      if (state.block == nullptr || !leads_here()) return;
+      if (state.block == nullptr || !leads_warp()) return;
       const uint64_t end = trace_ticks();
       TraceTasks& tasks = state.tasks;
       trace_add(&tasks.count[is_for_others_], 1);
@@ -231,17 +247,20 @@ template <class Team>
 PO_FN void trace_end(const WorkGroup& wg, const Team& team) {
   TraceState& state = trace_state();
   trace_max(&state.end, trace_ticks());
+  trace_fence();
   if (trace_add(&state.warps_done, 1) + 1 != static_cast<uint64_t>(wg.num_warps()) || state.block == nullptr) return;
+  trace_fence();
   TraceBlock& block = *state.block;
+  block.team = team.contract[1];
   block.epoch = team.epoch;
-  block.team_size = static_cast<uint64_t>(team.size);
   block.wg = static_cast<uint64_t>(wg.index());
   block.num_wgs = static_cast<uint64_t>(wg.count());
   block.num_warps = static_cast<uint64_t>(wg.num_warps());
   block.begin = state.begin;
   block.begin_ns = state.begin_ns;
   block.end = state.end;
-  block.end_ns = clock_ns();
+  block.last = trace_ticks();
+  block.last_ns = clock_ns();
   block.waited = 0;
   for (const uint64_t waited : state.waited) block.waited += waited;
   block.num_spans = state.num_spans;

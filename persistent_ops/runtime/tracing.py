@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .areas import Need
 from .backend import Kernel, KernelRequest
-from .contract import Field, operator_of
+from .contract import Field, operator_of, team_of
 from .description import describe
 from .operator import COMM, Operator
 from .world import upload
@@ -77,12 +77,14 @@ class Launch(NamedTuple):
 
     Attributes:
         operator: its name.
+        team: who launched: WORLD or ALONE of runtime/team.py, which count epochs of their own.
         waited: nanoseconds, of all its warps; a warp that waits for several PEs at once counts for each.
         own, others: of its tasks; None where there were none.
         lost: spans that found no room.
     """
 
     operator: str
+    team: int
     epoch: int
     team_size: int
     wg: int
@@ -144,6 +146,7 @@ class Tracer:
     def _launch(self, block: Any, tick: float) -> Launch:
         operator = operator_of(block.operator_id)
         assert operator is not None
+        number, size = team_of(block.team)
 
         def time(ticks: int) -> float:
             return float(block.begin_ns + (ticks - block.begin) * tick)
@@ -167,8 +170,9 @@ class Tracer:
             spans.append(Span(kind, what, span.peer, span.warp, time(span.begin), time(span.end)))
         return Launch(
             operator.name,
+            number,
             block.epoch,
-            block.team_size,
+            size,
             block.wg,
             block.num_wgs,
             block.num_warps,
@@ -188,8 +192,8 @@ _OTHER_WG = "another work-group"
 
 def _nanoseconds_of_a_tick(blocks: Sequence[Any]) -> float:
     """Return what all WGs together say of their clock; it ticks in nanoseconds on the host."""
-    ticks = sum(block.end - block.begin for block in blocks)
-    return sum(block.end_ns - block.begin_ns for block in blocks) / ticks if ticks else 1.0
+    ticks = sum(block.last - block.begin for block in blocks)
+    return sum(block.last_ns - block.begin_ns for block in blocks) / ticks if ticks else 1.0
 
 
 def align_clocks(world: World) -> Clock:
@@ -207,8 +211,10 @@ def align_clocks(world: World) -> Clock:
     rounds = constants["kRounds"]
     samples = world.backend.private_words(world.size * rounds * 3)
     call = structs["Call"](samples=samples.data_ptr())
-    world.workspace.launch(kernel, 1, plan.data_ptr(), call)
-    world.check()
+    # What earlier launches found wrong with this PE's input is raised later: the peers count on what follows.
+    world.workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
+    world.backend.synchronize()
+    world.workspace.raise_failure()
     clocks = [_clock(rows) for rows in samples.cpu().view(world.size, rounds, 3).tolist()]
     told = world.bootstrap.exchange("clocks", json.dumps(clocks).encode())[0]  # PE 0 has asked
     return Clock(*json.loads(told)[world.rank])

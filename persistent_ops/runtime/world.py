@@ -99,9 +99,10 @@ class World:
                 self.tracer.adopt(kernel)
         return kernel
 
-    def drop_traced(self) -> None:
-        """Forget what was made while a tracer was there; CUDA graphs keep theirs."""
+    def set_tracer(self, tracer: Tracer | None) -> None:
+        """Have kernels trace from here on, or no longer, and forget those that did; CUDA graphs keep theirs."""
         self.backend.synchronize()
+        self.tracer = tracer
         for state in self.operator_state.values():
             if isinstance(state, OperatorState):
                 state.plans.drop_traced()
