@@ -154,59 +154,62 @@ PO_FN void trace_span(TraceKind kind, uint32_t phase, int peer, uint64_t index, 
   state.block->spans[number] = {begin, end, index, kind, phase, static_cast<uint32_t>(peer), trace_warp()};
 }
 
-PO_FN void trace_send([[maybe_unused]] int peer, [[maybe_unused]] uint64_t offset) {
-  if constexpr (kTraces<>) {
+template <bool kDoes>
+struct Traces {
+  static PO_FN void send(int, uint64_t) {}
+
+  struct Wait {
+    PO_FN Wait(uint32_t, uint64_t) {}
+    PO_FN void looked_in_vain(int) {}
+    PO_FN bool came() { return true; }
+  };
+
+  struct Task {
+    PO_FN explicit Task(bool) {}
+  };
+};
+
+template <>
+struct Traces<true> {
+  static PO_FN void send(int peer, uint64_t offset) {
     const uint64_t now = trace_ticks();
     if (leads_here(static_cast<uint64_t>(peer) << 48 | offset)) trace_span(kTraceSend, 0, peer, offset, now, now);
   }
-}
 
-// A wait, from its first look in vain to the end of this object's life, for the peer that was missing in the last one.
-class WaitTrace {
- public:
-  PO_FN WaitTrace(uint32_t phase, uint64_t index) : phase_(phase), index_(index) {}
-  PO_FN ~WaitTrace() {
-    if constexpr (kTraces<>) {
+  class Wait {
+   public:
+    PO_FN Wait(uint32_t phase, uint64_t index) : phase_(phase), index_(index) {}
+    PO_FN ~Wait() {
       // Lanes that waited for the same count once.
       if (begin_ == 0 || !leads_here(static_cast<uint64_t>(peer_) << 48 | index_)) return;
       const uint64_t end = end_ != 0 ? end_ : trace_ticks();
       trace_add(&trace_state().waited[trace_warp()], end - begin_);
       trace_span(kTraceWait, phase_, peer_, index_, begin_, end);
     }
-  }
 
-  PO_FN void looked_in_vain([[maybe_unused]] int peer) {
-    if constexpr (kTraces<>) {
+    PO_FN void looked_in_vain(int peer) {
       if (begin_ == 0) begin_ = trace_ticks();
       peer_ = peer;
     }
-  }
 
-  // By the lane that sees it: the warp meets again when the last of its lanes does.
-  PO_FN bool came() {
-    if constexpr (kTraces<>) end_ = trace_ticks();
-    return true;
-  }
-
- private:
-  uint64_t begin_ = 0;
-  uint64_t end_ = 0;
-  int peer_ = 0;
-  const uint32_t phase_;
-  const uint64_t index_;
-};
-
-// A warp's work on a piece of the result, as long as this object lives.
-class TaskTrace {
- public:
-  PO_FN explicit TaskTrace(bool is_for_others) : is_for_others_(is_for_others) {
-    if constexpr (kTraces<>) {
-      begin_ = trace_ticks();
-      waited_ = trace_state().waited[trace_warp()];
+    PO_FN bool came() {
+      end_ = trace_ticks();
+      return true;
     }
-  }
-  PO_FN ~TaskTrace() {
-    if constexpr (kTraces<>) {
+
+   private:
+    uint64_t begin_ = 0;
+    uint64_t end_ = 0;
+    int peer_ = 0;
+    const uint32_t phase_;
+    const uint64_t index_;
+  };
+
+  class Task {
+   public:
+    PO_FN explicit Task(bool is_for_others)
+        : begin_(trace_ticks()), waited_(trace_state().waited[trace_warp()]), is_for_others_(is_for_others) {}
+    PO_FN ~Task() {
       TraceState& state = trace_state();
       if (state.block == nullptr || !leads_warp()) return;
       const uint64_t end = trace_ticks();
@@ -217,13 +220,22 @@ class TaskTrace {
       const uint64_t waited = min_of(state.waited[trace_warp()] - waited_, end - begin_);
       trace_add(&tasks.total[is_for_others_], end - begin_ - waited);
     }
-  }
 
- private:
-  uint64_t begin_ = 0;
-  uint64_t waited_ = 0;
-  const bool is_for_others_;
+   private:
+    const uint64_t begin_;
+    const uint64_t waited_;
+    const bool is_for_others_;
+  };
 };
+
+PO_FN void trace_send(int peer, uint64_t offset) { Traces<kTraces<>>::send(peer, offset); }
+
+// A wait, from its first look in vain until what was missing came, or else to the end of this object's life, for the peer that
+// was missing in the last look. The lane that sees it says so: its warp meets again when the last of its lanes does.
+using WaitTrace = Traces<kTraces<>>::Wait;
+
+// A warp's work on a piece of the result, as long as this object lives.
+using TaskTrace = Traces<kTraces<>>::Task;
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
