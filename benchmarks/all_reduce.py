@@ -23,6 +23,7 @@ from harness.figures import figure
 from harness.record import select, unique
 from harness.report import method_tables
 from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
+from harness.tuning import tuned
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce_plan import OPERATOR
@@ -164,10 +165,23 @@ class Sums(Trial):
                 if not bool(((norm.double() - right).abs() <= bound).all()):
                     failures.append(f"{name}, farther from the fp64 norm than rounding explains")
             if is_own(name):
-                found = torch.cat([t.reshape(-1).view(torch.int16).clone() for t in (total, norm) if t is not None])
+                found = _bits(total, norm)
                 if not torch.equal(bits.setdefault(norms, found), found):
                     failures.append(f"{name}, other bits than the algorithm before it")
         return {"failures": failures}
+
+    def check_tuned(self, name: str) -> list[str]:
+        """Compare the bits with those under the default Tuning."""
+
+        def found() -> torch.Tensor:
+            self.prepare(name)
+            bits = _bits(*self.run(name, 0))
+            self._world.check()
+            return bits
+
+        with tuned(self._world, OPERATOR, None):
+            expected = found()
+        return [] if torch.equal(found(), expected) else [f"{name}, other bits than the default's"]
 
     def _buffers(self, name: str) -> list[torch.Tensor]:
         """Return where another library finds what is to be summed, in turn."""
@@ -181,6 +195,10 @@ class Sums(Trial):
             dist.all_reduce(x)
             return x
         return one_shot(x) if name == "symm_one_shot" else two_shot(x)
+
+
+def _bits(total: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    return torch.cat([t.reshape(-1).view(torch.int16).clone() for t in (total, norm) if t is not None])
 
 
 def _fused_add_and_norm(

@@ -241,8 +241,8 @@ class SparseAllReduce(Experiment[_Case]):
     # ---- on a PE -----------------------------------------------------------------------------------------------------
 
     def set_up(self) -> None:
-        self._memory = MemoryMeter(self.world)  # begin() makes it anew, behind the ceilings' buffers
         """Make a group for Gloo beside the default one of NCCL, or find out why there is none."""
+        self._memory = MemoryMeter(self.world)  # begin() makes it anew, behind the ceilings' buffers
         self._gloo: Any = None
         self._no_gloo: str | None = None
         if self.backend != "cuda" or "gloo" not in self.options.methods:

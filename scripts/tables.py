@@ -488,7 +488,7 @@ def _tests_block(folder: Path) -> str:
     for path in sorted(TESTS.glob("test_*.py")):
         tree = ast.parse(path.read_text())
         covers = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-        on_gpus = [f"{run['gpus']}, {run['date']}" for run in runs if path.stem in run["files"]]
+        on_gpus = dict.fromkeys(f"{run['gpus']}, {run['date']}" for run in runs if path.stem in run["files"])
         marks = re.findall(r"(pytestmark = )?\S*pytest\.mark\.gpu", path.read_text())
         on_host = "-" if any(marks) else "in part" if marks else "yes"
         link = f"[{path.name}]({os.path.relpath(path, folder)})"

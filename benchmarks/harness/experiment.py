@@ -121,7 +121,7 @@ class Trial(ABC):
 
     def check_tuned(self, name: str) -> list[str]:
         """Compare a method's result under the Tuning that holds; collective. Returns failures as `check` does."""
-        return [failure for failure in self.check()["failures"] if failure.startswith(name)]
+        return [failure for failure in self.check()["failures"] if failure.startswith(f"{name},")]
 
     def close(self) -> None:  # noqa: B027
         """Give symmetric memory back; collective."""

@@ -41,7 +41,7 @@ def draw_sweep(lines: Sequence[dict[str, Any]], path: Path, *, field: str) -> No
     tried = [line for line in select(lines, "tune") if line["us"] is not None]
     series: dict[str, list[dict[str, Any]]] = {}
     for line in tried:
-        names = [str(value) for value in line.values() if isinstance(value, str)][1:]
+        names = [value for key, value in line.items() if isinstance(value, str) and key != "kind"]
         series.setdefault(", ".join([*names, f"{line['pes']} PEs"]), []).append(line)
     with figure(lines, path, size=(7, 5)) as (_, (axes,)):
         for name, points in series.items():
