@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that PEs wait for each other")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the whole, where PEs are started here")
     parser.add_argument("--json", type=Path, help="file to which one line with all results is appended")
+    parser.add_argument("--trace", help="file for a timeline of all launches (docs/timelines.md)")
     return parser
 
 
@@ -130,6 +131,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         prefetch=arguments.prefetch,
         reference=arguments.reference,
         timeout=arguments.timeout,
+        trace=arguments.trace,
     )
 
 

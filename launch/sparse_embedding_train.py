@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pes", type=int, help="PEs to start without a launcher (default: one per GPU; host 2 to 4)")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole, where PEs are started here")
     parser.add_argument("--json", type=Path, help="file to which one line with all results is appended")
+    parser.add_argument("--trace", help="file for a timeline of all launches (docs/timelines.md)")
     return parser
 
 

@@ -94,5 +94,6 @@ from .runtime.errors import (
     SymmetricHeapError as SymmetricHeapError,
 )
 from .runtime.spawn import launch as launch
+from .timeline import trace as trace
 
 __version__ = "0.1.0"

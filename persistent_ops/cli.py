@@ -1,4 +1,4 @@
-"""The command line: persistent-ops demo | bench | doctor | --version."""
+"""The command line: persistent-ops demo | bench | trace | doctor | --version."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def demo(
         int | None, typer.Option(help="Cap on a table's rows. Default: what the GPUs hold, host 50000.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of tables and synthetic batches.")] = 0,
+    trace: Annotated[str | None, typer.Option(help="File for a timeline of all launches.")] = None,
 ) -> None:
     """Run a DLRM embedding exchange over several PEs and check it against torch.
 
@@ -82,6 +83,7 @@ def demo(
             backend=backend,
             max_rows=max_rows,
             seed=seed,
+            trace=trace,
         )
         raise typer.Exit(run_demo(options))
     except (ValueError, OSError) as error:
@@ -103,6 +105,13 @@ def bench(context: typer.Context, op: Annotated[str, typer.Argument(help="The op
         raise typer.Exit(2)
     run = cast(Callable[[list[str]], int], _load(found[op]).main)
     raise typer.Exit(run(list(context.args)))
+
+
+@app.command(context_settings=_PASS_ON)
+def trace(context: typer.Context, op: Annotated[str, typer.Argument(help="The operator.")] = "") -> None:
+    """Record a timeline of an operator's launches and tell what they come to (options as of `bench OP`)."""
+    context.args.append("--trace")
+    bench(context, op)
 
 
 @app.command()

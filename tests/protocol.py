@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from timelines import problems_of_file, problems_of_timeline
 from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
+from persistent_ops.timeline import PeTimeline, Timeline
 
 __all__ = ["Mismatch", "ProtocolSuite", "Work"]
 
@@ -159,6 +161,38 @@ class ProtocolSuite:
         return seen
 
     @classmethod
+    def _traced(cls, backend: str, options: dict[str, Any], folder: Path) -> tuple[list[bool], list[PeTimeline]]:
+        """Trace calls to which PE 1 comes late."""
+        po.init(backend, operator_timeout=30.0, heap_size=cls.heap_bytes, **options)
+        right = [cls.checked(0, each) for each in cls.ways]
+        with po.trace(folder / "timeline.json") as timeline:
+            for number in range(3):
+                for way in cls.ways:
+                    time.sleep(0.1 if po.rank() == 1 else 0.0)
+                    right.append(cls.checked(number, way))
+        right += [cls.checked(1, each) for each in cls.ways]
+        po.finalize()
+        return right, timeline.pes
+
+    @classmethod
+    def _traced_to_an_abort(cls, backend: str, way: str, folder: Path) -> tuple[list[Any], list[PeTimeline]]:
+        """Trace a call to which PE 0 does not come, and those behind the recovery."""
+        init_with_impatient_kernels(backend, 1.0, cls.heap_bytes)
+        seen: list[Any] = [cls.checked(0, each) for each in cls.ways]
+        with po.trace() as timeline:
+            work = cls.work(1, way)
+            if po.rank() == 0:
+                gave_up(folder, po.world_size() - 1)
+            error = error_of(lambda: [work.run(), po.check()])[0]
+            seen.append(error in (("", "PeerTimeoutError") if po.rank() == 0 else ("PeerTimeoutError",)))
+            (folder / f"gave_up_{po.rank()}").touch()
+            error_of(po.barrier)  # who came too late may have found all that its peers sent
+            po.recover()
+            seen += [cls.checked(2, each) for each in cls.ways]
+        po.finalize()
+        return seen, timeline.pes
+
+    @classmethod
     def _mismatched(cls, backend: str) -> dict[str, tuple[str, str, float]]:
         po.init(backend, operator_timeout=60.0, heap_size=cls.heap_bytes)
         cls.warm_up()
@@ -237,6 +271,34 @@ class ProtocolSuite:
             if seconds[-1] < self.gives_up_within:
                 break
         assert min(seconds) < self.gives_up_within, f"it gives up once, not one wait after the other: {seconds}"
+
+    @pytest.mark.parametrize("options", _TRANSPORTS)
+    def test_timeline(self, backend: str, options: dict[str, Any], tmp_path: Path) -> None:
+        results = run_pes(self._traced, 3, backend, options, tmp_path, timeout=200)
+        assert all(all(right) for right, _ in results)
+        assert [[pe.pe for pe in pes] for _, pes in results] == [[0, 1, 2], [1], [2]], "PE 0 has all"
+        pes = results[0][1]
+        problems = problems_of_timeline(pes, self.operator.partition("(")[0])
+        assert not problems, problems[:5]
+        assert all(pe.dropped == 0 for pe in pes)
+        problems = problems_of_file(tmp_path / "timeline.json", pes)
+        assert not problems, problems[:5]
+        for summary in Timeline(pes).summary():
+            if summary.operator == self.operator.partition("(")[0]:
+                assert summary.launches >= 3 * len(self.ways) and 0 <= summary.waiting <= 1
+                assert summary.skew_us is not None and summary.skew_us > 20e3, "one PE is late"
+                assert (summary.waits[0][0] == 1) == (summary.pe != 1), f"it is PE 1 that is waited for: {summary}"
+
+    def test_timeline_with_an_abort(self, backend: str, tmp_path: Path) -> None:
+        way = self.absences[0][0]
+        results = run_pes(self._traced_to_an_abort, 3, backend, way, tmp_path, timeout=200)
+        assert all(all(seen) for seen, _ in results), results
+        pes = results[0][1]
+        problems = problems_of_timeline(pes, self.operator.partition("(")[0])
+        assert not problems, problems[:5]
+        for pe in pes[1:]:
+            longest = max((span for launch in pe.launches for span in launch.spans), key=lambda s: s.end - s.begin)
+            assert longest.kind == "wait" and longest.peer == 0 and longest.end - longest.begin > 0.9e9, longest
 
     def test_mismatch_is_named_on_every_pe(self, backend: str) -> None:
         for rank, errors in enumerate(run_pes(self._mismatched, 3, backend, timeout=250)):

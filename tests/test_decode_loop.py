@@ -142,6 +142,14 @@ def run(options: Options, world: int, backend: str) -> dict[str, Any]:
     return reports[0]
 
 
+def test_a_timeline_of_the_whole_run(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    report = run(dataclasses.replace(QUICK, tokens=2, trace=str(path)), 2, backend)
+    assert decode_report.passed(report)
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"}
+    assert {"gemv_all_reduce", "all_reduce"} & names
+
+
 @pytest.mark.parametrize(
     ("world", "options"),
     [

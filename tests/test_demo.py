@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import re
 import sys
@@ -281,6 +282,14 @@ def test_synthetic_run_on_the_host_agrees_with_the_reference() -> None:
     text = console.export_text()
     assert "correct" in text
     assert "3 x CPU process" in text
+
+
+def test_a_timeline_of_the_whole_run(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    options = DemoOptions(steps=2, batch=16, dim=8, pes=2, backend="host", max_rows=50, trace=str(path))
+    assert run.run_demo(options, console=quiet()) == 0
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"]
+    assert names.count("embedding_all_to_all") >= 2 * 3
 
 
 def test_run_on_a_file_with_a_short_last_batch(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import persistent_ops as po
 from persistent_ops.runtime import nvshmem_turns
 from persistent_ops.runtime.bootstrap import Bootstrap, from_threads
+from persistent_ops.runtime.file_lock import lock_within
 from persistent_ops.runtime.nvshmem_turns import turn_to_end, turn_to_start
 
 Turn = Callable[[float], AbstractContextManager[None]]
@@ -67,6 +68,34 @@ def test_ends_do_not_wait_for_each_other() -> None:
     with ThreadPoolExecutor(3) as pool:
         for future in [pool.submit(end) for _ in range(3)]:
             future.result()
+
+
+def test_a_turn_lasts_until_all_pes_of_the_job_have_started() -> None:
+    events: list[str] = []
+
+    def start(bootstrap: Bootstrap) -> None:
+        with turn_to_start(bootstrap, 60.0):
+            if bootstrap.rank == 1:
+                time.sleep(0.3)
+                events.append("started")
+
+    def start_another() -> None:
+        while not _is_locked():
+            time.sleep(0.001)
+        with _start_alone(60.0):
+            events.append("another")
+
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(start, bootstrap) for bootstrap in from_threads(2, 120.0)]
+        for future in [*futures, pool.submit(start_another)]:
+            future.result()
+    assert events == ["started", "another"]
+
+
+def _is_locked() -> bool:
+    with nvshmem_turns._lock_file() as descriptor:
+        assert descriptor is not None
+        return not lock_within(0.0, descriptor)
 
 
 @pytest.mark.parametrize("turn", [_start_alone, turn_to_end])

@@ -285,6 +285,13 @@ def test_losses_are_those_of_one_process(backend: str, world: int, text: Path, t
     assert report["seconds"] > 0 and report["timed_steps"] == 20
 
 
+def test_a_timeline_of_the_whole_run(backend: str, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    run(options_of(text, tmp_path, steps=3, trace=str(path)), 2, backend)
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"}
+    assert "sparse_all_reduce" in names
+
+
 def test_a_resumed_training_goes_on_as_if_it_had_not_ended(backend: str, text: Path, tmp_path: Path) -> None:
     whole = run(options_of(text, tmp_path / "whole", steps=13), 2, backend)
     parts = tmp_path / "parts"

@@ -20,6 +20,7 @@ from .figures import draw_sweep, pyplot, why_none
 from .pes import is_first_process, run_on_pes, started_pes, without_multicast
 from .record import read_lines
 from .report import print_report, print_tunings
+from .tracing import timeline_tables
 from .tuning import Grid, occupancies, parse_grid
 
 __all__ = ["at_least", "names", "run_benchmark"]
@@ -56,6 +57,7 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         return 2
     without_multicast()
     what = f"_sweep_{arguments.sweep}" if arguments.sweep else "_tuning" if options.tune else ""
+    what = "_timeline" if options.traces else what
     path = Path(arguments.out) / f"{name}{what}.jsonl"
     is_printer = is_first_process()
     if is_printer:
@@ -77,6 +79,9 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         print_tunings(lines, console)
         if arguments.sweep:
             _draw(functools.partial(draw_sweep, field=options.tune[0][0]), lines, path.with_suffix(".png"))
+    elif lines and options.traces:
+        for part in timeline_tables(lines):
+            console.print(part, soft_wrap=isinstance(part, str))
     elif lines:
         _draw(experiment.draw, lines, path.with_suffix(".png"))
         print_report(experiment, lines, console)
@@ -103,6 +108,8 @@ def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any
     parser.add_argument("--methods", help=f"comma-separated, of {known} (default: all)")
     parser.add_argument("--rounds", type=int, help=f"times each method is timed {experiment.rounds_help}")
     parser.add_argument("--quick", action="store_true", help=f"a look: {experiment.quick_help}")
+    timelines = "record the launches of the first case as timelines, beside the record, and time nothing"
+    parser.add_argument("--trace", action="store_true", help=f"{timelines} (methods: the first one)")
     parser.set_defaults(tune=None, tune_mode="product", sweep=None)
     if experiment.knobs:
         sweep = "time the operator over resident work-groups (occupancy) or the size of a slice, and draw that"
@@ -130,7 +137,9 @@ def _common(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
         tune = parse_grid(arguments.tune, type(experiment.operator.default_tuning))
     if tune and not arguments.methods:
         methods = experiment.tuned_methods
-    found = {"backend": arguments.backend, "methods": methods, "rounds": rounds}
+    elif arguments.trace and not arguments.methods:
+        methods = methods[:1]
+    found = {"backend": arguments.backend, "methods": methods, "rounds": rounds, "traces": arguments.trace}
     return {**found, "tune": tune, "tune_mode": arguments.tune_mode}
 
 

@@ -30,6 +30,7 @@ from .check import everyones
 from .pes import agree, gather
 from .record import Recorder, describe_run, progress
 from .timing import Subject, quantile, record, time_interleaved, time_replays
+from .tracing import timeline_of, timeline_path, write_timeline
 from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
 
@@ -55,6 +56,7 @@ class Options:
         timeout: seconds that a PE waits for another.
         tune: fields of the operator's Tuning and the values to try; nothing is tried where it is empty.
         tune_mode: "product" or "star".
+        traces: whether the first case's launches are recorded as timelines, beside the record, and nothing is timed.
     """
 
     backend: str = "auto"
@@ -67,6 +69,7 @@ class Options:
     timeout: float = 20.0
     tune: Grid = ()
     tune_mode: str = "product"
+    traces: bool = False
 
 
 class Trial(ABC):
@@ -282,6 +285,8 @@ class Experiment(ABC, Generic[_Case]):
             for case in self.cases():
                 passed &= self._tune_case(case)
             return passed
+        if options.traces:
+            return self._trace_case(next(iter(self.cases())))
         self._measure_ceilings()
         self.begin()
         for case in self.cases():
@@ -411,6 +416,23 @@ class Experiment(ABC, Generic[_Case]):
                 replays=len(own),
                 **{field: max(each[i] for each in everyone) for i, field in enumerate(self.shares)},
             )
+
+    # ---- timelines ---------------------------------------------------------------------------------------------------
+
+    def _trace_case(self, case: _Case) -> bool:
+        """Check one case and record its launches; collective."""
+        trial = self.prepare(case)
+        failures = everyones(self.world, trial.check()["failures"])
+        self.write("check", **trial.fields, failures=failures)
+        for name in trial.methods:
+            folder = Path(self.options.record_path or ".").parent
+            path = timeline_path(folder, self.name, name)
+            record = partial(trial.subject, self.world, name)
+            timeline = timeline_of(self.world, trial.calls(name), record, replays=self.options.rounds, path=path)
+            if self.world.rank == 0:
+                write_timeline(timeline, path, self.write, {**trial.fields, "method": name})
+        self._close(trial)
+        return not failures
 
     # ---- tuning ------------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
       peer = team.rank;  // interrupted, whoever was waited for
     ErrorRecord& record = *team.error;
     record.kind = kind;
-    record.phase = phase & ((1u << kPhaseBits) - 1);
+    record.phase = phase & ((1u << kCodeBits) - 1);
     record.peer = static_cast<uint64_t>(peer);
     record.index = index;
     record.epoch = team.epoch;
@@ -118,13 +118,15 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
                  bool has_given_up = false) {
-  const uint32_t eighths = phase >> kPhaseBits;
+  const uint32_t eighths = phase >> kCodeBits;
   const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
+  WaitTrace trace(phase, index);
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
-    if (look(&seen)) return true;
+    if (look(&seen)) return trace.came();
     if (has_given_up) return false;
+    trace.looked_in_vain(peer);
     if (looks_up(spins)) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
@@ -143,7 +145,9 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index,
 // and what a peer is late with is not to be blamed on this PE.
 template <class Look>
 PO_FN bool await_own(const Team& team, const Look& look) {
+  WaitTrace trace(0, 0);
   for (uint32_t spins = 1; !look(); ++spins) {
+    trace.looked_in_vain(team.rank);
     if (looks_up(spins) && is_aborted(team)) return false;
     spin_pause(spins);
   }

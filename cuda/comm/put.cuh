@@ -7,6 +7,7 @@
 #include "comm/team.cuh"
 #include "platform/groups.cuh"
 #include "platform/memory.cuh"
+#include "platform/trace.cuh"
 
 #ifndef PO_WITH_NVSHMEM
 #define PO_WITH_NVSHMEM 0
@@ -71,6 +72,7 @@ PO_FN void put_acquire([[maybe_unused]] const uint64_t* flag, [[maybe_unused]] u
 // Sets the flag at `offset` in a peer's heap. To a reachable peer this is a release: it covers all that this thread
 // has written or, through a sync or an acquire, observed. To others it follows the puts before the last put_fence.
 PO_FN void signal(const Team& team, int peer, uint64_t offset, uint64_t value) {
+  trace_send(peer, offset);
   if (is_reachable(team, peer)) {
     flag_store_release_sys(reinterpret_cast<uint64_t*>(peer_address(team, peer, offset)), value);  // @signal-release
     return;

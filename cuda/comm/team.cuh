@@ -53,8 +53,9 @@ PO_CONSTANT(kBlameKindShift)
 // What a wait is for: a code, and above it the wait's bound in eighths of the time-out. Operators have codes of their own,
 // from kFirstPhase on; what each means says the operator's module in Python, as it does of the kinds of bad input.
 using Phase = uint32_t;
-inline constexpr int kPhaseBits = 16;
-constexpr Phase make_phase(uint32_t code, uint32_t eighths = 8) { return eighths << kPhaseBits | code; }
+inline constexpr int kCodeBits = 16;
+PO_CONSTANT(kCodeBits)
+constexpr Phase make_phase(uint32_t code, uint32_t eighths = 8) { return eighths << kCodeBits | code; }
 inline constexpr Phase kPhaseCredit = make_phase(1);
 PO_CONSTANT(kPhaseCredit)
 inline constexpr uint32_t kFirstPhase = 16;

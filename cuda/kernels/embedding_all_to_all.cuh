@@ -246,6 +246,7 @@ class Worker {
         ticket = static_cast<int32_t>(atomic_fetch_add_relaxed_gpu(&plan_.team.local->ticket, 1));
       }
       if (Task task; plan_.order.task_at(position_, &task)) {
+        const TaskTrace trace(task.destination != plan_.team.rank);
         const bool is_staged = !is_reachable(plan_.team, task.destination);
         pool(task);
         if (is_staged) finish_staged();

@@ -10,9 +10,13 @@
 // On the GPU a `Call` stays where the launch has put it, in the constant bank, so that its address can be taken. With
 // PO_ENTRY_HOLDING_CALL each thread has a copy in registers: for a kernel that is over so soon that to load a word again is
 // felt.
+//
+// PO_ENTRY_TRACED, and PO_ENTRY_HOLDING_CALL_TRACED, are of kernels that leave a timeline behind: their launches take a
+// TraceSink too.
 #pragma once
 
 #include "platform/groups.cuh"
+#include "platform/trace.cuh"
 
 #if !PO_ON_DEVICE
 #include <memory>
@@ -48,9 +52,33 @@ PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, cons
   }
 }
 
+template <class Kernel>
+PO_FN void run_traced(const WorkGroup& wg, typename Kernel::Shared& shared, const typename Kernel::Plan* plan,
+                      const typename Kernel::Call& call, const TraceSink& sink) {
+  if (wg.rank() == 0) trace_begin(sink);  // run_kernel's sync is behind it
+  run_kernel<Kernel>(wg, shared, plan, call);
+  const Warp warp;
+  warp.sync();
+  if (warp.rank() == 0) trace_end(wg, shared.plan.team);
+}
+
 }  // namespace po
 
 #if PO_ON_DEVICE
+
+#define PO_ENTRY_TRACED_WITH(name, Kernel, attribute)                                                                 \
+  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)                                \
+      name(const Kernel::Plan* plan, const attribute Kernel::Call call, const __grid_constant__ po::TraceSink sink) { \
+    __shared__ Kernel::Shared shared;                                                                                 \
+    const po::WorkGroup wg;                                                                                           \
+    po::run_traced<Kernel>(wg, shared, plan, call, sink);                                                             \
+  }
+#define PO_ENTRY_TRACED(name, ...)      \
+  using po_kernel_##name = __VA_ARGS__; \
+  PO_ENTRY_TRACED_WITH(name, po_kernel_##name, __grid_constant__)
+#define PO_ENTRY_HOLDING_CALL_TRACED(name, ...) \
+  using po_kernel_##name = __VA_ARGS__;         \
+  PO_ENTRY_TRACED_WITH(name, po_kernel_##name, )
 
 #define PO_ENTRY_WITH(name, Kernel, attribute)                                         \
   extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) \
@@ -76,14 +104,16 @@ constexpr size_t host_arena_bytes() {
   return 0;
 }
 
-// Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them.
+// Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them. `sink`: null without a timeline.
 template <class Kernel>
-void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs, int wg_size) {
+void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs, int wg_size,
+                 const TraceSink* sink = nullptr) {
   struct alignas(128) Line {
     uint8_t bytes[128];
   };
   struct WgState {
     typename Kernel::Shared shared{};
+    TraceState trace{};
     pthread_barrier_t barrier;
     std::vector<Line> arena{host_arena_bytes<Kernel>() / sizeof(Line)};
   };
@@ -96,7 +126,12 @@ void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call&
     WgState& state = *states[static_cast<size_t>(wg_index)];
     const WorkGroup wg{rank,    wg_size,        wg_index,
                        num_wgs, &state.barrier, reinterpret_cast<uint8_t*>(state.arena.data())};
-    run_kernel<Kernel>(wg, state.shared, plan, call);
+    if constexpr (kTraces<>) {
+      trace_thread = {&state.trace, static_cast<uint32_t>(rank)};
+      run_traced<Kernel>(wg, state.shared, plan, call, *sink);
+    } else {
+      run_kernel<Kernel>(wg, state.shared, plan, call);
+    }
   };
   std::vector<std::thread> threads;
   for (int i = 1; i < num_wgs * wg_size; ++i) threads.emplace_back(body, i / wg_size, i % wg_size);
@@ -114,5 +149,14 @@ void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call&
     po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size);                                     \
   }
 #define PO_ENTRY_HOLDING_CALL PO_ENTRY
+
+#define PO_ENTRY_TRACED(name, ...)                                                                             \
+  using po_kernel_##name = __VA_ARGS__;                                                                        \
+  extern "C" __attribute__((visibility("default"))) void name(const po_kernel_##name::Plan* plan,              \
+                                                              const po_kernel_##name::Call* call, int num_wgs, \
+                                                              int wg_size, const po::TraceSink* sink) {        \
+    po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size, sink);                                    \
+  }
+#define PO_ENTRY_HOLDING_CALL_TRACED PO_ENTRY_TRACED
 
 #endif

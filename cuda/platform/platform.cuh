@@ -22,6 +22,10 @@
 
 namespace po {
 
+// Whether a kernel leaves a timeline behind (trace.cuh). Who compiles it so specialises this before anything else.
+template <class = void>
+inline constexpr bool kTraces = false;
+
 template <class T>
 PO_FN constexpr T min_of(T a, T b) {
   return a < b ? a : b;

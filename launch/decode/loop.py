@@ -364,7 +364,7 @@ def run_pe(options: Options) -> dict[str, Any]:
             # The PEs share the cores: more threads than cores would slow all of them down.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.bootstrap.local_world_size))
         pe = _Pe(options, world)
-        with _group(pe):
+        with _group(pe), contextlib.nullcontext() if options.trace is None else po.trace(options.trace):
             return _measure(pe)
     finally:
         po.finalize()

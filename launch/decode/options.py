@@ -38,6 +38,7 @@ class Options:
         prefetch: whether fused products ask for weights before the kernel before them has ended.
         reference: whether one PE computes the whole model alone; None for the tiny one only.
         timeout: seconds that the PEs wait for each other.
+        trace: file for a timeline of all launches, or None.
     """
 
     model: str | None = None
@@ -57,6 +58,7 @@ class Options:
     prefetch: bool = False
     reference: bool | None = None
     timeout: float = 120.0
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("cut", "layers", "prompt_length", "tokens", "batch", "rounds"):

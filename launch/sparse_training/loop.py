@@ -219,7 +219,11 @@ def run_pe(options: Options) -> dict[str, Any]:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
         shares_gpu = on_gpu and local > torch.cuda.device_count()
         group = "nccl" if on_gpu and not shares_gpu else "gloo"
-        with process_group(world.bootstrap, backend=group, device=world.backend.device, timeout=options.timeout):
+        trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
+        process_group_of = process_group(
+            world.bootstrap, backend=group, device=world.backend.device, timeout=options.timeout
+        )
+        with process_group_of, trace:
             report = _run(_Pe(options, world, read_text(options)))
         return {**report, "shares_gpu": shares_gpu, "group": group}
     finally:

@@ -35,6 +35,7 @@ class Options:
         overlap_steps: steps of each of the three ways that are timed at the end; 0 for none.
         words: whose neighbours are printed.
         timeout: seconds that the PEs wait for each other.
+        trace: file for a timeline of all launches, or None.
     """
 
     text: str | None = None
@@ -57,6 +58,7 @@ class Options:
     overlap_steps: int = 8
     words: tuple[str, ...] = ("file", "integer", "thread", "bytes", "import")
     timeout: float = 60.0
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "min_count", "dim", "window", "negatives", "batch", "steps", "checkpoint_every"):

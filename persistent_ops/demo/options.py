@@ -35,6 +35,7 @@ class DemoOptions:
         max_rows: cap on a table's rows; None takes what fits.
         seed: of tables and synthetic batches.
         timeout: seconds that the PEs wait for each other.
+        trace: file for a timeline of all launches, or None.
     """
 
     data: Path | None = None
@@ -47,6 +48,7 @@ class DemoOptions:
     max_rows: int | None = None
     seed: int = 0
     timeout: float = 60.0
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "dim", "pes", "max_rows"):

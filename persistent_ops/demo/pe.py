@@ -209,7 +209,8 @@ def run_pe(options: DemoOptions) -> list[dict[str, Any]]:
         shared_gpu = backend == "cuda" and bootstrap.local_world_size > torch.cuda.device_count()
         reference = "nccl" if backend == "cuda" and not shared_gpu else "gloo"
         with process_group(bootstrap, backend=reference, device=device, timeout=options.timeout):
-            report = _measure(options, bootstrap, backend, device, reference)
+            with contextlib.nullcontext() if options.trace is None else po.trace(options.trace):
+                report = _measure(options, bootstrap, backend, device, reference)
             answers = bootstrap.exchange("demo/report", json.dumps(dataclasses.asdict(report)).encode())
         return [json.loads(answer) for answer in answers]
     finally:

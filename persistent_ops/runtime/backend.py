@@ -14,6 +14,11 @@ from .jit import KernelSource
 
 __all__ = ["Backend", "Kernel", "KernelRequest"]
 
+_TRACES = """#include "platform/platform.cuh"
+template <>
+inline constexpr bool po::kTraces<> = true;
+"""
+
 
 @dataclass(frozen=True)
 class KernelRequest:
@@ -27,6 +32,7 @@ class KernelRequest:
         overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
             kernel must wait for that end itself.
         holds_call: whether each thread has the call in registers; see cuda/platform/entry.cuh.
+        traces: whether it leaves a timeline behind; see cuda/platform/trace.cuh.
     """
 
     name: str
@@ -35,6 +41,7 @@ class KernelRequest:
     arena_bytes: int = 0
     overlaps_predecessor: bool = False
     holds_call: bool = False
+    traces: bool = False
 
     def source(self) -> KernelSource:
         """Return what is compiled; a compiler that lays a struct out in another way than the description refuses it."""
@@ -43,9 +50,9 @@ class KernelRequest:
             values = ", ".join(f".{name} = {value}" for name, value in self.config)
             kernel = f"Kernel<{space}::Config{{{values}}}>"
         check = f"namespace {space} {{ {description_of(self.name).layout} }}"
-        entry = "PO_ENTRY_HOLDING_CALL" if self.holds_call else "PO_ENTRY"
+        entry = "PO_ENTRY" + "_HOLDING_CALL" * self.holds_call + "_TRACED" * self.traces
         tail = f"{check}\n{entry}({self.name}, {space}::{kernel})\n"
-        return KernelSource(f"kernels/{self.name}.cuh", head="#include <cstddef>\n", tail=tail)
+        return KernelSource(f"kernels/{self.name}.cuh", head="#include <cstddef>\n" + _TRACES * self.traces, tail=tail)
 
 
 class Kernel(Protocol):
@@ -56,6 +63,9 @@ class Kernel(Protocol):
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
         """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`; `call` is copied."""
+
+    def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
+        """Have launches of a kernel that traces leave their timelines in a TraceSink, whose memory is kept."""
 
 
 class Backend(Protocol):

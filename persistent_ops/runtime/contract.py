@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .operator import Operator
     from .team import Team
 
-__all__ = ["Contract", "Field", "describe", "differences", "operator_of", "register"]
+__all__ = ["Contract", "Field", "describe", "differences", "operator_of", "register", "team_of"]
 
 
 def _number(value: Any) -> int:
@@ -51,8 +51,13 @@ class Field:
 
 
 def _show_team(word: int) -> str:
-    number, size = divmod(word, 1 << _TEAM_SHIFT)
+    number, size = team_of(word)
     return f"{size} (team {number})" if number else str(size)
+
+
+def team_of(word: int) -> tuple[int, int]:
+    """Return number and size of the team that a contract's second word stands for."""
+    return divmod(word, 1 << _TEAM_SHIFT)
 
 
 _TEAM_SHIFT = 32

@@ -49,7 +49,7 @@ class _GpuKernel:
         self._configs: dict[tuple[int, int], driver.CUlaunchConfig] = {}
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
-        self._parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._plan), 0)
+        self._parameters = (ctypes.c_void_p * 3)(ctypes.addressof(self._plan), 0, 0)  # the last: of one that traces
         self._parameters_address = ctypes.addressof(self._parameters)
 
     def max_blocks_per_sm(self) -> int:
@@ -69,6 +69,10 @@ class _GpuKernel:
         outcome = driver.cuLaunchKernelEx(config, self._function, self._parameters_address, 0)[0]
         if outcome != _SUCCESS:
             raise RuntimeError(f"{self._request.name}: the CUDA driver did not launch it: {outcome.name}")
+
+    def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
+        self._sink, self._memory = sink, memory
+        self._parameters[2] = ctypes.addressof(sink)
 
     def _make_config(self, grid: int, stream: int) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()

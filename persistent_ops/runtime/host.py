@@ -29,12 +29,17 @@ class _HostKernel:
         self._function = function
         self._wg_size = wg_size
         self._waits = waits
+        self._sink: ctypes.Structure | None = None
 
     def max_blocks_per_sm(self) -> int:
         return 64  # WGs are threads; the operating system shares the cores among them
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
-        self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size))
+        sink = 0 if self._sink is None else ctypes.addressof(self._sink)
+        self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink))
+
+    def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
+        self._sink, self._memory = sink, memory
 
 
 class _Segment:
@@ -124,7 +129,8 @@ class HostBackend:
         library = ctypes.CDLL(str(compile_host(request.source())))
         function = getattr(library, request.name)
         function.restype = None
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        # The last one is for kernels that trace; others do not look at it.
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         return _HostKernel(function, self._wg_size, self.waits)
 
     def use_in_this_thread(self) -> None:

@@ -41,6 +41,7 @@ def turn_to_start(bootstrap: Bootstrap, seconds: float) -> Iterator[None]:
                 _lock(descriptor, seconds, shared=False)
             bootstrap.exchange("nvshmem-turn", b"")
         yield
+        bootstrap.exchange("nvshmem-turn-over", b"")  # who locked may be the first to have started
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["COMM", "Operator"]
 
 COMM = "comm/team.cuh"  # the header of what all operators share
-_PHASE_BITS = 16
 _CREDIT = "credit to write its output (has it launched the operator?)"
 _described: dict[str, Description] = {}  # of this process
 
@@ -80,7 +79,8 @@ class Operator:
 
     @functools.cached_property
     def _texts(self) -> dict[int, str]:
-        constants, mask = self.description.constants, (1 << _PHASE_BITS) - 1
+        constants = self.description.constants
+        mask = (1 << constants["kCodeBits"]) - 1
         own = {constants[name] & mask: text for name, text in self.phases.items()}
         return {constants["kPhaseCredit"] & mask: _CREDIT} | own
 

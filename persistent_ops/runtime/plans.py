@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .areas import Areas
 
@@ -33,6 +33,13 @@ class Plan:
 _P = TypeVar("_P", bound=Plan)
 
 
+class Traced(NamedTuple):
+    """What the key of a plan becomes whose kernel traces."""
+
+    tracer: object
+    key: Hashable
+
+
 class Plans(dict[Hashable, _P]):
     """An operator's plans in one world, by keys: NamedTuples without addresses, equal where a plan serves again.
 
@@ -53,7 +60,7 @@ class Plans(dict[Hashable, _P]):
 
     def find(self, key: Hashable, *tensors: object) -> _P | None:
         """Return the plan of a key, or None. A CUDA graph that is being captured keeps it, and `tensors`."""
-        plan = self.get(key)
+        plan = self.get(self._kept_under(key))
         if plan is not None and self._workspace.is_capturing():
             self._world.keep_captured(plan, *tensors)
         return plan
@@ -84,15 +91,28 @@ class Plans(dict[Hashable, _P]):
                 "cannot do: call it once before the capture, with the same shapes and tables"
             )
 
+    def __setitem__(self, key: Hashable, plan: _P) -> None:
+        super().__setitem__(self._kept_under(key), plan)
+
+    def _kept_under(self, key: Hashable) -> Hashable:
+        tracer = self._world.tracer
+        return key if tracer is None else Traced(tracer, key)
+
     def drop(self, is_dropped: Callable[[Any], bool]) -> None:
         """Forget the plans of some keys."""
-        for key in [key for key in self if is_dropped(key)]:
+        for key in [key for key in self if is_dropped(key.key if isinstance(key, Traced) else key)]:
+            del self[key]
+
+    def drop_traced(self) -> None:
+        """Forget the plans whose kernels trace."""
+        for key in [key for key in self if isinstance(key, Traced)]:
             del self[key]
 
     def renew(self, areas: set[str], replace: Callable[[], None]) -> None:
         """Replace areas, and all plans that name them; CUDA graphs keep both. Where it raises, the plans are gone."""
         renewed = {key: copy.copy(plan) for key, plan in self.items() if not areas.isdisjoint(plan.areas)}
-        self.drop(renewed.__contains__)
+        for key in renewed:
+            del self[key]
         for plan in renewed.values():
             plan.held = None
         replace()

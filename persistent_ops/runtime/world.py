@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import math
 import os
 import threading
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -25,6 +26,9 @@ from .plans import OperatorState
 from .team import ALONE, WORLD, Team
 from .torch_private import backward_pass
 from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from .tracing import Tracer
 
 __all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized"]
 
@@ -72,6 +76,8 @@ class World:
         self.all_reachable = all(all(row) for row in matrix)
         self.team = Team(self.rank, self.size, WORLD, self.all_reachable)
         self.alone = Team(0, 1, ALONE, True)
+        self.tracer: Tracer | None = None
+        """Where kernels leave timelines, while that is wanted (`persistent_ops.trace`)."""
         self.operator_state: dict[str, Any] = {}
         """What operators keep, by name: see `Operator.state`. They keep nothing elsewhere."""
         self._captured: dict[int, object] = {}
@@ -83,11 +89,25 @@ class World:
 
     def load(self, request: KernelRequest) -> Kernel:
         """Return a kernel, which may have to be compiled; peers that wait meanwhile do not count that time."""
+        if self.tracer is not None:
+            request = dataclasses.replace(request, traces=True)
         kernel = self._kernels.get(request)
         if kernel is None:
             with self.preparing():
                 kernel = self._kernels[request] = self.backend.load(request)
+            if self.tracer is not None:
+                self.tracer.adopt(kernel)
         return kernel
+
+    def set_tracer(self, tracer: Tracer | None) -> None:
+        """Have kernels trace from here on, or no longer, and forget those that did; CUDA graphs keep theirs."""
+        self.backend.synchronize()
+        self.tracer = tracer
+        for state in self.operator_state.values():
+            if isinstance(state, OperatorState):
+                state.plans.drop_traced()
+        self._kernels = {request: kernel for request, kernel in self._kernels.items() if not request.traces}
+        self._barrier = None
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""

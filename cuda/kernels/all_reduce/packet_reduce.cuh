@@ -103,6 +103,7 @@ class PacketReduce {
 
   PO_FN void send(int block, const Chunks& chunks) const {
     if (!takes_part_) return;  // @elements-take-part
+    const TaskTrace trace(true);
     const uint64_t offset = sums_offset(team_.rank, block);
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
@@ -176,6 +177,7 @@ class PacketReduce {
 
   // Adds up a block in rank order and finishes it; as its owner, tells the others. `own`: this PE's elements.
   PO_FN void reduce(int block, const Chunks& own) {
+    const TaskTrace trace(kTwoShot);
     bool is_whole = true;
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
@@ -224,6 +226,7 @@ class PacketReduce {
 
   // Takes the results that a block's owner sent.
   PO_FN void take(int block) {
+    const TaskTrace trace(false);
     const int owner = owner_of(block);
     bool is_whole = true;
     PO_UNROLL

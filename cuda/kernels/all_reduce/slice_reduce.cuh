@@ -169,6 +169,7 @@ class SliceReduce {
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
       if (pe == team_.rank) continue;
       if (is_near(pe)) {
+        trace_send(pe, word(team_.rank));
         // @turn-release
         flag_store_release_sys(reinterpret_cast<uint64_t*>(plan_.heaps[pe] + word(team_.rank)), value);
         continue;
@@ -189,6 +190,7 @@ class SliceReduce {
   // This PE's elements to their owners.
   PO_FN void send(int step) const {
     if (has_given_up_) return;
+    const TaskTrace trace(true);
     for_each_peer(
         step, [&](int, int, int, const ChunkPlace& at) { return Block::load(call_.x, at.element, at.count); },
         [&](int pe, const Slice& slice) {
@@ -205,6 +207,7 @@ class SliceReduce {
   // All PEs' elements of the own slice become results, on every PE.
   PO_FN void reduce(int step) {
     if (has_given_up_) return poison(step, team_.rank);
+    const TaskTrace trace(true);
     // All vectors side by side: what is loaded in turn waits for memory in turn.
     typename Output::Addends addends[kVectors][kLaneChunks];
     for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) { addends[v][i] = output_.addends(at); });
@@ -264,6 +267,7 @@ class SliceReduce {
       for (int hops = 1; hops < team_.size; ++hops) poison(step, behind(hops));
       return;
     }
+    const TaskTrace trace(false);
     for_each_peer(
         step,
         [&](int pe, int v, int i, const ChunkPlace&) {

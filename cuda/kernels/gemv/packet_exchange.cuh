@@ -45,6 +45,8 @@ class PacketExchange {
                        const RowTiles& tiles, const Output& output, const Call& call)
       : wg_(wg), shared_(shared), team_(team), plan_(plan), tiles_(tiles), output_(output), call_(call) {}
 
+  PO_FN bool has_peers() const { return team_.size != 1; }
+
   // What a warp that will send a tile can know before there are sums.
   struct Outgoing {
     int tile;

@@ -105,6 +105,7 @@ class TilePipeline {
       const int slot = position % Traits::kSlots;
       const auto round = static_cast<uint32_t>(position / Traits::kSlots);
       if (computes) {
+        const TaskTrace trace(exchange.has_peers());
         const auto sums = stream.multiply(in_step);
         if (round != 0) shared_.sent[slot].await(round - 1);
         sums.store(parts_of(slot).part(share_.part));

@@ -118,6 +118,7 @@ class RowExchange {
 
   // Sends this PE's rows of a block: to all where nobody else has the row, else to who adds up.
   PO_FN void contribute(int64_t block) {
+    const TaskTrace trace(true);
     uint64_t adders = 0;  // @shares-contribute
     for_each_window(block, true, [&](const Slot* window, int64_t base, int count) {
       for (int i = warp_.rank(); i < count; i += warp_.size()) {
@@ -152,6 +153,7 @@ class RowExchange {
     givers = warp_.union_of(givers);
     if (givers == 0) return true;
     if (!await_progress(givers, static_cast<uint64_t>(block) + 1, kPhaseShare)) return false;  // @shares-await
+    const TaskTrace trace(!Traits::kGathers);
     for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
       for_each_slot(
           window, base, count, [&](const Slot& slot, int64_t number) { return adds_up(slot, number); },

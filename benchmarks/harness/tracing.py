@@ -1,0 +1,105 @@
+"""Timelines in place of times: the launches of one case, of each method asked for, and what they come to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+import persistent_ops as po
+from persistent_ops.runtime.world import World
+from persistent_ops.timeline import Timeline
+
+from .figures import pyplot, why_none
+from .record import select, us_text
+from .timing import Subject
+
+__all__ = ["timeline_of", "timeline_path", "timeline_tables", "write_timeline"]
+
+_LONGEST = 3  # waits that are shown
+
+
+def timeline_path(folder: Path, operator: str, method: str) -> Path:
+    """Return where a method's timeline lies; its figure lies beside it."""
+    return folder / f"{operator}_{method}_timeline.json"
+
+
+def timeline_of(
+    world: World,
+    calls: Sequence[Callable[[], object]],
+    record: Callable[[list[Callable[[], object]]], Subject],
+    *,
+    replays: int,
+    path: Path,
+) -> Timeline:
+    """Trace replays of calls, and first the calls themselves; collective."""
+    with po.trace(path) as timeline:
+        for call in calls:
+            call()
+        subject = record(list(calls))
+        for _ in range(replays):
+            subject.replay()
+        world.check()
+    return timeline
+
+
+def write_timeline(timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]) -> None:
+    """Write what a timeline comes to into the record, and draw its last launch beside the file; on PE 0."""
+    errors = {pe.pe: pe.clock_error / 1e3 for pe in timeline.pes}
+    for summary in timeline.summary():
+        write("timeline", **fields, clock_error_us=errors[summary.pe], **summary._asdict())
+    for pe in timeline.pes:
+        if pe.dropped or pe.lost_spans:
+            write("timeline_lost", **fields, pe=pe.pe, work_groups=pe.dropped, spans=pe.lost_spans)
+    try:
+        pyplot()
+        timeline.draw(path.with_suffix(".png"))
+    except Exception as error:  # what has been measured is there
+        print(f"no figure: {why_none(error)}", file=sys.stderr)
+
+
+def timeline_tables(lines: Sequence[dict[str, Any]]) -> Iterable[Table | str]:
+    """Return what to print of a record of timelines."""
+    found = select(lines, "timeline")
+    table = Table(title="means over launches; shares of the warps' time")
+    for column in (
+        "method",
+        "operator",
+        "PE",
+        "launches",
+        "us",
+        "own",
+        "for others",
+        "waiting",
+        "hidden",
+        "skew us",
+        "last",
+    ):
+        table.add_column(column)
+    for line in found:
+        shares = [_share(line[name]) for name in ("own", "others", "waiting", "hidden")]
+        skew = "" if line["skew_us"] is None else us_text(line["skew_us"])
+        head = [line["method"], line["operator"], str(line["pe"]), str(line["launches"]), us_text(line["us"])]
+        table.add_row(*head, *shares, skew, f"WG {line['slowest_wg']}")
+    yield table
+    waits = Table(title="longest waits, us of all work-groups in a launch")
+    for column in ("method", "operator", "PE", "for PE", "what for", "us"):
+        waits.add_column(column)
+    for line in found:
+        for peer, what, us in line["waits"][:_LONGEST]:
+            waits.add_row(line["method"], line["operator"], str(line["pe"]), str(peer), what, us_text(us))
+    yield waits
+    error = max((line["clock_error_us"] for line in found), default=0.0)
+    yield f"The PEs' clocks are aligned to {us_text(error)} us."
+    for line in select(lines, "timeline_lost"):
+        yield (
+            f"{line['method']}, PE {line['pe']}: {line['work_groups']} WGs and {line['spans']} waits and signals found "
+            "no room"
+        )
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"

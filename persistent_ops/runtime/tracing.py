@@ -1,0 +1,225 @@
+"""Timelines of launches: what kernels leave in a TraceSink, and how far the clocks of the PEs are apart."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .areas import Need
+from .backend import Kernel, KernelRequest
+from .contract import Field, operator_of, team_of
+from .description import describe
+from .operator import COMM, Operator
+from .world import upload
+
+if TYPE_CHECKING:
+    from .world import World
+
+__all__ = ["Clock", "Launch", "Span", "Tasks", "Tracer", "align_clocks"]
+
+_HEADER = "platform/trace.cuh"
+_WORDS = "words"  # an area
+_ALIGNMENT = Operator(
+    "clock_alignment",
+    (Field.flag("room"),),
+    phases={"kPhaseQuestion": "question {index} about the time", "kPhaseAnswer": "the time, question {index}"},
+)
+
+
+class Clock(NamedTuple):
+    """How far this PE's clock is ahead of PE 0's, in nanoseconds.
+
+    Attributes:
+        offset: by so much.
+        error: by how much that may be wrong.
+        at: when that was so, by this PE's clock.
+    """
+
+    offset: float
+    error: float
+    at: float
+
+
+class Span(NamedTuple):
+    """Something that a warp did; times in nanoseconds.
+
+    Attributes:
+        kind: "wait" or "send".
+        what: what it waited for, in words; "" for a signal.
+        peer: for whom, or to whom; the PE itself where a WG waits for another one.
+    """
+
+    kind: str
+    what: str
+    peer: int
+    warp: int
+    begin: float
+    end: float
+
+
+class Tasks(NamedTuple):
+    """A WG's work on its own part of the result, or on that of others: how many pieces, from when to when.
+
+    Attributes:
+        total: nanoseconds that its warps spent on it, together, without waits in between.
+    """
+
+    number: int
+    begin: float
+    end: float
+    total: float
+
+
+class Launch(NamedTuple):
+    """One WG in one launch.
+
+    Attributes:
+        operator: its name.
+        team: who launched: WORLD or ALONE of runtime/team.py, which count epochs of their own.
+        waited: nanoseconds, of all its warps; a warp that waits for several PEs at once counts for each.
+        own, others: of its tasks; None where there were none.
+        lost: spans that found no room.
+    """
+
+    operator: str
+    team: int
+    epoch: int
+    team_size: int
+    wg: int
+    num_wgs: int
+    num_warps: int
+    begin: float
+    end: float
+    waited: float
+    own: Tasks | None
+    others: Tasks | None
+    spans: list[Span]
+    lost: int
+
+
+class Tracer:
+    """Room for the timelines of this PE's launches. Kernels that are loaded while a world has it trace.
+
+    Args:
+        world: of this PE.
+        nbytes: of room.
+    """
+
+    def __init__(self, world: World, nbytes: int) -> None:
+        description = describe(_HEADER)
+        self._constants = description.constants
+        self._phase_mask = (1 << describe(COMM).constants["kCodeBits"]) - 1
+        self._block: type[ctypes.Structure] = description.structs["TraceBlock"]
+        self._words_of_block = ctypes.sizeof(self._block) // 8
+        self._num_blocks = max(nbytes // ctypes.sizeof(self._block), 1)
+        self._world = world
+        self._memory = world.backend.private_words(_HEAD_WORDS + self._num_blocks * self._words_of_block)
+        address = self._memory.data_ptr()
+        self._sink = description.structs["TraceSink"](
+            used=address, blocks=address + 8 * _HEAD_WORDS, num_blocks=self._num_blocks
+        )
+
+    def adopt(self, kernel: Kernel) -> None:
+        """Have a kernel's launches leave their timelines here."""
+        kernel.trace_into(self._sink, self._memory)
+
+    def close(self) -> None:
+        """Take no more: a CUDA graph that was captured meanwhile may still launch such kernels."""
+        self._memory[0] = self._num_blocks
+
+    def read(self) -> tuple[list[Launch], int]:
+        """Return what launches have left, those of all WGs in the order of their begins, and how many found no room.
+
+        Times are by this PE's clock. No launch may be in flight.
+        """
+        used = int(self._memory[0])
+        count = min(used, self._num_blocks)
+        words = self._memory[_HEAD_WORDS : _HEAD_WORDS + count * self._words_of_block].cpu()
+        blocks = (self._block * count).from_address(words.data_ptr())
+        whole = [block for block in blocks if block.operator_id]
+        tick = _nanoseconds_of_a_tick(whole)
+        launches = sorted((self._launch(block, tick) for block in whole), key=lambda launch: launch.begin)
+        return launches, used - len(whole)
+
+    def _launch(self, block: Any, tick: float) -> Launch:
+        operator = operator_of(block.operator_id)
+        assert operator is not None
+        number, size = team_of(block.team)
+
+        def time(ticks: int) -> float:
+            return float(block.begin_ns + (ticks - block.begin) * tick)
+
+        def tasks(which: int) -> Tasks | None:
+            of = block.tasks
+            if not of.count[which]:
+                return None
+            begin, end = time(of.first_begin[which]), time(of.last_end[which])
+            return Tasks(of.count[which], begin, end, of.total[which] * tick)
+
+        kept = min(block.num_spans, self._constants["kTraceSpans"])
+        spans = []
+        for span in block.spans[:kept]:
+            is_wait = span.kind == self._constants["kTraceWait"]
+            what = ""
+            if is_wait:
+                phase = span.phase & self._phase_mask
+                what = operator.waited_for(phase, span.index) if phase else _OTHER_WG
+            kind = "wait" if is_wait else "send"
+            spans.append(Span(kind, what, span.peer, span.warp, time(span.begin), time(span.end)))
+        return Launch(
+            operator.name,
+            number,
+            block.epoch,
+            size,
+            block.wg,
+            block.num_wgs,
+            block.num_warps,
+            time(block.begin),
+            time(block.end),
+            block.waited * tick,
+            tasks(0),
+            tasks(1),
+            spans,
+            block.num_spans - kept,
+        )
+
+
+_HEAD_WORDS = 16  # the count stands on a cache line of its own
+_OTHER_WG = "another work-group"
+
+
+def _nanoseconds_of_a_tick(blocks: Sequence[Any]) -> float:
+    """Return what all WGs together say of their clock; it ticks in nanoseconds on the host."""
+    ticks = sum(block.last - block.begin for block in blocks)
+    return sum(block.last_ns - block.begin_ns for block in blocks) / ticks if ticks else 1.0
+
+
+def align_clocks(world: World) -> Clock:
+    """Measure how far this PE's clock is ahead of PE 0's; collective."""
+    if world.size == 1:
+        return Clock(0.0, 0.0, 0.0)
+    description = _ALIGNMENT.prepare(world)
+    structs, constants = description.structs, description.constants
+    areas = _ALIGNMENT.state(world).areas
+    nbytes = world.size * ctypes.sizeof(structs["Words"])
+    areas.reserve([Need(_WORDS, nbytes, is_zeroed=True)], lambda: _ALIGNMENT.contract(world.team, True))
+    kernel = world.load(KernelRequest("clock_alignment", None, constants["kThreads"]))
+    team = world.workspace.team(_ALIGNMENT.contract(world.team, False))
+    plan = upload(world.backend, bytes(structs["Plan"](team=team, words_offset=areas[_WORDS].offset)))
+    rounds = constants["kRounds"]
+    samples = world.backend.private_words(world.size * rounds * 3)
+    call = structs["Call"](samples=samples.data_ptr())
+    # What earlier launches found wrong with this PE's input is raised later: the peers count on what follows.
+    world.workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
+    world.backend.synchronize()
+    world.workspace.raise_failure()
+    clocks = [_clock(rows) for rows in samples.cpu().view(world.size, rounds, 3).tolist()]
+    told = world.bootstrap.exchange("clocks", json.dumps(clocks).encode())[0]  # PE 0 has asked
+    return Clock(*json.loads(told)[world.rank])
+
+
+def _clock(samples: list[list[int]]) -> Clock:
+    asked, told, heard = min(samples, key=lambda sample: sample[2] - sample[0])
+    return Clock(told - (asked + heard) / 2, (heard - asked) / 2, told)
