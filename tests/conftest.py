@@ -24,8 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Share what the machine has, before torch is imported and looks at it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests of Ctrl-C send it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("--backend") == "host":  # PEs are many and cores are few: torch's threads would spin
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # PEs are many and cores are few: torch's threads would spin
+    if config.getoption("--backend") == "host":
         # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
         warm_python.fork_launches()
     elif (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):

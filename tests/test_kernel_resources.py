@@ -36,7 +36,8 @@ def table() -> dict[str, Any]:
 
 
 def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
-    assert spill_bytes == 0, f"{name} spills {spill_bytes} bytes per thread at {registers} registers"
+    if not name.endswith("traced"):
+        assert spill_bytes == 0, f"{name} spills {spill_bytes} bytes per thread at {registers} registers"
     # The register file is given out in units of 8 per thread and 256 per warp. A GEMV has one WG per SM; with a single
     # vector, or where it prefetches, there is room for a successor's beside it.
     is_alone = name.startswith("gemv_all_reduce") and " 1 vectors" not in name and "prefetches" not in name

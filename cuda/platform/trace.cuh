@@ -71,6 +71,13 @@ PO_DESCRIBE(TraceSink, blocks, num_blocks, used)
 
 inline constexpr int kMostWarps = PO_ON_DEVICE ? 32 : 64;  // of a WG
 
+// Ticks that a warp has not waited, of which differences count: two seconds of work on a GPU, where this memory is scarce.
+#if PO_ON_DEVICE
+using TraceMark = uint32_t;
+#else
+using TraceMark = uint64_t;
+#endif
+
 // A WG's own memory while it runs.
 struct TraceState {
   TraceBlock* block;  // null: no room
@@ -81,6 +88,7 @@ struct TraceState {
   uint64_t warps_done;
   TraceTasks tasks;
   uint64_t waited[kMostWarps];  // ticks; of a warp whose lanes wait for several peers at once, of each
+  TraceMark task_begin[kMostWarps];
 };
 
 // ---- of one WG ------------------------------------------------------------------------------------------------------
@@ -154,6 +162,38 @@ PO_FN void trace_span(TraceKind kind, uint32_t phase, int peer, uint64_t index, 
   state.block->spans[number] = {begin, end, index, kind, phase, static_cast<uint32_t>(peer), trace_warp()};
 }
 
+// Out of line what follows: a kernel's registers are few, and a wait is over when it comes to this.
+
+// Of lanes that waited for the same, one counts. `end` 0: now.
+PO_NOINLINE inline void trace_wait(uint32_t phase, int peer, uint64_t index, uint64_t begin, uint64_t end) {
+  if (!leads_here(static_cast<uint64_t>(peer) << 48 | index)) return;
+  if (end == 0) end = trace_ticks();
+  trace_add(&trace_state().waited[trace_warp()], end - begin);
+  trace_span(kTraceWait, phase, peer, index, begin, end);
+}
+
+PO_NOINLINE inline void trace_signal(int peer, uint64_t offset) {
+  const uint64_t now = trace_ticks();
+  if (leads_here(static_cast<uint64_t>(peer) << 48 | offset)) trace_span(kTraceSend, 0, peer, offset, now, now);
+}
+
+PO_NOINLINE inline void trace_task_begin(bool is_for_others) {
+  TraceState& state = trace_state();
+  const uint64_t now = trace_ticks();
+  trace_min(&state.tasks.first_begin[is_for_others], now);
+  state.task_begin[trace_warp()] = static_cast<TraceMark>(now - state.waited[trace_warp()]);
+}
+
+PO_NOINLINE inline void trace_task_end(bool is_for_others) {
+  TraceState& state = trace_state();
+  const uint64_t now = trace_ticks();
+  trace_add(&state.tasks.count[is_for_others], 1);
+  trace_max(&state.tasks.last_end[is_for_others], now);
+  const auto worked = static_cast<TraceMark>(now - state.waited[trace_warp()]) - state.task_begin[trace_warp()];
+  const bool is_negative = worked > static_cast<TraceMark>(-1) / 2;  // lanes waited for several peers side by side
+  trace_add(&state.tasks.total[is_for_others], is_negative ? 0 : worked);
+}
+
 template <bool kDoes>
 struct Traces {
   static PO_FN void send(int, uint64_t) {}
@@ -171,20 +211,13 @@ struct Traces {
 
 template <>
 struct Traces<true> {
-  static PO_FN void send(int peer, uint64_t offset) {
-    const uint64_t now = trace_ticks();
-    if (leads_here(static_cast<uint64_t>(peer) << 48 | offset)) trace_span(kTraceSend, 0, peer, offset, now, now);
-  }
+  static PO_FN void send(int peer, uint64_t offset) { trace_signal(peer, offset); }
 
   class Wait {
    public:
     PO_FN Wait(uint32_t phase, uint64_t index) : phase_(phase), index_(index) {}
     PO_FN ~Wait() {
-      // Lanes that waited for the same count once.
-      if (begin_ == 0 || !leads_here(static_cast<uint64_t>(peer_) << 48 | index_)) return;
-      const uint64_t end = end_ != 0 ? end_ : trace_ticks();
-      trace_add(&trace_state().waited[trace_warp()], end - begin_);
-      trace_span(kTraceWait, phase_, peer_, index_, begin_, end);
+      if (begin_ != 0) trace_wait(phase_, peer_, index_, begin_, end_);
     }
 
     PO_FN void looked_in_vain(int peer) {
@@ -207,23 +240,14 @@ struct Traces<true> {
 
   class Task {
    public:
-    PO_FN explicit Task(bool is_for_others)
-        : begin_(trace_ticks()), waited_(trace_state().waited[trace_warp()]), is_for_others_(is_for_others) {}
+    PO_FN explicit Task(bool is_for_others) : is_for_others_(is_for_others) {
+      if (leads_warp()) trace_task_begin(is_for_others);
+    }
     PO_FN ~Task() {
-      TraceState& state = trace_state();
-      if (state.block == nullptr || !leads_warp()) return;
-      const uint64_t end = trace_ticks();
-      TraceTasks& tasks = state.tasks;
-      trace_add(&tasks.count[is_for_others_], 1);
-      trace_min(&tasks.first_begin[is_for_others_], begin_);
-      trace_max(&tasks.last_end[is_for_others_], end);
-      const uint64_t waited = min_of(state.waited[trace_warp()] - waited_, end - begin_);
-      trace_add(&tasks.total[is_for_others_], end - begin_ - waited);
+      if (leads_warp()) trace_task_end(is_for_others_);
     }
 
    private:
-    const uint64_t begin_;
-    const uint64_t waited_;
     const bool is_for_others_;
   };
 };
