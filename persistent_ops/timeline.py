@@ -74,9 +74,15 @@ class Timeline:
         return list(dict.fromkeys(launch.operator for pe in self.pes for launch in pe.launches))
 
     def summary(self) -> list[Summary]:
-        """Return what each operator's launches did on each PE, on average."""
+        """Return what each operator's launches did on each PE, on average over those whose WGs all found room."""
         begins: dict[_Key, list[float]] = defaultdict(list)
-        rounds = {(pe.pe, key): wgs for pe in self.pes for key, wgs in _by_launch(pe.launches).items()}
+        # Where there was no room for all WGs of a launch, its times are not known.
+        rounds = {
+            (pe.pe, key): wgs
+            for pe in self.pes
+            for key, wgs in _by_launch(pe.launches).items()
+            if len(wgs) == wgs[0].num_wgs
+        }
         for (_, key), wgs in rounds.items():
             begins[key].append(min(wg.begin for wg in wgs))
         found = []

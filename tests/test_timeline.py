@@ -240,6 +240,14 @@ def test_summary() -> None:
     assert first.slowest_wg == 1
 
 
+def test_a_launch_that_was_cut_off_is_not_counted() -> None:
+    timeline = _made()
+    own = timeline.pes[0].launches
+    own += [own[0]._replace(epoch=6, end=own[0].end + 1e9)]  # and no other WG of it
+    first, _ = timeline.summary()
+    assert (first.launches, first.us) == (1, pytest.approx(20.001))
+
+
 def test_events_and_figure(tmp_path: Path) -> None:
     timeline = _made()
     events = json.loads(json.dumps(timeline.events()))["traceEvents"]
