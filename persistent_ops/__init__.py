@@ -54,6 +54,7 @@ from .api import (
     world_size as world_size,
 )
 from .nn.ddp import ddp_sparse_hook as ddp_sparse_hook
+from .ops import EmbeddingOptimizer as EmbeddingOptimizer
 from .ops import all_reduce as all_reduce
 from .ops import embedding_all_to_all as embedding_all_to_all
 from .ops import gemv as gemv
