@@ -21,14 +21,6 @@ namespace po::embedding_backward {
 enum class Step { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
 enum class Pooling { kSum, kWeightedSum, kMean };
 
-PO_FN float power(float base, float exponent) {
-#if PO_ON_DEVICE
-  return powf(base, exponent);
-#else
-  return __builtin_powf(base, exponent);
-#endif
-}
-
 struct Config {
   DType scalar = DType::kFloat32;
   Step step = Step::kSgd;
@@ -128,7 +120,7 @@ struct Call {
   int64_t num_lookups;
   const float* rate;
   const float* scale;  // of gradients; null: 1
-  float* steps;        // that have been made
+  float* steps;        // that have been made, and beta1 and beta2 to this power
 };
 PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, counts, num_lookups, rate, scale, steps)
 
@@ -251,9 +243,8 @@ class RowUpdate {
     rate_ = *call.rate;
     scale_ = call.scale == nullptr ? 1.0f : *call.scale;
     if constexpr (Traits::kStep == Step::kAdam) {
-      const float steps = *call.steps + 1;
-      correction1_ = 1 - power(plan.beta1, steps);
-      correction2_ = 1 - power(plan.beta2, steps);
+      correction1_ = 1 - rounded_product(call.steps[1], plan.beta1);
+      correction2_ = 1 - rounded_product(call.steps[2], plan.beta2);
     }
   }
 
@@ -352,7 +343,7 @@ class RowUpdate {
       Block::to_floats(chunks[i], values);
       PO_UNROLL
       for (int e = 0; e < kElements; ++e) {
-        const float value = kIsWeighted ? values[e] * factor : kIsMean ? values[e] / factor : values[e];
+        const float value = kIsWeighted ? rounded_product(values[e], factor) : kIsMean ? values[e] / factor : values[e];
         sums.values[i][e] += value;
       }
     }
@@ -376,8 +367,9 @@ class RowUpdate {
       if (plan_.decay_mode == kL2) Block::to_floats(load_row(run, element), rows);
       PO_UNROLL
       for (int e = 0; e < kElements; ++e) {
-        const float value = sums.values[i][e] + (plan_.decay_mode == kL2 ? plan_.weight_decay * rows[e] : 0.0f);
-        if (e < count) squares[i] += value * value;
+        const float value =
+            sums.values[i][e] + (plan_.decay_mode == kL2 ? rounded_product(plan_.weight_decay, rows[e]) : 0.0f);
+        if (e < count) squares[i] += rounded_product(value, value);
       }
     }
     return tree_sum(warp_, squares);
@@ -411,26 +403,27 @@ class RowUpdate {
   }
 
   PO_FN float stepped(const Run& run, int64_t place, float row, float gradient, float multiplier) const {
-    if constexpr (Traits::kStep == Step::kSgd) return row - rate_ * gradient;
+    if constexpr (Traits::kStep == Step::kSgd) return row - rounded_product(rate_, gradient);
     if constexpr (kIsRowwise) {
-      const float kept = plan_.decay_mode == kNoDecay ? 1.0f
-                         : plan_.decay_mode == kL2    ? 1.0f - multiplier * plan_.weight_decay
-                                                      : 1.0f - rate_ * plan_.weight_decay;
-      return kept * row - multiplier * gradient;
+      const float decay = plan_.decay_mode == kNoDecay ? 0.0f
+                          : plan_.decay_mode == kL2    ? rounded_product(multiplier, plan_.weight_decay)
+                                                       : rounded_product(rate_, plan_.weight_decay);
+      return rounded_product(1.0f - decay, row) - rounded_product(multiplier, gradient);
     }
     if constexpr (Traits::kStep == Step::kAdagrad) {
       float& state = run.group->state[place];
-      state += gradient * gradient;
-      return row - rate_ * gradient / (square_root(state) + plan_.eps);
+      state += rounded_product(gradient, gradient);
+      return row - rounded_product(rate_, gradient) / (square_root(state) + plan_.eps);
     }
     if constexpr (Traits::kStep == Step::kAdam) {
       float& first = run.group->state[place];
       float& second = run.group->second[place];
-      first = plan_.beta1 * first + (1 - plan_.beta1) * gradient;
-      second = plan_.beta2 * second + (1 - plan_.beta2) * gradient * gradient;
-      const float mean = first / correction1_;
+      first = rounded_product(plan_.beta1, first) + rounded_product(1 - plan_.beta1, gradient);
+      second =
+          rounded_product(plan_.beta2, second) + rounded_product(rounded_product(1 - plan_.beta2, gradient), gradient);
       const float spread = square_root(second / correction2_) + plan_.eps;
-      return row - rate_ * (mean / spread + plan_.weight_decay * row);
+      const float change = first / correction1_ / spread + rounded_product(plan_.weight_decay, row);
+      return row - rounded_product(rate_, change);
     }
   }
 
@@ -451,7 +444,7 @@ class RowUpdate {
           Block::to_floats(gradient(run, call_.bags[at], element), gradients);
           PO_UNROLL
           for (int e = 0; e < kElements; ++e) {
-            if (e < count_of(run, element)) sums[i] += rows[e] * gradients[e];
+            if (e < count_of(run, element)) sums[i] += rounded_product(rows[e], gradients[e]);
           }
         }
         total += tree_sum(warp_, sums);
@@ -586,7 +579,10 @@ struct Kernel {
     if (call.num_lookups != 0) Reducer<Traits>(plan, call).run();
     if (wg.index() == 0) await_all_credits(plan.team, wg);  // @meet-every-peer
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
-    if (shared.is_last != 0 && wg.rank() == 0 && !is_aborted(plan.team)) *call.steps += 1;  // behind all who read it
+    if (shared.is_last == 0 || wg.rank() != 0 || is_aborted(plan.team)) return;
+    call.steps[0] += 1;  // behind all who read them
+    call.steps[1] *= plan.beta1;
+    call.steps[2] *= plan.beta2;
   }
 };
 

@@ -316,8 +316,8 @@ _operator = TorchOperator(
     fake=_fake,
     outputs=("out",),
     no_gradient=(
-        "embedding_all_to_all has a backward pass with an optimizer alone: pass optimizer=po.EmbeddingOptimizer(...), call "
-        "it under torch.no_grad(), or use embedding_bag + all_to_all_single"
+        "embedding_all_to_all has a backward pass with an optimizer alone: pass optimizer=po.EmbeddingOptimizer(...), "
+        "call it under torch.no_grad(), or use embedding_bag + all_to_all_single"
     ),
 )
 

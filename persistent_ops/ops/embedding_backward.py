@@ -87,7 +87,7 @@ class EmbeddingOptimizer:
             self._states.setdefault(_identity(table), self._state_of(table))
         self.lr = torch.full((1,), lr, device=device)
         self.gradient_scale = torch.ones(1, device=device)
-        self.step_count = torch.zeros(1, device=device)
+        self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
         modes = OPERATOR.description.constants
         mode = modes[{"l2": "kL2", "decoupled": "kDecoupled"}[weight_decay_mode]] if weight_decay else modes["kNoDecay"]
@@ -98,6 +98,10 @@ class EmbeddingOptimizer:
             "beta2": betas[1],
             "decay_mode": mode,
         }
+
+    @property
+    def step_count(self) -> torch.Tensor:
+        return self._steps[:1]
 
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
@@ -168,9 +172,7 @@ class EmbeddingOptimizer:
             torch.zeros_like(per_sample_weights) if wants_factors and per_sample_weights is not None else None
         )
         OPERATOR.begin_changes(world, tables=weights, states=[each for of_table in states for each in of_table])
-        plan.launch(
-            gradient, inverted, per_sample_weights, factor_gradients, self.lr, self.gradient_scale, self.step_count
-        )
+        plan.launch(gradient, inverted, per_sample_weights, factor_gradients, self.lr, self.gradient_scale, self._steps)
         return factor_gradients
 
 
