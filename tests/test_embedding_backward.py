@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import pytest
 import torch
 from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from embedding_cases import CASES as FORWARD_CASES
 from embedding_cases import Case as Shape
 from embedding_cases import split_of
+from protocol import Mismatch, ProtocolSuite, Work
+from worlds import error_of, gave_up, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_backward_plan import OPERATOR, Tuning
@@ -323,3 +328,257 @@ class TestBits(BitsSuite):
         "3-staged": CaseWorld(3, _FEW, {"transport": "staged"}),
         "2-wg4": CaseWorld(2, _FEW, {"host_options": {"wg_size": 4}}),
     }
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+_FAULTS = Shape("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19)
+_WAYS = ("sgd", "rowwise_adagrad")
+
+
+class _Training:
+    """Tables of this PE, their model, and an optimizer; collective.
+
+    Args:
+        case: what is trained.
+        is_new: whether no backward pass has been made, which compiles the kernel and lets the PEs agree.
+    """
+
+    def __init__(self, case: Case, *, is_new: bool = False) -> None:
+        self._case, self._world, self._rank = case, po.world_size(), po.rank()
+        inputs = make_inputs(case, self._rank, self._world, 0)
+        self.tables = [table.to(po.device(), copy=True) for table in inputs.tables]
+        self.model = Model(case, self._rank, self._world)
+        self.optimizer = po.EmbeddingOptimizer(self.tables, case.algorithm, lr=0.0, **dict(case.options))
+        if not is_new:
+            self.backward(0)()  # at a rate of nothing no table changes
+            po.check()
+        for table in self.tables:
+            for state in self.optimizer.state(table):
+                state.zero_()
+        self.optimizer.lr.fill_(0.1)
+
+    def backward(self, iteration: int) -> Callable[[], None]:
+        """Make a forward pass; return its backward pass."""
+        inputs = make_inputs(self._case, self._rank, self._world, iteration)
+        split = split_of(self._case.shape, self._world)
+        result = po.embedding_all_to_all(
+            self.tables,
+            inputs.indices.to(po.device()),
+            inputs.offsets.to(po.device()),
+            batch_per_rank=split,
+            dim_per_rank=_columns(self._case, self._world),
+            optimizer=self.optimizer,
+        )
+        first = sum(split[: self._rank])
+        gradient = make_gradient(self._case, self._world, iteration, 0)[first : first + split[self._rank]]
+        gradient = gradient.to(po.device())
+        return lambda: result.backward(gradient)
+
+    def is_right(self) -> bool:
+        pairs = zip(self.tables, self.model.tables, strict=True)
+        return all(difference(table, want) is None for table, want in pairs)
+
+
+def _case_of(way: str, shape: Shape = _FAULTS) -> Case:
+    return Case(f"{way}, {shape.name}", shape, way)
+
+
+class TestFaults(ProtocolSuite):
+    operator = "embedding_backward"
+    ways = _WAYS
+    absences = (("sgd", "auto"), ("rowwise_adagrad", "staged"))
+    mismatches: ClassVar = {
+        "shape": Mismatch(lambda: _prepared().pop("shape")(), ["batch=21", "batch=19"]),
+        "dtype": Mismatch(lambda: _prepared().pop("dtype")(), ["dtype=bfloat16"]),
+        "optimizer": Mismatch(lambda: _prepared().pop("optimizer")(), ["optimizer=rowwise_adagrad", "optimizer=sgd"]),
+        "barrier": Mismatch(po.barrier, ["barrier(world_size=3)"]),
+    }
+    deaths = (("stopped", "sgd"), ("killed", "rowwise_adagrad"))
+    names_the_dead = False
+
+    @classmethod
+    def work(cls, iteration: int, way: str) -> Work:
+        training = _Training(_case_of(way))
+        backward = training.backward(iteration)
+        training.model.step(iteration, 0, 0.1)
+        return Work(backward, training.is_right)
+
+    @classmethod
+    def warm_up(cls) -> None:
+        super().warm_up()
+        shape = dataclasses.replace(_FAULTS, batch=lambda world: 21)
+        others = {
+            "shape": _case_of("sgd", shape),
+            "dtype": _case_of("sgd", dataclasses.replace(_FAULTS, dtype=torch.bfloat16)),
+            "optimizer": _case_of("rowwise_adagrad"),
+        }
+        _prepared().update({kind: _Training(case).backward(1) for kind, case in others.items()})
+        _prepared()["meet"] = [_Training(_case_of("sgd")).backward(1) for _ in cls.mismatches]
+
+    @classmethod
+    def meet(cls) -> object:
+        return _prepared()["meet"].pop()()
+
+    def test_the_first_call_meets_something_else(self, backend: str) -> None:
+        """In the exchange of the tables' widths, which sets nothing aside."""
+        assert in_world(_first_backward, 3, backend) == [["ContractMismatchError", True, True, True]] * 3
+
+
+def _first_backward() -> list[Any]:
+    """PE 1 meets the others' first backward pass with a barrier; then all make one."""
+    training = _Training(_case_of("sgd"), is_new=True)
+    backward, later = training.backward(1), training.backward(2)
+    name, text, seconds = error_of(lambda: [po.barrier() if po.rank() == 1 else backward(), po.check()])
+    po.recover()
+    later()
+    training.model.step(2, 0, 0.1)
+    po.check()
+    return [name, "agreement on the columns" in text, seconds < 30.0, training.is_right()]
+
+
+_of_worlds: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _prepared() -> dict[str, Any]:
+    """Return what this PE's world has ready: passes whose forward part is over."""
+    return _of_worlds.setdefault(po.runtime.world.current(), {})
+
+
+# ---- against torch ---------------------------------------------------------------------------------------------------
+
+
+def _against_torch(algorithm: str, is_whole: bool) -> list[str]:
+    """Ten steps, beside one process with embedding_bag and torch.optim; return what differs too much."""
+    rank, world = po.rank(), po.world_size()
+    shape = Shape("torch", dims=lambda rank: (16, 8), batch=lambda world: 12)
+    case = Case(f"torch {algorithm}", shape, algorithm)
+    tables = make_inputs(case, rank, world, 0).tables
+    if is_whole:
+        tables = [table.mul(8).round() for table in tables]
+    own = [table.to(po.device(), copy=True) for table in tables]
+    wanted = [table.clone().requires_grad_() for table in tables]
+    optimizer = po.EmbeddingOptimizer(own, algorithm, lr=0.5)
+    options = {} if algorithm == "sgd" else {"eps": 1e-8}
+    of_torch = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[algorithm](wanted, lr=0.5, **options)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(of_torch, 0.5 if is_whole else 0.9)]
+    split = split_of(shape, world)
+    batch, first = sum(split), sum(split[:rank])
+    for step in range(10):
+        inputs = make_inputs(case, rank, world, step % 5)
+        gradient = make_gradient(case, world, step % 5, step)
+        gradient = gradient.mul(4).round() if is_whole else gradient
+        optimizer.lr.fill_(of_torch.param_groups[0]["lr"])
+        arguments = (own, inputs.indices.to(po.device()), inputs.offsets.to(po.device()))
+        result = po.embedding_all_to_all(*arguments, batch_per_rank=split, optimizer=optimizer)
+        result.backward(gradient[first : first + split[rank]].to(po.device()))
+        of_torch.zero_grad()
+        columns = []
+        for number, table in enumerate(wanted):
+            bounds = inputs.offsets[number * batch : (number + 1) * batch + 1]
+            chosen = inputs.indices[bounds[0] : bounds[-1]]
+            bag = torch.nn.functional.embedding_bag
+            columns.append(bag(chosen, table, bounds - bounds[0], mode="sum", include_last_offset=True))
+        begin = sum(_columns(case, world)[:rank])
+        pooled = torch.cat(columns, 1)
+        pooled.backward(gradient[:, begin : begin + pooled.shape[1]])
+        of_torch.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    po.check()
+    tolerance = 0.0 if is_whole else 1e-5
+    errors = [float((a.cpu() - b.detach()).abs().max()) for a, b in zip(own, wanted, strict=True)]
+    return [f"table {number}: {error}" for number, error in enumerate(errors) if not error <= tolerance]
+
+
+@pytest.mark.parametrize(("algorithm", "is_whole"), [("sgd", True), ("sgd", False), ("adagrad", False)])
+@pytest.mark.parametrize("world", [1, 3])
+def test_ten_steps_are_those_of_one_process(backend: str, algorithm: str, is_whole: bool, world: int) -> None:
+    assert in_world(_against_torch, world, backend, algorithm, is_whole) == [[]] * world
+
+
+# ---- how it is called ------------------------------------------------------------------------------------------------
+
+
+def _passes() -> list[Any]:
+    """Forward A, forward B, backward A, backward B; then what is refused."""
+    first, second = _Training(_case_of("sgd")), _Training(_case_of("adagrad"))
+    passes = [first.backward(1), second.backward(2)]
+    for backward in passes:
+        backward()
+    first.model.step(1, 0, 0.1)
+    second.model.step(2, 0, 0.1)
+    po.check()
+    seen: list[Any] = [first.is_right(), second.is_right(), int(first.optimizer.step_count)]
+    again = error_of(passes[0])
+    other = po.EmbeddingOptimizer([torch.ones(4, 8, device=po.device())])
+    offsets = torch.arange(1, device=po.device())
+    refused = error_of(
+        lambda: po.embedding_all_to_all(first.tables, offsets[:0], offsets, batch_per_rank=[0] * 2, optimizer=other)
+    )
+    with torch.no_grad():
+        plain = error_of(first.backward(1))
+    return [*seen, again[0], "twice" in again[1], refused[0], plain[0]]
+
+
+def test_passes_may_overlap_and_come_once(backend: str) -> None:
+    # torch itself refuses a second pass, unless the graph is retained; a result without a graph has none.
+    found = in_world(_passes, 2, backend)
+    assert [seen[:3] for seen in found] == [[True, True, 2]] * 2, found
+    assert [seen[3] for seen in found] == ["RuntimeError"] * 2
+    assert [seen[5] for seen in found] == ["ValueError"] * 2
+
+
+def _retained() -> list[Any]:
+    training = _Training(_case_of("sgd"))
+    inputs = make_inputs(_case_of("sgd"), po.rank(), 2, 0)
+    arguments = (training.tables, inputs.indices.to(po.device()), inputs.offsets.to(po.device()))
+    split = split_of(_FAULTS, 2)
+    result = po.embedding_all_to_all(*arguments, batch_per_rank=split, optimizer=training.optimizer)
+    result.sum().backward(retain_graph=True)
+    po.check()
+    before = [table.clone() for table in training.tables]
+    name, text, _ = error_of(lambda: result.sum().backward())
+    po.check()
+    return [name, "second backward" in text, all(map(torch.equal, before, training.tables))]
+
+
+def test_a_second_backward_pass_is_refused(backend: str) -> None:
+    assert in_world(_retained, 2, backend) == [["RuntimeError", True, True]] * 2
+
+
+def _half_updated(folder: Path) -> list[Any]:
+    """PE 0 stays away from a backward pass: what the other's launch may have changed is refused."""
+    training = _Training(_case_of("sgd"))
+    po.runtime.world.current().workspace.timeout = 2.0
+    backward, later = training.backward(1), training.backward(2)
+    if po.rank() == 0:
+        gave_up(folder, 1)
+    name = error_of(lambda: [backward(), po.check()])[0]
+    (folder / f"gave_up_{po.rank()}").touch()
+    error_of(po.barrier)
+    po.recover()
+    po.runtime.world.current().workspace.timeout = 60.0
+    again = error_of(later) if po.rank() == 1 else ("", "", 0.0)
+    return [name, again[0], "load it anew" in again[1]]
+
+
+def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Path) -> None:
+    _, (name, again, says_so) = in_world(_half_updated, 2, backend, tmp_path)
+    assert name == "PeerTimeoutError" and again == "PersistentOpsError" and says_so
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"algorithm": "lamb"}, "algorithm"),
+        ({"lr": -1.0}, "lr"),
+        ({"eps": float("nan")}, "eps"),
+        ({"weight_decay": 0.1}, "weight_decay"),
+        ({"algorithm": "adam", "betas": (0.9, 1.0)}, "betas"),
+        ({"algorithm": "rowwise_adagrad", "weight_decay_mode": "cowclip"}, "weight_decay_mode"),
+    ],
+)
+def test_what_an_optimizer_cannot_be(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        po.EmbeddingOptimizer([torch.ones(2, 4)], **options)
