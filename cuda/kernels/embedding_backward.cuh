@@ -154,15 +154,15 @@ class Pusher {
 
   // What was put from may be overwritten after this.
   PO_FN void complete_puts() const {
-    if (has_put_) put_quiet(team_);
+    if (has_put_) put_quiet(team_);  // @outgoing-quiet
   }
 
  private:
   // One lane decides for the warp: after an abort the lanes may see different credits.
   PO_FN bool has_credit(int owner) {
-    if ((credited_ >> owner & 1) != 0) return true;
+    if ((credited_ >> owner & 1) != 0) return true;  // @credit-before-pushes
     const bool granted = warp_.rank() == 0 ? await_credit(team_, owner) : false;
-    if (!warp_.shuffle(granted, 0)) return false;  // @credit-before-pushes
+    if (!warp_.shuffle(granted, 0)) return false;
     warp_.sync();
     credited_ |= 1ull << owner;
     return true;
@@ -203,7 +203,7 @@ class Pusher {
       fence_acq_rel_sys();  // what all warps have copied, acquired through the count, is out for the network
       put_nbi(team_, owner, staged_offset(push), team_.heap + push.outgoing_offset,
               static_cast<uint64_t>(num_samples()) * row_bytes(push));
-      put_fence(team_);
+      put_fence(team_);  // @pushes-fence
       has_put_ = true;
     }
     signal(team_, owner, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(push.table)), launch_flag(team_));
@@ -487,7 +487,7 @@ class Reducer {
     for (int64_t first = begin; first < end; first += warp_.size()) {
       const int64_t at = first + warp_.rank();
       const int64_t key = at < end ? call_.keys[at] : 0;
-      const bool begins = at < end && (at == 0 || call_.keys[at - 1] != key);
+      const bool begins = at < end && (at == 0 || call_.keys[at - 1] != key);  // @run-begins
       for (int lane = 0; lane < warp_.size(); ++lane) {
         if (!warp_.shuffle(begins, lane)) continue;
         const int64_t run_key = warp_.shuffle(key, lane);
@@ -519,7 +519,7 @@ class Reducer {
       const int64_t at = end + warp_.rank();
       const int same = warp_.count(at < call_.num_lookups && call_.keys[at] == key);
       end += same;
-      if (same != warp_.size()) return end;
+      if (same != warp_.size()) return end;  // @run-ends
     }
   }
 
@@ -527,7 +527,8 @@ class Reducer {
   PO_FN bool is_ready(int64_t number) {
     if (number == ready_group_) return true;
     bool all = true;
-    if (ready_group_ < 0) {  // @credits-before-updates
+    // @credits-before-updates
+    if (ready_group_ < 0) {
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
         if (pe != team_.rank) all = await_credit(team_, pe) && all;
       }
@@ -577,7 +578,7 @@ struct Kernel {
       pusher.complete_puts();
     }
     if (call.num_lookups != 0) Reducer<Traits>(plan, call).run();
-    if (wg.index() == 0) await_all_credits(plan.team, wg);  // @meet-every-peer
+    if (wg.index() == 0) await_all_credits(plan.team, wg);
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
     if (shared.is_last == 0 || wg.rank() != 0 || is_aborted(plan.team)) return;
     call.steps[0] += 1;  // behind all who read them
