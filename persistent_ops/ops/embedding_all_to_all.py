@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -13,10 +13,12 @@ from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
 from ..runtime.torch_library import TorchOperator
 from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
-from .embedding_backward import EmbeddingOptimizer
 from .embedding_checks import MODES, SCHEDULES, check_types
 from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, average_pooling
 from .table_set import TableSet, TableSets
+
+if TYPE_CHECKING:
+    from .embedding_backward import EmbeddingOptimizer
 
 __all__ = ["embedding_all_to_all", "reference"]
 

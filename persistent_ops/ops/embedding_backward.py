@@ -10,6 +10,7 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.plans import Plans
+from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import OPERATOR, STEPS, BackwardKey, BackwardPlan, invert
 
 __all__ = ["EmbeddingOptimizer"]
@@ -151,8 +152,6 @@ class EmbeddingOptimizer:
         *,
         wants_factors: bool,
     ) -> torch.Tensor | None:
-        from .embedding_all_to_all import completed_split, table_set
-
         world = _world.for_call()
         gradient = gradient.contiguous()
         dim_per_rank, batch_per_rank = completed_split(world, weights, offsets, split)

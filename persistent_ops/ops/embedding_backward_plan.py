@@ -22,7 +22,7 @@ from ..runtime.team import Team
 from ..runtime.world import World, upload
 from .table_set import TableSet
 
-__all__ = ["OPERATOR", "STEPS", "BackwardKey", "BackwardPlan", "Inverted", "Tuning", "invert"]
+__all__ = ["OPERATOR", "STEPS", "BackwardKey", "BackwardPlan", "Inverted", "Tuning", "invert", "kernel_request"]
 
 STEPS = {"sgd": "kSgd", "adagrad": "kAdagrad", "rowwise_adagrad": "kRowwiseAdagrad", "adam": "kAdam"}
 _NAME = "embedding_backward"
@@ -139,6 +139,20 @@ def invert(
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def kernel_request(dtype: torch.dtype, step: str, *, mode: str, is_weighted: bool, is_aligned: bool) -> KernelRequest:
+    """Return what is compiled for one combination of choices."""
+    pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
+    config = {
+        "scalar": SCALARS[dtype],
+        "step": f"po::embedding_backward::Step::{STEPS[step]}",
+        "pooling": f"po::embedding_backward::Pooling::{pooling}",
+        "aligned": str(is_aligned).lower(),
+        "threads": str(_THREADS),
+        "blocks_per_sm": "1",
+    }
+    return KernelRequest(_NAME, tuple(config.items()), _THREADS)
 
 
 def _agree_on_widths(world: World, own: Sequence[int]) -> list[list[int]]:
@@ -258,16 +272,14 @@ class BackwardPlan(Plan):
         is_host = world.backend.name == "host"
         most_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
         slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(most_bytes, 1))
-        pooling = "kMean" if key.mode == "mean" else "kWeightedSum" if key.is_weighted else "kSum"
-        config = {
-            "scalar": SCALARS[dtype],
-            "step": f"po::embedding_backward::Step::{STEPS[step]}",
-            "pooling": f"po::embedding_backward::Pooling::{pooling}",
-            "aligned": str(is_aligned and not is_host).lower(),  # one library on the host, where it makes no difference
-            "threads": str(_THREADS),
-            "blocks_per_sm": "1",
-        }
-        self._kernel = world.load(KernelRequest(_NAME, tuple(config.items()), _THREADS))
+        request = kernel_request(
+            dtype,
+            step,
+            mode=key.mode,
+            is_weighted=key.is_weighted,
+            is_aligned=is_aligned and not is_host,  # one library on the host, where it makes no difference
+        )
+        self._kernel = world.load(request)
         self._grid = tuning.work_groups or world.backend.num_sms
         contract = OPERATOR.contract(
             team, batch, dtype, step, self._grid, tuple(key.batch_per_rank), tuple(key.dim_per_rank)
