@@ -299,8 +299,10 @@ class BackwardTrial(Trial):
             optimizer=self._optimizer,
         )
         first = sum(split[:rank])
-        gradient = make_gradient(case, world, iteration, 0)[first : first + split[rank]]
-        result.backward(gradient.to(po.device()))
+        gradient = make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device())
+        if turn % 2:  # begins anywhere
+            gradient = torch.cat([gradient.flatten()[:1], gradient.flatten()])[1:].view(gradient.shape)
+        result.backward(gradient)
         wanted = self._model.step(iteration, 0, lr)
         found = None
         pairs = [*zip(self._tables, self._model.tables, strict=True)]
@@ -559,12 +561,19 @@ def _half_updated(folder: Path) -> list[Any]:
     error_of(po.barrier)
     po.recover()
     again = error_of(later) if po.rank() == 1 else ("", "", 0.0)
-    return [name, again[0], "load it anew" in again[1]]
+    # From a checkpoint:
+    for table, saved in zip(training.tables, make_inputs(_case_of("sgd"), po.rank(), 2, 0).tables, strict=True):
+        table.copy_(saved)
+    training.optimizer.loaded()
+    training.backward(3)()
+    training.model.step(3, 0, 0.1)
+    po.check()
+    return [name, again[0], "load it anew" in again[1], training.is_right()]
 
 
 def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Path) -> None:
-    _, (name, again, says_so) = in_world(_half_updated, 2, backend, tmp_path)
-    assert name == "PeerTimeoutError" and again == "PersistentOpsError" and says_so
+    late, (name, again, says_so, is_right) = in_world(_half_updated, 2, backend, tmp_path)
+    assert name == "PeerTimeoutError" and again == "PersistentOpsError" and says_so and is_right and late[3]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from .embedding_backward_plan import OPERATOR, STEPS, BackwardKey, BackwardPlan,
 __all__ = ["EmbeddingOptimizer"]
 
 _DECAY_MODES = ("l2", "decoupled")
+_VECTOR_BYTES = 16
 
 
 class EmbeddingOptimizer:
@@ -54,7 +55,7 @@ class EmbeddingOptimizer:
 
     Backward is collective: every PE must reach it, in the same order as its peers. A second backward pass of one
     forward pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
-    are loaded from a checkpoint.
+    are loaded from a checkpoint, and `loaded` says so.
     Source: FBGEMM's table-batched embeddings (exact optimizers), and section III of the SC24 paper for the exchange.
     """
 
@@ -82,6 +83,7 @@ class EmbeddingOptimizer:
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, got {betas}")
         self._tables = list(tables)
         self._algorithm = algorithm
+        self._token = object()  # what plans know it by, which outlive it
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
@@ -110,6 +112,11 @@ class EmbeddingOptimizer:
         if found is None:
             raise ValueError("weights: a table is not one of the optimizer's; make an optimizer of these tables")
         return found
+
+    def loaded(self) -> None:
+        """Say that tables and states, which a launch that was given up may have changed in part, were loaded anew."""
+        states = [state for of_table in self._states.values() for state in of_table]
+        _world.current().workspace.changes.loaded(*self._tables, *states)
 
     def _state_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not isinstance(table, torch.Tensor) or table.dim() != 2:
@@ -154,12 +161,13 @@ class EmbeddingOptimizer:
     ) -> torch.Tensor | None:
         world = _world.for_call()
         gradient = gradient.contiguous()
+        if gradient.data_ptr() % _VECTOR_BYTES:
+            gradient = gradient.clone()
         dim_per_rank, batch_per_rank = completed_split(world, weights, offsets, split)
         state = OPERATOR.state(world)
-        is_aligned = gradient.data_ptr() % 16 == 0
         tables, is_weighted = table_set(world, weights), per_sample_weights is not None
         key = BackwardKey(
-            world.team, tables, self, state.tuning, dim_per_rank, batch_per_rank, mode, is_weighted, is_aligned
+            world.team, tables, self._token, state.tuning, dim_per_rank, batch_per_rank, mode, is_weighted
         )
         plans: Plans[BackwardPlan] = state.plans
         states = [self.state(weight) for weight in weights]

@@ -77,10 +77,9 @@ class BackwardKey(NamedTuple):
     Attributes:
         team: who exchanges.
         tables: this PE's.
-        optimizer: whose states are updated.
+        optimizer: stands for the optimizer whose states are updated.
         tuning: see `OperatorState`.
         dim_per_rank, batch_per_rank, mode, is_weighted: of the forward pass.
-        is_aligned: whether the gradient begins at a multiple of 16 bytes.
     """
 
     team: Team
@@ -91,7 +90,6 @@ class BackwardKey(NamedTuple):
     batch_per_rank: tuple[int, ...]
     mode: str
     is_weighted: bool
-    is_aligned: bool
 
 
 # ---- lookups by row --------------------------------------------------------------------------------------------------
@@ -201,6 +199,8 @@ class BackwardPlan(Plan):
         widths = _agree_on_widths(world, [weight.shape[1] for weight in weights])
         if [sum(of_pe) for of_pe in widths] != list(key.dim_per_rank):
             raise ValueError(f"dim_per_rank: {list(key.dim_per_rank)}, but the PEs' tables have {widths} columns")
+        if len(weights) * batch >= 2**31:
+            raise ValueError(f"offsets: at most 2^31 - 1 bags, got {len(weights) * batch}")
         if max(map(len, widths)) > world.workspace.max_ready_words:
             raise ValueError(f"weights: at most {world.workspace.max_ready_words} tables per PE")
         # Which tables are one tensor.
@@ -232,7 +232,7 @@ class BackwardPlan(Plan):
                 first_keys[table] = next_key
             next_key += weight.shape[0] + 1
             first_member += len(own)
-        is_aligned = key.is_aligned and all(width * element % _VECTOR_BYTES == 0 for of_pe in widths for width in of_pe)
+        is_aligned = all(width * element % _VECTOR_BYTES == 0 for of_pe in widths for width in of_pe)
         is_aligned = is_aligned and all(weight.data_ptr() % _VECTOR_BYTES == 0 for weight in weights)
 
         def staged(of_pe: Sequence[int]) -> list[int]:
