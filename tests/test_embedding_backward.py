@@ -65,6 +65,7 @@ CASES = [
     *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("int32 both, bf16", "uneven default split")),
     *(Case(f"rowwise, {name}", _SHAPES[name], "rowwise_adagrad") for name in (_VARIED, "fp16", "mean fp16")),
     *(Case(f"adagrad, {name}", _SHAPES[name], "adagrad") for name in (_VARIED, "weighted bf16", "mean", "width one")),
+    Case("rowwise, bf16, one PE without tables", _SHAPES["bf16, one PE without tables"], "rowwise_adagrad"),
     Case("adagrad, every row shape", _SHAPES["every row shape"], "adagrad"),
     Case("rowwise, wide rows", _SHAPES["wide rows"], "rowwise_adagrad"),
     Case("rowwise, L2", algorithm="rowwise_adagrad", options=_DECAY, scale=0.25),
@@ -590,3 +591,10 @@ def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Pat
 def test_what_an_optimizer_cannot_be(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         po.EmbeddingOptimizer([torch.ones(2, 4)], **options)
+
+
+def test_tables_that_overlap_are_refused() -> None:
+    memory = torch.ones(6, 4)
+    with pytest.raises(ValueError, match="overlap"):
+        po.EmbeddingOptimizer([memory[:4], memory[2:]])
+    po.EmbeddingOptimizer([memory[:3], memory[3:], memory[:3]])

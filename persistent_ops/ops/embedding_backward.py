@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -88,6 +89,7 @@ class EmbeddingOptimizer:
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
             self._states.setdefault(_identity(table), self._state_of(table))
+        _check_overlap(self._tables)
         self.lr = torch.full((1,), lr, device=device)
         self.gradient_scale = torch.ones(1, device=device)
         self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
@@ -167,7 +169,15 @@ class EmbeddingOptimizer:
         state = OPERATOR.state(world)
         tables, is_weighted = table_set(world, weights), per_sample_weights is not None
         key = BackwardKey(
-            world.team, tables, self._token, state.tuning, dim_per_rank, batch_per_rank, mode, is_weighted
+            world.team,
+            tables,
+            self._token,
+            state.tuning,
+            dim_per_rank,
+            batch_per_rank,
+            gradient.dtype,
+            mode,
+            is_weighted,
         )
         plans: Plans[BackwardPlan] = state.plans
         states = [self.state(weight) for weight in weights]
@@ -181,6 +191,14 @@ class EmbeddingOptimizer:
         OPERATOR.begin_changes(world, tables=weights, states=[each for of_table in states for each in of_table])
         plan.launch(gradient, inverted, per_sample_weights, factor_gradients, self.lr, self.gradient_scale, self._steps)
         return factor_gradients
+
+
+def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
+    """Raise where rows of two tables share memory and the tables are not the same: two warps would update them."""
+    ranges = sorted({(table.data_ptr(), table.data_ptr() + table.nbytes, *table.shape) for table in tables})
+    for (_, end, *_), (begin, *_) in itertools.pairwise(each for each in ranges if each[0] != each[1]):
+        if begin < end:
+            raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")
 
 
 def _identity(table: torch.Tensor) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ class BackwardKey(NamedTuple):
         tables: this PE's.
         optimizer: stands for the optimizer whose states are updated.
         tuning: see `OperatorState`.
-        dim_per_rank, batch_per_rank, mode, is_weighted: of the forward pass.
+        dim_per_rank, batch_per_rank, dtype, mode, is_weighted: of the forward pass.
     """
 
     team: Team
@@ -88,6 +88,7 @@ class BackwardKey(NamedTuple):
     tuning: Tuning | None
     dim_per_rank: tuple[int, ...]
     batch_per_rank: tuple[int, ...]
+    dtype: torch.dtype
     mode: str
     is_weighted: bool
 
@@ -190,7 +191,7 @@ class BackwardPlan(Plan):
         structs = OPERATOR.prepare(world).structs
         team, tuning = key.team, key.tuning or OPERATOR.default_tuning
         rank, size = team.rank, team.size
-        dtype = weights[0].dtype if weights else torch.float32
+        dtype = key.dtype
         element = dtype.itemsize
         batch = sum(key.batch_per_rank)
         batch_start = [0, *itertools.accumulate(key.batch_per_rank)]
