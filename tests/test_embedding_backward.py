@@ -565,7 +565,7 @@ def _half_updated(folder: Path) -> list[Any]:
     # From a checkpoint:
     for table, saved in zip(training.tables, make_inputs(_case_of("sgd"), po.rank(), 2, 0).tables, strict=True):
         table.copy_(saved)
-    training.optimizer.loaded()
+    training.optimizer.loaded(0)
     training.backward(3)()
     training.model.step(3, 0, 0.1)
     po.check()
@@ -598,3 +598,53 @@ def test_tables_that_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
         po.EmbeddingOptimizer([memory[:4], memory[2:]])
     po.EmbeddingOptimizer([memory[:3], memory[3:], memory[:3]])
+
+
+def _resumed() -> list[bool]:
+    """Adam, stopped behind two steps and resumed by another optimizer, beside one that goes on."""
+    training = _Training(_case_of("adam"))
+    training.optimizer.step_count = 0
+    for step in range(2):
+        training.backward(step)()
+    tables = [table.clone() for table in training.tables]
+    resumed = po.EmbeddingOptimizer(tables, "adam", lr=0.1)
+    for table, old in zip(tables, training.tables, strict=True):
+        for state, saved in zip(resumed.state(table), training.optimizer.state(old), strict=True):
+            state.copy_(saved)
+    resumed.step_count = int(training.optimizer.step_count)
+    training.backward(2)()
+    other = _Training(_case_of("adam"))
+    other.tables, other.optimizer = tables, resumed
+    other.backward(2)()
+    po.check()
+    return [torch.allclose(a, b, rtol=0.0, atol=1e-5) for a, b in zip(tables, training.tables, strict=True)]
+
+
+def test_an_optimizer_is_resumed(backend: str) -> None:
+    assert in_world(_resumed, 2, backend) == [[True, True]] * 2
+
+
+def _changed_in_place() -> list[Any]:
+    training = _Training(_case_of("sgd"))
+    inputs = make_inputs(_case_of("sgd"), po.rank(), 2, 0)
+    lookups = (inputs.indices.to(po.device()), inputs.offsets.to(po.device()))
+    split, optimizer = split_of(_FAULTS, 2), training.optimizer
+    po.embedding_all_to_all(
+        training.tables, *lookups, batch_per_rank=split, optimizer=optimizer
+    ).relu_().sum().backward()
+    po.check()
+    other_list = error_of(
+        lambda: po.embedding_all_to_all(training.tables[::-1], *lookups, batch_per_rank=split, optimizer=optimizer)
+    )
+    factors = torch.ones(inputs.indices.shape, device=po.device(), requires_grad=True)
+    results = [
+        po.embedding_all_to_all(training.tables, *lookups, factors, batch_per_rank=split, optimizer=optimizer)
+        for _ in range(2)
+    ]
+    results[0].sum().backward()
+    return [other_list[0], error_of(lambda: results[1].sum().backward())[1]]
+
+
+def test_results_in_place_other_lists_and_tables_that_have_changed(backend: str) -> None:
+    for name, text in in_world(_changed_in_place, 2, backend):
+        assert name == "ValueError" and "tables have changed" in text

@@ -30,6 +30,7 @@ driver::Options options({{"--pes", "2"},          {"--tables", "2"},
                          {"--node", "1"},         // so many PEs in a row reach each other
                          {"--delay-us", "0"},     {"--empty-pe", "-1"},  // has no samples
                          {"--idle-table", "-1"},  // all its lookups are skipped
+                         {"--alternate", "0"},    // launches lie at other places in turn, as those of two plans do
                          {"--slow-pe", "-1"},     {"--slow-us", "2000"},
                          {"--timeout-ms", "60000"},
                          {"--stop-pe", "-1"},     // does not launch, or ...
@@ -62,7 +63,7 @@ struct Pe {
     team.grants_offset = take((pes + 2) * sizeof(po::Grant));
     team.ready_offset = take(pes * kReadyStride * 8);
     team.abort_offset = take(pes * 8);
-    plan.staging_offset = take(static_cast<uint64_t>(num_tables) * table_bytes);
+    plan.staging_offset = take(static_cast<uint64_t>(num_tables + 1) * table_bytes);
     for (int64_t t = 0; t < num_tables; ++t) {
       tables.push_back({(rank * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes});
       members.push_back(t);
@@ -75,6 +76,10 @@ struct Pe {
         pushes.push_back({owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes,
                           outgoing});
       }
+    }
+    for (size_t i = 0; i < pushes.size(); ++i) {
+      other_pushes.push_back(pushes[i]);
+      other_pushes.back().outgoing_offset = pushes[(i + 1) % pushes.size()].outgoing_offset;
     }
     expected = rows;
     pushed.resize(pushes.size() + 1);
@@ -93,6 +98,7 @@ struct Pe {
     plan.tables = tables.data();
     plan.pushes = pushes.data();
     plan.num_groups = num_tables;
+    plan.num_tables = num_tables;
     plan.num_pushes = static_cast<int64_t>(pushes.size());
     plan.slice_samples = options.number("--slice");
     plan.num_slices = po::ceil_div(samples(), plan.slice_samples);
@@ -176,6 +182,10 @@ struct Pe {
     const float rate = 0.5f;
     Plan used = plan;
     if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
+    if (options.number("--alternate") != 0 && launch % 2 == 1) {  // one PE's rows are another one's
+      used.staging_offset += static_cast<uint64_t>(options.number("--batch") * width) * sizeof(float);
+      used.pushes = other_pushes.data();
+    }
     Call call{};
     call.gradient = reinterpret_cast<const uint8_t*>(gradient.data());
     call.keys = keys.data();
@@ -245,6 +255,7 @@ struct Pe {
   std::vector<Group> groups;
   std::vector<int64_t> members;
   std::vector<Push> pushes;
+  std::vector<Push> other_pushes;
   std::vector<uint64_t> pushed;
   std::vector<uint64_t> heaps;
   float steps[3] = {0, 1, 1};
@@ -270,7 +281,11 @@ int main(int argc, char** argv) {
 PLAIN = "--pes=2 --wgs=3 --threads=2"
 AHEAD = "--pes=3 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=500"
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
-NOBODY_WAITS = "--pes=2 --staged=1 --delay-us=3000 --idle-table=0 --tables=1 --batch=8 --slice=8"
+# Nobody needs the table; the next launch has another PE's rows at its place.
+ALTERNATING = (
+    "--pes=3 --alternate=1 --tables=1 --idle-table=0 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=300"
+)
+ALTERNATING_STAGED = "--pes=3 --alternate=1 --idle-table=0 --staged=1 --delay-us=500 --epochs=12"
 OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
@@ -284,7 +299,8 @@ CASES = {
     "a_pe_without_samples": "--pes=3 --empty-pe=1 --threads=2",
     "epochs_with_a_late_pe": AHEAD,
     "staged": STAGED,
-    "nobody_waits_for_a_table": NOBODY_WAITS,
+    "alternating": ALTERNATING,
+    "alternating_staged": ALTERNATING_STAGED,
     "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
     "behind_an_aborted_launch": TROUBLE,
     "behind_an_aborted_launch_staged": f"{TROUBLE} --staged=1 --delay-us=100",
@@ -306,7 +322,8 @@ MUTATIONS = {
     ),
     "a_run_ends_early": Mutation((Swap("run-ends", "same != warp_.size()", "true"),), PLAIN, {Exit.WRONG_OUTPUT}),
     "no_fence_behind_pushes": Mutation((Drop("pushes-fence"),), STAGED, RACE),
-    "outgoing_gradients_are_overwritten": Mutation((Drop("outgoing-quiet"),), NOBODY_WAITS, RACE),
+    "outgoing_gradients_are_overwritten": Mutation((Drop("outgoing-quiet"),), ALTERNATING_STAGED, RACE),
+    "a_launch_ends_before_all_gradients_are_here": Mutation((Drop("all-gradients"),), ALTERNATING, RACE),
 }
 
 

@@ -90,6 +90,7 @@ struct Plan {
   const Table* tables;
   const Push* pushes;
   int64_t num_groups;
+  int64_t num_tables;
   int64_t num_pushes;
   int64_t slice_samples;  // of a piece that is pushed
   int64_t num_slices;
@@ -105,8 +106,9 @@ struct Plan {
   float beta2;
   int64_t decay_mode;
 };
-PO_DESCRIBE(Plan, team, groups, members, tables, pushes, num_groups, num_pushes, slice_samples, num_slices, pushing_wgs,
-            pushed, batch_start, batch, row_elements, staging_offset, eps, weight_decay, beta1, beta2, decay_mode)
+PO_DESCRIBE(Plan, team, groups, members, tables, pushes, num_groups, num_tables, num_pushes, slice_samples, num_slices,
+            pushing_wgs, pushed, batch_start, batch, row_elements, staging_offset, eps, weight_decay, beta1, beta2,
+            decay_mode)
 
 struct Call {
   const uint8_t* gradient;  // [samples of this PE, columns of all PEs]
@@ -556,6 +558,19 @@ class Reducer {
   int64_t ready_group_ = -1;
 };
 
+// The launch does not end before all that peers push is here, whether or not a row needs it: the next one may have other tables
+// at these places, and credit for it says that nobody stores there any more.
+PO_FN void await_all_gradients(const WorkGroup& wg, const Plan& plan) {
+  const Team& team = plan.team;
+  for (int64_t i = wg.rank(); i < plan.num_tables * team.size; i += wg.size()) {
+    const auto sender = static_cast<int>(i % team.size);
+    if (sender == team.rank || plan.batch_start[sender] == plan.batch_start[sender + 1]) continue;
+    const auto table = static_cast<uint64_t>(i / team.size);
+    const uint64_t* word = local_word(team, ready_word_offset(team, sender, table));
+    if (!await_epoch(team, word, kPhaseGradients, sender, table)) return;
+  }
+}
+
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
 template <Config kConfig>
@@ -579,6 +594,7 @@ struct Kernel {
     }
     if (call.num_lookups != 0) Reducer<Traits>(plan, call).run();
     if (wg.index() == 0) await_all_credits(plan.team, wg);
+    if (wg.index() == 0) await_all_gradients(wg, plan);  // @all-gradients
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
     if (shared.is_last == 0 || wg.rank() != 0 || is_aborted(plan.team)) return;
     call.steps[0] += 1;  // behind all who read them

@@ -12,7 +12,7 @@ import torch
 from ..runtime import world as _world
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
-from .embedding_backward_plan import OPERATOR, STEPS, BackwardKey, BackwardPlan, invert
+from .embedding_backward_plan import OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths, invert
 
 __all__ = ["EmbeddingOptimizer"]
 
@@ -39,7 +39,8 @@ class EmbeddingOptimizer:
       w -= lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)``, t counting all steps
 
     Args:
-        tables: this PE's, as they are passed to `embedding_all_to_all`; in a list, tuple or `nn.ParameterList`.
+        tables: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
+            `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs.
         algorithm: see above.
         lr: of the first step; see `lr`.
         eps: added to roots.
@@ -48,8 +49,8 @@ class EmbeddingOptimizer:
 
     Attributes:
         lr, gradient_scale: `[1]`, float32, on the device; the kernel reads them, so that a CUDA graph's replay follows
-            what is written there.
-        step_count: `[1]`, float32, on the device: steps so far; the kernel counts.
+            what is written there. A number that is assigned is written there.
+        step_count: `[1]`, float32, on the device: steps so far; the kernel counts. Assign it behind loading states.
 
     Raises:
         ValueError, TypeError: for what it cannot be made of.
@@ -84,14 +85,14 @@ class EmbeddingOptimizer:
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, got {betas}")
         self._tables = list(tables)
         self._algorithm = algorithm
-        self._token = object()  # what plans know it by, which outlive it
+        self._token = _Token()  # what plans know it by, which outlive it
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
             self._states.setdefault(_identity(table), self._state_of(table))
         _check_overlap(self._tables)
-        self.lr = torch.full((1,), lr, device=device)
-        self.gradient_scale = torch.ones(1, device=device)
+        self._lr = torch.full((1,), lr, device=device)
+        self._gradient_scale = torch.ones(1, device=device)
         self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
         modes = OPERATOR.description.constants
@@ -105,20 +106,50 @@ class EmbeddingOptimizer:
         }
 
     @property
+    def lr(self) -> torch.Tensor:
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._lr.fill_(value)
+
+    @property
+    def gradient_scale(self) -> torch.Tensor:
+        return self._gradient_scale
+
+    @gradient_scale.setter
+    def gradient_scale(self, value: float) -> None:
+        self._gradient_scale.fill_(value)
+
+    @property
     def step_count(self) -> torch.Tensor:
         return self._steps[:1]
+
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        powers = (float(value), self._constants["beta1"] ** value, self._constants["beta2"] ** value)
+        self._steps.copy_(torch.tensor(powers))
+
+    def _own(self) -> tuple[torch.Tensor, ...]:
+        """Return what it holds in device memory: rate, scale, steps, and the states."""
+        states = (state for of_table in self._states.values() for state in of_table)
+        return (self._lr, self._gradient_scale, self._steps, *states)
 
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
         found = self._states.get(_identity(table))
         if found is None:
-            raise ValueError("weights: a table is not one of the optimizer's; make an optimizer of these tables")
+            raise ValueError("table: it is not one of the optimizer's")
         return found
 
-    def loaded(self) -> None:
-        """Say that tables and states, which a launch that was given up may have changed in part, were loaded anew."""
-        states = [state for of_table in self._states.values() for state in of_table]
-        _world.current().workspace.changes.loaded(*self._tables, *states)
+    def loaded(self, step_count: int) -> None:
+        """Say that tables and states, which a launch that was given up may have changed in part, were loaded anew.
+
+        Args:
+            step_count: of what was loaded, the same on every PE.
+        """
+        self.step_count = step_count  # type: ignore[assignment]  # mypy knows one type for both
+        _world.current().workspace.changes.loaded(*self._tables, *self._own())
 
     def _state_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not isinstance(table, torch.Tensor) or table.dim() != 2:
@@ -142,10 +173,12 @@ class EmbeddingOptimizer:
         choices: Mapping[str, str],
     ) -> torch.Tensor:
         """Call `embedding_all_to_all`, and keep what the backward pass needs."""
-        for weight in weights:
-            self.state(weight)
+        if list(map(_identity, weights)) != list(map(_identity, self._tables)):
+            raise ValueError(
+                "weights: expected the optimizer's tables, in their order; make an optimizer for each list"
+            )
         result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
-            self._placeholder, per_sample_weights, self, forward, weights, indices, offsets, split, choices
+            self._placeholder, per_sample_weights, self, forward, tuple(weights), indices, offsets, split, choices
         )
         return result
 
@@ -168,12 +201,14 @@ class EmbeddingOptimizer:
         dim_per_rank, batch_per_rank = completed_split(world, weights, offsets, split)
         state = OPERATOR.state(world)
         tables, is_weighted = table_set(world, weights), per_sample_weights is not None
+        widths = agree_on_widths(world, self._token, dim_per_rank, weights)
         key = BackwardKey(
             world.team,
             tables,
             self._token,
             state.tuning,
             dim_per_rank,
+            widths,
             batch_per_rank,
             gradient.dtype,
             mode,
@@ -181,7 +216,8 @@ class EmbeddingOptimizer:
         )
         plans: Plans[BackwardPlan] = state.plans
         states = [self.state(weight) for weight in weights]
-        plan = plans.find(key) or plans.make(
+        # A CUDA graph keeps what its launches read and write.
+        plan = plans.find(key, *weights, *self._own()) or plans.make(
             key, lambda: BackwardPlan(world, key, weights, states, self._algorithm, self._constants)
         )
         inverted = invert(indices, offsets, plan.first_keys, plan.num_rows, plan.num_bags)
@@ -189,8 +225,13 @@ class EmbeddingOptimizer:
             torch.zeros_like(per_sample_weights) if wants_factors and per_sample_weights is not None else None
         )
         OPERATOR.begin_changes(world, tables=weights, states=[each for of_table in states for each in of_table])
-        plan.launch(gradient, inverted, per_sample_weights, factor_gradients, self.lr, self.gradient_scale, self._steps)
+        rate, scale, steps, *_ = self._own()
+        plan.launch(gradient, inverted, per_sample_weights, factor_gradients, rate, scale, steps)
         return factor_gradients
+
+
+class _Token:
+    """Stands for an optimizer."""
 
 
 def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
@@ -225,7 +266,9 @@ class _Recorded(torch.autograd.Function):
         context.optimizer, context.weights = optimizer, weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
-        return forward(weights, indices, offsets, per_sample_weights, **split, **choices)
+        context.versions = [weight._version for weight in weights]
+        # Detached: a view that is made in here could not be changed in place.
+        return forward(weights, indices, offsets, per_sample_weights, **split, **choices).detach()
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -237,6 +280,11 @@ class _Recorded(torch.autograd.Function):
         context.is_done = True
         indices, offsets, factors = context.saved_tensors
         wants_factors = context.needs_input_grad[1]
+        if wants_factors and context.versions != [weight._version for weight in context.weights]:
+            raise RuntimeError(
+                "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "
+                "per_sample_weights cannot be computed; make the backward pass first"
+            )
         found = context.optimizer._backward(
             gradients[0],
             context.weights,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +23,17 @@ from ..runtime.team import Team
 from ..runtime.world import World, upload
 from .table_set import TableSet
 
-__all__ = ["OPERATOR", "STEPS", "BackwardKey", "BackwardPlan", "Inverted", "Tuning", "invert", "kernel_request"]
+__all__ = [
+    "OPERATOR",
+    "STEPS",
+    "BackwardKey",
+    "BackwardPlan",
+    "Inverted",
+    "Tuning",
+    "agree_on_widths",
+    "invert",
+    "kernel_request",
+]
 
 STEPS = {"sgd": "kSgd", "adagrad": "kAdagrad", "rowwise_adagrad": "kRowwiseAdagrad", "adam": "kAdam"}
 _NAME = "embedding_backward"
@@ -61,6 +72,7 @@ OPERATOR = Operator(
         "work_groups",
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
+        Field.numbers("widths"),
     ),
     phases={"kPhaseGradients": "its gradients of table {index}"},
     changes={"tables": OnAbort.REFUSE, "states": OnAbort.REFUSE},
@@ -69,6 +81,9 @@ OPERATOR = Operator(
 )
 _WIDTHS = Operator("agreement on the columns of embedding_all_to_all's tables", (), has_kernel=False)
 _ROOM = Operator("room for gradients on their way", ("room_bytes",), has_kernel=False)
+
+
+Widths = tuple[tuple[int, ...], ...]
 
 
 class BackwardKey(NamedTuple):
@@ -80,6 +95,7 @@ class BackwardKey(NamedTuple):
         optimizer: stands for the optimizer whose states are updated.
         tuning: see `OperatorState`.
         dim_per_rank, batch_per_rank, dtype, mode, is_weighted: of the forward pass.
+        widths: of every PE's tables.
     """
 
     team: Team
@@ -87,6 +103,7 @@ class BackwardKey(NamedTuple):
     optimizer: object
     tuning: Tuning | None
     dim_per_rank: tuple[int, ...]
+    widths: Widths
     batch_per_rank: tuple[int, ...]
     dtype: torch.dtype
     mode: str
@@ -154,13 +171,27 @@ def kernel_request(dtype: torch.dtype, step: str, *, mode: str, is_weighted: boo
     return KernelRequest(_NAME, tuple(config.items()), _THREADS)
 
 
-def _agree_on_widths(world: World, own: Sequence[int]) -> list[list[int]]:
-    """Return the widths of every PE's tables; collective."""
-    if world.size == 1:
-        return [list(own)]
-    world.meet(_WIDTHS.contract(world.team))
-    told = world.bootstrap.exchange("embedding-widths", json.dumps(list(own)).encode())
-    return [json.loads(raw) for raw in told]
+def agree_on_widths(world: World, optimizer: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
+    """Return the columns of every PE's tables. Collective the first time that an optimizer is used.
+
+    Raises:
+        ValueError: they do not add up to the dims.
+    """
+    state = OPERATOR.state(world)
+    if state.own is None:
+        state.own = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[object, Widths] = state.own
+    if optimizer not in known:
+        own = [weight.shape[1] for weight in weights]
+        told = [own]
+        if world.size > 1:
+            world.meet(_WIDTHS.contract(world.team))
+            told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-widths", json.dumps(own).encode())]
+        known[optimizer] = tuple(map(tuple, told))
+    widths = known[optimizer]
+    if tuple(map(sum, widths)) != dims:
+        raise ValueError(f"dim_per_rank: {list(dims)}, but the PEs' tables have {widths} columns")
+    return widths
 
 
 class BackwardPlan(Plan):
@@ -197,11 +228,9 @@ class BackwardPlan(Plan):
         batch_start = [0, *itertools.accumulate(key.batch_per_rank)]
         column_start = [0, *itertools.accumulate(key.dim_per_rank)]
         samples = key.batch_per_rank[rank]
-        widths = _agree_on_widths(world, [weight.shape[1] for weight in weights])
-        if [sum(of_pe) for of_pe in widths] != list(key.dim_per_rank):
-            raise ValueError(f"dim_per_rank: {list(key.dim_per_rank)}, but the PEs' tables have {widths} columns")
-        if len(weights) * batch >= 2**31:
-            raise ValueError(f"offsets: at most 2^31 - 1 bags, got {len(weights) * batch}")
+        widths = key.widths
+        if max(map(len, widths)) * batch >= 2**31:
+            raise ValueError(f"offsets: at most 2^31 - 1 bags of a PE, got {max(map(len, widths)) * batch}")
         if max(map(len, widths)) > world.workspace.max_ready_words:
             raise ValueError(f"weights: at most {world.workspace.max_ready_words} tables per PE")
         # Which tables are one tensor.
@@ -264,8 +293,8 @@ class BackwardPlan(Plan):
                     self._outgoing_bytes += -(-samples * width * element // _VECTOR_BYTES) * _VECTOR_BYTES
                 self._pushes.append(push)
         self._areas = OPERATOR.state(world).areas
-        room = max(sum(of_pe) for of_pe in widths) * batch * element
-        self._areas.reserve([Need(_STAGING, room)], lambda: _ROOM.contract(team, room))
+        room = 0 if size == 1 else max(sum(of_pe) for of_pe in widths) * batch * element
+        self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: _ROOM.contract(team, room))
         self.areas = (_STAGING,)
         if self._outgoing_bytes:
             self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
@@ -283,7 +312,14 @@ class BackwardPlan(Plan):
         self._kernel = world.load(request)
         self._grid = tuning.work_groups or world.backend.num_sms
         contract = OPERATOR.contract(
-            team, batch, dtype, step, self._grid, tuple(key.batch_per_rank), tuple(key.dim_per_rank)
+            team,
+            batch,
+            dtype,
+            step,
+            self._grid,
+            tuple(key.batch_per_rank),
+            tuple(key.dim_per_rank),
+            tuple(width for of_pe in widths for width in (*of_pe, 0)),
         )
         self._pushed = world.workspace.zero_words(max(len(self._pushes), 1))
         self._uploaded = [
@@ -301,6 +337,7 @@ class BackwardPlan(Plan):
             members=self._members.data_ptr(),
             tables=self._uploaded[1].data_ptr(),
             num_groups=len(groups),
+            num_tables=len(tables),
             num_pushes=len(self._pushes),
             slice_samples=slice_samples,
             num_slices=-(-samples // slice_samples),
