@@ -207,8 +207,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
     Args:
         path: of a JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, which PE 0 writes; None for
             none.
-        capacity: bytes of device memory for timelines, 2.5 KiB for each work-group of each launch. What finds no room
-            is dropped, and counted.
+        capacity: bytes of device memory for timelines, about 2 KiB for each work-group of each launch. What finds no
+            room is dropped, and counted.
 
     Yields:
         A `Timeline`, which is filled at the end.

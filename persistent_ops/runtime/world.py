@@ -100,7 +100,7 @@ class World:
         return kernel
 
     def set_tracer(self, tracer: Tracer | None) -> None:
-        """Have kernels trace from here on, or no longer, and forget those that did; CUDA graphs keep theirs."""
+        """Set where kernels leave timelines, or None; forget those that have traced. CUDA graphs keep theirs."""
         self.backend.synchronize()
         self.tracer = tracer
         for state in self.operator_state.values():
