@@ -26,6 +26,8 @@ from pathlib import Path
 import torch
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
+from persistent_ops.ops.embedding_backward_plan import STEPS
+from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
@@ -72,6 +74,37 @@ class Embedding:
         mode = "mean" if self.pooling == "mean" else "sum"
         dtype, rows = DTYPES[self.dtype], Tuning().rows_in_flight
         return _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
+
+
+@dataclass(frozen=True)
+class EmbeddingBackward:
+    """One compilation of the kernel of embedding_all_to_all's backward pass."""
+
+    dtype: str
+    step: str
+    pooling: str = "sum"
+    is_aligned: bool = True
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        unaligned = "" if self.is_aligned else " unaligned"
+        return f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}{unaligned}"
+
+    @property
+    def threads(self) -> int:
+        return self.request().threads
+
+    def request(self) -> KernelRequest:
+        """Return what the plan would have compiled."""
+        mode = "mean" if self.pooling == "mean" else "sum"
+        return backward_kernel_request(
+            DTYPES[self.dtype],
+            self.step,
+            mode=mode,
+            is_weighted=self.pooling == "weighted sum",
+            is_aligned=self.is_aligned,
+        )
 
 
 @dataclass(frozen=True)
@@ -206,7 +239,7 @@ class AllReduce:
 class Traced:
     """The same kernel, leaving a timeline behind."""
 
-    of: Embedding | Gemv | Sparse | AllReduce
+    of: Embedding | EmbeddingBackward | Gemv | Sparse | AllReduce
 
     @property
     def name(self) -> str:
@@ -225,7 +258,7 @@ class Traced:
         return dataclasses.replace(self.of.request(), traces=True)
 
 
-Combination = Embedding | Barrier | Gemv | Sparse | AllReduce | Traced
+Combination = Embedding | EmbeddingBackward | Barrier | Gemv | Sparse | AllReduce | Traced
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -244,8 +277,12 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
+    for i, (dtype, step) in enumerate(itertools.product(DTYPES, STEPS)):
+        yield EmbeddingBackward(dtype, step, POOLINGS[i % 3])
+    yield EmbeddingBackward("float32", "rowwise_adagrad", "weighted sum", is_aligned=False)
     for arch in ARCHITECTURES:
         yield Barrier(arch)
+        yield EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch)
     for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_phase")):
         yield Gemv(dtype, vectors, algorithm, prefetches=vectors == 1, lets_in="kLate" if vectors == 1 else "kAtEnd")
     for vectors, algorithm in itertools.product((1, 8), ("one_shot", "two_phase")):
@@ -304,6 +341,7 @@ def sample() -> list[Combination]:
         for arch in ARCHITECTURES
         for combination in (
             Embedding("float32", "weighted sum", SHAPES[1], arch),
+            EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch),
             Barrier(arch),
             Gemv("bfloat16", 1, "one_shot", prefetches=arch == "sm_90", arch=arch, lets_in=_lets_in(arch)),
             Sparse("bfloat16", 8192, "owner", arch=arch),

@@ -104,9 +104,10 @@ class ProtocolSuite:
     # ---- programs of the PEs ---------------------------------------------------------------------------------------
 
     @classmethod
-    def checked(cls, iteration: int, way: str) -> bool:
-        """Call the operator and wait; return whether the result is right."""
+    def checked(cls, iteration: int, way: str, lateness: float = 0.0) -> bool:
+        """Call the operator, so many seconds late, and wait; return whether the result is right."""
         work = cls.work(iteration % _ITERATIONS, way)
+        time.sleep(lateness)
         work.run()
         po.check()
         return work.is_right()
@@ -120,9 +121,8 @@ class ProtocolSuite:
         """Call it so often, in all ways, with PEs that are late in turn; return what went wrong."""
         found = []
         for iteration in range(count):
-            if iteration % po.world_size() == po.rank():
-                time.sleep(lateness)
-            if not cls.checked(iteration, cls._way(iteration // 2)):
+            own_lateness = lateness if iteration % po.world_size() == po.rank() else 0.0
+            if not cls.checked(iteration, cls._way(iteration // 2), own_lateness):
                 found.append(f"{what}iteration {iteration}, {cls._way(iteration // 2)}")
         return found
 
@@ -168,8 +168,7 @@ class ProtocolSuite:
         with po.trace(folder / "timeline.json") as timeline:
             for number in range(3):
                 for way in cls.ways:
-                    time.sleep(0.1 if po.rank() == 1 else 0.0)
-                    right.append(cls.checked(number, way))
+                    right.append(cls.checked(number, way, 0.1 if po.rank() == 1 else 0.0))
         right += [cls.checked(1, each) for each in cls.ways]
         po.finalize()
         return right, timeline.pes

@@ -185,3 +185,22 @@ def test_other_threads_call_directly() -> None:
     thread.start()
     thread.join()
     assert names == ["T"]
+
+
+# The calls of a world that is closed at the interpreter's exit.
+AT_EXIT = """
+import atexit
+from persistent_ops.runtime.interruptible import Interruptible
+calls = Interruptible()
+{before}
+atexit.register(lambda: print(calls.call(lambda: "called", patience=1.0)))
+"""
+
+
+@pytest.mark.parametrize("before", ["", "calls.call(lambda: None)"])
+def test_calls_at_exit(before: str) -> None:
+    command = [sys.executable, "-c", AT_EXIT.format(before=before)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": python_path()}
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("called\n", "", 0)

@@ -35,9 +35,17 @@ class Parts:
 
 OPERATORS = {
     "embedding_all_to_all": Parts(
-        ("ops/embedding_all_to_all.py", "ops/embedding_checks.py", "ops/embedding_plan.py", "ops/table_set.py"),
+        (
+            "ops/embedding_all_to_all.py",
+            "ops/embedding_backward.py",
+            "ops/embedding_backward_plan.py",
+            "ops/embedding_checks.py",
+            "ops/embedding_plan.py",
+            "ops/table_set.py",
+        ),
         (
             "kernels/embedding_all_to_all.cuh",
+            "kernels/embedding_backward.cuh",
             "sched/exchange_order.cuh",
             "tile/bag_stream.cuh",
             "tile/window.cuh",
@@ -79,8 +87,6 @@ OPERATORS = {
         (
             "kernels/all_reduce.cuh",
             "kernels/all_reduce",
-            "sched/row_blocks.cuh",
-            "tile/row_block.cuh",
         ),
         "po.all_reduce_rms_norm(torch.ones(3, 16), torch.ones(16))",
     ),

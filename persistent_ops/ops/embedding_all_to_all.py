@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -16,6 +16,9 @@ from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
 from .embedding_checks import MODES, SCHEDULES, check_types
 from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, average_pooling
 from .table_set import TableSet, TableSets
+
+if TYPE_CHECKING:
+    from .embedding_backward import EmbeddingOptimizer
 
 __all__ = ["embedding_all_to_all", "reference"]
 
@@ -35,6 +38,7 @@ def embedding_all_to_all(
     dtype: torch.dtype | None = None,
     bounds: str = "fatal",
     schedule: str = "communication_aware",
+    optimizer: EmbeddingOptimizer | None = None,
 ) -> torch.Tensor:
     """Pool the bags of this PE's tables and send every PE the rows of its part of the batch, in one kernel.
 
@@ -62,6 +66,8 @@ def embedding_all_to_all(
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
+        optimizer: of these tables: the backward pass through the result updates them (`EmbeddingOptimizer`), and gives
+            per_sample_weights their gradient where they require one. Ignored where gradients are not recorded.
 
     Returns:
         `[batch_per_rank[rank], sum of dim_per_rank]` on this PE's device, dtype of the tables. Without `out` it is a
@@ -76,7 +82,7 @@ def embedding_all_to_all(
         IndexError: see `bounds`. On "cuda" it comes with the next operator or `po.check()`, since the launch is
             asynchronous.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else; the same.
-        NotImplementedError: in a backward pass, or `out` where gradients are recorded; the operator is forward only.
+        NotImplementedError: in a backward pass without `optimizer`, or `out` where gradients are recorded.
 
     Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
@@ -84,6 +90,12 @@ def embedding_all_to_all(
     """
     if isinstance(weights, torch.nn.ParameterList):
         weights = list(weights)
+    if optimizer is not None and torch.is_grad_enabled():
+        if out is not None:
+            raise NotImplementedError("out: cannot be given where gradients are recorded")
+        choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
+        split = {"batch_per_rank": batch_per_rank, "dim_per_rank": dim_per_rank, "dtype": dtype}
+        return optimizer.record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
     arguments = (
         weights,
         indices,
@@ -136,6 +148,21 @@ def _completed(
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
     return dim_per_rank, batch_per_rank, dtype
+
+
+def completed_split(
+    world: _world.World, weights: Sequence[torch.Tensor], offsets: torch.Tensor, split: Mapping[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return dim_per_rank and batch_per_rank of a call."""
+    dims, batches, _ = _completed(
+        world, weights, offsets, split["dim_per_rank"], split["batch_per_rank"], split["dtype"]
+    )
+    return tuple(dims), tuple(batches)
+
+
+def table_set(world: _world.World, weights: Sequence[torch.Tensor]) -> TableSet:
+    """Return what the plans know tables by."""
+    return _table_sets(world).find(weights)
 
 
 def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int, ...]:
@@ -291,8 +318,8 @@ _operator = TorchOperator(
     fake=_fake,
     outputs=("out",),
     no_gradient=(
-        "embedding_all_to_all is forward only so far: call it under torch.no_grad(), or use embedding_bag + "
-        "all_to_all_single where gradients are needed"
+        "embedding_all_to_all has a backward pass with an optimizer alone: pass optimizer=po.EmbeddingOptimizer(...), "
+        "call it under torch.no_grad(), or use embedding_bag + all_to_all_single"
     ),
 )
 

@@ -242,6 +242,7 @@ class GpuBackend:
 
     def use_in_this_thread(self) -> None:
         torch.cuda.set_device(self.device)
+        self._core_device.set_current()  # torch leaves a thread that begins with this device without a context
 
     def stream(self) -> int:
         return int(current_raw_stream(self.device.index))  # type: ignore[misc]  # a build with CUDA has it

@@ -33,13 +33,17 @@ class Interruptible:
 
         Args:
             function: that blocks.
-            patience: seconds after which it is let end too; None for as long as it takes.
+            patience: seconds after which it is let end too; None for as long as it takes, and so where the interpreter
+                exits and threads can no longer be started.
         """
         if patience is None and threading.current_thread() is not threading.main_thread():
             return function()  # no signal is handled here
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, "persistent_ops wait")
-        future = self._pool.submit(function)
+        try:
+            future = self._pool.submit(function)
+        except RuntimeError:  # in a handler of atexit
+            return function()
         try:
             concurrent.futures.wait([future], patience)
             if not future.done():

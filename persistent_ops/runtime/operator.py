@@ -102,8 +102,8 @@ class Operator:
             state = world.operator_state[self.name] = OperatorState(world, self)
         return state
 
-    def begin_changes(self, world: World, **tensors: torch.Tensor) -> None:
-        """Declare, right before the launch, what it changes: one contiguous tensor for each name in `changes`.
+    def begin_changes(self, world: World, **tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """Declare, right before the launch, what it changes: contiguous tensors for each name in `changes`.
 
         Raises:
             PersistentOpsError: an earlier launch was given up; or such a one has changed a part of a tensor, which was
@@ -111,8 +111,11 @@ class Operator:
         """
         world.workspace.raise_failure()  # of earlier launches, which did not touch these
         for name, on_abort in self.changes.items():
-            world.workspace.changes.begin(name, tensors[name], on_abort)
-        increment_version(tensors.values())
+            given = tensors[name]
+            changed = given if isinstance(given, Sequence) else (given,)
+            for tensor in changed:
+                world.workspace.changes.begin(name, tensor, on_abort)
+            increment_version(changed)
 
     def tuning(self, world: World) -> Any:
         """Return the tuning that holds."""

@@ -119,6 +119,7 @@ class World:
         What two threads launch has no order that all PEs could share: they would take each other's results.
         """
         if backward_pass() != -1:
+            self.backend.use_in_this_thread()
             return  # in a backward pass torch's own threads call for the one that began it, which waits
         thread = threading.current_thread()
         if self._caller is not None and self._caller is not thread and self._caller.is_alive():

@@ -1,0 +1,298 @@
+"""The backward pass of embedding_all_to_all with the optimizer's step, in one kernel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..runtime import world as _world
+from ..runtime.plans import Plans
+from .embedding_all_to_all import completed_split, table_set
+from .embedding_backward_plan import OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths, invert
+
+__all__ = ["EmbeddingOptimizer"]
+
+_DECAY_MODES = ("l2", "decoupled")
+_VECTOR_BYTES = 16
+
+
+class EmbeddingOptimizer:
+    """Updates this PE's tables in the backward pass of `embedding_all_to_all`.
+
+    ``po.embedding_all_to_all(tables, ..., optimizer=optimizer)`` records what ``loss.backward()`` needs; the gradients
+    of the result then travel to the tables' owners, a row's are summed over the global batch, and the row is updated
+    once, in one launch on every PE. The same bits for every run, world size and schedule.
+
+    g is a row's summed gradient times `gradient_scale`, w the row, lr the learning rate; only rows that a bag has are
+    touched:
+
+    - "sgd": ``w -= lr * g``
+    - "adagrad": ``s += g^2; w -= lr * g / (sqrt(s) + eps)``
+    - "rowwise_adagrad": ``s += mean(g'^2); m = lr / (sqrt(s) + eps); w = c * w - m * g``, where g' = g and c = 1;
+      with weight decay "l2" g' = g + weight_decay * w and c = 1 - m * weight_decay, with "decoupled" g' = g and
+      c = 1 - lr * weight_decay
+    - "adam": ``m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g^2;
+      w -= lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)``, t counting all steps
+
+    Args:
+        tables: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
+            `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs.
+        algorithm: see above.
+        lr: of the first step; see `lr`.
+        eps: added to roots.
+        weight_decay, weight_decay_mode: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
+        betas: of "adam".
+
+    Attributes:
+        lr, gradient_scale: `[1]`, float32, on the device; the kernel reads them, so that a CUDA graph's replay follows
+            what is written there. A number that is assigned is written there.
+        step_count: `[1]`, float32, on the device: steps so far; the kernel counts. Assign it behind loading states.
+
+    Raises:
+        ValueError, TypeError: for what it cannot be made of.
+
+    Backward is collective: every PE must reach it, in the same order as its peers. A second backward pass of one
+    forward pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
+    are loaded from a checkpoint, and `loaded` says so.
+    Source: FBGEMM's table-batched embeddings (exact optimizers), and section III of the SC24 paper for the exchange.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[torch.Tensor],
+        algorithm: str = "sgd",
+        *,
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        weight_decay_mode: str = "l2",
+        betas: tuple[float, float] = (0.9, 0.999),
+    ) -> None:
+        if algorithm not in STEPS:
+            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, STEPS))}, got {algorithm!r}")
+        if weight_decay_mode not in _DECAY_MODES:
+            raise ValueError(f"weight_decay_mode: expected one of {_DECAY_MODES}, got {weight_decay_mode!r}")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}: expected a number of at least 0 and below infinity, got {value}")
+        if weight_decay and algorithm in ("sgd", "adagrad"):
+            raise ValueError(f"weight_decay: {algorithm!r} has none, got {weight_decay}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: expected numbers of at least 0 and below 1, got {betas}")
+        self._tables = list(tables)
+        self._algorithm = algorithm
+        self._token = _Token()  # what plans know it by, which outlive it
+        device = self._tables[0].device if self._tables else _world.current().backend.device
+        self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
+        for table in self._tables:
+            self._states.setdefault(_identity(table), self._state_of(table))
+        _check_overlap(self._tables)
+        self._lr = torch.full((1,), lr, device=device)
+        self._gradient_scale = torch.ones(1, device=device)
+        self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
+        self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
+        modes = OPERATOR.description.constants
+        mode = modes[{"l2": "kL2", "decoupled": "kDecoupled"}[weight_decay_mode]] if weight_decay else modes["kNoDecay"]
+        self._constants = {
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "beta1": betas[0],
+            "beta2": betas[1],
+            "decay_mode": mode,
+        }
+
+    @property
+    def lr(self) -> torch.Tensor:
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._lr.fill_(value)
+
+    @property
+    def gradient_scale(self) -> torch.Tensor:
+        return self._gradient_scale
+
+    @gradient_scale.setter
+    def gradient_scale(self, value: float) -> None:
+        self._gradient_scale.fill_(value)
+
+    @property
+    def step_count(self) -> torch.Tensor:
+        return self._steps[:1]
+
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        powers = (float(value), self._constants["beta1"] ** value, self._constants["beta2"] ** value)
+        self._steps.copy_(torch.tensor(powers))
+
+    def _own(self) -> tuple[torch.Tensor, ...]:
+        """Return what it holds in device memory: rate, scale, steps, and the states."""
+        states = (state for of_table in self._states.values() for state in of_table)
+        return (self._lr, self._gradient_scale, self._steps, *states)
+
+    def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the states of a table, float32: none for "sgd", s, or m and v."""
+        found = self._states.get(_identity(table))
+        if found is None:
+            raise ValueError("table: it is not one of the optimizer's")
+        return found
+
+    def loaded(self, step_count: int) -> None:
+        """Say that tables and states, which a launch that was given up may have changed in part, were loaded anew.
+
+        Args:
+            step_count: of what was loaded, the same on every PE.
+        """
+        self.step_count = step_count  # type: ignore[assignment]  # mypy knows one type for both
+        _world.current().workspace.changes.loaded(*self._tables, *self._own())
+
+    def _state_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not isinstance(table, torch.Tensor) or table.dim() != 2:
+            raise TypeError(f"tables: expected [R, D] tensors, got {type(table).__name__}")
+        shape: tuple[int, ...] = tuple(table.shape)
+        count = {"sgd": 0, "adam": 2}.get(self._algorithm, 1)
+        if self._algorithm == "rowwise_adagrad":
+            shape = shape[:1]
+        return tuple(torch.zeros(shape, device=table.device) for _ in range(count))
+
+    # ---- autograd ----------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        forward: Callable[..., torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        split: Mapping[str, Any],
+        choices: Mapping[str, str],
+    ) -> torch.Tensor:
+        """Call `embedding_all_to_all`, and keep what the backward pass needs."""
+        if list(map(_identity, weights)) != list(map(_identity, self._tables)):
+            raise ValueError(
+                "weights: expected the optimizer's tables, in their order; make an optimizer for each list"
+            )
+        result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
+            self._placeholder, per_sample_weights, self, forward, tuple(weights), indices, offsets, split, choices
+        )
+        return result
+
+    def _backward(
+        self,
+        gradient: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        split: Mapping[str, Any],
+        mode: str,
+        *,
+        wants_factors: bool,
+    ) -> torch.Tensor | None:
+        world = _world.for_call()
+        gradient = gradient.contiguous()
+        if gradient.data_ptr() % _VECTOR_BYTES:
+            gradient = gradient.clone()
+        dim_per_rank, batch_per_rank = completed_split(world, weights, offsets, split)
+        state = OPERATOR.state(world)
+        tables, is_weighted = table_set(world, weights), per_sample_weights is not None
+        widths = agree_on_widths(world, self._token, dim_per_rank, weights)
+        key = BackwardKey(
+            world.team,
+            tables,
+            self._token,
+            state.tuning,
+            dim_per_rank,
+            widths,
+            batch_per_rank,
+            gradient.dtype,
+            mode,
+            is_weighted,
+        )
+        plans: Plans[BackwardPlan] = state.plans
+        states = [self.state(weight) for weight in weights]
+        # A CUDA graph keeps what its launches read and write.
+        plan = plans.find(key, *weights, *self._own()) or plans.make(
+            key, lambda: BackwardPlan(world, key, weights, states, self._algorithm, self._constants)
+        )
+        inverted = invert(indices, offsets, plan.first_keys, plan.num_rows, plan.num_bags)
+        factor_gradients = (
+            torch.zeros_like(per_sample_weights) if wants_factors and per_sample_weights is not None else None
+        )
+        OPERATOR.begin_changes(world, tables=weights, states=[each for of_table in states for each in of_table])
+        rate, scale, steps, *_ = self._own()
+        plan.launch(gradient, inverted, per_sample_weights, factor_gradients, rate, scale, steps)
+        return factor_gradients
+
+
+class _Token:
+    """Stands for an optimizer."""
+
+
+def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
+    """Raise where rows of two tables share memory and the tables are not the same: two warps would update them."""
+    ranges = sorted({(table.data_ptr(), table.data_ptr() + table.nbytes, *table.shape) for table in tables})
+    for (_, end, *_), (begin, *_) in itertools.pairwise(each for each in ranges if each[0] != each[1]):
+        if begin < end:
+            raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")
+
+
+def _identity(table: torch.Tensor) -> tuple[int, ...]:
+    return (table.data_ptr(), *table.shape)
+
+
+class _Recorded(torch.autograd.Function):
+    """A call of embedding_all_to_all whose backward pass updates its tables."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        placeholder: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        optimizer: EmbeddingOptimizer,
+        forward: Callable[..., torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        split: Mapping[str, Any],
+        choices: Mapping[str, str],
+    ) -> torch.Tensor:
+        context.save_for_backward(indices, offsets, per_sample_weights)
+        context.optimizer, context.weights = optimizer, weights
+        context.split, context.mode = split, choices["mode"]
+        context.is_done = False
+        context.versions = [weight._version for weight in weights]
+        # Detached: a view that is made in here could not be changed in place.
+        return forward(weights, indices, offsets, per_sample_weights, **split, **choices).detach()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if context.is_done:
+            raise RuntimeError(
+                "embedding_all_to_all: a second backward pass of one forward pass would update the tables twice; call "
+                "the operator again"
+            )
+        context.is_done = True
+        indices, offsets, factors = context.saved_tensors
+        wants_factors = context.needs_input_grad[1]
+        if wants_factors and context.versions != [weight._version for weight in context.weights]:
+            raise RuntimeError(
+                "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "
+                "per_sample_weights cannot be computed; make the backward pass first"
+            )
+        found = context.optimizer._backward(
+            gradients[0],
+            context.weights,
+            indices,
+            offsets,
+            factors,
+            context.split,
+            context.mode,
+            wants_factors=wants_factors,
+        )
+        return None, found, None, None, None, None, None, None, None
