@@ -351,15 +351,21 @@ class _Training:
         self._case, self._world, self._rank = case, po.world_size(), po.rank()
         inputs = make_inputs(case, self._rank, self._world, 0)
         self.tables = [table.to(po.device(), copy=True) for table in inputs.tables]
-        self.model = Model(case, self._rank, self._world)
         self.optimizer = po.EmbeddingOptimizer(self.tables, case.algorithm, lr=0.0, **dict(case.options))
         if not is_new:
-            self.backward(0)()  # at a rate of nothing no table changes
+            self.backward(0)()
             po.check()
-        for table in self.tables:
+        self.begin()
+
+    def begin(self) -> None:
+        """Set tables, states and rate to what they are before the first step."""
+        self.model = Model(self._case, self._rank, self._world)
+        for table, first in zip(self.tables, self.model.tables, strict=True):
+            table.copy_(first)
             for state in self.optimizer.state(table):
                 state.zero_()
         self.optimizer.lr.fill_(0.1)
+        self.optimizer.loaded(0)
 
     def backward(self, iteration: int) -> Callable[[], None]:
         """Make a forward pass; return its backward pass."""
@@ -402,7 +408,20 @@ class TestFaults(ProtocolSuite):
 
     @classmethod
     def work(cls, iteration: int, way: str) -> Work:
-        training = _Training(_case_of(way))
+        return cls._work(_Training(_case_of(way)), iteration)
+
+    @classmethod
+    def next_work(cls, iteration: int, way: str) -> Work:
+        """With the optimizer of the earlier ones: a new one's PEs agree on the host, where a dead one is found late."""
+        prepared = _prepared()
+        if way in prepared:
+            prepared[way].begin()
+        else:
+            prepared[way] = _Training(_case_of(way))
+        return cls._work(prepared[way], iteration)
+
+    @staticmethod
+    def _work(training: _Training, iteration: int) -> Work:
         backward = training.backward(iteration)
         training.model.step(iteration, 0, 0.1)
         return Work(backward, training.is_right)
