@@ -1,0 +1,173 @@
+// What is sorted, and the memory of a launch that all its WGs share.
+#pragma once
+
+#include "comm/launch.cuh"
+#include "platform/scalar.cuh"
+#include "platform/scan.cuh"
+
+#include <type_traits>
+
+namespace po::embedding_inversion {
+
+inline constexpr int kMaxPasses = 8;
+inline constexpr int kMaxDigitBits = 9;
+
+// A lookup on its way to its place. `lookup` is a place among the indices.
+template <bool kWide, bool kLookups>
+struct alignas(16) Entry {
+  using Key = std::conditional_t<kWide, uint64_t, uint32_t>;
+  static constexpr bool kHasLookup = true;
+  Key key;
+  int32_t bag;
+  int32_t lookup;
+};
+
+template <>
+struct alignas(8) Entry<false, false> {
+  using Key = uint32_t;
+  static constexpr bool kHasLookup = false;
+  Key key;
+  int32_t bag;
+};
+
+// The key of a lookup that does not count: no row has it.
+template <class Entry>
+inline constexpr auto kNoKey = static_cast<typename Entry::Key>(-1);
+
+// Lookups of some samples. With several sources their bags are parts of the same tables.
+struct Source {
+  const void* indices;
+  const void* offsets;   // [tables * num_samples + 1]
+  int64_t num_indices;   // what `indices` has room for; those behind the last offset are of no bag
+  int64_t first_sample;  // of the batch
+  int64_t num_samples;
+};
+PO_DESCRIBE(Source, indices, offsets, num_indices, first_sample, num_samples)
+
+struct Plan {
+  Team team;
+  const int64_t* first_keys;  // [num_tables]
+  const int64_t* num_rows;    // [num_tables]
+  int64_t num_tables;
+  int64_t batch;  // bags of a table
+  int64_t num_passes;
+  uint64_t* words;  // see Words
+};
+PO_DESCRIBE(Plan, team, first_keys, num_rows, num_tables, batch, num_passes, words)
+
+struct Call {
+  Source source;
+  // Scratch, whatever it holds:
+  uint8_t* entries[2];   // each with room for whole tiles
+  uint32_t* tile_words;  // [num_passes][tiles][digits]
+  // Results; null where not wanted:
+  void* keys;
+  int32_t* bags;
+  int32_t* lookups;
+  uint32_t* counts;  // [num_tables * batch]; floats in the end
+  int64_t* count;
+};
+PO_DESCRIBE(Call, source, entries, tile_words, keys, bags, lookups, counts, count)
+
+// Zero before and after every launch.
+struct Words {
+  alignas(128) uint64_t num_met;    // WGs that have come to a meeting, of all meetings
+  alignas(128) uint64_t num_tiles;  // that have a lookup of a bag: the first ones
+  alignas(128) uint32_t histograms[kMaxPasses << kMaxDigitBits];
+};
+PO_DESCRIBE(Words, num_met, num_tiles, histograms)
+
+// ---- one WG ---------------------------------------------------------------------------------------------------------
+
+template <class Traits>
+struct Shared {
+  Plan plan;
+  uint64_t is_last;
+  uint64_t gave_up;
+  uint64_t falling_tile;  // in which the ends of bags were last seen to fall, + 1
+  SumScratch scratch;
+  int32_t first_bags[Traits::kTilesAtOnce];
+  int32_t end_bags[Traits::kTilesAtOnce];
+  uint32_t first_places[Traits::kDigits];  // of each digit, in the result of the pass
+  uint32_t staged_places[Traits::kDigits];  // of each digit, in a tile
+  uint32_t shifts[Traits::kDigits];         // from places in a tile to those in the result
+};
+
+// A WG's arena: counters of each warp, one per digit, and a tile of entries. Where lookups are read: counters of each pass, and
+// ends of bags.
+constexpr int64_t arena_bytes(int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry) {
+  return max_of<int64_t>(num_warps, kMaxPasses) * num_digits * 4 + tile_items * bytes_of_entry;
+}
+
+template <class Traits>
+class Arena {
+ public:
+  using Entry = typename Traits::Entry;
+
+  PO_FN explicit Arena(const WorkGroup& wg)
+      : counters_(reinterpret_cast<uint32_t*>(wg.arena())),
+        tile_(wg.arena() + arena_bytes(wg.num_warps(), 0, Traits::kDigits, 0)) {}
+
+  PO_FN uint32_t* counters(int number) const { return counters_ + number * Traits::kDigits; }
+  PO_FN Entry* tile() const { return reinterpret_cast<Entry*>(tile_); }
+  PO_FN int32_t* ends() const { return reinterpret_cast<int32_t*>(tile_); }
+  static PO_FN int max_ends(int tile_items) { return tile_items * static_cast<int>(sizeof(Entry) / sizeof(int32_t)); }
+
+ private:
+  uint32_t* counters_;
+  uint8_t* tile_;
+};
+
+// What the parts of the kernel have in common.
+template <class Traits>
+struct Group {
+  const WorkGroup& wg;
+  Shared<Traits>& shared;
+  const Plan& plan;
+  const Call& call;
+  Arena<Traits> arena;
+
+  PO_FN Group(const WorkGroup& wg_in, Shared<Traits>& shared_in, const Call& call_in)
+      : wg(wg_in), shared(shared_in), plan(shared_in.plan), call(call_in), arena(wg_in) {}
+
+  PO_FN Words& words() const { return *reinterpret_cast<Words*>(plan.words); }
+  PO_FN int tile_items() const { return wg.size() * Traits::kItems; }
+  PO_FN int64_t most_tiles() const { return ceil_div<int64_t>(call.source.num_indices, tile_items()); }
+  PO_FN int64_t num_bags() const { return plan.num_tables * plan.batch; }
+
+  // An item of this thread, in a tile: a warp's lie side by side.
+  PO_FN int place_of(int item) const {
+    const Warp warp;
+    return (wg.warp_index() * Traits::kItems + item) * warp.size() + warp.rank();
+  }
+
+  PO_FN uint8_t* entries(int pass) const { return call.entries[pass % 2]; }
+
+  PO_FN uint32_t* tile_words(int pass, int64_t tile) const {
+    return call.tile_words + (pass * most_tiles() + tile) * Traits::kDigits;
+  }
+
+  PO_FN void give_up() const { flag_store_relaxed_wg(&shared.gave_up, 1); }
+
+  // Whether no thread of the WG has given up, before this. Between two of these lies a sync, so all have the same answer.
+  PO_FN bool goes_on() const {
+    wg.sync();
+    return flag_load_relaxed_wg(&shared.gave_up) == 0;
+  }
+
+  // Waits for all WGs, each of which sees then what all have written. `number`: of the meeting, from 1. False: gave up.
+  PO_FN bool meet(int number) const {
+    // @inversion-meet-sync
+    wg.sync();  // what all threads have written is before the count
+    if (wg.rank() == 0) {
+      const auto expected = static_cast<uint64_t>(number) * static_cast<uint64_t>(wg.count());
+      uint64_t* met = &words().num_met;
+      atomic_add_fetch_acq_rel_gpu(met, 1);
+      // @inversion-meet-await
+      if (!await_own(plan.team, [&] { return flag_load_acquire_sys(met) >= expected; })) give_up();
+    }
+    return goes_on();
+  }
+};
+
+}  // namespace po::embedding_inversion

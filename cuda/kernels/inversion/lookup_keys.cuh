@@ -1,0 +1,202 @@
+// From indices and offsets to entries, and how many of their keys have which digit, in all passes.
+//
+// A tile is some lookups that lie side by side. Its bags are found by two searches, of its first place and of the place behind
+// it; the ends of the bags in between come into the WG's own memory, where each lookup looks for its own. If those ends rise,
+// that finds what a search among all ends does: the ends outside of them send every place of the tile the same way.
+#pragma once
+
+#include "kernels/inversion/bag_search.cuh"
+#include "kernels/inversion/entries.cuh"
+#include "platform/bits.cuh"
+
+namespace po::embedding_inversion {
+
+template <class Traits>
+class LookupKeys {
+ public:
+  using Entry = typename Traits::Entry;
+  using Key = typename Entry::Key;
+  using Index = typename Traits::Index;
+  using Offset = typename Traits::Offset;
+  static constexpr int kItems = Traits::kItems;
+  static constexpr int kDigits = Traits::kDigits;
+
+  PO_FN explicit LookupKeys(const Group<Traits>& group)
+      : group_(group),
+        wg_(group.wg),
+        source_(group.call.source),
+        num_bags_(static_cast<int32_t>(group.plan.num_tables * group.call.source.num_samples)) {}
+
+  // Makes the entries of this WG's tiles.
+  PO_FN void make() {
+    const auto num_counters = static_cast<int>(group_.plan.num_passes) * kDigits;
+    uint32_t* counters = group_.arena.counters(0);
+    for (int i = wg_.rank(); i < num_counters; i += wg_.size()) counters[i] = 0;
+    if (wg_.rank() == 0) group_.shared.falling_tile = 0;
+    const int64_t num_tiles = group_.most_tiles();
+    const int64_t stride = wg_.count();
+    uint64_t num_made = 0;
+    bool is_behind = false;
+    for (int64_t first = wg_.index(); first < num_tiles && !is_behind; first += stride * Traits::kTilesAtOnce) {
+      find_bags(first, stride);
+      PO_NO_UNROLL
+      for (int i = 0; i < Traits::kTilesAtOnce && !is_behind; ++i) {
+        const int64_t tile = first + stride * i;
+        const int32_t first_bag = group_.shared.first_bags[i];
+        is_behind = tile >= num_tiles || first_bag == num_bags_;  // so are all tiles behind it
+        if (is_behind) continue;
+        make_tile(tile, first_bag, group_.shared.end_bags[i]);
+        ++num_made;
+      }
+    }
+    wg_.sync();  // all have counted their digits
+    for (int i = wg_.rank(); i < num_counters; i += wg_.size()) {
+      if (counters[i] != 0) count_add_relaxed_gpu(group_.words().histograms + i, counters[i]);
+    }
+    if (wg_.rank() == 0 && num_made != 0) atomic_add_fetch_acq_rel_gpu(&group_.words().num_tiles, num_made);
+  }
+
+ private:
+  PO_FN const Offset* ends() const { return static_cast<const Offset*>(source_.offsets) + 1; }
+
+  // The bags of the first place in each tile and of the place behind it.
+  PO_FN void find_bags(int64_t first, int64_t stride) {
+    const Warp warp;
+    wg_.sync();  // the last ones have been read
+    for (int i = wg_.warp_index(); i < 2 * Traits::kTilesAtOnce; i += wg_.num_warps()) {
+      const int64_t tile = first + stride * (i / 2);
+      if (tile >= group_.most_tiles()) continue;
+      const int32_t bag = find_bag(ends(), num_bags_, (tile + i % 2) * group_.tile_items(), warp);
+      if (warp.rank() == 0) (i % 2 == 0 ? group_.shared.first_bags : group_.shared.end_bags)[i / 2] = bag;
+    }
+    wg_.sync();
+  }
+
+  PO_FN void make_tile(int64_t tile, int32_t first_bag, int32_t end_bag) {
+    const int64_t begin = tile * group_.tile_items();
+    const auto* indices = static_cast<const Index*>(source_.indices);
+    Index loaded[kItems];
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int64_t place = begin + group_.place_of(u);
+      loaded[u] = place < source_.num_indices ? indices[place] : Index{-1};  // which is no row
+    }
+    int32_t bags[kItems];
+    const int num_ends = end_bag - first_bag;
+    if (bring_ends(tile, first_bag, num_ends)) {
+      find_among(num_ends, first_bag, bags);
+    } else {
+      PO_UNROLL
+      for (int u = 0; u < kItems; ++u) bags[u] = find_bag(ends(), num_bags_, begin + group_.place_of(u));
+    }
+    const auto first_place = static_cast<int64_t>(static_cast<const Offset*>(source_.offsets)[0]);
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int64_t place = begin + group_.place_of(u);
+      finish(place, static_cast<int64_t>(loaded[u]), place < first_place ? num_bags_ : bags[u]);
+    }
+  }
+
+  // Whether the ends of a tile's bags are in the WG's own memory, counted from the tile's first place, and rise.
+  PO_FN bool bring_ends(int64_t tile, int32_t first_bag, int num_ends) {
+    const int tile_items = group_.tile_items();
+    const int64_t begin = tile * tile_items;
+    if (num_ends > Arena<Traits>::max_ends(tile_items)) return false;
+    // Where all places of the tile are on one side of an end, it does not matter how far it is.
+    const auto end_of = [&](int i) {
+      const int64_t end = static_cast<int64_t>(ends()[first_bag + i]) - begin;
+      return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(end, 0), tile_items));
+    };
+    wg_.sync();  // @inversion-ends-read
+    for (int i = wg_.rank(); i < num_ends; i += wg_.size()) {
+      const int32_t end = end_of(i);
+      group_.arena.ends()[i] = end;
+      if (i + 1 < num_ends && end_of(i + 1) < end) {
+        flag_store_relaxed_wg(&group_.shared.falling_tile, static_cast<uint64_t>(tile) + 1);
+      }
+    }
+    wg_.sync();  // @inversion-ends-brought
+    return flag_load_relaxed_wg(&group_.shared.falling_tile) != static_cast<uint64_t>(tile) + 1;
+  }
+
+  // The bags of this thread's items, all side by side so that their looks overlap.
+  PO_FN void find_among(int num_ends, int32_t first_bag, int32_t (&bags)[kItems]) const {
+    const int32_t* ends = group_.arena.ends();
+    int found[kItems] = {};  // ends before or at the item
+    int step = 1;
+    while (2 * step <= num_ends) step *= 2;
+    PO_NO_UNROLL
+    for (; step > 0; step /= 2) {
+      PO_UNROLL
+      for (int u = 0; u < kItems; ++u) {
+        const int next = found[u] + step;
+        if (next <= num_ends && ends[next - 1] <= group_.place_of(u)) found[u] = next;
+      }
+    }
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) bags[u] = first_bag + found[u];
+  }
+
+  // `bag`: of the source.
+  PO_FN void finish(int64_t place, int64_t index, int32_t bag) {
+    Entry entry{};
+    entry.key = kNoKey<Entry>;
+    int32_t batch_bag = -1;
+    if (bag < num_bags_) {
+      const auto samples = static_cast<uint32_t>(source_.num_samples);
+      const uint32_t table = static_cast<uint32_t>(bag) / samples;
+      const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
+      batch_bag = static_cast<int32_t>(table * group_.plan.batch + source_.first_sample) + sample;
+      const auto rows = static_cast<uint64_t>(group_.plan.num_rows[table]);
+      if (static_cast<uint64_t>(index) < rows) {
+        entry.key = static_cast<Key>(group_.plan.first_keys[table] + index);
+      }
+    }
+    entry.bag = batch_bag;
+    if constexpr (Entry::kHasLookup) entry.lookup = static_cast<int32_t>(place);
+    constexpr int kBytes = sizeof(Entry);
+    Vector<kBytes> words;
+    __builtin_memcpy(&words, &entry, kBytes);
+    store_vector<kBytes>(group_.entries(0) + place * kBytes, words);
+    const bool counts = entry.key != kNoKey<Entry>;
+    count_digits(entry.key, counts);
+    if constexpr (Traits::kCounts) count_bag(batch_bag, counts);
+  }
+
+  PO_FN void count_digits(Key key, bool counts) const {
+    const Warp warp;
+    PO_NO_UNROLL
+    for (int pass = 0; pass < static_cast<int>(group_.plan.num_passes); ++pass) {
+      uint32_t* counters = group_.arena.counters(pass);
+      const uint32_t digit = Traits::digit_of(key, pass);
+      // The higher digits of neighbours are often the same.
+      const bool is_first = counts && digit == warp.shuffle(digit, 0);
+      if (warp.count(is_first) == warp.size()) {
+        if (warp.rank() == 0) count_add_relaxed_wg(counters + digit, static_cast<uint32_t>(warp.size()));
+      } else if (counts) {
+        count_add_relaxed_wg(counters + digit, 1);
+      }
+    }
+  }
+
+  // Lookups of a bag lie side by side: the first lane of each bag counts for the others.
+  PO_FN void count_bag(int32_t bag, bool counts) const {
+    const Warp warp;
+    const int32_t before = warp.shuffle(bag, max_of(warp.rank() - 1, 0));
+    const bool begins = warp.rank() == 0 || bag != before;
+    const uint64_t beginning = warp.ballot(begins);
+    const uint64_t counted = warp.ballot(counts);
+    if (!begins || bag < 0) return;
+    const uint64_t later = beginning & ~bits_below(warp.rank() + 1);
+    const int end = later == 0 ? warp.size() : lowest_bit(later);
+    const int count = count_bits(counted & bits_below(end) & ~bits_below(warp.rank()));
+    if (count != 0) count_add_relaxed_gpu(group_.call.counts + bag, static_cast<uint32_t>(count));
+  }
+
+  const Group<Traits>& group_;
+  const WorkGroup& wg_;
+  const Source& source_;
+  const int32_t num_bags_;
+};
+
+}  // namespace po::embedding_inversion

@@ -1,0 +1,223 @@
+// One pass of the sort: entries go to where those with a smaller digit, and those with the same one before them, leave them.
+//
+// How many have which digit is known of the whole; so a tile need only know how many of each digit the tiles before it have. It
+// tells its own numbers as soon as it has counted them, and adds up backwards what the tiles before have told, until one has
+// told the sum of all up to its own (decoupled look-back: Merrill and Garland 2016; Adinets and Merrill 2022). A number and
+// what it is of are one 32-bit word, so nothing need be ordered. A WG has every count()-th tile, in ascending order, and all WGs
+// are resident: the first tile that is not done is some WG's current one, and waits for nobody.
+#pragma once
+
+#include "kernels/inversion/entries.cuh"
+#include "platform/bits.cuh"
+
+namespace po::embedding_inversion {
+
+inline constexpr uint32_t kOfTile = 1u << 30;    // above the number: of the entries of the tile
+inline constexpr uint32_t kOfAll = 2u << 30;     // of those of all tiles up to it
+inline constexpr uint32_t kNumber = kOfTile - 1;  // and the most lookups that there may be
+PO_CONSTANT(kNumber)
+
+template <class Traits>
+class RadixPass {
+ public:
+  using Entry = typename Traits::Entry;
+  static constexpr int kItems = Traits::kItems;
+  static constexpr int kDigits = Traits::kDigits;
+
+  PO_FN RadixPass(const Group<Traits>& group, int pass)
+      : group_(group), wg_(group.wg), pass_(pass), is_last_(pass + 1 == group.plan.num_passes) {
+    const int per_thread = ceil_div(kDigits, wg_.size());
+    first_digit_ = min_of(wg_.rank() * per_thread, kDigits);
+    end_digit_ = min_of(first_digit_ + per_thread, kDigits);
+  }
+
+  // Returns how many entries there are in the result. All threads.
+  PO_FN int64_t place_digits() {
+    const uint32_t* histogram = group_.words().histograms + pass_ * kDigits;
+    uint64_t own = 0;
+    for (int digit = first_digit_; digit < end_digit_; ++digit) own += histogram[digit];
+    uint64_t total;
+    auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
+    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+      group_.shared.first_places[digit] = place;
+      place += histogram[digit];
+    }
+    return static_cast<int64_t>(total);
+  }
+
+  // Sorts this WG's tiles of the first `num_entries`. False: gave up.
+  PO_FN bool sort(int64_t num_entries) {
+    const int64_t num_tiles = ceil_div<int64_t>(num_entries, group_.tile_items());
+    for (int64_t tile = wg_.index(); tile < num_tiles; tile += wg_.count()) {
+      if (!sort_tile(tile, num_entries)) return false;
+    }
+    return true;
+  }
+
+ private:
+  PO_FN bool sort_tile(int64_t tile, int64_t num_entries) {
+    const TaskTrace trace(true);
+    Entry entries[kItems];
+    uint32_t ranks[kItems];  // among the entries of the warp that have the digit
+    load(tile, num_entries, entries);
+    rank(entries, ranks);
+    wg_.sync();  // @inversion-ranked
+    const auto count = static_cast<int>(count_digits(tile));
+    wg_.sync();  // @inversion-counted
+    stage(entries, ranks);
+    if (!find_shifts(tile)) group_.give_up();
+    if (!group_.goes_on()) return false;
+    store(count);
+    return true;
+  }
+
+  PO_FN void load(int64_t tile, int64_t num_entries, Entry (&entries)[kItems]) const {
+    constexpr int kBytes = sizeof(Entry);
+    const uint8_t* source = group_.entries(pass_);
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int64_t place = tile * group_.tile_items() + group_.place_of(u);
+      entries[u].key = kNoKey<Entry>;
+      if (place >= num_entries) continue;
+      const Vector<kBytes> words = load_shared_vector<kBytes>(source + place * kBytes);
+      __builtin_memcpy(&entries[u], &words, kBytes);
+    }
+  }
+
+  // Counts the digits of the warp's entries, in their order.
+  PO_FN void rank(const Entry (&entries)[kItems], uint32_t (&ranks)[kItems]) const {
+    const Warp warp;
+    const auto before = static_cast<uint32_t>(bits_below(warp.rank()));
+    uint32_t* counters = group_.arena.counters(wg_.warp_index());
+    for (int digit = warp.rank(); digit < kDigits; digit += warp.size()) counters[digit] = 0;
+    warp.sync();
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const bool is_there = entries[u].key != kNoKey<Entry>;
+      const uint32_t digit = Traits::digit_of(entries[u].key, pass_);
+      const uint32_t same = lanes_with(warp, digit, is_there);
+      const uint32_t earlier = counters[digit];
+      ranks[u] = earlier + static_cast<uint32_t>(count_bits(same & before));
+      warp.sync();  // all have read the counters
+      if (is_there && (same & before) == 0) counters[digit] = earlier + static_cast<uint32_t>(count_bits(same));
+      warp.sync();
+    }
+  }
+
+  // The lanes, of those with an entry, that have the same digit as this one.
+  static PO_FN uint32_t lanes_with(const Warp& warp, uint32_t digit, bool is_there) {
+    uint32_t same = warp.ballot(is_there);
+    if constexpr (kWarpSize == 1) return same;
+    PO_UNROLL
+    for (int bit = 0; bit < Traits::kDigitBits; ++bit) {
+      const bool is_set = (digit >> bit & 1) != 0;
+      const uint32_t set = warp.ballot(is_set);
+      same &= is_set ? set : ~set;
+    }
+    return same;
+  }
+
+  // From counters of each warp to how many entries of the warps before it have the digit; tells how many the tile has of each,
+  // and finds their places in it. Returns the number of entries. A thread has some digits.
+  PO_FN uint64_t count_digits(int64_t tile) {
+    uint64_t own = 0;
+    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+      uint32_t count = 0;
+      for (int warp = 0; warp < wg_.num_warps(); ++warp) {
+        uint32_t& counter = group_.arena.counters(warp)[digit];
+        const uint32_t of_warp = counter;
+        counter = count;
+        count += of_warp;
+      }
+      // @inversion-tells-tile
+      count_store_relaxed_gpu(group_.tile_words(pass_, tile) + digit, (tile == 0 ? kOfAll : kOfTile) | count);
+      group_.shared.staged_places[digit] = count;  // of no thread but this one until they are places
+      own += count;
+    }
+    uint64_t total;
+    auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
+    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+      const uint32_t count = group_.shared.staged_places[digit];
+      group_.shared.staged_places[digit] = place;
+      group_.shared.shifts[digit] = count;  // the same
+      place += count;
+    }
+    return total;
+  }
+
+  PO_FN void stage(const Entry (&entries)[kItems], const uint32_t (&ranks)[kItems]) const {
+    const uint32_t* earlier = group_.arena.counters(wg_.warp_index());
+    Entry* staged = group_.arena.tile();
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      if (entries[u].key == kNoKey<Entry>) continue;
+      const uint32_t digit = Traits::digit_of(entries[u].key, pass_);
+      staged[group_.shared.staged_places[digit] + earlier[digit] + ranks[u]] = entries[u];
+    }
+  }
+
+  // Where the entries of this thread's digits go. False: gave up.
+  PO_FN bool find_shifts(int64_t tile) const {
+    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+      uint32_t earlier = 0;
+      if (tile != 0) {
+        if (!look_back(tile, digit, earlier)) return false;
+        const uint32_t count = group_.shared.shifts[digit];
+        // @inversion-tells-all
+        count_store_relaxed_gpu(group_.tile_words(pass_, tile) + digit, kOfAll | (earlier + count));
+      }
+      group_.shared.shifts[digit] =
+          group_.shared.first_places[digit] + earlier - group_.shared.staged_places[digit];
+    }
+    return true;
+  }
+
+  // Adds up how many entries of the tiles before have the digit. Asks for some tiles' words at a time.
+  PO_FN bool look_back(int64_t tile, int digit, uint32_t& sum) const {
+    constexpr int kWordsAtOnce = Traits::kWordsAtOnce;
+    int64_t next = tile - 1;
+    return await_own(group_.plan.team, [&] {
+      uint32_t words[kWordsAtOnce];
+      PO_UNROLL
+      for (int k = 0; k < kWordsAtOnce; ++k) {
+        words[k] = count_load_relaxed_gpu(group_.tile_words(pass_, max_of<int64_t>(next - k, 0)) + digit);
+      }
+      PO_UNROLL
+      for (int k = 0; k < kWordsAtOnce; ++k) {
+        if (words[k] < kOfTile) return false;  // @inversion-told
+        sum += words[k] & kNumber;
+        --next;
+        if (words[k] >= kOfAll) return true;  // tile 0 tells no other
+      }
+      return false;
+    });
+  }
+
+  PO_FN void store(int count) const {
+    const Entry* staged = group_.arena.tile();
+    const Call& call = group_.call;
+    for (int i = wg_.rank(); i < count; i += wg_.size()) {
+      const Entry entry = staged[i];
+      const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
+      if (is_last_) {
+        static_cast<typename Entry::Key*>(call.keys)[place] = entry.key;
+        call.bags[place] = entry.bag;
+        if constexpr (Traits::kLookups) call.lookups[place] = entry.lookup;
+      } else {
+        constexpr int kBytes = sizeof(Entry);
+        Vector<kBytes> words;
+        __builtin_memcpy(&words, &entry, kBytes);
+        store_vector<kBytes>(group_.entries(pass_ + 1) + static_cast<uint64_t>(place) * kBytes, words);
+      }
+    }
+  }
+
+  const Group<Traits>& group_;
+  const WorkGroup& wg_;
+  const int pass_;
+  const bool is_last_;
+  int first_digit_;
+  int end_digit_;
+};
+
+}  // namespace po::embedding_inversion
