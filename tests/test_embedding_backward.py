@@ -189,7 +189,7 @@ class Model:
                 factor_gradients[chosen] = self._dots(table[indices[chosen]].float(), values)
                 values = values * inputs.factors[chosen, None]
             if shape.mode == "mean":
-                values = values / counts[bags[chosen], None]
+                values = values * (1 / counts[bags[chosen], None])
             rows_of.append(indices[chosen])
             values_of.append(values)
         if shape.same_table:
@@ -238,7 +238,7 @@ class Model:
             w = w - rate * sums / (_root(states[0][touched]) + eps)
         elif algorithm == "rowwise_adagrad":
             g = sums + decay * w if is_l2 and decay else sums
-            states[0][touched] += self._over_columns(g * g) / table.shape[1]
+            states[0][touched] += self._over_columns(g * g) * torch.tensor(1 / table.shape[1])
             m = rate / (_root(states[0][touched]) + eps)
             kept = torch.ones(1) if not decay else 1 - m * decay if is_l2 else 1 - (rate * decay).view(1)
             w = kept.view(-1, 1) * w - m[:, None] * sums

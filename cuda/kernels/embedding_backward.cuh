@@ -47,6 +47,8 @@ class Reducer {
         keys_(filler_.keys()) {}
 
   PO_FN void run() {
+    // Behind a launch that was given up, what is sorted may be anything. One lane decides for the warp.
+    if (warp_.shuffle(is_aborted(team_), 0)) return;  // @nothing-behind-an-abort
     for (;;) {
       int32_t ticket = 0;
       if (warp_.rank() == 0) {
@@ -272,10 +274,7 @@ struct Kernel {
       pusher.run(wg.warp_index() * pushing + wg.index(), wg.num_warps() * pushing);
       pusher.complete_puts();
     }
-    // Behind a launch that was given up, what is sorted may be anything.
-    if (plan.num_groups != 0 && !is_aborted(plan.team)) {
-      Reducer<Traits>(plan, call, shared.windows[wg.warp_index()]).run();
-    }
+    if (plan.num_groups != 0) Reducer<Traits>(plan, call, shared.windows[wg.warp_index()]).run();
     if (wg.index() == 0) await_all_credits(plan.team, wg);
     if (wg.index() == 0) await_all_gradients(wg, plan);  // @all-gradients
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);

@@ -12,11 +12,12 @@ import torch
 from ..runtime import world as _world
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
-from .embedding_backward_plan import OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths, invert
+from .embedding_backward_plan import DECAYS, OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths
+from .embedding_inversion import invert
 
 __all__ = ["EmbeddingOptimizer"]
 
-_DECAY_MODES = ("l2", "decoupled")
+_DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
 _VECTOR_BYTES = 16
 
 
@@ -95,14 +96,12 @@ class EmbeddingOptimizer:
         self._gradient_scale = torch.ones(1, device=device)
         self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
-        modes = OPERATOR.description.constants
-        mode = modes[{"l2": "kL2", "decoupled": "kDecoupled"}[weight_decay_mode]] if weight_decay else modes["kNoDecay"]
+        self._decay = weight_decay_mode if weight_decay and algorithm == "rowwise_adagrad" else "none"
         self._constants = {
             "eps": eps,
             "weight_decay": weight_decay,
             "beta1": betas[0],
             "beta2": betas[1],
-            "decay_mode": mode,
         }
 
     @property
@@ -218,9 +217,9 @@ class EmbeddingOptimizer:
         states = [self.state(weight) for weight in weights]
         # A CUDA graph keeps what its launches read and write.
         plan = plans.find(key, *weights, *self._own()) or plans.make(
-            key, lambda: BackwardPlan(world, key, weights, states, self._algorithm, self._constants)
+            key, lambda: BackwardPlan(world, key, weights, states, self._algorithm, self._decay, self._constants)
         )
-        inverted = invert(indices, offsets, plan.first_keys, plan.num_rows, plan.num_bags)
+        inverted = invert(world, plan.rows, indices, offsets, counts=mode == "mean", lookups=is_weighted)
         factor_gradients = (
             torch.zeros_like(per_sample_weights) if wants_factors and per_sample_weights is not None else None
         )

@@ -1,9 +1,12 @@
 // What a launch of embedding_backward is told: configuration, plan, call.
 #pragma once
 
+#include <type_traits>
+
 #include "comm/launch.cuh"
 #include "platform/groups.cuh"
 #include "platform/scalar.cuh"
+#include "sched/row_blocks.cuh"
 
 namespace po::embedding_backward {
 
