@@ -41,10 +41,9 @@ class Reducer {
         team_(plan.team),
         call_(call),
         window_(window),
-        count_(*call.count),
+        count_(static_cast<int>(*call.count)),
         filler_(plan, call, window, count_),
-        row_(plan, call),
-        keys_(filler_.keys()) {}
+        row_(plan, call) {}
 
   PO_FN void run() {
     // Behind a launch that was given up, what is sorted may be anything. One lane decides for the warp.
@@ -54,19 +53,21 @@ class Reducer {
       if (warp_.rank() == 0) {
         ticket = static_cast<int32_t>(atomic_fetch_add_relaxed_gpu(&team_.local->ticket, 1));
       }
-      const int64_t begin = int64_t{warp_.shuffle(ticket, 0)} * kRangeLookups;
-      if (begin >= count_ || !reduce(begin, min_of(begin + kRangeLookups, count_))) return;
+      ticket = warp_.shuffle(ticket, 0);
+      if (ticket >= ceil_div(count_, kRangeLookups)) return;
+      const int begin = ticket * kRangeLookups;
+      if (!reduce(begin, min_of(begin + kRangeLookups, count_))) return;
     }
   }
 
  private:
   // What begins there. Returns false where the launch was given up.
-  PO_FN bool reduce(int64_t begin, int64_t end) {
+  PO_FN bool reduce(int begin, int end) {
     if (!add_chunk_that_begins(begin, end)) return false;
     PO_NO_UNROLL
-    for (int64_t at = begin; at < end;) {
-      if (!enter_group_of(keys_[at])) return false;
-      const Filled filled = filler_.fill(view_, at, end);
+    for (int at = begin; at < end;) {
+      if (!enter_group_of(key_at(at))) return false;
+      const Filled filled = filler_.fill(at, end);
       update_rows(filled, at);
       if (filled.is_open) update_open_row(filled.num_rows - 1, at);
       at = filled.next;
@@ -75,7 +76,8 @@ class Reducer {
   }
 
   // Those whose lookups the window has, a tile each.
-  PO_FN void update_rows(const Filled& filled, int64_t begin) const {
+  PO_FN void update_rows(const Filled& filled, int begin) const {
+    const GroupView view = window_.group;
     const int count = filled.num_rows - (filled.is_open ? 1 : 0);
     PO_NO_UNROLL
     for (int number = row_.tile().index(); number < count; number += Traits::Tile::kPerWarp) {
@@ -83,62 +85,62 @@ class Reducer {
       const int first = window_.begins[number];
       const int last = window_.begins[number + 1];
       if constexpr (Traits::kPooling == Pooling::kWeightedSum) {
-        if (call_.factor_gradients != nullptr) row_.differentiate_factors(view_, row, window_, begin, first, last, 1);
+        if (call_.factor_gradients != nullptr) row_.differentiate_factors(view, row, window_, begin, first, last, 1);
       }
-      row_.update(view_, row, true,
-                  [&](int part, Columns& sums) { row_.add_up(view_, window_, part, first, last, sums); });
+      row_.update(view, row, true,
+                  [&](int part, Columns& sums) { row_.add_up(view, window_, part, first, last, sums); });
     }
   }
 
   // ---- rows whose lookups no window has: the whole warp, the first tile of which has the row ---------------------------
 
-  PO_FN void update_open_row(int number, int64_t window_begin) const {
+  PO_FN void update_open_row(int number, int window_begin) const {
     const int64_t row = window_.rows[number];
-    const int64_t begin = window_begin + window_.begins[number];
-    const int64_t end = end_of(begin, view_.first_key + row);
+    const int begin = window_begin + window_.begins[number];
+    const int end = end_of(begin, window_.group.first_key + row);
     if (end - begin > kChunkLookups) return add_chunk(row, begin, end, 0);
     differentiate(row, begin, end);
-    row_.update(view_, row, row_.tile().index() == 0,
+    row_.update(window_.group, row, row_.tile().index() == 0,
                 [&](int part, Columns& sums) { add_streamed(part, begin, end, sums); });
   }
 
   // Where a row's chunk behind its first one begins there, adds it up. Returns false where the launch was given up.
-  PO_FN bool add_chunk_that_begins(int64_t begin, int64_t end) {
-    constexpr int64_t kBefore = kChunkLookups - kRangeLookups + 1;  // that such a row has at least before the range
-    const Key key = keys_[begin];
-    if (begin < kBefore || keys_[begin - kBefore] != key) return true;
-    const int64_t first = lower_bound(keys_, 0, begin, key, warp_);
-    const int64_t number = ceil_div(begin - first, int64_t{kChunkLookups});
-    const int64_t chunk = first + number * kChunkLookups;
-    if (chunk >= end || keys_[chunk] != key) return true;  // @chunk-of-the-row
+  PO_FN bool add_chunk_that_begins(int begin, int end) {
+    constexpr int kBefore = kChunkLookups - kRangeLookups + 1;  // that such a row has at least before the range
+    const Key key = key_at(begin);
+    if (begin < kBefore || key_at(begin - kBefore) != key) return true;
+    const auto first = static_cast<int>(lower_bound(keys(), 0, begin, key, warp_));
+    const int number = ceil_div(begin - first, kChunkLookups);
+    const int chunk = first + number * kChunkLookups;
+    if (chunk >= end || key_at(chunk) != key) return true;  // @chunk-of-the-row
     if (!enter_group_of(key)) return false;
-    add_chunk(key - view_.first_key, first, end_of(chunk, key), number);
+    add_chunk(key - window_.group.first_key, first, end_of(chunk, key), number);
     return true;
   }
 
   // Adds up a chunk of a row with several; who is the last adds up all, and updates the row.
-  PO_FN void add_chunk(int64_t row, int64_t begin, int64_t end, int64_t number) const {
-    const int64_t first = begin + number * kChunkLookups;
-    const int64_t last = min_of(first + kChunkLookups, end);
-    const int64_t slot = begin / kSlotLookups;
+  PO_FN void add_chunk(int64_t row, int begin, int end, int number) const {
+    const int first = begin + number * kChunkLookups;
+    const int last = min_of(first + kChunkLookups, end);
+    const int slot = begin / kSlotLookups;
     const bool is_first_tile = row_.tile().index() == 0;
     PO_NO_UNROLL
-    for (int part = 0; part < row_.num_parts(view_); ++part) {
+    for (int part = 0; part < row_.num_parts(window_.group); ++part) {
       Columns sums = {};
       add_streamed(part, first, last, sums);
-      if (is_first_tile) row_.store_sums(view_, part, sums_of(slot + number), sums);
+      if (is_first_tile) row_.store_sums(window_.group, part, sums_of(slot + number), sums);
     }
     differentiate(row, first, last);
-    if (!is_last_chunk(slot, ceil_div(end - begin, int64_t{kChunkLookups}))) return;
-    row_.update(view_, row, is_first_tile, [&](int part, Columns& sums) {
+    if (!is_last_chunk(slot, ceil_div(end - begin, kChunkLookups))) return;
+    row_.update(window_.group, row, is_first_tile, [&](int part, Columns& sums) {
       PO_NO_UNROLL
-      for (int64_t at = begin; at < end; at += kChunkLookups) {
-        row_.add_stored(view_, part, sums_of(slot + (at - begin) / kChunkLookups), sums);
+      for (int i = 0; begin + i * kChunkLookups < end; ++i) {
+        row_.add_stored(window_.group, part, sums_of(slot + i), sums);
       }
     });
   }
 
-  PO_FN bool is_last_chunk(int64_t slot, int64_t num_chunks) const {
+  PO_FN bool is_last_chunk(int slot, int num_chunks) const {
     warp_.sync();  // the sums of all lanes are before the count
     bool is_last = false;
     if (warp_.rank() == 0) {
@@ -151,45 +153,59 @@ class Reducer {
     return is_last;
   }
 
-  PO_FN float* sums_of(int64_t slot) const { return call_.chunk_sums + slot * plan_.sum_elements; }
+  PO_FN float* sums_of(int slot) const { return call_.chunk_sums + slot * plan_.sum_elements; }
 
   // By all tiles, since all lanes look for where gradients are.
-  PO_FN void add_streamed(int part, int64_t begin, int64_t end, Columns& sums) const {
+  PO_FN void add_streamed(int part, int begin, int end, Columns& sums) const {
     PO_NO_UNROLL
-    for (int64_t at = begin; at < end; at += Window::kCapacity) {
-      const int count = static_cast<int>(min_of<int64_t>(Window::kCapacity, end - at));
-      filler_.refill(view_, at, count);
-      row_.add_up(view_, window_, part, 0, count, sums);
+    for (int at = begin; at < end; at += Window::kCapacity) {
+      const int count = min_of(Window::kCapacity, end - at);
+      filler_.refill(at, count);
+      row_.add_up(window_.group, window_, part, 0, count, sums);
     }
   }
 
-  PO_FN void differentiate(int64_t row, int64_t begin, int64_t end) const {
+  PO_FN void differentiate(int64_t row, int begin, int end) const {
     if constexpr (Traits::kPooling == Pooling::kWeightedSum) {
       if (call_.factor_gradients == nullptr) return;
       PO_NO_UNROLL
-      for (int64_t at = begin; at < end; at += Window::kCapacity) {
-        const int count = static_cast<int>(min_of<int64_t>(Window::kCapacity, end - at));
-        filler_.refill(view_, at, count);
-        row_.differentiate_factors(view_, row, window_, at, row_.tile().index(), count, Traits::Tile::kPerWarp);
+      for (int at = begin; at < end; at += Window::kCapacity) {
+        const int count = min_of(Window::kCapacity, end - at);
+        filler_.refill(at, count);
+        row_.differentiate_factors(window_.group, row, window_, at, row_.tile().index(), count, Traits::Tile::kPerWarp);
       }
       warp_.sync();  // the row has been read
     }
   }
 
-  PO_FN int64_t end_of(int64_t begin, int64_t key) const { return lower_bound(keys_, begin, count_, key + 1, warp_); }
+  PO_FN const Key* keys() const { return static_cast<const Key*>(call_.keys); }
+  PO_FN Key key_at(int at) const { return keys()[at]; }
+  PO_FN int end_of(int begin, int64_t key) const {
+    return static_cast<int>(lower_bound(keys(), begin, count_, key + 1, warp_));
+  }
 
   // ---- groups --------------------------------------------------------------------------------------------------------
 
   // Makes the key's group the one at work, and waits for its gradients. Returns false where the launch was given up.
   PO_FN bool enter_group_of(int64_t key) {
-    if (number_ >= 0 && key >= view_.first_key && key < view_.end_key) return true;
+    GroupView& view = window_.group;
+    if (is_in_group_ && key >= view.first_key && key < view.end_key) return true;
     const int64_t number = group_of(key);
     if (!await_gradients(number)) return false;
     const Group& group = plan_.groups[number];
-    const auto width = static_cast<int>(group.width);
-    view_ = {
-        &group, group.rows, group.first_key, group.first_key + group.num_rows, width, 1.0f / static_cast<float>(width)};
-    number_ = number;
+    if (warp_.rank() == 0) {
+      const auto width = static_cast<int32_t>(group.width);
+      view = {group.rows,
+              group.state,
+              group.second,
+              group.first_key,
+              group.first_key + group.num_rows,
+              width,
+              1.0f / static_cast<float>(width),
+              group.num_members == 1 ? static_cast<int32_t>(plan_.members[group.first_member]) : -1};
+    }
+    warp_.sync();
+    is_in_group_ = true;
     return true;
   }
 
@@ -208,7 +224,7 @@ class Reducer {
   PO_FN bool await_gradients(int64_t number) const {
     bool all = true;
     // @credits-before-updates
-    if (number_ < 0) {
+    if (!is_in_group_) {
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
         if (pe != team_.rank) all = await_credit(team_, pe) && all;
       }
@@ -231,13 +247,11 @@ class Reducer {
   const Team& team_;
   const Call& call_;
   Window& window_;
-  const int64_t count_;
+  const int count_;
   const WindowFiller<Traits> filler_;
   const RowUpdate<Traits> row_;
-  const Key* keys_;
   const BallotWarp warp_{};
-  int64_t number_ = -1;  // of the group at work
-  GroupView view_{};
+  bool is_in_group_ = false;
 };
 
 // The launch does not end before all that peers push is here, whether or not a row needs it: the next one may have other tables

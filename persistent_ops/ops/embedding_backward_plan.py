@@ -350,6 +350,8 @@ class BackwardPlan(Plan):
             pushed=self._pushed.data_ptr(),
             batch_start=self._batch_start.data_ptr(),
             batch=batch,
+            first_sample=batch_start[rank],
+            num_samples=samples,
             row_elements=column_start[-1],
             sum_elements=self._sum_elements,
             **constants,

@@ -45,12 +45,10 @@ class Pusher {
     return true;
   }
 
-  PO_FN int64_t num_samples() const { return plan_.batch_start[team_.rank + 1] - plan_.batch_start[team_.rank]; }
   PO_FN uint64_t row_bytes(const Push& push) const { return static_cast<uint64_t>(push.width) * sizeof(Storage); }
   // Of this PE's samples of a table, in the owner's staging.
   PO_FN uint64_t staged_offset(const Push& push) const {
-    return plan_.staging_offset + push.staged_offset +
-           static_cast<uint64_t>(plan_.batch_start[team_.rank]) * row_bytes(push);
+    return plan_.staging_offset + push.staged_offset + static_cast<uint64_t>(plan_.first_sample) * row_bytes(push);
   }
 
   // A lane's way through a piece: every 32nd chunk, rows in turn.
@@ -61,7 +59,7 @@ class Pusher {
 
   PO_FN void copy(const Push& push, int64_t slice) const {
     const int64_t first = slice * plan_.slice_samples;
-    const int count = static_cast<int>(min_of(plan_.slice_samples, num_samples() - first));
+    const int count = static_cast<int>(min_of(plan_.slice_samples, plan_.num_samples - first));
     const auto owner = static_cast<int>(push.owner);
     uint8_t* target = is_reachable(team_, owner) ? peer_address(team_, owner, staged_offset(push))
                                                  : team_.heap + push.outgoing_offset;
@@ -106,7 +104,7 @@ class Pusher {
     if (!is_reachable(team_, owner)) {
       fence_acq_rel_sys();  // what all warps have copied, acquired through the count, is out for the network
       put_nbi(team_, owner, staged_offset(push), team_.heap + push.outgoing_offset,
-              static_cast<uint64_t>(num_samples()) * row_bytes(push));
+              static_cast<uint64_t>(plan_.num_samples) * row_bytes(push));
       put_fence(team_);  // @pushes-fence
       has_put_ = true;
     }

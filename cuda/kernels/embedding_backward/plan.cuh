@@ -44,12 +44,13 @@ struct Traits {
   static constexpr int kPartElements = kConfig.row_chunks * kElements;  // of a row, that a tile has at a time
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
-  static constexpr int kLookupsAtOnce = 4;  // whose gradients are loaded together
+  static constexpr int kLookupsAtOnce = kLaneChunks == 1 ? 4 : 2;  // whose gradients are loaded together
 };
 
 inline constexpr Phase kPhaseGradients = make_phase(kFirstPhase);
 PO_CONSTANT(kPhaseGradients)
 
+// Places of sorted lookups are 32-bit numbers.
 inline constexpr int kChunkLookups = 256;  // of a row, that are added up by themselves
 inline constexpr int kRangeLookups = 64;   // of a ticket; rows whose lookups begin there are its warp's
 // Of the lookups that a slot for a chunk's sums stands for. A row with more than kChunkLookups lookups has as many slots as
@@ -104,6 +105,8 @@ struct Plan {
   uint64_t* pushed;  // [num_pushes]: pieces that are on their way; 0 after every launch
   const int64_t* batch_start;
   int64_t batch;
+  int64_t first_sample;  // of this PE
+  int64_t num_samples;
   int64_t row_elements;  // of this PE's gradient
   uint64_t staging_offset;
   int64_t sum_elements;  // of a chunk's sums: the widest row's
@@ -113,8 +116,8 @@ struct Plan {
   float beta2;
 };
 PO_DESCRIBE(Plan, team, groups, members, tables, pushes, num_groups, num_tables, num_pushes, slice_samples, num_slices,
-            pushing_wgs, pushed, batch_start, batch, row_elements, staging_offset, sum_elements, eps, weight_decay,
-            beta1, beta2)
+            pushing_wgs, pushed, batch_start, batch, first_sample, num_samples, row_elements, staging_offset,
+            sum_elements, eps, weight_decay, beta1, beta2)
 
 // ---- call -----------------------------------------------------------------------------------------------------------
 

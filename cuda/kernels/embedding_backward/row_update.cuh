@@ -124,7 +124,7 @@ class RowUpdate {
 
   // Of the window's lookups first, first + stride, ...: the bag's gradient times the row, before the row changes. The window's
   // first lookup is number `begin` of the sorted ones.
-  PO_FN void differentiate_factors(const GroupView& view, int64_t row, const Window& window, int64_t begin, int first,
+  PO_FN void differentiate_factors(const GroupView& view, int64_t row, const Window& window, int begin, int first,
                                    int last, int stride) const {
     PO_NO_UNROLL
     for (int at = first; at < last; at += stride) {
@@ -217,9 +217,9 @@ class RowUpdate {
       const int element = element_of(part, i);
       old.row[i] = load_once<Storage, Traits::kIsAligned>(view.rows, row * view.width + element, view.width - element);
     }
-    if constexpr (kHasStates) load_floats(view, part, view.group->state, row * view.width, old.state);
+    if constexpr (kHasStates) load_floats(view, part, view.state, row * view.width, old.state);
     if constexpr (Traits::kStep == Step::kAdam) {
-      load_floats(view, part, view.group->second, row * view.width, old.second);
+      load_floats(view, part, view.second, row * view.width, old.second);
     }
     return old;
   }
@@ -254,7 +254,7 @@ class RowUpdate {
   PO_FN float row_rate(const GroupView& view, int64_t row, float squares) const {
     float rate = 0.0f;
     if (tile_.rank() == 0) {
-      float* state = view.group->state + row;
+      float* state = view.state + row;
       const float sum = *state + rounded_product(squares, view.inverse_width);
       *state = sum;
       rate = rate_ / (square_root(sum) + plan_.eps);
@@ -320,9 +320,9 @@ class RowUpdate {
         const float change = states[e] / correction1_ / spread + rounded_product(plan_.weight_decay, rows[e]);
         rows[e] -= rounded_product(rate_, change);
       }
-      store_floats(view, i, part, view.group->second, first, seconds);
+      store_floats(view, i, part, view.second, first, seconds);
     }
-    store_floats(view, i, part, view.group->state, first, states);
+    store_floats(view, i, part, view.state, first, states);
   }
 
   const Plan& plan_;
