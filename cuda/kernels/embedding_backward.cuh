@@ -87,8 +87,8 @@ class Reducer {
       if constexpr (Traits::kPooling == Pooling::kWeightedSum) {
         if (call_.factor_gradients != nullptr) row_.differentiate_factors(view, row, window_, begin, first, last, 1);
       }
-      row_.update(view, row, true,
-                  [&](int part, Columns& sums) { row_.add_up(view, window_, part, first, last, sums); });
+      row_.template update<true>(view, row, true,
+                                 [&](int part, Columns& sums) { row_.add_up(view, window_, part, first, last, sums); });
     }
   }
 
@@ -100,8 +100,8 @@ class Reducer {
     const int end = end_of(begin, window_.group.first_key + row);
     if (end - begin > kChunkLookups) return add_chunk(row, begin, end, 0);
     differentiate(row, begin, end);
-    row_.update(window_.group, row, row_.tile().index() == 0,
-                [&](int part, Columns& sums) { add_streamed(part, begin, end, sums); });
+    row_.template update<false>(window_.group, row, row_.tile().index() == 0,
+                                [&](int part, Columns& sums) { add_streamed(part, begin, end, sums); });
   }
 
   // Where a row's chunk behind its first one begins there, adds it up. Returns false where the launch was given up.
@@ -132,7 +132,7 @@ class Reducer {
     }
     differentiate(row, first, last);
     if (!is_last_chunk(slot, ceil_div(end - begin, kChunkLookups))) return;
-    row_.update(window_.group, row, is_first_tile, [&](int part, Columns& sums) {
+    row_.template update<false>(window_.group, row, is_first_tile, [&](int part, Columns& sums) {
       PO_NO_UNROLL
       for (int i = 0; begin + i * kChunkLookups < end; ++i) {
         row_.add_stored(window_.group, part, sums_of(slot + i), sums);

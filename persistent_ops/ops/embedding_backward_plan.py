@@ -36,7 +36,7 @@ _PIECE_BYTES = 16 << 10
 _THREADS = 256
 _HOST_LANES = 32
 _LANES = (8, 16, 32)  # of a tile
-_BLOCKS_PER_SM = {1: 4, 2: 3, 4: 2}  # by the chunks of a row that a lane has: its registers
+_BLOCKS_PER_SM = {1: 3, 2: 3, 4: 2}  # by the chunks of a row that a lane has: its registers
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Tuning:
     Attributes:
         work_groups: None for as many as the GPU holds at once.
         blocks_per_sm: for which the kernel is compiled; None for as many as its registers allow.
-        lanes: of a warp that have a row: 8, 16, or 32; None for as many as the widest row has chunks of 16 bytes.
+        lanes: of a warp that have a row: 8, 16, or 32; None for half as many as the widest row has chunks of 16
+            bytes.
         pushing_work_groups: those that begin with what others wait for.
         slice_samples: samples of a table that are pushed at a time; None for 16 KB of them.
     """
@@ -128,7 +129,7 @@ class Tiles(NamedTuple):
     def of(cls, row_bytes: int, lanes: int | None = None) -> Tiles:
         """Return the tiles for rows of at most so many bytes; `lanes`: see `Tuning`."""
         chunks = -(-row_bytes // _VECTOR_BYTES)
-        lanes = lanes or next((lanes for lanes in _LANES if chunks <= lanes), _LANES[-1])
+        lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
         return cls(lanes, of_lane * lanes, chunks > of_lane * lanes)
 
@@ -153,7 +154,8 @@ def kernel_request(
     """Return what is compiled for one combination of choices."""
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
-    blocks = _BLOCKS_PER_SM[tiles.row_chunks // tiles.lanes] - (step == "adam")
+    needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
+    blocks = max(1, _BLOCKS_PER_SM[tiles.row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
         "step": f"{scope}Step::{STEPS[step]}",

@@ -87,14 +87,17 @@ class RowUpdate {
   }
 
   // `sum_of(part, sums)` adds up a part's gradients, by all tiles that call this; `writes`: whether this one has the row.
-  template <class SumOf>
+  // `kEarly`: the row is on its way meanwhile, which takes registers.
+  template <bool kEarly, class SumOf>
   PO_FN void update(const GroupView& view, int64_t row, bool writes, const SumOf& sum_of) const {
     float multiplier = 0.0f;
     if constexpr (!Traits::kHasWideRows) {
-      const Old old = load_old(view, row, 0);
+      Old old;
+      if constexpr (kEarly) old = load_old(view, row, 0);
       Columns sums = {};
       sum_of(0, sums);
       if (!writes) return;
+      if constexpr (!kEarly) old = load_old(view, row, 0);
       scale(sums);
       if constexpr (kIsRowwise) multiplier = row_rate(view, row, add_squares(view, 0, old, sums, 0.0f));
       step(view, row, 0, old, sums, multiplier);
