@@ -177,7 +177,7 @@ class _Trial:
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
-_WAYS = [{"counts": counts, "lookups": lookups} for counts in (False, True) for lookups in (False, True)]
+_WAYS = [{"counts": wanted, "lookups": wanted} for wanted in (False, True)]
 
 
 def _problems_of(names: list[str], tuning: Tuning | None) -> list[str]:
@@ -193,7 +193,7 @@ def _problems_of(names: list[str], tuning: Tuning | None) -> list[str]:
 _TUNINGS = {
     "default": None,
     "small tiles": Tuning(work_groups=3, threads=64, items=2),
-    "one work-group": Tuning(work_groups=1, threads=32, items=4),
+    "one work-group": Tuning(work_groups=1, threads=32, items=2),
 }
 
 
@@ -202,6 +202,15 @@ _TUNINGS = {
 def test_it_is_a_stable_sort(backend: str, tuning: str, part: int) -> None:
     names = [case.name for case in CASES[part::4]]
     assert in_world(_problems_of, 1, backend, names, _TUNINGS[tuning]) == [[]]
+
+
+def _wanted_apart() -> list[str | None]:
+    trial = _Trial(CASES[0])
+    return [trial.problem(0, counts=counts, lookups=not counts) for counts in (False, True)]
+
+
+def test_what_is_wanted(backend: str) -> None:
+    assert in_world(_wanted_apart, 1, backend) == [[None, None]]
 
 
 @pytest.mark.host

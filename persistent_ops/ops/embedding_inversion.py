@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -184,6 +185,10 @@ class InversionPlan(Plan):
                 num_warps, self._tile_items, 1 << digit_bits, self._entry_bytes
             ),
         )
+        if is_host:  # one library for all numbers of threads
+            assert request.config is not None
+            config = dict(request.config) | {"threads": "512", "blocks_per_sm": "2"}
+            request = dataclasses.replace(request, config=tuple(config.items()), threads=512, arena_bytes=0)
         self._kernel = world.load(request)
         resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
         self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else resident)

@@ -158,7 +158,7 @@ struct Group {
 
   // Whether no thread of the WG has given up, before this. Between two of these lies a sync, so all have the same answer.
   PO_FN bool goes_on() const {
-    wg.sync();
+    wg.sync();  // @inversion-all-done
     return flag_load_relaxed_wg(&shared.gave_up) == 0;
   }
 
