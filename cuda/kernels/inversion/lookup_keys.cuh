@@ -65,8 +65,6 @@ class LookupKeys {
   // The bags of the first place in each tile and of the place behind it.
   PO_FN void find_bags(int32_t first, int32_t stride) const {
     const Warp warp;
-    // @inversion-bags-read
-    wg_.sync();  // the last ones have been read
     for (int i = wg_.warp_index(); i < 2 * Traits::kTilesAtOnce; i += group_.num_warps()) {
       const int32_t tile = first + stride * (i / 2);
       if (tile >= group_.most_tiles) continue;
@@ -113,14 +111,14 @@ class LookupKeys {
   // Whether the ends of a tile's bags are in the WG's own memory, counted from the tile's first place, and rise.
   PO_FN bool bring_ends(int32_t tile, int32_t first_bag, int num_ends) const {
     const int32_t tile_items = group_.tile_items();
-    if (num_ends > Arena<Traits>::max_ends(tile_items)) return false;
     // Where all places of the tile are on one side of an end, it does not matter how far it is.
     const auto end_of = [&](int i) {
       const int64_t end = static_cast<int64_t>(ends()[first_bag + i]) - tile * tile_items;
       return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(end, 0), tile_items));
     };
     // @inversion-ends-read
-    wg_.sync();  // those of the last tile have been read
+    wg_.sync();  // the ends of the last tile have been read, and the bags of this one
+    if (num_ends > Arena<Traits>::max_ends(tile_items)) return false;
     for (int i = wg_.rank(); i < num_ends; i += group_.num_threads()) {
       const int32_t end = end_of(i);
       group_.arena.ends()[i] = end;
