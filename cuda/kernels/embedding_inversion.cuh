@@ -62,7 +62,7 @@ struct Kernel {
   static constexpr int kThreads = Traits::kThreads;
   static constexpr int kBlocksPerSm = Traits::kBlocksPerSm;
   static constexpr size_t kHostArenaBytes = static_cast<size_t>(
-      arena_bytes(kMaxWarps, kMaxWarps * Traits::kItems, Traits::kDigits, sizeof(typename Traits::Entry)));
+      arena_bytes(kMaxWarps, kMaxWarps* Traits::kItems, Traits::kDigits, sizeof(typename Traits::Entry)));
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Team& team = shared.plan.team;
@@ -79,10 +79,10 @@ struct Kernel {
     const auto num_passes = static_cast<int>(group.plan.num_passes);
     int num_meetings = 0;
     if constexpr (Traits::kCounts) {
-      each_of_grid(group, group.num_bags(), [&](int64_t bag) { group.call.counts[bag] = 0; });
+      each_of_grid(group, num_bags(group.plan), [&](int64_t bag) { group.call.counts[bag] = 0; });
       if (!group.meet(++num_meetings)) return;  // @inversion-counts-zeroed
     }
-    each_of_grid(group, num_passes * group.most_tiles() * (Traits::kDigits / 4), [&](int64_t i) {
+    each_of_grid(group, static_cast<int64_t>(num_passes) * group.most_tiles * (Traits::kDigits / 4), [&](int64_t i) {
       store_vector<16>(group.call.tile_words + 4 * i, Vector<16>{});  // @inversion-words-zeroed
     });
     LookupKeys<Traits>(group).make();
@@ -90,15 +90,17 @@ struct Kernel {
     for (int pass = 0; pass < num_passes; ++pass) {
       if (!group.meet(++num_meetings)) return;  // @inversion-meets
       RadixPass<Traits> radix(group, pass);
-      const int64_t total = radix.place_digits();
+      const int32_t total = radix.place_digits();
       if (pass == 0) {
         if (group.wg.index() == 0 && group.wg.rank() == 0) *group.call.count = total;
         if constexpr (Traits::kCounts) make_counts_float(group);
       }
-      const auto num_made = static_cast<int64_t>(group.words().num_tiles) * group.tile_items();
+      const int32_t num_made = static_cast<int32_t>(group.words().num_tiles) * group.tile_items();
       if (!radix.sort(pass == 0 ? num_made : total)) return;
     }
   }
+
+  static PO_FN int64_t num_bags(const Plan& plan) { return plan.num_tables * plan.batch; }
 
   // Calls use(i) for all i below `count`, by all threads of the grid.
   template <class Use>
@@ -109,7 +111,7 @@ struct Kernel {
   }
 
   static PO_FN void make_counts_float(const Group<Traits>& group) {
-    each_of_grid(group, group.num_bags(), [&](int64_t bag) {
+    each_of_grid(group, num_bags(group.plan), [&](int64_t bag) {
       uint32_t& count = group.call.counts[bag];
       count = float_bits(static_cast<float>(count));
     });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ _DIGIT_BITS = (8, 9)  # of a pass
 _ITEMS = {8: (8, 4, 2), 16: (4, 2)}  # of a thread, by the bytes of what is sorted
 _HOST_ITEMS = 256
 _HOST_WORK_GROUPS = 2
-_BLOCKS_PER_SM = 2
 _ALIGNMENT = 128
 _MAX_LOOKUPS = 1 << 30  # numbers of lookups share a word with two bits
 
@@ -120,11 +120,13 @@ class Tuning:
     Attributes:
         work_groups: None for as many as the GPU holds at once.
         threads: of a WG, on the GPU.
+        work_groups_per_sm: for which registers are given out.
         items: lookups of a thread in a tile; None for as many as leave a tile to every WG.
     """
 
     work_groups: int | None = None
     threads: int = 512
+    work_groups_per_sm: int = 2
     items: int | None = None
 
 
@@ -178,10 +180,15 @@ class InversionPlan(Plan):
             digit_bits=digit_bits,
             items=key.items,
             threads=threads,
+            work_groups_per_sm=key.tuning.work_groups_per_sm,
             arena_bytes=description.queries["arena_bytes"](
                 num_warps, self._tile_items, 1 << digit_bits, self._entry_bytes
             ),
         )
+        if is_host:  # one library for all numbers of threads
+            assert request.config is not None
+            config = dict(request.config) | {"threads": "512", "blocks_per_sm": "2"}
+            request = dataclasses.replace(request, config=tuple(config.items()), threads=512, arena_bytes=0)
         self._kernel = world.load(request)
         resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
         self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else resident)
@@ -248,6 +255,7 @@ def kernel_request(
     digit_bits: int,
     items: int,
     threads: int,
+    work_groups_per_sm: int,
     arena_bytes: int,
 ) -> KernelRequest:
     """Return what is compiled for one combination of choices."""
@@ -260,7 +268,7 @@ def kernel_request(
         "digit_bits": str(digit_bits),
         "items": str(items),
         "threads": str(threads),
-        "blocks_per_sm": str(_BLOCKS_PER_SM),
+        "blocks_per_sm": str(work_groups_per_sm),
     }
     return KernelRequest(_NAME, tuple(config.items()), threads, arena_bytes=arena_bytes)
 
@@ -278,7 +286,7 @@ def _choose_items(world: World, tuning: Tuning, num_lookups: int, entry_bytes: i
     """Return how many lookups a thread has in a tile: many, as long as every WG has a tile."""
     if world.backend.name == "host":
         return _HOST_ITEMS
-    wgs = tuning.work_groups or world.backend.num_sms * _BLOCKS_PER_SM
+    wgs = tuning.work_groups or world.backend.num_sms * tuning.work_groups_per_sm
     choices = _ITEMS[entry_bytes]
     return next((items for items in choices if num_lookups >= items * tuning.threads * wgs), choices[-1])
 

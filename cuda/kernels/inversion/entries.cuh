@@ -88,14 +88,14 @@ struct Shared {
   SumScratch scratch;
   int32_t first_bags[Traits::kTilesAtOnce];
   int32_t end_bags[Traits::kTilesAtOnce];
-  uint32_t first_places[Traits::kDigits];  // of each digit, in the result of the pass
+  uint32_t first_places[Traits::kDigits];   // of each digit, in the result of the pass
   uint32_t staged_places[Traits::kDigits];  // of each digit, in a tile
   uint32_t shifts[Traits::kDigits];         // from places in a tile to those in the result
 };
 
 // A WG's arena: counters of each warp, one per digit, and a tile of entries. Where lookups are read: counters of each pass, and
 // ends of bags.
-constexpr int64_t arena_bytes(int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry) {
+PO_FN constexpr int64_t arena_bytes(int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry) {
   return max_of<int64_t>(num_warps, kMaxPasses) * num_digits * 4 + tile_items * bytes_of_entry;
 }
 
@@ -106,7 +106,8 @@ class Arena {
 
   PO_FN explicit Arena(const WorkGroup& wg)
       : counters_(reinterpret_cast<uint32_t*>(wg.arena())),
-        tile_(wg.arena() + arena_bytes(wg.num_warps(), 0, Traits::kDigits, 0)) {}
+        tile_(wg.arena() +
+              arena_bytes(PO_ON_DEVICE ? Traits::kThreads / kWarpSize : wg.num_warps(), 0, Traits::kDigits, 0)) {}
 
   PO_FN uint32_t* counters(int number) const { return counters_ + number * Traits::kDigits; }
   PO_FN Entry* tile() const { return reinterpret_cast<Entry*>(tile_); }
@@ -118,7 +119,7 @@ class Arena {
   uint8_t* tile_;
 };
 
-// What the parts of the kernel have in common.
+// What the parts of the kernel have in common. There are fewer than 2^30 lookups, so places and tiles are 32-bit numbers.
 template <class Traits>
 struct Group {
   const WorkGroup& wg;
@@ -126,32 +127,38 @@ struct Group {
   const Plan& plan;
   const Call& call;
   Arena<Traits> arena;
+  int32_t most_tiles;
 
   PO_FN Group(const WorkGroup& wg_in, Shared<Traits>& shared_in, const Call& call_in)
-      : wg(wg_in), shared(shared_in), plan(shared_in.plan), call(call_in), arena(wg_in) {}
+      : wg(wg_in), shared(shared_in), plan(shared_in.plan), call(call_in), arena(wg_in) {
+    most_tiles = ceil_div(static_cast<int32_t>(call.source.num_indices), tile_items());
+  }
+
+  // On the GPU the compiler knows them.
+  PO_FN int num_threads() const { return PO_ON_DEVICE ? Traits::kThreads : wg.size(); }
+  PO_FN int num_warps() const { return num_threads() / kWarpSize; }
+  PO_FN int32_t tile_items() const { return num_threads() * Traits::kItems; }
 
   PO_FN Words& words() const { return *reinterpret_cast<Words*>(plan.words); }
-  PO_FN int tile_items() const { return wg.size() * Traits::kItems; }
-  PO_FN int64_t most_tiles() const { return ceil_div<int64_t>(call.source.num_indices, tile_items()); }
-  PO_FN int64_t num_bags() const { return plan.num_tables * plan.batch; }
 
-  // An item of this thread, in a tile: a warp's lie side by side.
-  PO_FN int place_of(int item) const {
+  // An item of this thread, in a tile: those of a warp lie side by side.
+  PO_FN int32_t place_of(int item) const {
     const Warp warp;
     return (wg.warp_index() * Traits::kItems + item) * warp.size() + warp.rank();
   }
 
   PO_FN uint8_t* entries(int pass) const { return call.entries[pass % 2]; }
 
-  PO_FN uint32_t* tile_words(int pass, int64_t tile) const {
-    return call.tile_words + (pass * most_tiles() + tile) * Traits::kDigits;
+  // [tiles][digits]
+  PO_FN uint32_t* tile_words(int pass) const {
+    return call.tile_words + static_cast<int64_t>(pass) * most_tiles * Traits::kDigits;
   }
 
   PO_FN void give_up() const { flag_store_relaxed_wg(&shared.gave_up, 1); }
 
   // Whether no thread of the WG has given up, before this. Between two of these lies a sync, so all have the same answer.
   PO_FN bool goes_on() const {
-    wg.sync();
+    wg.sync();  // @inversion-all-done
     return flag_load_relaxed_wg(&shared.gave_up) == 0;
   }
 

@@ -18,39 +18,42 @@ class LookupKeys {
   using Key = typename Entry::Key;
   using Index = typename Traits::Index;
   using Offset = typename Traits::Offset;
-  static constexpr int kItems = Traits::kItems;
+  static constexpr int kItems = Traits::kItems % 8 == 0 ? 8 : min_of(Traits::kItems, 4);  // of a thread, at a time
+  static_assert(Traits::kItems % kItems == 0, "a tile is whole numbers of these");
   static constexpr int kDigits = Traits::kDigits;
 
   PO_FN explicit LookupKeys(const Group<Traits>& group)
       : group_(group),
         wg_(group.wg),
         source_(group.call.source),
-        num_bags_(static_cast<int32_t>(group.plan.num_tables * group.call.source.num_samples)) {}
+        num_bags_(static_cast<int32_t>(group.plan.num_tables * group.call.source.num_samples)) {
+    const auto first = static_cast<int64_t>(static_cast<const Offset*>(source_.offsets)[0]);
+    first_place_ = static_cast<int32_t>(min_of(max_of<int64_t>(first, 0), source_.num_indices));
+  }
 
   // Makes the entries of this WG's tiles.
   PO_FN void make() {
     const auto num_counters = static_cast<int>(group_.plan.num_passes) * kDigits;
     uint32_t* counters = group_.arena.counters(0);
-    for (int i = wg_.rank(); i < num_counters; i += wg_.size()) counters[i] = 0;
+    for (int i = wg_.rank(); i < num_counters; i += group_.num_threads()) counters[i] = 0;
     if (wg_.rank() == 0) group_.shared.falling_tile = 0;
-    const int64_t num_tiles = group_.most_tiles();
-    const int64_t stride = wg_.count();
+    const int32_t stride = wg_.count();
     uint64_t num_made = 0;
     bool is_behind = false;
-    for (int64_t first = wg_.index(); first < num_tiles && !is_behind; first += stride * Traits::kTilesAtOnce) {
+    for (int32_t first = wg_.index(); first < group_.most_tiles && !is_behind; first += stride * Traits::kTilesAtOnce) {
       find_bags(first, stride);
       PO_NO_UNROLL
       for (int i = 0; i < Traits::kTilesAtOnce && !is_behind; ++i) {
-        const int64_t tile = first + stride * i;
+        const int32_t tile = first + stride * i;
         const int32_t first_bag = group_.shared.first_bags[i];
-        is_behind = tile >= num_tiles || first_bag == num_bags_;  // so are all tiles behind it
+        is_behind = tile >= group_.most_tiles || first_bag == num_bags_;  // so are all tiles behind it
         if (is_behind) continue;
         make_tile(tile, first_bag, group_.shared.end_bags[i]);
         ++num_made;
       }
     }
     wg_.sync();  // all have counted their digits
-    for (int i = wg_.rank(); i < num_counters; i += wg_.size()) {
+    for (int i = wg_.rank(); i < num_counters; i += group_.num_threads()) {
       if (counters[i] != 0) count_add_relaxed_gpu(group_.words().histograms + i, counters[i]);
     }
     if (wg_.rank() == 0 && num_made != 0) atomic_add_fetch_acq_rel_gpu(&group_.words().num_tiles, num_made);
@@ -60,55 +63,63 @@ class LookupKeys {
   PO_FN const Offset* ends() const { return static_cast<const Offset*>(source_.offsets) + 1; }
 
   // The bags of the first place in each tile and of the place behind it.
-  PO_FN void find_bags(int64_t first, int64_t stride) {
+  PO_FN void find_bags(int32_t first, int32_t stride) const {
     const Warp warp;
-    wg_.sync();  // the last ones have been read
-    for (int i = wg_.warp_index(); i < 2 * Traits::kTilesAtOnce; i += wg_.num_warps()) {
-      const int64_t tile = first + stride * (i / 2);
-      if (tile >= group_.most_tiles()) continue;
+    for (int i = wg_.warp_index(); i < 2 * Traits::kTilesAtOnce; i += group_.num_warps()) {
+      const int32_t tile = first + stride * (i / 2);
+      if (tile >= group_.most_tiles) continue;
       const int32_t bag = find_bag(ends(), num_bags_, (tile + i % 2) * group_.tile_items(), warp);
       if (warp.rank() == 0) (i % 2 == 0 ? group_.shared.first_bags : group_.shared.end_bags)[i / 2] = bag;
     }
-    wg_.sync();
+    wg_.sync();  // @inversion-bags-found
   }
 
-  PO_FN void make_tile(int64_t tile, int32_t first_bag, int32_t end_bag) {
-    const int64_t begin = tile * group_.tile_items();
-    const auto* indices = static_cast<const Index*>(source_.indices);
-    Index loaded[kItems];
-    PO_UNROLL
-    for (int u = 0; u < kItems; ++u) {
-      const int64_t place = begin + group_.place_of(u);
-      loaded[u] = place < source_.num_indices ? indices[place] : Index{-1};  // which is no row
-    }
-    int32_t bags[kItems];
+  PO_FN void make_tile(int32_t tile, int32_t first_bag, int32_t end_bag) const {
     const int num_ends = end_bag - first_bag;
-    if (bring_ends(tile, first_bag, num_ends)) {
-      find_among(num_ends, first_bag, bags);
-    } else {
+    const bool is_short = bring_ends(tile, first_bag, num_ends);
+    PO_NO_UNROLL
+    for (int item = 0; item < Traits::kItems; item += kItems) {
+      const int32_t begin = tile * group_.tile_items();
+      const auto* indices = static_cast<const Index*>(source_.indices);
+      Index loaded[kItems];
       PO_UNROLL
-      for (int u = 0; u < kItems; ++u) bags[u] = find_bag(ends(), num_bags_, begin + group_.place_of(u));
+      for (int u = 0; u < kItems; ++u) {
+        const int32_t place = begin + group_.place_of(item + u);
+        loaded[u] = place < source_.num_indices ? indices[place] : Index{-1};  // which is no row
+      }
+      int32_t bags[kItems];
+      if (is_short) {
+        find_among(num_ends, first_bag, item, bags);
+      } else {
+        PO_UNROLL
+        for (int u = 0; u < kItems; ++u) bags[u] = find_bag(ends(), num_bags_, begin + group_.place_of(item + u));
+      }
+      PO_UNROLL
+      for (int u = 0; u < kItems; ++u) {
+        const int32_t place = begin + group_.place_of(item + u);
+        finish(place, row_of(loaded[u]), place < first_place_ ? num_bags_ : bags[u]);
+      }
     }
-    const auto first_place = static_cast<int64_t>(static_cast<const Offset*>(source_.offsets)[0]);
-    PO_UNROLL
-    for (int u = 0; u < kItems; ++u) {
-      const int64_t place = begin + group_.place_of(u);
-      finish(place, static_cast<int64_t>(loaded[u]), place < first_place ? num_bags_ : bags[u]);
-    }
+  }
+
+  // Of an index; one that no table can have where it does not fit.
+  static PO_FN Key row_of(Index index) {
+    const auto row = static_cast<uint64_t>(static_cast<int64_t>(index));
+    return row < kNoKey<Entry> ? static_cast<Key>(row) : kNoKey<Entry>;
   }
 
   // Whether the ends of a tile's bags are in the WG's own memory, counted from the tile's first place, and rise.
-  PO_FN bool bring_ends(int64_t tile, int32_t first_bag, int num_ends) {
-    const int tile_items = group_.tile_items();
-    const int64_t begin = tile * tile_items;
-    if (num_ends > Arena<Traits>::max_ends(tile_items)) return false;
+  PO_FN bool bring_ends(int32_t tile, int32_t first_bag, int num_ends) const {
+    const int32_t tile_items = group_.tile_items();
     // Where all places of the tile are on one side of an end, it does not matter how far it is.
     const auto end_of = [&](int i) {
-      const int64_t end = static_cast<int64_t>(ends()[first_bag + i]) - begin;
+      const int64_t end = static_cast<int64_t>(ends()[first_bag + i]) - tile * tile_items;
       return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(end, 0), tile_items));
     };
-    wg_.sync();  // @inversion-ends-read
-    for (int i = wg_.rank(); i < num_ends; i += wg_.size()) {
+    // @inversion-ends-read
+    wg_.sync();  // the ends of the last tile have been read, and the bags of this one
+    if (num_ends > Arena<Traits>::max_ends(tile_items)) return false;
+    for (int i = wg_.rank(); i < num_ends; i += group_.num_threads()) {
       const int32_t end = end_of(i);
       group_.arena.ends()[i] = end;
       if (i + 1 < num_ends && end_of(i + 1) < end) {
@@ -119,8 +130,8 @@ class LookupKeys {
     return flag_load_relaxed_wg(&group_.shared.falling_tile) != static_cast<uint64_t>(tile) + 1;
   }
 
-  // The bags of this thread's items, all side by side so that their looks overlap.
-  PO_FN void find_among(int num_ends, int32_t first_bag, int32_t (&bags)[kItems]) const {
+  // The bags of this thread's items from `item` on, all side by side so that their looks overlap.
+  PO_FN void find_among(int num_ends, int32_t first_bag, int item, int32_t (&bags)[kItems]) const {
     const int32_t* ends = group_.arena.ends();
     int found[kItems] = {};  // ends before or at the item
     int step = 1;
@@ -130,7 +141,7 @@ class LookupKeys {
       PO_UNROLL
       for (int u = 0; u < kItems; ++u) {
         const int next = found[u] + step;
-        if (next <= num_ends && ends[next - 1] <= group_.place_of(u)) found[u] = next;
+        if (next <= num_ends && ends[next - 1] <= group_.place_of(item + u)) found[u] = next;
       }
     }
     PO_UNROLL
@@ -138,7 +149,7 @@ class LookupKeys {
   }
 
   // `bag`: of the source.
-  PO_FN void finish(int64_t place, int64_t index, int32_t bag) {
+  PO_FN void finish(int32_t place, Key row, int32_t bag) const {
     Entry entry{};
     entry.key = kNoKey<Entry>;
     int32_t batch_bag = -1;
@@ -147,17 +158,16 @@ class LookupKeys {
       const uint32_t table = static_cast<uint32_t>(bag) / samples;
       const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
       batch_bag = static_cast<int32_t>(table * group_.plan.batch + source_.first_sample) + sample;
-      const auto rows = static_cast<uint64_t>(group_.plan.num_rows[table]);
-      if (static_cast<uint64_t>(index) < rows) {
-        entry.key = static_cast<Key>(group_.plan.first_keys[table] + index);
+      if (row < static_cast<uint64_t>(group_.plan.num_rows[table])) {
+        entry.key = static_cast<Key>(group_.plan.first_keys[table]) + row;
       }
     }
     entry.bag = batch_bag;
-    if constexpr (Entry::kHasLookup) entry.lookup = static_cast<int32_t>(place);
+    if constexpr (Entry::kHasLookup) entry.lookup = place;
     constexpr int kBytes = sizeof(Entry);
     Vector<kBytes> words;
     __builtin_memcpy(&words, &entry, kBytes);
-    store_vector<kBytes>(group_.entries(0) + place * kBytes, words);
+    store_vector<kBytes>(group_.entries(0) + static_cast<int64_t>(place) * kBytes, words);
     const bool counts = entry.key != kNoKey<Entry>;
     count_digits(entry.key, counts);
     if constexpr (Traits::kCounts) count_bag(batch_bag, counts);
@@ -197,6 +207,7 @@ class LookupKeys {
   const WorkGroup& wg_;
   const Source& source_;
   const int32_t num_bags_;
+  int32_t first_place_;  // that a bag may have
 };
 
 }  // namespace po::embedding_inversion

@@ -12,8 +12,8 @@
 
 namespace po::embedding_inversion {
 
-inline constexpr uint32_t kOfTile = 1u << 30;    // above the number: of the entries of the tile
-inline constexpr uint32_t kOfAll = 2u << 30;     // of those of all tiles up to it
+inline constexpr uint32_t kOfTile = 1u << 30;     // above the number: of the entries of the tile
+inline constexpr uint32_t kOfAll = 2u << 30;      // of those of all tiles up to it
 inline constexpr uint32_t kNumber = kOfTile - 1;  // and the most lookups that there may be
 PO_CONSTANT(kNumber)
 
@@ -25,37 +25,44 @@ class RadixPass {
   static constexpr int kDigits = Traits::kDigits;
 
   PO_FN RadixPass(const Group<Traits>& group, int pass)
-      : group_(group), wg_(group.wg), pass_(pass), is_last_(pass + 1 == group.plan.num_passes) {
-    const int per_thread = ceil_div(kDigits, wg_.size());
-    first_digit_ = min_of(wg_.rank() * per_thread, kDigits);
-    end_digit_ = min_of(first_digit_ + per_thread, kDigits);
-  }
+      : group_(group),
+        wg_(group.wg),
+        pass_(pass),
+        is_last_(pass + 1 == group.plan.num_passes),
+        tile_words_(group.tile_words(pass)) {}
 
   // Returns how many entries there are in the result. All threads.
-  PO_FN int64_t place_digits() {
+  PO_FN int32_t place_digits() {
     const uint32_t* histogram = group_.words().histograms + pass_ * kDigits;
     uint64_t own = 0;
-    for (int digit = first_digit_; digit < end_digit_; ++digit) own += histogram[digit];
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) own += histogram[digit];
     uint64_t total;
     auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
-    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
       group_.shared.first_places[digit] = place;
       place += histogram[digit];
     }
-    return static_cast<int64_t>(total);
+    return static_cast<int32_t>(total);
   }
 
   // Sorts this WG's tiles of the first `num_entries`. False: gave up.
-  PO_FN bool sort(int64_t num_entries) {
-    const int64_t num_tiles = ceil_div<int64_t>(num_entries, group_.tile_items());
-    for (int64_t tile = wg_.index(); tile < num_tiles; tile += wg_.count()) {
+  PO_FN bool sort(int32_t num_entries) {
+    const int32_t num_tiles = ceil_div(num_entries, group_.tile_items());
+    PO_NO_UNROLL
+    for (int32_t tile = wg_.index(); tile < num_tiles; tile += wg_.count()) {
       if (!sort_tile(tile, num_entries)) return false;
     }
     return true;
   }
 
  private:
-  PO_FN bool sort_tile(int64_t tile, int64_t num_entries) {
+  // The digits of this thread.
+  PO_FN int first_digit() const { return min_of(wg_.rank() * ceil_div(kDigits, group_.num_threads()), kDigits); }
+  PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
+
+  PO_FN bool sort_tile(int32_t tile, int32_t num_entries) {
     const TaskTrace trace(true);
     Entry entries[kItems];
     uint32_t ranks[kItems];  // among the entries of the warp that have the digit
@@ -71,15 +78,15 @@ class RadixPass {
     return true;
   }
 
-  PO_FN void load(int64_t tile, int64_t num_entries, Entry (&entries)[kItems]) const {
+  PO_FN void load(int32_t tile, int32_t num_entries, Entry (&entries)[kItems]) const {
     constexpr int kBytes = sizeof(Entry);
     const uint8_t* source = group_.entries(pass_);
     PO_UNROLL
     for (int u = 0; u < kItems; ++u) {
-      const int64_t place = tile * group_.tile_items() + group_.place_of(u);
+      const int32_t place = tile * group_.tile_items() + group_.place_of(u);
       entries[u].key = kNoKey<Entry>;
       if (place >= num_entries) continue;
-      const Vector<kBytes> words = load_shared_vector<kBytes>(source + place * kBytes);
+      const Vector<kBytes> words = load_shared_vector<kBytes>(source + static_cast<int64_t>(place) * kBytes);
       __builtin_memcpy(&entries[u], &words, kBytes);
     }
   }
@@ -119,24 +126,27 @@ class RadixPass {
 
   // From counters of each warp to how many entries of the warps before it have the digit; tells how many the tile has of each,
   // and finds their places in it. Returns the number of entries. A thread has some digits.
-  PO_FN uint64_t count_digits(int64_t tile) {
+  PO_FN uint64_t count_digits(int32_t tile) {
     uint64_t own = 0;
-    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
       uint32_t count = 0;
-      for (int warp = 0; warp < wg_.num_warps(); ++warp) {
+      PO_UNROLL
+      for (int warp = 0; warp < group_.num_warps(); ++warp) {
         uint32_t& counter = group_.arena.counters(warp)[digit];
         const uint32_t of_warp = counter;
         counter = count;
         count += of_warp;
       }
       // @inversion-tells-tile
-      count_store_relaxed_gpu(group_.tile_words(pass_, tile) + digit, (tile == 0 ? kOfAll : kOfTile) | count);
+      count_store_relaxed_gpu(tile_word(tile, digit), (tile == 0 ? kOfAll : kOfTile) | count);
       group_.shared.staged_places[digit] = count;  // of no thread but this one until they are places
       own += count;
     }
     uint64_t total;
     auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
-    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
       const uint32_t count = group_.shared.staged_places[digit];
       group_.shared.staged_places[digit] = place;
       group_.shared.shifts[digit] = count;  // the same
@@ -157,31 +167,34 @@ class RadixPass {
   }
 
   // Where the entries of this thread's digits go. False: gave up.
-  PO_FN bool find_shifts(int64_t tile) const {
-    for (int digit = first_digit_; digit < end_digit_; ++digit) {
+  PO_FN bool find_shifts(int32_t tile) const {
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
       uint32_t earlier = 0;
       if (tile != 0) {
         if (!look_back(tile, digit, earlier)) return false;
         const uint32_t count = group_.shared.shifts[digit];
         // @inversion-tells-all
-        count_store_relaxed_gpu(group_.tile_words(pass_, tile) + digit, kOfAll | (earlier + count));
+        count_store_relaxed_gpu(tile_word(tile, digit), kOfAll | (earlier + count));
       }
-      group_.shared.shifts[digit] =
-          group_.shared.first_places[digit] + earlier - group_.shared.staged_places[digit];
+      group_.shared.shifts[digit] = group_.shared.first_places[digit] + earlier - group_.shared.staged_places[digit];
     }
     return true;
   }
 
+  PO_FN uint32_t* tile_word(int32_t tile, int digit) const {
+    return tile_words_ + static_cast<int64_t>(tile) * kDigits + digit;
+  }
+
   // Adds up how many entries of the tiles before have the digit. Asks for some tiles' words at a time.
-  PO_FN bool look_back(int64_t tile, int digit, uint32_t& sum) const {
+  PO_FN bool look_back(int32_t tile, int digit, uint32_t& sum) const {
     constexpr int kWordsAtOnce = Traits::kWordsAtOnce;
-    int64_t next = tile - 1;
+    int32_t next = tile - 1;
     return await_own(group_.plan.team, [&] {
+      const uint32_t* last = tile_word(next, digit);
       uint32_t words[kWordsAtOnce];
       PO_UNROLL
-      for (int k = 0; k < kWordsAtOnce; ++k) {
-        words[k] = count_load_relaxed_gpu(group_.tile_words(pass_, max_of<int64_t>(next - k, 0)) + digit);
-      }
+      for (int k = 0; k < kWordsAtOnce; ++k) words[k] = count_load_relaxed_gpu(last - min_of(k, next) * kDigits);
       PO_UNROLL
       for (int k = 0; k < kWordsAtOnce; ++k) {
         if (words[k] < kOfTile) return false;  // @inversion-told
@@ -196,7 +209,7 @@ class RadixPass {
   PO_FN void store(int count) const {
     const Entry* staged = group_.arena.tile();
     const Call& call = group_.call;
-    for (int i = wg_.rank(); i < count; i += wg_.size()) {
+    for (int i = wg_.rank(); i < count; i += group_.num_threads()) {
       const Entry entry = staged[i];
       const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
       if (is_last_) {
@@ -216,8 +229,7 @@ class RadixPass {
   const WorkGroup& wg_;
   const int pass_;
   const bool is_last_;
-  int first_digit_;
-  int end_digit_;
+  uint32_t* const tile_words_;
 };
 
 }  // namespace po::embedding_inversion

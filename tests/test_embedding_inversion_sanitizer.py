@@ -1,0 +1,252 @@
+"""The inversion of an embedding batch under ThreadSanitizer: silent, and loud without parts of its protocol."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mutations import Condition, Drop, Relaxed, Swap
+from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
+
+_DRIVER = r"""
+// Runs the host build of embedding_inversion, launch after launch on the same memory, and checks every lookup.
+#include "driver.h"
+#include "kernels/embedding_inversion.cuh"
+
+namespace {
+
+using namespace po::embedding_inversion;
+#ifndef WIDE
+#define WIDE false
+#endif
+// Small digits, so that there are few of them and several passes.
+constexpr Config kConfig{.wide = WIDE, .lookups = WIDE, .counts = !WIDE, .digit_bits = 4, .items = 2};
+using Inversion = Kernel<kConfig>;
+using EntryOf = Inversion::Traits::Entry;
+constexpr int kPasses = WIDE ? 8 : 3;
+
+driver::Options options({{"--pes", "1"},        {"--tables", "3"},    {"--rows", "400"},
+                         {"--batch", "9"},      {"--lookups", "5"},   // of a bag, at most
+                         {"--wgs", "3"},        {"--threads", "2"},   {"--epochs", "8"},
+                         {"--falling", "0"},    {"--empty", "0"},     // bags, one in so many has lookups
+                         {"--aborted-at", "-1"},                      // this launch finds that one was given up
+                         {"--abort-us", "-1"}});                      // or each is given up after a time
+
+struct Pe {
+  Pe(int rank_in, int size_in) : rank(rank_in), size(size_in) {
+    po::Team& team = plan.team;
+    team.size = 1;
+    team.local = &local;
+    team.error = &error;
+    team.input_error = &input_error;
+    team.timeout_ns = 60000000000;
+    for (int64_t t = 0; t < num_tables; ++t) {
+      first_keys.push_back((WIDE ? int64_t{1} << 29 : 0) * (t / 2) + t / 2 * num_rows);  // two have the same rows
+      rows.push_back(num_rows);
+    }
+    plan.first_keys = first_keys.data();
+    plan.num_rows = rows.data();
+    plan.num_tables = num_tables;
+    plan.batch = batch;
+    plan.num_passes = kPasses;
+    plan.words = reinterpret_cast<uint64_t*>(&words);
+    const auto most = static_cast<size_t>(num_tables * batch * options.number("--lookups") + 64 * 2) * 3;  // room for mutants
+    keys.resize(most);
+    bags.resize(most);
+    lookups.resize(most);
+    counts.resize(static_cast<size_t>(num_tables * batch));
+    entries.resize(2 * most * sizeof(EntryOf));
+    // Sums of all tiles: who reads what no tile has told is wrong.
+    tile_words.resize(most * kPasses << kConfig.digit_bits, kOfAll | 1);
+  }
+
+  void connect(const std::vector<std::unique_ptr<Pe>>&) {
+    heaps.push_back(0);
+    plan.team.peer_heaps = heaps.data();
+  }
+
+  void run() {
+    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
+      make_lookups(launch);
+      const bool is_aborted = launch == options.number("--aborted-at");
+      if (is_aborted) local.abort = 1;
+      count = -1;
+      std::thread killer;
+      if (options.number("--abort-us") >= 0) {
+        killer = std::thread([this, us = options.number("--abort-us") * (launch + 1)] {
+          usleep(static_cast<useconds_t>(us));
+          po::flag_store_relaxed_sys(&local.abort, 1);
+        });
+      }
+      run_kernel();
+      if (killer.joinable()) killer.join();
+      if (local.epoch != static_cast<uint64_t>(launch) + 1) {
+        driver::fail(driver::kWrongRemains, "launch %ld: the epoch is %lu", launch, local.epoch);
+      }
+      for (const uint64_t word : zero_words()) {
+        if (word != 0) driver::fail(driver::kWrongRemains, "launch %ld: left %lu behind", launch, word);
+      }
+      const bool may_be_nothing = is_aborted || local.abort != 0;
+      if (is_aborted && count != 0) driver::fail(driver::kTookPart, "launch %ld: has %ld lookups", launch, count);
+      if (!may_be_nothing || count != 0) check(launch);
+      local.abort = 0;
+    }
+  }
+
+  std::vector<uint64_t> zero_words() const {
+    const auto* begin = reinterpret_cast<const uint64_t*>(&words);
+    return {begin, begin + sizeof(Words) / sizeof(uint64_t)};
+  }
+
+  void make_lookups(int64_t launch) {
+    indices.clear();
+    offsets.assign(1, 0);
+    for (int64_t bag = 0; bag < num_tables * batch; ++bag) {
+      const int64_t empty = options.number("--empty");
+      int64_t length = (bag * 7 + launch * 3) % (options.number("--lookups") + 1);
+      if (empty != 0 && bag % empty != 0) length = 0;
+      for (int64_t i = 0; i < length; ++i) {
+        indices.push_back((bag * bag + i * 13 + launch * 101) % (num_rows + num_rows / 5));  // some are no rows
+      }
+      offsets.push_back(static_cast<int64_t>(indices.size()));
+    }
+    if (options.number("--falling") != 0) {
+      for (size_t i = 0; i < offsets.size(); i += 5) offsets[i] += static_cast<int64_t>(i * 29 % 23) - 11;
+    }
+    indices.push_back(1);  // of no bag
+  }
+
+  void run_kernel() {
+    Call call{};
+    call.source = {indices.data(), offsets.data(), static_cast<int64_t>(indices.size()), 0, batch};
+    call.entries[0] = entries.data();
+    call.entries[1] = entries.data() + entries.size() / 2;
+    call.tile_words = tile_words.data();
+    call.keys = keys.data();
+    call.bags = bags.data();
+    call.lookups = lookups.data();
+    call.counts = counts.data();
+    call.count = &count;
+    po::run_on_host<Inversion>(&plan, call, static_cast<int>(options.number("--wgs")),
+                               static_cast<int>(options.number("--threads")));
+  }
+
+  void check(int64_t launch) const {
+    struct Lookup {
+      int64_t key;
+      int64_t bag;
+      int64_t place;
+    };
+    std::vector<Lookup> wants;
+    std::vector<float> of_bag(counts.size());
+    for (size_t place = 0; place < indices.size(); ++place) {
+      // The bag, as a binary search has it.
+      size_t begin = 0;
+      size_t end = offsets.size() - 1;
+      while (begin < end) {
+        const size_t middle = (begin + end) / 2;
+        if (offsets[middle + 1] <= static_cast<int64_t>(place)) {
+          begin = middle + 1;
+        } else {
+          end = middle;
+        }
+      }
+      if (begin + 1 == offsets.size() || static_cast<int64_t>(place) < offsets[0]) continue;
+      if (indices[place] >= num_rows) continue;
+      const auto table = begin / static_cast<size_t>(batch);
+      wants.push_back({first_keys[table] + indices[place], static_cast<int64_t>(begin), static_cast<int64_t>(place)});
+      of_bag[begin] += 1;
+    }
+    std::stable_sort(wants.begin(), wants.end(), [](const Lookup& a, const Lookup& b) { return a.key < b.key; });
+    if (count != static_cast<int64_t>(wants.size())) {
+      driver::fail(driver::kWrongOutput, "launch %ld: %ld lookups, not %zu", launch, count, wants.size());
+    }
+    for (size_t i = 0; i < wants.size(); ++i) {
+      if (static_cast<int64_t>(keys[i]) != wants[i].key || bags[i] != wants[i].bag ||
+          (WIDE && lookups[i] != wants[i].place)) {
+        driver::fail(driver::kWrongOutput, "launch %ld: wrong from the %zuth on", launch, i);
+      }
+    }
+    for (size_t bag = 0; bag < of_bag.size() && !WIDE; ++bag) {
+      if (po::bits_float(counts[bag]) != of_bag[bag]) {
+        driver::fail(driver::kWrongOutput, "launch %ld: bag %zu has not %g lookups", launch, bag, of_bag[bag]);
+      }
+    }
+  }
+
+  const int rank;
+  const int size;
+  const int64_t num_tables = options.number("--tables");
+  const int64_t num_rows = options.number("--rows");
+  const int64_t batch = options.number("--batch");
+  std::vector<int64_t> first_keys;
+  std::vector<int64_t> rows;
+  std::vector<int64_t> indices;
+  std::vector<int64_t> offsets;
+  std::vector<EntryOf::Key> keys;
+  std::vector<int32_t> bags;
+  std::vector<int32_t> lookups;
+  std::vector<uint32_t> counts;
+  std::vector<uint8_t> entries;
+  std::vector<uint32_t> tile_words;
+  int64_t count = 0;
+  std::vector<uint64_t> heaps;
+  Words words{};
+  Plan plan{};
+  uint8_t* heap = nullptr;
+  po::LocalState local{};
+  po::ErrorRecord error{};
+  po::InputErrorRecord input_error{};
+  std::unique_ptr<po::DelayedNetwork> network;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return driver::run(argc, argv, options, [](int rank, int size) { return std::make_unique<Pe>(rank, size); });
+}
+"""
+
+PLAIN = "--wgs=3 --threads=2 --epochs=12"
+# Bags so many that their ends do not fit a tile's memory, and ends that fall, take a way of their own.
+EMPTY = "--wgs=2 --threads=3 --batch=60 --empty=9"
+ABORTED = "--wgs=3 --threads=2 --aborted-at=2 --epochs=5"
+CASES = {
+    "lone_warps": "--wgs=1 --threads=1",
+    "plain": PLAIN,
+    "many_work_groups": "--wgs=7 --threads=1",
+    "more_threads_than_digits": "--wgs=1 --threads=19 --epochs=3",
+    "no_lookups": "--lookups=0",
+    "offsets_fall": "--falling=1 --wgs=2 --threads=3",
+    "bags_without_lookups": EMPTY,
+    "behind_an_aborted_launch": ABORTED,
+    "aborted_on_the_way": "--wgs=3 --threads=2 --abort-us=150 --epochs=30",
+}
+
+MUTATIONS = {
+    "work_groups_do_not_meet": Mutation((Condition("inversion-meets", "false"),), PLAIN, RACE),
+    "meetings_are_not_awaited": Mutation((Condition("inversion-meet-await", "false"),), PLAIN, RACE),
+    "meetings_are_counted_before_all_have_written": Mutation((Drop("inversion-meet-sync"),), PLAIN, RACE),
+    "meetings_do_not_release": Mutation((Relaxed("add-acq-rel"),), PLAIN, RACE),
+    "meetings_do_not_acquire": Mutation((Relaxed("flag-acquire"),), PLAIN, RACE),
+    "counts_are_added_before_they_are_zero": Mutation((Condition("inversion-counts-zeroed", "false"),), PLAIN, RACE),
+    "words_of_tiles_are_those_of_the_last_launch": Mutation((Drop("inversion-words-zeroed"),), PLAIN, RACE),
+    "a_tile_s_number_is_taken_for_the_sum": Mutation(
+        (Swap("inversion-tells-tile", "(tile == 0 ? kOfAll : kOfTile)", "kOfAll"),), PLAIN, RACE
+    ),
+    "meetings_of_the_last_launch_count": Mutation((Drop("inversion-cleared"),), PLAIN, RACE | {Exit.WRONG_REMAINS}),
+    "lookups_of_an_aborted_launch_count": Mutation(
+        (Condition("inversion-aborted", "false"),), ABORTED, {Exit.TOOK_PART}
+    ),
+    "ranks_are_used_before_all_are_there": Mutation((Drop("inversion-ranked"),), PLAIN, RACE),
+    "entries_are_staged_before_all_are_counted": Mutation((Drop("inversion-counted"),), PLAIN, RACE),
+    "entries_leave_before_all_are_staged": Mutation((Drop("inversion-all-done"),), PLAIN, RACE),
+    "bags_are_used_before_they_are_found": Mutation((Drop("inversion-bags-found"),), PLAIN, RACE),
+    "ends_are_used_before_they_are_there": Mutation((Drop("inversion-ends-brought"),), PLAIN, RACE),
+    "ends_are_brought_before_the_last_ones_are_used": Mutation((Drop("inversion-ends-read"),), PLAIN, RACE),
+}
+
+
+class TestEmbeddingInversion(SanitizerSuite):
+    builds: ClassVar = {"narrow": Build(), "wide": Build(("-DWIDE=true",))}
+    cases: ClassVar = {"narrow": CASES, "wide": {name: CASES[name] for name in ("plain", "offsets_fall")}}
+    driver: ClassVar = Driver(_DRIVER, builds, cases, MUTATIONS, "narrow")
