@@ -252,7 +252,7 @@ class BasePe {
     }
   }
 
-  // Brings the operator's own memory beside the heap back to what it is before a launch.
+  // In recovery: brings the operator's own memory, results among it, back to what it is before a launch.
   virtual void clear() {}
 
   // ---- of the world ----
