@@ -9,72 +9,56 @@ from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
 // Runs the host build of embedding_backward with all PEs as threads of one process, and checks every row.
+#include <cmath>
+
 #include "driver.h"
 #include "kernels/embedding_backward.cuh"
 
 namespace {
 
 using namespace po::embedding_backward;
-constexpr Config kConfig{.scalar = po::DType::kFloat32, .aligned = false};
+constexpr Config kConfig{.scalar = po::DType::kFloat32, .aligned = false, .wide_rows = false};
 using Backward = Kernel<kConfig>;
 
 constexpr uint64_t kReadyStride = 64;
 constexpr int64_t kLookups = 3;  // of a bag
 
-driver::Options options({{"--pes", "2"},          {"--tables", "2"},
-                         {"--rows", "5"},         {"--width", "6"},
-                         {"--batch", "4"},        // of a PE
-                         {"--wgs", "2"},          {"--threads", "2"},
-                         {"--pushing", "1"},      {"--slice", "2"},
-                         {"--epochs", "8"},       {"--staged", "0"},
-                         {"--node", "1"},         // so many PEs in a row reach each other
-                         {"--delay-us", "0"},     {"--empty-pe", "-1"},  // has no samples
+driver::Options options({{"--tables", "2"},
+                         {"--rows", "5"},
+                         {"--width", "6"},
+                         {"--batch", "4"},  // of a PE
+                         {"--pushing", "1"},
+                         {"--slice", "2"},
+                         {"--empty-pe", "-1"},    // has no samples
                          {"--idle-table", "-1"},  // all its lookups are skipped
-                         {"--alternate", "0"},    // launches lie at other places in turn, as those of two plans do
-                         {"--slow-pe", "-1"},     {"--slow-us", "2000"},
-                         {"--timeout-ms", "60000"},
-                         {"--stop-pe", "-1"},     // does not launch, or ...
-                         {"--other-pe", "-1"},    // ... launches under another contract, at ...
-                         {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
-                         {"--queued", "0"}});     // launches behind it that do not look at errors
-
-using driver::World;
+                         {"--alternate", "0"}},   // launches lie at other places in turn, as those of two plans do
+                        {driver::kLaunches, driver::kWorld, driver::kTroubles});
 
 // Small whole numbers: sums are exact.
 float gradient_value(int64_t sample, int64_t column, int64_t launch) {
   return static_cast<float>((sample * 7 + column * 5 + launch * 11) % 9 - 4);
 }
 
-struct Pe {
-  Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
+class Pe final : public driver::BasePe<Plan> {
+ public:
+  Pe(driver::World& world_in, int rank_in) : BasePe(world_in, rank_in, kReadyStride) {
     batch_start.push_back(0);
     for (int pe = 0; pe < size; ++pe) {
       batch_start.push_back(batch_start.back() + (pe == options.number("--empty-pe") ? 0 : options.number("--batch")));
     }
-    uint64_t bytes = 0;
-    auto take = [&](uint64_t length) {
-      const uint64_t offset = bytes;
-      bytes += (length + 127) / 128 * 128;
-      return offset;
-    };
-    const auto pes = static_cast<uint64_t>(size);
     const uint64_t table_bytes = static_cast<uint64_t>(batch_start.back() * width) * sizeof(float);
-    po::Team& team = plan.team;
-    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
-    team.ready_offset = take(pes * kReadyStride * 8);
-    team.abort_offset = take(pes * 8);
     plan.staging_offset = take(static_cast<uint64_t>(num_tables + 1) * table_bytes);
     for (int64_t t = 0; t < num_tables; ++t) {
       tables.push_back({(rank * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes});
       members.push_back(t);
       rows.emplace_back(static_cast<size_t>(num_rows * width), 1.0f);
       groups.push_back({reinterpret_cast<uint8_t*>(rows.back().data()), nullptr, nullptr, num_rows, width,
-                        t * (num_rows + 1), t, 1});
+                        t * num_rows, t, 1});
       for (int hop = 1; hop < size && samples() != 0; ++hop) {
         const int owner = (rank + hop) % size;
         const uint64_t outgoing = take(static_cast<uint64_t>(samples() * width) * sizeof(float));
-        pushes.push_back({owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes,
-                          outgoing});
+        pushes.push_back(
+            {owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes, outgoing});
       }
     }
     for (size_t i = 0; i < pushes.size(); ++i) {
@@ -83,16 +67,9 @@ struct Pe {
     }
     expected = rows;
     pushed.resize(pushes.size() + 1);
-    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
-    std::memset(heap, 0, bytes);
-    team.rank = rank;
-    team.size = size;
-    team.heap = heap;
-    team.ready_stride = kReadyStride;
-    team.local = &local;
-    team.error = &error;
-    team.input_error = &input_error;
-    team.contract_hash = 0x5a5a;
+    num_slots = static_cast<size_t>(num_tables * batch_start.back() * kLookups / kSlotLookups + 2);
+    chunks_done.resize(num_slots);
+    allocate_heap();
     plan.groups = groups.data();
     plan.members = members.data();
     plan.tables = tables.data();
@@ -106,49 +83,15 @@ struct Pe {
     plan.pushed = pushed.data();
     plan.batch_start = batch_start.data();
     plan.batch = batch_start.back();
+    plan.first_sample = batch_start[static_cast<size_t>(rank)];
+    plan.num_samples = samples();
+    plan.sum_elements = width;
     plan.row_elements = size * num_tables * width;
   }
 
+ private:
   int64_t samples() const {
     return batch_start[static_cast<size_t>(rank) + 1] - batch_start[static_cast<size_t>(rank)];
-  }
-
-  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
-    std::vector<uint64_t> bases;
-    const bool is_staged = size > 1 && options.number("--staged") != 0;
-    for (int pe = 0; pe < size; ++pe) {
-      bases.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
-      const int64_t node = options.number("--node");
-      heaps.push_back(!is_staged || pe / node == rank / node ? bases.back() : 0);
-    }
-    plan.team.peer_heaps = heaps.data();
-    network = std::make_unique<po::DelayedNetwork>(
-        bases.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
-    plan.team.network = network.get();
-  }
-
-  void run() {
-    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
-      const bool is_trouble = launch == options.number("--trouble-at");
-      // On a busy machine a PE may be late by more than a wait for one that never comes should last.
-      const int64_t ms = is_trouble || options.number("--trouble-at") < 0 ? options.number("--timeout-ms") : 60000;
-      plan.team.timeout_ns = static_cast<uint64_t>(ms) * 1000000;
-      if (is_trouble && options.number("--stop-pe") >= 0) world.start.arrive_and_wait();
-      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
-      if (is_trouble) {
-        if (rank != options.number("--stop-pe")) run_into_trouble(launch);
-        driver::recover(*this, options.number("--queued"));
-        std::fill(pushed.begin(), pushed.end(), 0);
-        continue;
-      }
-      run_kernel(launch);
-      if (error.state != 0) {
-        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
-                     error.phase, error.peer);
-      }
-      expect(launch);
-      check(launch);
-    }
   }
 
   int64_t index_of(int64_t table, int64_t sample, int64_t lookup, int64_t launch) const {
@@ -156,13 +99,13 @@ struct Pe {
     return (sample * 3 + table + lookup * lookup + launch) % (num_rows + 1);  // the last one is skipped
   }
 
-  void run_kernel(int64_t launch) {
+  void run_kernel(int64_t launch) override {
     std::vector<std::pair<int64_t, int32_t>> lookups;
     for (int64_t t = 0; t < num_tables; ++t) {
       for (int64_t b = 0; b < plan.batch; ++b) {
         for (int64_t l = 0; l < kLookups; ++l) {
-          const int64_t key = t * (num_rows + 1) + index_of(t, b, l, launch);
-          lookups.emplace_back(key, static_cast<int32_t>(t * plan.batch + b));
+          const int64_t row = index_of(t, b, l, launch);
+          if (row < num_rows) lookups.emplace_back(t * num_rows + row, static_cast<int32_t>(t * plan.batch + b));
         }
       }
     }
@@ -180,8 +123,7 @@ struct Pe {
       }
     }
     const float rate = 0.5f;
-    Plan used = plan;
-    if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
+    Plan used = plan_of(launch);
     if (options.number("--alternate") != 0 && launch % 2 == 1) {  // one PE's rows are another one's
       used.staging_offset += static_cast<uint64_t>(options.number("--batch") * width) * sizeof(float);
       used.pushes = other_pushes.data();
@@ -190,11 +132,14 @@ struct Pe {
     call.gradient = reinterpret_cast<const uint8_t*>(gradient.data());
     call.keys = keys.data();
     call.bags = bags.data();
-    call.num_lookups = static_cast<int64_t>(keys.size());
+    const auto count = static_cast<int64_t>(keys.size());
+    call.count = &count;
+    std::vector<float> chunk_sums(num_slots * static_cast<size_t>(width), std::nanf(""));
+    call.chunk_sums = chunk_sums.data();
+    call.chunks_done = chunks_done.data();
     call.rate = &rate;
     call.steps = steps;
-    po::run_on_host<Backward>(&used, call, static_cast<int>(options.number("--wgs")),
-                              static_cast<int>(options.number("--threads")));
+    launch_on_host<Backward>(used, call);
   }
 
   void expect(int64_t launch) {
@@ -211,22 +156,20 @@ struct Pe {
     }
   }
 
-  // A PE that has not come, or under another contract, has granted no credit: no row has changed.
-  void run_into_trouble(int64_t launch) {
-    for (int64_t i = 0; i <= options.number("--queued"); ++i) {
-      run_kernel(launch + i);
-      if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
-        driver::fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank,
-                     launch + i);
-      }
-      check(launch);
-    }
+  void check(int64_t launch) override {
+    expect(launch);
+    check_rows(launch);
   }
 
-  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
-  void check_traces() const { driver::check_words(*this); }
+  // A PE that has not come, or under another contract, has granted no credit: no row has changed.
+  void check_given_up(int64_t launch) override { check_rows(launch); }
 
-  void check(int64_t launch) const {
+  void clear() override {
+    std::fill(pushed.begin(), pushed.end(), 0);
+    std::fill(chunks_done.begin(), chunks_done.end(), 0);
+  }
+
+  void check_rows(int64_t launch) const {
     for (size_t t = 0; t < rows.size(); ++t) {
       for (size_t i = 0; i < rows[t].size(); ++i) {
         if (rows[t][i] != expected[t][i]) {
@@ -240,11 +183,13 @@ struct Pe {
         driver::fail(driver::kWrongRemains, "PE %d, launch %ld: a table has %lu pieces", rank, launch, count);
       }
     }
+    for (const uint64_t count : chunks_done) {
+      if (count != 0 && error.state == 0) {
+        driver::fail(driver::kWrongRemains, "PE %d, launch %ld: a row has %lu chunks", rank, launch, count);
+      }
+    }
   }
 
-  World& world;
-  const int rank;
-  const int size;
   const int64_t num_tables = options.number("--tables");
   const int64_t num_rows = options.number("--rows");
   const int64_t width = options.number("--width");
@@ -257,29 +202,20 @@ struct Pe {
   std::vector<Push> pushes;
   std::vector<Push> other_pushes;
   std::vector<uint64_t> pushed;
-  std::vector<uint64_t> heaps;
+  size_t num_slots = 0;
+  std::vector<uint64_t> chunks_done;
   float steps[3] = {0, 1, 1};
-  Plan plan{};
-  uint8_t* heap = nullptr;
-  po::LocalState local{};
-  po::ErrorRecord error{};
-  po::InputErrorRecord input_error{};
-  std::unique_ptr<po::DelayedNetwork> network;
 };
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  std::unique_ptr<World> world;
-  return driver::run(argc, argv, options, [&](int rank, int size) {
-    if (!world) world = std::make_unique<World>(size);
-    return std::make_unique<Pe>(*world, rank, size);
-  });
-}
+int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--pes=2 --wgs=3 --threads=2"
 AHEAD = "--pes=3 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=500"
+SEVERAL_RANGES = "--pes=2 --rows=1 --batch=50 --threads=3"
+CHUNKS = "--pes=2 --rows=1 --batch=200 --threads=3 --epochs=4"
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
 # Nobody needs the table; the next launch has another PE's rows at its place.
 ALTERNATING = (
@@ -294,7 +230,9 @@ CASES = {
     "alone": "--pes=1 --threads=3",
     "lone_warps": "--pes=3 --threads=1 --wgs=1",
     "plain": PLAIN,
-    "long_runs": "--pes=2 --rows=1 --batch=30 --threads=3",
+    "rows_in_several_ranges": SEVERAL_RANGES,
+    "rows_of_chunks": CHUNKS,
+    "rows_of_chunks_behind_others": "--pes=3 --rows=2 --tables=3 --batch=130 --threads=2 --epochs=4",
     "all_push": "--pes=3 --wgs=2 --threads=2 --pushing=2 --slice=1",
     "a_pe_without_samples": "--pes=3 --empty-pe=1 --threads=2",
     "epochs_with_a_late_pe": AHEAD,
@@ -317,10 +255,13 @@ MUTATIONS = {
     "rows_change_before_all_credits": Mutation(
         (Condition("credits-before-updates", "false"),), ABSENT_WITHOUT_SAMPLES, {Exit.WRONG_OUTPUT}
     ),
-    "a_run_begins_anew_in_each_range": Mutation(
-        (Swap("run-begins", "at == 0", "at == begin"),), "--pes=2 --rows=1 --batch=30 --threads=1", RACE
+    "a_row_begins_anew_in_each_range": Mutation((Swap("row-begins", "at == 0", "i == 0"),), SEVERAL_RANGES, RACE),
+    "a_row_ends_early": Mutation((Swap("row-ends", "key != before", "true"),), PLAIN, {Exit.WRONG_OUTPUT}),
+    "chunks_are_not_awaited": Mutation(
+        (Swap("chunk-done", "static_cast<uint64_t>(num_chunks)", "1"),), CHUNKS, RACE | {Exit.WRONG_OUTPUT}
     ),
-    "a_run_ends_early": Mutation((Swap("run-ends", "same != warp_.size()", "true"),), PLAIN, {Exit.WRONG_OUTPUT}),
+    "a_chunk_is_left_out": Mutation((Condition("chunk-of-the-row", "true"),), CHUNKS, {Exit.WRONG_OUTPUT}),
+    "chunks_are_not_reset": Mutation((Drop("chunks-reset"),), CHUNKS, {Exit.WRONG_REMAINS}),
     "no_fence_behind_pushes": Mutation((Drop("pushes-fence"),), STAGED, RACE),
     "outgoing_gradients_are_overwritten": Mutation((Drop("outgoing-quiet"),), ALTERNATING_STAGED, RACE),
     "a_launch_ends_before_all_gradients_are_here": Mutation((Drop("all-gradients"),), ALTERNATING, RACE),

@@ -59,8 +59,8 @@ class WindowFiller {
       const int i = first + warp_.rank();
       const int at = begin + i;
       const Key key = key_at(at, end_key);
-      const Key before = at == 0 ? -1 : key_at(at - 1, end_key);
-      const bool begins = key != end_key && at < end && key != before;  // @run-begins
+      const Key before = at == 0 ? -1 : key_at(at - 1, end_key);  // @row-begins
+      const bool begins = key != end_key && at < end && key != before;
       if (key != end_key) place(at, i);
       const int number = filled.num_rows + warp_.count_below(begins);
       if (begins) {
@@ -69,7 +69,7 @@ class WindowFiller {
       }
       filled.num_rows += warp_.count(begins);
       // The first lookup of another row that does not begin here: the last one that does ends before it.
-      const int stop = warp_.first(!begins && key != before);  // @run-ends
+      const int stop = warp_.first(!begins && key != before);  // @row-ends
       if (stop < warp_.size()) {
         filled.next = min_of(filled.next, begin + first + stop);  // the group may end there
         if (warp_.rank() == 0) window_.begins[filled.num_rows] = first + stop;
