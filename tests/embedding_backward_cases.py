@@ -65,6 +65,15 @@ _SHAPES = {shape.name: shape for shape in FORWARD_CASES}
 _HOT = Shape("hot rows", rows=3, max_pooling=90, batch=lambda world: 40)
 # Rows with some hundred lookups, which reach over the ranges of several tickets, and fewer than a chunk has.
 _WARM = Shape("warm rows", rows=12, max_pooling=90, batch=lambda world: 40)
+_WIDE = Shape("hot wide rows", rows=3, max_pooling=90, batch=lambda world: 8, dims=lambda rank: (700,))
+_OF_MANY_LOOKUPS = (
+    ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot means", mode="mean")),
+    ("adam", dataclasses.replace(_HOT, name="hot weighted rows", is_weighted=True)),
+    ("rowwise_adagrad", _WIDE),
+    ("rowwise_adagrad", _WARM),
+    ("adagrad", dataclasses.replace(_WARM, name="warm weighted rows", is_weighted=True, dtype=torch.bfloat16)),
+)
+_TILES = Shape("tiles", dims=lambda rank: (128, 64))
 _DECAY = (("weight_decay", 0.01),)
 _VARIED = "mixed and odd widths, one PE without tables"
 CASES = [
@@ -85,13 +94,9 @@ CASES = [
     Case("rowwise, skipped entries of means", _SHAPES["mean"], "rowwise_adagrad", bad=3),
     Case("sgd, more lookups than a chunk has", _HOT),
     Case("adagrad, the same in bf16", dataclasses.replace(_HOT, dtype=torch.bfloat16), "adagrad"),
-    Case("rowwise, hot rows of means", dataclasses.replace(_HOT, name="hot means", mode="mean"), "rowwise_adagrad"),
-    Case("adam, hot weighted rows", dataclasses.replace(_HOT, name="hot weighted", is_weighted=True), "adam"),
-    Case("rowwise, hot wide rows", dataclasses.replace(_HOT, name="hot wide", dims=lambda rank: (700,), batch=lambda world: 8), "rowwise_adagrad"),
-    Case("rowwise, rows over several ranges", _WARM, "rowwise_adagrad"),
-    Case("adagrad, weighted rows over several ranges", dataclasses.replace(_WARM, name="warm weighted", is_weighted=True, dtype=torch.bfloat16), "adagrad"),
+    *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in _OF_MANY_LOOKUPS),
     Case("adagrad, rows of one part", dataclasses.replace(_SHAPE, name="one part", dims=lambda rank: (512, 64)), "adagrad"),
-    *(Case(f"rowwise, tiles of {lanes} lanes", dataclasses.replace(_SHAPE, name=f"{lanes} lanes", dims=lambda rank: (128, 64)), "rowwise_adagrad", tuning=Tuning(lanes=lanes)) for lanes in (8, 16, 32)),
+    *(Case(f"rowwise, tiles of {n} lanes", _TILES, "rowwise_adagrad", tuning=Tuning(lanes=n)) for n in (8, 16, 32)),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
 ]  # fmt: skip

@@ -256,7 +256,7 @@ MUTATIONS = {
         (Condition("credits-before-updates", "false"),), ABSENT_WITHOUT_SAMPLES, {Exit.WRONG_OUTPUT}
     ),
     "a_row_begins_anew_in_each_range": Mutation((Swap("row-begins", "at == 0", "i == 0"),), SEVERAL_RANGES, RACE),
-    "a_row_ends_early": Mutation((Swap("row-ends", "key != before", "true"),), PLAIN, {Exit.WRONG_OUTPUT}),
+    "a_row_ends_early": Mutation((Swap("row-ends", "first + stop", "first + stop - 1"),), PLAIN, {Exit.WRONG_OUTPUT}),
     "chunks_are_not_awaited": Mutation(
         (Swap("chunk-done", "static_cast<uint64_t>(num_chunks)", "1"),), CHUNKS, RACE | {Exit.WRONG_OUTPUT}
     ),

@@ -69,10 +69,10 @@ class WindowFiller {
       }
       filled.num_rows += warp_.count(begins);
       // The first lookup of another row that does not begin here: the last one that does ends before it.
-      const int stop = warp_.first(!begins && key != before);  // @row-ends
+      const int stop = warp_.first(!begins && key != before);
       if (stop < warp_.size()) {
-        filled.next = min_of(filled.next, begin + first + stop);  // the group may end there
-        if (warp_.rank() == 0) window_.begins[filled.num_rows] = first + stop;
+        filled.next = min_of(filled.next, begin + first + stop);                // the group may end there
+        if (warp_.rank() == 0) window_.begins[filled.num_rows] = first + stop;  // @row-ends
         warp_.sync();
         return filled;
       }
