@@ -73,6 +73,7 @@ _OF_MANY_LOOKUPS = (
     ("rowwise_adagrad", _WARM),
     ("adagrad", dataclasses.replace(_WARM, name="warm weighted rows", is_weighted=True, dtype=torch.bfloat16)),
 )
+_ONE_PART = Shape("one part", dims=lambda rank: (512, 64))
 _TILES = Shape("tiles", dims=lambda rank: (128, 64))
 _DECAY = (("weight_decay", 0.01),)
 _VARIED = "mixed and odd widths, one PE without tables"
@@ -95,7 +96,7 @@ CASES = [
     Case("sgd, more lookups than a chunk has", _HOT),
     Case("adagrad, the same in bf16", dataclasses.replace(_HOT, dtype=torch.bfloat16), "adagrad"),
     *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in _OF_MANY_LOOKUPS),
-    Case("adagrad, rows of one part", dataclasses.replace(_SHAPE, name="one part", dims=lambda rank: (512, 64)), "adagrad"),
+    Case("adagrad, rows of one part", _ONE_PART, "adagrad"),
     *(Case(f"rowwise, tiles of {n} lanes", _TILES, "rowwise_adagrad", tuning=Tuning(lanes=n)) for n in (8, 16, 32)),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),

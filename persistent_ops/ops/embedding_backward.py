@@ -95,6 +95,13 @@ class EmbeddingOptimizer:
         self._lr = torch.full((1,), lr, device=device)
         self._gradient_scale = torch.ones(1, device=device)
         self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
+        # What it holds in device memory.
+        self._own = (
+            self._lr,
+            self._gradient_scale,
+            self._steps,
+            *(state for of_table in self._states.values() for state in of_table),
+        )
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
         self._decay = weight_decay_mode if weight_decay and algorithm == "rowwise_adagrad" else "none"
         self._constants = {
@@ -129,11 +136,6 @@ class EmbeddingOptimizer:
         powers = (float(value), self._constants["beta1"] ** value, self._constants["beta2"] ** value)
         self._steps.copy_(torch.tensor(powers))
 
-    def _own(self) -> tuple[torch.Tensor, ...]:
-        """Return what it holds in device memory: rate, scale, steps, and the states."""
-        states = (state for of_table in self._states.values() for state in of_table)
-        return (self._lr, self._gradient_scale, self._steps, *states)
-
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
         found = self._states.get(_identity(table))
@@ -148,7 +150,7 @@ class EmbeddingOptimizer:
             step_count: of what was loaded, the same on every PE.
         """
         self.step_count = step_count  # type: ignore[assignment]  # mypy knows one type for both
-        _world.current().workspace.changes.loaded(*self._tables, *self._own())
+        _world.current().workspace.changes.loaded(*self._tables, *self._own)
 
     def _state_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not isinstance(table, torch.Tensor) or table.dim() != 2:
@@ -172,7 +174,8 @@ class EmbeddingOptimizer:
         choices: Mapping[str, str],
     ) -> torch.Tensor:
         """Call `embedding_all_to_all`, and keep what the backward pass needs."""
-        if list(map(_identity, weights)) != list(map(_identity, self._tables)):
+        world = _world.for_call()
+        if table_set(world, weights) is not table_set(world, self._tables):
             raise ValueError(
                 "weights: expected the optimizer's tables, in their order; make an optimizer for each list"
             )
@@ -214,19 +217,21 @@ class EmbeddingOptimizer:
             is_weighted,
         )
         plans: Plans[BackwardPlan] = state.plans
-        states = [self.state(weight) for weight in weights]
+        own = self._own
         # A CUDA graph keeps what its launches read and write.
-        plan = plans.find(key, *weights, *self._own()) or plans.make(
-            key, lambda: BackwardPlan(world, key, weights, states, self._algorithm, self._decay, self._constants)
-        )
+        plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
         inverted = invert(world, plan.rows, indices, offsets, counts=mode == "mean", lookups=is_weighted)
         factor_gradients = (
             torch.zeros_like(per_sample_weights) if wants_factors and per_sample_weights is not None else None
         )
-        OPERATOR.begin_changes(world, tables=weights, states=[each for of_table in states for each in of_table])
-        rate, scale, steps, *_ = self._own()
+        rate, scale, steps, *states = own
+        OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
         plan.launch(gradient, inverted, per_sample_weights, factor_gradients, rate, scale, steps)
         return factor_gradients
+
+    def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
+        states = [self.state(weight) for weight in weights]
+        return BackwardPlan(world, key, weights, states, self._algorithm, self._decay, self._constants)
 
 
 class _Token:

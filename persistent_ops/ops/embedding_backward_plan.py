@@ -209,6 +209,7 @@ class BackwardPlan(Plan):
 
     Attributes:
         rows: of the tables.
+        changed: what launches change.
     """
 
     def __init__(
@@ -359,6 +360,9 @@ class BackwardPlan(Plan):
             **constants,
         )
         self._call = structs["Call"]()
+        self.changed = OPERATOR.changed_inputs(
+            tables=weights, states=[each for of_table in states for each in of_table]
+        )
         self._slots = 0
         self.place()
 
