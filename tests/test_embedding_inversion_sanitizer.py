@@ -182,7 +182,7 @@ struct Pe {
   std::vector<int64_t> rows;
   std::vector<int64_t> indices;
   std::vector<int64_t> offsets;
-  std::vector<EntryOf::Key> keys;
+  std::vector<Inversion::Traits::Key> keys;
   std::vector<int32_t> bags;
   std::vector<int32_t> lookups;
   std::vector<uint32_t> counts;

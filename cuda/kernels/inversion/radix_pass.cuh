@@ -213,7 +213,7 @@ class RadixPass {
       const Entry entry = staged[i];
       const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
       if (is_last_) {
-        static_cast<typename Entry::Key*>(call.keys)[place] = entry.key;
+        static_cast<typename Traits::Key*>(call.keys)[place] = static_cast<typename Traits::Key>(entry.key);
         call.bags[place] = entry.bag;
         if constexpr (Traits::kLookups) call.lookups[place] = entry.lookup;
       } else {
