@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/launch.cuh"
+#include "platform/counters.cuh"
 #include "platform/scalar.cuh"
 #include "platform/scan.cuh"
 

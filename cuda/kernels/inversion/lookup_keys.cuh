@@ -196,8 +196,8 @@ class LookupKeys {
     const Warp warp;
     const int32_t before = warp.shuffle(bag, max_of(warp.rank() - 1, 0));
     const bool begins = warp.rank() == 0 || bag != before;
-    const uint64_t beginning = warp.ballot(begins);
-    const uint64_t counted = warp.ballot(counts);
+    const uint64_t beginning = ballot(warp, begins);
+    const uint64_t counted = ballot(warp, counts);
     if (!begins || bag < 0) return;
     const uint64_t later = beginning & ~bits_below(warp.rank() + 1);
     const int end = later == 0 ? warp.size() : lowest_bit(later);
