@@ -28,6 +28,8 @@ import torch
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
 from persistent_ops.ops.embedding_backward_plan import STEPS
 from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
+from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
+from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
@@ -104,6 +106,48 @@ class EmbeddingBackward:
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
+        )
+
+
+@dataclass(frozen=True)
+class EmbeddingInversion:
+    """One compilation of the kernel that inverts an embedding batch for its backward pass."""
+
+    items: int
+    digit_bits: int = 9
+    is_wide: bool = False
+    lookups: bool = False
+    counts: bool = False
+    index: torch.dtype = torch.int64
+    offset: torch.dtype = torch.int64
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        integers = f"{self.index}/{self.offset}".replace("torch.", "")
+        flags = {"wide": self.is_wide, "with lookups": self.lookups, "with counts": self.counts}
+        parts = (integers, f"{self.items} items", f"digits of {self.digit_bits} bits")
+        return (
+            f"embedding_inversion {self.arch} {', '.join((*parts, *(flag for flag, is_so in flags.items() if is_so)))}"
+        )
+
+    @property
+    def threads(self) -> int:
+        return InversionTuning().threads
+
+    def request(self) -> KernelRequest:
+        """Return what the plan would have compiled."""
+        return inversion_kernel_request(
+            self.index,
+            self.offset,
+            is_wide=self.is_wide,
+            lookups=self.lookups,
+            counts=self.counts,
+            digit_bits=self.digit_bits,
+            items=self.items,
+            threads=self.threads,
+            work_groups_per_sm=InversionTuning().work_groups_per_sm,
+            arena_bytes=0,
         )
 
 
@@ -258,7 +302,7 @@ class Traced:
         return dataclasses.replace(self.of.request(), traces=True)
 
 
-Combination = Embedding | EmbeddingBackward | Barrier | Gemv | Sparse | AllReduce | Traced
+Combination = Embedding | EmbeddingBackward | EmbeddingInversion | Barrier | Gemv | Sparse | AllReduce | Traced
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -280,7 +324,18 @@ def _rest() -> Iterator[Combination]:
     for i, (dtype, step) in enumerate(itertools.product(DTYPES, STEPS)):
         yield EmbeddingBackward(dtype, step, POOLINGS[i % 3])
     yield EmbeddingBackward("float32", "rowwise_adagrad", "weighted sum", is_aligned=False)
+    for digit_bits, counts in itertools.product((8, 9), (False, True)):
+        for items in (8, 4, 2):
+            yield EmbeddingInversion(items, digit_bits, counts=counts)
+        for items, is_wide, lookups in itertools.product((4, 2), (False, True), (False, True)):
+            if is_wide or lookups:
+                yield EmbeddingInversion(items, digit_bits, is_wide, lookups, counts)
+    for index, offset in itertools.product((torch.int32, torch.int64), repeat=2):
+        yield EmbeddingInversion(8, counts=True, index=index, offset=offset)
+        yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, index=index, offset=offset)
     for arch in ARCHITECTURES:
+        yield EmbeddingInversion(8, arch=arch)
+        yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, arch=arch)
         yield Barrier(arch)
         yield EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch)
     for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_phase")):
@@ -342,6 +397,7 @@ def sample() -> list[Combination]:
         for combination in (
             Embedding("float32", "weighted sum", SHAPES[1], arch),
             EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch),
+            EmbeddingInversion(8, arch=arch),
             Barrier(arch),
             Gemv("bfloat16", 1, "one_shot", prefetches=arch == "sm_90", arch=arch, lets_in=_lets_in(arch)),
             Sparse("bfloat16", 8192, "owner", arch=arch),

@@ -49,7 +49,8 @@ struct Pe {
     plan.batch = batch;
     plan.num_passes = kPasses;
     plan.words = reinterpret_cast<uint64_t*>(&words);
-    const auto most = static_cast<size_t>(num_tables * batch * options.number("--lookups") + 64 * 2) * 3;  // room for mutants
+    auto most = static_cast<size_t>(num_tables * batch * options.number("--lookups") + 64 * 2);
+    most *= 3;  // room for mutants
     keys.resize(most);
     bags.resize(most);
     lookups.resize(most);
@@ -182,7 +183,7 @@ struct Pe {
   std::vector<int64_t> rows;
   std::vector<int64_t> indices;
   std::vector<int64_t> offsets;
-  std::vector<EntryOf::Key> keys;
+  std::vector<Inversion::Traits::Key> keys;
   std::vector<int32_t> bags;
   std::vector<int32_t> lookups;
   std::vector<uint32_t> counts;
@@ -230,6 +231,9 @@ MUTATIONS = {
     "meetings_do_not_acquire": Mutation((Relaxed("flag-acquire"),), PLAIN, RACE),
     "counts_are_added_before_they_are_zero": Mutation((Condition("inversion-counts-zeroed", "false"),), PLAIN, RACE),
     "words_of_tiles_are_those_of_the_last_launch": Mutation((Drop("inversion-words-zeroed"),), PLAIN, RACE),
+    "a_tile_that_has_told_nothing_is_passed_over": Mutation(
+        (Swap("inversion-told", "kOfTile", "next == 0 ? kOfTile : 0"),), PLAIN, RACE
+    ),
     "a_tile_s_number_is_taken_for_the_sum": Mutation(
         (Swap("inversion-tells-tile", "(tile == 0 ? kOfAll : kOfTile)", "kOfAll"),), PLAIN, RACE
     ),

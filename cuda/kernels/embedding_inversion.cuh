@@ -29,7 +29,8 @@ template <Config kConfig>
 struct Traits {
   using Index = IndexOf<kConfig.index>;
   using Offset = IndexOf<kConfig.offset>;
-  using Entry = embedding_inversion::Entry<kConfig.wide, kConfig.lookups>;
+  using Entry = std::conditional_t<kConfig.wide || kConfig.lookups, LargeEntry, SmallEntry>;
+  using Key = std::conditional_t<kConfig.wide, int64_t, int32_t>;  // of the result
   static constexpr bool kLookups = kConfig.lookups;
   static constexpr bool kCounts = kConfig.counts;
   static constexpr int kDigitBits = kConfig.digit_bits;
@@ -48,8 +49,6 @@ struct Traits {
 
 // What Python must know to make room.
 PO_CONSTANT(kMaxPasses)
-PO_QUERY(entry_bytes, (int64_t wide, int64_t lookups),
-         wide == 0 && lookups == 0 ? sizeof(Entry<false, false>) : sizeof(Entry<true, true>))
 PO_QUERY(arena_bytes, (int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry),
          arena_bytes(num_warps, tile_items, num_digits, bytes_of_entry))
 

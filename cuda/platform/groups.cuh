@@ -56,12 +56,6 @@ struct Lanes {
   // Of how many lanes `condition` is true.
   PO_FN int count(bool condition) const { return __popc(__ballot_sync(mask(), condition)); }
 
-  // Bit l: `condition` of lane l of the warp. The whole warp.
-  PO_FN uint32_t ballot(bool condition) const {
-    static_assert(kWidth == kWarpSize, "bits are lanes of a warp");
-    return __ballot_sync(mask(), condition);
-  }
-
   // The bits that any lane has.
   PO_FN uint64_t union_of(uint64_t bits) const {
     const unsigned low = __reduce_or_sync(mask(), static_cast<unsigned>(bits));
@@ -123,7 +117,6 @@ struct Lanes {
     return value;
   }
   int count(bool condition) const { return condition ? 1 : 0; }
-  uint32_t ballot(bool condition) const { return condition ? 1 : 0; }
   uint64_t union_of(uint64_t bits) const { return bits; }
   uint64_t sum_through(uint64_t value) const { return value; }
 };

@@ -248,22 +248,6 @@ PO_FN uint32_t count_load_relaxed_gpu(const uint32_t* word) {
 #endif
 }
 
-PO_FN void count_store_relaxed_gpu(uint32_t* word, uint32_t value) {
-#if PO_ON_DEVICE
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-#else
-  __atomic_store_n(word, value, __ATOMIC_RELAXED);
-#endif
-}
-
-PO_FN void count_add_relaxed_gpu(uint32_t* word, uint32_t value) {
-#if PO_ON_DEVICE
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-#else
-  __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
-#endif
-}
-
 PO_FN uint64_t atomic_or_fetch_acq_rel_gpu(uint64_t* word, uint64_t bits) {
 #if PO_ON_DEVICE
   uint64_t old;
@@ -306,14 +290,6 @@ PO_FN void atomic_or_relaxed_wg(uint64_t* word, uint64_t bits) {
   atomicOr(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(bits));
 #else
   __atomic_fetch_or(word, bits, __ATOMIC_RELAXED);
-#endif
-}
-
-PO_FN void count_add_relaxed_wg(uint32_t* word, uint32_t value) {
-#if PO_ON_DEVICE
-  atomicAdd(word, value);
-#else
-  __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
 #endif
 }
 

@@ -165,7 +165,8 @@ class InversionPlan(Plan):
         rows, threads = key.rows, key.tuning.threads
         self._world, self._rows = world, rows
         self._wants_counts, self._wants_lookups = key.counts, key.lookups
-        self._entry_bytes = description.queries["entry_bytes"](not _is_narrow(rows), key.lookups)
+        entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
+        self._entry_bytes = description.constants[f"sizeof({entry})"]
         digit_bits, self._num_passes = passes_of(rows.num_keys)
         num_warps = world.backend.warps_of(threads)
         is_host = world.backend.name == "host"
@@ -277,7 +278,7 @@ def _is_narrow(rows: Rows) -> bool:
     return rows.key_dtype == torch.int32
 
 
-def _is_small(rows: Rows, lookups: bool) -> bool:
+def _is_small(rows: Rows, *, lookups: bool) -> bool:
     """Return whether a key and what goes with it are 8 bytes."""
     return _is_narrow(rows) and not lookups
 
@@ -335,7 +336,7 @@ def invert(
     _check(world, rows, indices, offsets)
     state = OPERATOR.state(world)
     tuning: Tuning = state.tuning or OPERATOR.default_tuning
-    entry_bytes = 8 if _is_small(rows, lookups) else 16
+    entry_bytes = 8 if _is_small(rows, lookups=lookups) else 16
     items = tuning.items or _choose_items(world, tuning, indices.numel(), entry_bytes)
     key = InversionKey(world.alone, rows, index_dtype, offset_dtype, counts, lookups, items, tuning)
     plans: Plans[InversionPlan] = state.plans

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/launch.cuh"
+#include "platform/counters.cuh"
 #include "platform/scalar.cuh"
 #include "platform/scan.cuh"
 
@@ -12,23 +13,23 @@ namespace po::embedding_inversion {
 inline constexpr int kMaxPasses = 8;
 inline constexpr int kMaxDigitBits = 9;
 
-// A lookup on its way to its place. `lookup` is a place among the indices.
-template <bool kWide, bool kLookups>
-struct alignas(16) Entry {
-  using Key = std::conditional_t<kWide, uint64_t, uint32_t>;
-  static constexpr bool kHasLookup = true;
-  Key key;
-  int32_t bag;
-  int32_t lookup;
-};
-
-template <>
-struct alignas(8) Entry<false, false> {
+// A lookup on its way to its place: 8 bytes where that is enough.
+struct alignas(8) SmallEntry {
   using Key = uint32_t;
   static constexpr bool kHasLookup = false;
   Key key;
   int32_t bag;
 };
+
+struct alignas(16) LargeEntry {
+  using Key = uint64_t;
+  static constexpr bool kHasLookup = true;
+  Key key;
+  int32_t bag;
+  int32_t lookup;  // place among the indices
+};
+PO_CONSTANT(sizeof(SmallEntry))
+PO_CONSTANT(sizeof(LargeEntry))
 
 // The key of a lookup that does not count: no row has it.
 template <class Entry>
@@ -84,7 +85,7 @@ struct Shared {
   Plan plan;
   uint64_t is_last;
   uint64_t gave_up;
-  uint64_t falling_tile;  // in which the ends of bags were last seen to fall, + 1
+  uint64_t falling_tile;  // where one begins in which the ends of bags were seen to fall, + 1
   SumScratch scratch;
   int32_t first_bags[Traits::kTilesAtOnce];
   int32_t end_bags[Traits::kTilesAtOnce];

@@ -75,45 +75,48 @@ class LookupKeys {
   }
 
   PO_FN void make_tile(int32_t tile, int32_t first_bag, int32_t end_bag) const {
+    const int32_t begin = tile * group_.tile_items();
     const int num_ends = end_bag - first_bag;
-    const bool is_short = bring_ends(tile, first_bag, num_ends);
+    Key rows[kItems];
+    load(begin, 0, rows);  // on their way with the ends
+    if (!bring_ends(begin, first_bag, num_ends)) return make_tile_by_searches(begin);
     PO_NO_UNROLL
     for (int item = 0; item < Traits::kItems; item += kItems) {
-      const int32_t begin = tile * group_.tile_items();
-      const auto* indices = static_cast<const Index*>(source_.indices);
-      Index loaded[kItems];
-      PO_UNROLL
-      for (int u = 0; u < kItems; ++u) {
-        const int32_t place = begin + group_.place_of(item + u);
-        loaded[u] = place < source_.num_indices ? indices[place] : Index{-1};  // which is no row
-      }
+      if (item != 0) load(begin, item, rows);
       int32_t bags[kItems];
-      if (is_short) {
-        find_among(num_ends, first_bag, item, bags);
-      } else {
-        PO_UNROLL
-        for (int u = 0; u < kItems; ++u) bags[u] = find_bag(ends(), num_bags_, begin + group_.place_of(item + u));
-      }
+      find_among(num_ends, item, bags);
       PO_UNROLL
-      for (int u = 0; u < kItems; ++u) {
-        const int32_t place = begin + group_.place_of(item + u);
-        finish(place, row_of(loaded[u]), place < first_place_ ? num_bags_ : bags[u]);
-      }
+      for (int u = 0; u < kItems; ++u) finish(begin + group_.place_of(item + u), rows[u], first_bag + bags[u]);
     }
   }
 
-  // Of an index; one that no table can have where it does not fit.
-  static PO_FN Key row_of(Index index) {
-    const auto row = static_cast<uint64_t>(static_cast<int64_t>(index));
+  PO_FN void make_tile_by_searches(int32_t begin) const {
+    PO_NO_UNROLL
+    for (int u = 0; u < Traits::kItems; ++u) {
+      const int32_t place = begin + group_.place_of(u);
+      finish(place, row_at(place), find_bag(ends(), num_bags_, place));
+    }
+  }
+
+  PO_FN void load(int32_t begin, int item, Key (&rows)[kItems]) const {
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) rows[u] = row_at(begin + group_.place_of(item + u));
+  }
+
+  // Of a lookup; one that no table has where the index does not fit.
+  PO_FN Key row_at(int32_t place) const {
+    if (place >= source_.num_indices) return kNoKey<Entry>;
+    const auto row = static_cast<uint64_t>(static_cast<int64_t>(static_cast<const Index*>(source_.indices)[place]));
     return row < kNoKey<Entry> ? static_cast<Key>(row) : kNoKey<Entry>;
   }
 
   // Whether the ends of a tile's bags are in the WG's own memory, counted from the tile's first place, and rise.
-  PO_FN bool bring_ends(int32_t tile, int32_t first_bag, int num_ends) const {
+  PO_FN bool bring_ends(int32_t begin, int32_t first_bag, int num_ends) const {
     const int32_t tile_items = group_.tile_items();
+    const auto tile = static_cast<uint64_t>(begin) + 1;
     // Where all places of the tile are on one side of an end, it does not matter how far it is.
     const auto end_of = [&](int i) {
-      const int64_t end = static_cast<int64_t>(ends()[first_bag + i]) - tile * tile_items;
+      const int64_t end = static_cast<int64_t>(ends()[first_bag + i]) - begin;
       return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(end, 0), tile_items));
     };
     // @inversion-ends-read
@@ -123,17 +126,18 @@ class LookupKeys {
       const int32_t end = end_of(i);
       group_.arena.ends()[i] = end;
       if (i + 1 < num_ends && end_of(i + 1) < end) {
-        flag_store_relaxed_wg(&group_.shared.falling_tile, static_cast<uint64_t>(tile) + 1);
+        flag_store_relaxed_wg(&group_.shared.falling_tile, tile);
       }
     }
     wg_.sync();  // @inversion-ends-brought
-    return flag_load_relaxed_wg(&group_.shared.falling_tile) != static_cast<uint64_t>(tile) + 1;
+    return flag_load_relaxed_wg(&group_.shared.falling_tile) != tile;
   }
 
-  // The bags of this thread's items from `item` on, all side by side so that their looks overlap.
-  PO_FN void find_among(int num_ends, int32_t first_bag, int item, int32_t (&bags)[kItems]) const {
+  // How many of those ends are before this thread's items or at them, from `item` on; all side by side so that their looks overlap.
+  PO_FN void find_among(int num_ends, int item, int32_t (&found)[kItems]) const {
     const int32_t* ends = group_.arena.ends();
-    int found[kItems] = {};  // ends before or at the item
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) found[u] = 0;
     int step = 1;
     while (2 * step <= num_ends) step *= 2;
     PO_NO_UNROLL
@@ -144,8 +148,6 @@ class LookupKeys {
         if (next <= num_ends && ends[next - 1] <= group_.place_of(item + u)) found[u] = next;
       }
     }
-    PO_UNROLL
-    for (int u = 0; u < kItems; ++u) bags[u] = first_bag + found[u];
   }
 
   // `bag`: of the source.
@@ -153,7 +155,7 @@ class LookupKeys {
     Entry entry{};
     entry.key = kNoKey<Entry>;
     int32_t batch_bag = -1;
-    if (bag < num_bags_) {
+    if (bag < num_bags_ && place >= first_place_) {
       const auto samples = static_cast<uint32_t>(source_.num_samples);
       const uint32_t table = static_cast<uint32_t>(bag) / samples;
       const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
@@ -194,8 +196,8 @@ class LookupKeys {
     const Warp warp;
     const int32_t before = warp.shuffle(bag, max_of(warp.rank() - 1, 0));
     const bool begins = warp.rank() == 0 || bag != before;
-    const uint64_t beginning = warp.ballot(begins);
-    const uint64_t counted = warp.ballot(counts);
+    const uint64_t beginning = ballot(warp, begins);
+    const uint64_t counted = ballot(warp, counts);
     if (!begins || bag < 0) return;
     const uint64_t later = beginning & ~bits_below(warp.rank() + 1);
     const int end = later == 0 ? warp.size() : lowest_bit(later);

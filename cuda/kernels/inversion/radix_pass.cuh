@@ -113,12 +113,12 @@ class RadixPass {
 
   // The lanes, of those with an entry, that have the same digit as this one.
   static PO_FN uint32_t lanes_with(const Warp& warp, uint32_t digit, bool is_there) {
-    uint32_t same = warp.ballot(is_there);
+    uint32_t same = ballot(warp, is_there);
     if constexpr (kWarpSize == 1) return same;
     PO_UNROLL
     for (int bit = 0; bit < Traits::kDigitBits; ++bit) {
       const bool is_set = (digit >> bit & 1) != 0;
-      const uint32_t set = warp.ballot(is_set);
+      const uint32_t set = ballot(warp, is_set);
       same &= is_set ? set : ~set;
     }
     return same;
@@ -174,7 +174,6 @@ class RadixPass {
       if (tile != 0) {
         if (!look_back(tile, digit, earlier)) return false;
         const uint32_t count = group_.shared.shifts[digit];
-        // @inversion-tells-all
         count_store_relaxed_gpu(tile_word(tile, digit), kOfAll | (earlier + count));
       }
       group_.shared.shifts[digit] = group_.shared.first_places[digit] + earlier - group_.shared.staged_places[digit];
@@ -213,7 +212,7 @@ class RadixPass {
       const Entry entry = staged[i];
       const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
       if (is_last_) {
-        static_cast<typename Entry::Key*>(call.keys)[place] = entry.key;
+        static_cast<typename Traits::Key*>(call.keys)[place] = static_cast<typename Traits::Key>(entry.key);
         call.bags[place] = entry.bag;
         if constexpr (Traits::kLookups) call.lookups[place] = entry.lookup;
       } else {
