@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
-from persistent_ops.ops.embedding_backward_plan import STEPS
+from persistent_ops.ops.embedding_backward_plan import STEPS, Tiles
 from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
 from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
 from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
@@ -85,13 +85,18 @@ class EmbeddingBackward:
     dtype: str
     step: str
     pooling: str = "sum"
+    width: int = 128
+    decay: str = "none"
     is_aligned: bool = True
+    has_wide_keys: bool = False
     arch: str = "sm_90"
 
     @property
     def name(self) -> str:
-        unaligned = "" if self.is_aligned else " unaligned"
-        return f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}{unaligned}"
+        parts = [f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}, {self.width} columns"]
+        parts += [f"decay {self.decay}"] if self.decay != "none" else []
+        flags = {"unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
+        return ", ".join((*parts, *(name for name, is_so in flags.items() if is_so)))
 
     @property
     def threads(self) -> int:
@@ -106,6 +111,9 @@ class EmbeddingBackward:
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
+            tiles=Tiles.of(self.width * DTYPES[self.dtype].itemsize),
+            decay=self.decay,
+            has_wide_keys=self.has_wide_keys,
         )
 
 
@@ -321,9 +329,17 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
-    for i, (dtype, step) in enumerate(itertools.product(DTYPES, STEPS)):
-        yield EmbeddingBackward(dtype, step, POOLINGS[i % 3])
-    yield EmbeddingBackward("float32", "rowwise_adagrad", "weighted sum", is_aligned=False)
+    # Widths: a chunk or two, one, two and four chunks a lane, and more than registers hold.
+    widths = itertools.cycle((8, 32, 256, 512, 4096))
+    for dtype, step, pooling in itertools.product(DTYPES, STEPS, POOLINGS):
+        yield EmbeddingBackward(dtype, step, pooling)
+        yield EmbeddingBackward(dtype, step, pooling, next(widths))
+    for dtype, decay in itertools.product(DTYPES, ("l2", "decoupled")):
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "sum", 256, decay)
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "weighted sum", 512, decay, has_wide_keys=True)
+    for dtype, step in itertools.product(("float32", "bfloat16"), STEPS):
+        yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
+        yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)
     for digit_bits, counts in itertools.product((8, 9), (False, True)):
         for items in (8, 4, 2):
             yield EmbeddingInversion(items, digit_bits, counts=counts)

@@ -202,7 +202,8 @@ class Reducer {
               group.first_key + group.num_rows,
               width,
               1.0f / static_cast<float>(width),
-              group.num_members == 1 ? static_cast<int32_t>(plan_.members[group.first_member]) : -1};
+              group.num_members == 1 ? static_cast<int32_t>(plan_.members[group.first_member]) : -1,
+              row_.rates(plan_, call_)};
     }
     warp_.sync();
     is_in_group_ = true;

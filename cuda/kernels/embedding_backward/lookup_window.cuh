@@ -7,6 +7,14 @@
 
 namespace po::embedding_backward {
 
+// What the rates of a launch's steps are.
+struct Rates {
+  float rate;
+  float scale;  // of gradients
+  float correction1;
+  float correction2;
+};
+
 // A group as a warp that is at work in it needs it.
 struct GroupView {
   uint8_t* rows;
@@ -17,6 +25,7 @@ struct GroupView {
   int32_t width;
   float inverse_width;
   int32_t only_member;  // its table, or -1: there are several
+  Rates rates;
 };
 
 // In a WG's own memory, one for each warp.

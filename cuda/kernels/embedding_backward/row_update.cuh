@@ -20,13 +20,15 @@ class RowUpdate {
     float values[kLaneChunks][kElements];
   };
 
-  PO_FN RowUpdate(const Plan& plan, const Call& call) : plan_(plan), call_(call) {
-    rate_ = *call.rate;
-    scale_ = call.scale == nullptr ? 1.0f : *call.scale;
+  PO_FN RowUpdate(const Plan& plan, const Call& call) : plan_(plan), call_(call) {}
+
+  static PO_FN Rates rates(const Plan& plan, const Call& call) {
+    Rates rates{*call.rate, call.scale == nullptr ? 1.0f : *call.scale, 1.0f, 1.0f};
     if constexpr (Traits::kStep == Step::kAdam) {
-      correction1_ = 1 - rounded_product(call.steps[1], plan.beta1);
-      correction2_ = 1 - rounded_product(call.steps[2], plan.beta2);
+      rates.correction1 = 1 - rounded_product(call.steps[1], plan.beta1);
+      rates.correction2 = 1 - rounded_product(call.steps[2], plan.beta2);
     }
+    return rates;
   }
 
   PO_FN const Tile& tile() const { return tile_; }
@@ -98,7 +100,7 @@ class RowUpdate {
       sum_of(0, sums);
       if (!writes) return;
       if constexpr (!kEarly) old = load_old(view, row, 0);
-      scale(sums);
+      scale(view, sums);
       if constexpr (kIsRowwise) multiplier = row_rate(view, row, add_squares(view, 0, old, sums, 0.0f));
       step(view, row, 0, old, sums, multiplier);
     } else {
@@ -109,7 +111,7 @@ class RowUpdate {
         for (int part = 0; part < count; ++part) {
           Columns sums = {};
           sum_of(part, sums);
-          scale(sums);
+          scale(view, sums);
           squares = add_squares(view, part, load_old(view, row, part), sums, squares);
         }
         if (writes) multiplier = row_rate(view, row, squares);
@@ -119,7 +121,7 @@ class RowUpdate {
         Columns sums = {};
         sum_of(part, sums);
         if (!writes) continue;
-        scale(sums);
+        scale(view, sums);
         step(view, row, part, load_old(view, row, part), sums, multiplier);
       }
     }
@@ -146,7 +148,7 @@ class RowUpdate {
           to_floats(load_chunk<Storage, Traits::kIsAligned>(window.gradients[at], element, left), gradients);
           PO_UNROLL
           for (int e = 0; e < kElements; ++e) {
-            if (e < left) sums[i] += rounded_product(rows[e], gradients[e]);
+            if (is_column(e, left)) sums[i] += rounded_product(rows[e], gradients[e]);
           }
         }
         total = sum_by_trees(tile_, sums, total);
@@ -173,6 +175,9 @@ class RowUpdate {
   PO_FN int element_of(int part, int i) const {
     return (Traits::kHasWideRows ? part : 0) * Traits::kPartElements + (tile_.rank() + i * Tile::kSize) * kElements;
   }
+
+  // Whether an element of a chunk is one of the row's; where rows are aligned, those of no column are zero.
+  static PO_FN bool is_column(int e, int left) { return Traits::kIsAligned || e < left; }
 
   static PO_FN void to_floats(const Chunk& chunk, float (&floats)[kElements]) {
     Storage values[kElements];
@@ -227,11 +232,11 @@ class RowUpdate {
     return old;
   }
 
-  PO_FN void scale(Columns& sums) const {
+  static PO_FN void scale(const GroupView& view, Columns& sums) {
     PO_UNROLL
     for (auto& chunk : sums.values) {
       PO_UNROLL
-      for (float& value : chunk) value *= scale_;
+      for (float& value : chunk) value *= view.rates.scale;
     }
   }
 
@@ -247,7 +252,7 @@ class RowUpdate {
       for (int e = 0; e < kElements; ++e) {
         float value = sums.values[i][e];
         if constexpr (Traits::kDecay == Decay::kL2) value += rounded_product(plan_.weight_decay, rows[e]);
-        if (e < view.width - element_of(part, i)) squares[i] += rounded_product(value, value);
+        if (is_column(e, view.width - element_of(part, i))) squares[i] += rounded_product(value, value);
       }
     }
     return sum_by_trees(tile_, squares, total);
@@ -260,7 +265,7 @@ class RowUpdate {
       float* state = view.state + row;
       const float sum = *state + rounded_product(squares, view.inverse_width);
       *state = sum;
-      rate = rate_ / (square_root(sum) + plan_.eps);
+      rate = view.rates.rate / (square_root(sum) + plan_.eps);
     }
     return tile_.shuffle(rate, 0);
   }
@@ -275,9 +280,9 @@ class RowUpdate {
       to_floats(old.row[i], rows);
       if constexpr (Traits::kStep == Step::kSgd) {
         PO_UNROLL
-        for (int e = 0; e < kElements; ++e) rows[e] -= rounded_product(rate_, sums.values[i][e]);
+        for (int e = 0; e < kElements; ++e) rows[e] -= rounded_product(view.rates.rate, sums.values[i][e]);
       } else if constexpr (kIsRowwise) {
-        step_rowwise(sums.values[i], multiplier, rows);
+        step_rowwise(view, sums.values[i], multiplier, rows);
       } else {
         step_by_element(view, i, part, first, old, sums.values[i], rows);
       }
@@ -290,10 +295,11 @@ class RowUpdate {
     }
   }
 
-  PO_FN void step_rowwise(const float (&gradients)[kElements], float multiplier, float (&rows)[kElements]) const {
+  PO_FN void step_rowwise(const GroupView& view, const float (&gradients)[kElements], float multiplier,
+                          float (&rows)[kElements]) const {
     const float decay = Traits::kDecay == Decay::kNone ? 0.0f
                         : Traits::kDecay == Decay::kL2 ? rounded_product(multiplier, plan_.weight_decay)
-                                                       : rounded_product(rate_, plan_.weight_decay);
+                                                       : rounded_product(view.rates.rate, plan_.weight_decay);
     PO_UNROLL
     for (int e = 0; e < kElements; ++e) {
       const float kept = Traits::kDecay == Decay::kNone ? rows[e] : rounded_product(1.0f - decay, rows[e]);
@@ -308,7 +314,7 @@ class RowUpdate {
       PO_UNROLL
       for (int e = 0; e < kElements; ++e) {
         states[e] = old.state.values[i][e] + rounded_product(gradients[e], gradients[e]);
-        rows[e] -= rounded_product(rate_, gradients[e]) / (square_root(states[e]) + plan_.eps);
+        rows[e] -= rounded_product(view.rates.rate, gradients[e]) / (square_root(states[e]) + plan_.eps);
       }
     }
     if constexpr (Traits::kStep == Step::kAdam) {
@@ -319,9 +325,9 @@ class RowUpdate {
         states[e] = rounded_product(plan_.beta1, old.state.values[i][e]) + rounded_product(1 - plan_.beta1, gradient);
         seconds[e] = rounded_product(plan_.beta2, old.second.values[i][e]) +
                      rounded_product(rounded_product(1 - plan_.beta2, gradient), gradient);
-        const float spread = square_root(seconds[e] / correction2_) + plan_.eps;
-        const float change = states[e] / correction1_ / spread + rounded_product(plan_.weight_decay, rows[e]);
-        rows[e] -= rounded_product(rate_, change);
+        const float spread = square_root(seconds[e] / view.rates.correction2) + plan_.eps;
+        const float change = states[e] / view.rates.correction1 / spread + rounded_product(plan_.weight_decay, rows[e]);
+        rows[e] -= rounded_product(view.rates.rate, change);
       }
       store_floats(view, i, part, view.second, first, seconds);
     }
@@ -331,10 +337,6 @@ class RowUpdate {
   const Plan& plan_;
   const Call& call_;
   const Tile tile_{};
-  float rate_;
-  float scale_;
-  float correction1_ = 1;
-  float correction2_ = 1;
 };
 
 }  // namespace po::embedding_backward
