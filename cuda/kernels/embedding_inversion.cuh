@@ -49,6 +49,7 @@ struct Traits {
 
 // What Python must know to make room.
 PO_CONSTANT(kMaxPasses)
+PO_CONSTANT(kMaxSources)
 PO_QUERY(arena_bytes, (int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry),
          arena_bytes(num_warps, tile_items, num_digits, bytes_of_entry))
 
@@ -65,7 +66,10 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Team& team = shared.plan.team;
-    if (wg.rank() == 0) shared.gave_up = is_aborted(team);
+    if (wg.rank() == 0) {
+      shared.gave_up = is_aborted(team);
+      Group<Traits>::number_tiles(wg, shared, call);
+    }
     begin_launch(shared.plan.team, wg);
     const Group<Traits> group(wg, shared, call);
     if (shared.gave_up == 0) sort(group);
@@ -94,8 +98,7 @@ struct Kernel {
         if (group.wg.index() == 0 && group.wg.rank() == 0) *group.call.count = total;
         if constexpr (Traits::kCounts) make_counts_float(group);
       }
-      const int32_t num_made = static_cast<int32_t>(group.words().num_tiles) * group.tile_items();
-      if (!radix.sort(pass == 0 ? num_made : total)) return;
+      if (!radix.sort(total)) return;
     }
   }
 
