@@ -83,7 +83,8 @@ struct Kernel {
     int num_meetings = 0;
     if constexpr (Traits::kCounts) {
       each_of_grid(group, num_bags(group.plan), [&](int64_t bag) { group.call.counts[bag] = 0; });
-      if (!group.meet(++num_meetings)) return;  // @inversion-counts-zeroed
+      group.come_to_meeting();
+      if (!group.await_meeting(++num_meetings)) return;  // @inversion-counts-zeroed
     }
     each_of_grid(group, static_cast<int64_t>(num_passes) * group.most_tiles * (Traits::kDigits / 4), [&](int64_t i) {
       store_vector<16>(group.call.tile_words + 4 * i, Vector<16>{});  // @inversion-words-zeroed
@@ -91,10 +92,13 @@ struct Kernel {
     LookupKeys<Traits>(group).make();
     PO_NO_UNROLL
     for (int pass = 0; pass < num_passes; ++pass) {
-      if (!group.meet(++num_meetings)) return;  // @inversion-meets
+      group.come_to_meeting();
       RadixPass<Traits> radix(group, pass);
-      const int32_t total = radix.place_digits();
+      int32_t total = 0;
+      if (pass != 0) total = radix.place_digits();       // all have counted them, so it need not wait
+      if (!group.await_meeting(++num_meetings)) return;  // @inversion-meets
       if (pass == 0) {
+        total = radix.place_digits();
         if (group.wg.index() == 0 && group.wg.rank() == 0) *group.call.count = total;
         if constexpr (Traits::kCounts) make_counts_float(group);
       }

@@ -186,14 +186,18 @@ struct Group {
     return flag_load_relaxed_wg(&shared.gave_up) == 0;
   }
 
-  // Waits for all WGs, each of which sees then what all have written. `number`: of the meeting, from 1. False: gave up.
-  PO_FN bool meet(int number) const {
+  // Comes to a meeting of all WGs, each of which sees behind it what all have written before.
+  PO_FN void come_to_meeting() const {
     // @inversion-meet-sync
     wg.sync();  // what all threads have written is before the count
+    if (wg.rank() == 0) atomic_add_fetch_acq_rel_gpu(&words().num_met, 1);
+  }
+
+  // Waits until all have come to the meeting of a number, from 1. False: gave up.
+  PO_FN bool await_meeting(int number) const {
     if (wg.rank() == 0) {
       const auto expected = static_cast<uint64_t>(number) * static_cast<uint64_t>(wg.count());
-      uint64_t* met = &words().num_met;
-      atomic_add_fetch_acq_rel_gpu(met, 1);
+      const uint64_t* met = &words().num_met;
       // @inversion-meet-await
       if (!await_own(plan.team, [&] { return flag_load_acquire_sys(met) >= expected; })) give_up();
     }

@@ -225,7 +225,10 @@ class RadixPass {
   PO_FN void store(int count) const {
     const Entry* staged = group_.arena.tile();
     const Call& call = group_.call;
-    for (int i = wg_.rank(); i < count; i += group_.num_threads()) {
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int i = u * group_.num_threads() + wg_.rank();
+      if (i >= count) continue;
       const Entry entry = staged[i];
       const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
       if (is_last_) {
