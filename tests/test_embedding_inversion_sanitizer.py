@@ -24,22 +24,22 @@ using Inversion = Kernel<kConfig>;
 using EntryOf = Inversion::Traits::Entry;
 constexpr int kPasses = WIDE ? 8 : 3;
 
-driver::Options options({{"--pes", "1"},        {"--tables", "3"},    {"--rows", "400"},
-                         {"--batch", "9"},      {"--lookups", "5"},   // of a bag, at most
-                         {"--wgs", "3"},        {"--threads", "2"},   {"--epochs", "8"},
-                         {"--sources", "1"},    // share the samples
-                         {"--falling", "0"},    {"--empty", "0"},     // bags, one in so many has lookups
-                         {"--aborted-at", "-1"},                      // this launch finds that one was given up
-                         {"--abort-us", "-1"}});                      // or each is given up after a time
+driver::Options options({{"--pes", "1"},
+                         {"--tables", "3"},
+                         {"--rows", "400"},
+                         {"--batch", "9"},
+                         {"--lookups", "5"},  // of a bag, at most
+                         {"--sources", "1"},  // share the samples
+                         {"--falling", "0"},
+                         {"--empty", "0"},        // one bag in so many has lookups
+                         {"--aborted-at", "-1"},  // this launch finds that one was given up
+                         {"--abort-us", "-1"}},   // or each is given up after a time
+                        {driver::kLaunches, driver::kWorld});
 
-struct Pe {
-  Pe(int rank_in, int size_in) : rank(rank_in), size(size_in) {
-    po::Team& team = plan.team;
-    team.size = 1;
-    team.local = &local;
-    team.error = &error;
-    team.input_error = &input_error;
-    team.timeout_ns = 60000000000;
+class Pe final : public driver::BasePe<Plan> {
+ public:
+  Pe(driver::World& world_in, int rank_in) : BasePe(world_in, rank_in, 1) {
+    allocate_heap();
     for (int64_t t = 0; t < num_tables; ++t) {
       first_keys.push_back((WIDE ? int64_t{1} << 29 : 0) * (t / 2) + t / 2 * num_rows);  // two have the same rows
       rows.push_back(num_rows);
@@ -66,37 +66,11 @@ struct Pe {
     tile_words.resize(most * kPasses << kConfig.digit_bits, kOfAll | 1);
   }
 
-  void connect(const std::vector<std::unique_ptr<Pe>>&) {
-    heaps.push_back(0);
-    plan.team.peer_heaps = heaps.data();
-  }
-
-  void run() {
-    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
-      make_lookups(launch);
-      const bool is_aborted = launch == options.number("--aborted-at");
-      if (is_aborted) local.abort = 1;
-      count = -1;
-      std::thread killer;
-      if (options.number("--abort-us") >= 0) {
-        killer = std::thread([this, us = options.number("--abort-us") * (launch + 1)] {
-          usleep(static_cast<useconds_t>(us));
-          po::flag_store_relaxed_sys(&local.abort, 1);
-        });
-      }
-      run_kernel();
-      if (killer.joinable()) killer.join();
-      if (local.epoch != static_cast<uint64_t>(launch) + 1) {
-        driver::fail(driver::kWrongRemains, "launch %ld: the epoch is %lu", launch, local.epoch);
-      }
-      for (const uint64_t word : zero_words()) {
-        if (word != 0) driver::fail(driver::kWrongRemains, "launch %ld: left %lu behind", launch, word);
-      }
-      const bool may_be_nothing = is_aborted || local.abort != 0;
-      if (is_aborted && count != 0) driver::fail(driver::kTookPart, "launch %ld: has %ld lookups", launch, count);
-      if (!may_be_nothing || count != 0) check(launch);
-      local.abort = 0;
-    }
+ private:
+  void before_launch(int64_t launch) override {
+    make_lookups(launch);
+    local.abort = launch == number("--aborted-at") ? 1 : 0;
+    count = -1;
   }
 
   std::vector<uint64_t> zero_words() const {
@@ -133,7 +107,7 @@ struct Pe {
     }
   }
 
-  void run_kernel() {
+  void run_kernel(int64_t launch) override {
     Call call{};
     call.num_sources = num_sources;
     if (num_sources == 1) {
@@ -149,11 +123,31 @@ struct Pe {
     call.lookups = lookups.data();
     call.counts = counts.data();
     call.count = &count;
-    po::run_on_host<Inversion>(&plan, call, static_cast<int>(options.number("--wgs")),
-                               static_cast<int>(options.number("--threads")));
+    std::thread killer;
+    if (number("--abort-us") >= 0) {
+      killer = std::thread([this, us = number("--abort-us") * (launch + 1)] {
+        usleep(static_cast<useconds_t>(us));
+        po::flag_store_relaxed_sys(&local.abort, 1);
+      });
+    }
+    launch_on_host<Inversion>(plan_of(launch), call);
+    if (killer.joinable()) killer.join();
   }
 
-  void check(int64_t launch) const {
+  void check(int64_t launch) override {
+    if (local.epoch != static_cast<uint64_t>(number("--first-epoch") + launch)) {
+      driver::fail(driver::kWrongRemains, "launch %ld: the epoch is %lu", launch, local.epoch);
+    }
+    for (const uint64_t word : zero_words()) {
+      if (word != 0) driver::fail(driver::kWrongRemains, "launch %ld: left %lu behind", launch, word);
+    }
+    if (launch == number("--aborted-at") && count != 0) {
+      driver::fail(driver::kTookPart, "launch %ld: has %ld lookups", launch, count);
+    }
+    if (local.abort == 0 || count != 0) check_lookups(launch);
+  }
+
+  void check_lookups(int64_t launch) const {
     struct Lookup {
       int64_t key;
       int64_t bag;
@@ -205,8 +199,6 @@ struct Pe {
     }
   }
 
-  const int rank;
-  const int size;
   const int64_t num_tables = options.number("--tables");
   const int64_t num_rows = options.number("--rows");
   const int64_t batch = options.number("--batch");
@@ -227,21 +219,12 @@ struct Pe {
   std::vector<uint8_t> entries;
   std::vector<uint32_t> tile_words;
   int64_t count = 0;
-  std::vector<uint64_t> heaps;
   Words words{};
-  Plan plan{};
-  uint8_t* heap = nullptr;
-  po::LocalState local{};
-  po::ErrorRecord error{};
-  po::InputErrorRecord input_error{};
-  std::unique_ptr<po::DelayedNetwork> network;
 };
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return driver::run(argc, argv, options, [](int rank, int size) { return std::make_unique<Pe>(rank, size); });
-}
+int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--wgs=3 --threads=2 --epochs=12"
