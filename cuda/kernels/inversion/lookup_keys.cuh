@@ -79,6 +79,7 @@ class LookupKeys {
   }
 
   PO_FN void make_tile(int32_t first_bag, int32_t end_bag) {
+    const TaskTrace trace(false);
     const int num_ends = end_bag - first_bag;
     first_place_ = in_tile(static_cast<const Offset*>(source_->offsets)[0]);
     Key rows[kItems];

@@ -70,7 +70,7 @@ class RadixPass {
   PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
 
   PO_FN bool sort_tile(int32_t tile, int32_t num_entries) {
-    const TaskTrace trace(true);
+    const TaskTrace trace(false);
     Entry entries[kItems];
     uint32_t ranks[kItems];  // among the entries of the warp that have the digit
     load(tile, num_entries, entries);
