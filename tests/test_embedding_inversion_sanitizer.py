@@ -29,12 +29,11 @@ driver::Options options({{"--pes", "1"},
                          {"--rows", "400"},
                          {"--batch", "9"},
                          {"--lookups", "5"},  // of a bag, at most
-                         {"--wgs", "3"},
-                         {"--threads", "2"},
+                         {"--sources", "1"},  // share the samples
                          {"--falling", "0"},
-                         {"--empty", "0"},         // bags, one in so many has lookups
-                         {"--aborted-at", "-1"},   // this launch finds that one was given up
-                         {"--abort-us", "-1"}},    // or each is given up after a time
+                         {"--empty", "0"},        // one bag in so many has lookups
+                         {"--aborted-at", "-1"},  // this launch finds that one was given up
+                         {"--abort-us", "-1"}},   // or each is given up after a time
                         {driver::kLaunches, driver::kWorld});
 
 class Pe final : public driver::BasePe<Plan> {
@@ -44,6 +43,11 @@ class Pe final : public driver::BasePe<Plan> {
     for (int64_t t = 0; t < num_tables; ++t) {
       first_keys.push_back((WIDE ? int64_t{1} << 29 : 0) * (t / 2) + t / 2 * num_rows);  // two have the same rows
       rows.push_back(num_rows);
+      members.push_back(static_cast<int32_t>(t % 2));
+    }
+    if (num_sources > 1) {
+      plan.members = members.data();
+      plan.member_bits = 1;
     }
     plan.first_keys = first_keys.data();
     plan.num_rows = rows.data();
@@ -51,8 +55,8 @@ class Pe final : public driver::BasePe<Plan> {
     plan.batch = batch;
     plan.num_passes = kPasses;
     plan.words = reinterpret_cast<uint64_t*>(&words);
-    auto most = static_cast<size_t>(num_tables * batch * options.number("--lookups") + 64 * 2);
-    most *= 3;
+    auto most = static_cast<size_t>(num_tables * batch * options.number("--lookups") + 64 * 2 * num_sources);
+    most *= 3;  // room for mutants
     keys.resize(most);
     bags.resize(most);
     lookups.resize(most);
@@ -63,37 +67,10 @@ class Pe final : public driver::BasePe<Plan> {
   }
 
  private:
-  bool is_aborted(int64_t launch) const { return launch == options.number("--aborted-at"); }
-
   void before_launch(int64_t launch) override {
     make_lookups(launch);
-    local.abort = is_aborted(launch) ? 1 : 0;
+    local.abort = launch == number("--aborted-at") ? 1 : 0;
     count = -1;
-  }
-
-  void run_kernel(int64_t launch) override {
-    std::thread killer;
-    if (options.number("--abort-us") >= 0) {
-      killer = std::thread([this, us = options.number("--abort-us") * (launch + 1)] {
-        usleep(static_cast<useconds_t>(us));
-        po::flag_store_relaxed_sys(&local.abort, 1);
-      });
-    }
-    invert();
-    if (killer.joinable()) killer.join();
-  }
-
-  void check(int64_t launch) override {
-    if (local.epoch != static_cast<uint64_t>(launch) + 1) {
-      driver::fail(driver::kWrongRemains, "launch %ld: the epoch is %lu", launch, local.epoch);
-    }
-    for (const uint64_t word : zero_words()) {
-      if (word != 0) driver::fail(driver::kWrongRemains, "launch %ld: left %lu behind", launch, word);
-    }
-    if (is_aborted(launch) && count != 0) {
-      driver::fail(driver::kTookPart, "launch %ld: has %ld lookups", launch, count);
-    }
-    if (local.abort == 0 || count != 0) check_lookups(launch);
   }
 
   std::vector<uint64_t> zero_words() const {
@@ -102,26 +79,42 @@ class Pe final : public driver::BasePe<Plan> {
   }
 
   void make_lookups(int64_t launch) {
-    indices.clear();
-    offsets.assign(1, 0);
-    for (int64_t bag = 0; bag < num_tables * batch; ++bag) {
-      const int64_t empty = options.number("--empty");
-      int64_t length = (bag * 7 + launch * 3) % (options.number("--lookups") + 1);
-      if (empty != 0 && bag % empty != 0) length = 0;
-      for (int64_t i = 0; i < length; ++i) {
-        indices.push_back((bag * bag + i * 13 + launch * 101) % (num_rows + num_rows / 5));  // some are no rows
+    lookups_of.assign(static_cast<size_t>(num_sources), {});
+    sources.clear();
+    int64_t first_lookup = 0;
+    for (int64_t s = 0; s < num_sources; ++s) {
+      Lookups& own = lookups_of[static_cast<size_t>(s)];
+      const int64_t first = batch * s / num_sources;
+      const int64_t samples = batch * (s + 1) / num_sources - first;
+      own.offsets.assign(1, 0);
+      for (int64_t i = 0; i < num_tables * samples; ++i) {
+        const int64_t bag = i / samples * batch + first + i % samples;
+        const int64_t empty = options.number("--empty");
+        int64_t length = (bag * 7 + launch * 3) % (options.number("--lookups") + 1);
+        if (empty != 0 && bag % empty != 0) length = 0;
+        for (int64_t l = 0; l < length; ++l) {
+          own.indices.push_back((bag * bag + l * 13 + launch * 101) % (num_rows + num_rows / 5));  // some are no rows
+        }
+        own.offsets.push_back(static_cast<int64_t>(own.indices.size()));
       }
-      offsets.push_back(static_cast<int64_t>(indices.size()));
+      if (options.number("--falling") != 0) {
+        for (size_t i = 0; i < own.offsets.size(); i += 5) own.offsets[i] += static_cast<int64_t>(i * 29 % 23) - 11;
+      }
+      for (int64_t i = 0; i < 30 * s + 1; ++i) own.indices.push_back(1);  // of no bag
+      const auto capacity = static_cast<int64_t>(own.indices.size());
+      sources.push_back({own.indices.data(), own.offsets.data(), capacity, first, samples, first_lookup});
+      first_lookup += capacity;
     }
-    if (options.number("--falling") != 0) {
-      for (size_t i = 0; i < offsets.size(); i += 5) offsets[i] += static_cast<int64_t>(i * 29 % 23) - 11;
-    }
-    indices.push_back(1);  // of no bag
   }
 
-  void invert() {
+  void run_kernel(int64_t launch) override {
     Call call{};
-    call.source = {indices.data(), offsets.data(), static_cast<int64_t>(indices.size()), 0, batch};
+    call.num_sources = num_sources;
+    if (num_sources == 1) {
+      call.source = sources[0];
+    } else {
+      call.sources = sources.data();
+    }
     call.entries[0] = entries.data();
     call.entries[1] = entries.data() + entries.size() / 2;
     call.tile_words = tile_words.data();
@@ -130,7 +123,28 @@ class Pe final : public driver::BasePe<Plan> {
     call.lookups = lookups.data();
     call.counts = counts.data();
     call.count = &count;
-    launch_on_host<Inversion>(plan, call);
+    std::thread killer;
+    if (number("--abort-us") >= 0) {
+      killer = std::thread([this, us = number("--abort-us") * (launch + 1)] {
+        usleep(static_cast<useconds_t>(us));
+        po::flag_store_relaxed_sys(&local.abort, 1);
+      });
+    }
+    launch_on_host<Inversion>(plan_of(launch), call);
+    if (killer.joinable()) killer.join();
+  }
+
+  void check(int64_t launch) override {
+    if (local.epoch != static_cast<uint64_t>(number("--first-epoch") + launch)) {
+      driver::fail(driver::kWrongRemains, "launch %ld: the epoch is %lu", launch, local.epoch);
+    }
+    for (const uint64_t word : zero_words()) {
+      if (word != 0) driver::fail(driver::kWrongRemains, "launch %ld: left %lu behind", launch, word);
+    }
+    if (launch == number("--aborted-at") && count != 0) {
+      driver::fail(driver::kTookPart, "launch %ld: has %ld lookups", launch, count);
+    }
+    if (local.abort == 0 || count != 0) check_lookups(launch);
   }
 
   void check_lookups(int64_t launch) const {
@@ -141,25 +155,34 @@ class Pe final : public driver::BasePe<Plan> {
     };
     std::vector<Lookup> wants;
     std::vector<float> of_bag(counts.size());
-    for (size_t place = 0; place < indices.size(); ++place) {
-      // The bag, as a binary search has it.
-      size_t begin = 0;
-      size_t end = offsets.size() - 1;
-      while (begin < end) {
-        const size_t middle = (begin + end) / 2;
-        if (offsets[middle + 1] <= static_cast<int64_t>(place)) {
-          begin = middle + 1;
-        } else {
-          end = middle;
+    for (size_t s = 0; s < sources.size(); ++s) {
+      const Lookups& own = lookups_of[s];
+      for (size_t place = 0; place < own.indices.size(); ++place) {
+        // The bag, as a binary search has it.
+        size_t begin = 0;
+        size_t end = own.offsets.size() - 1;
+        while (begin < end) {
+          const size_t middle = (begin + end) / 2;
+          if (own.offsets[middle + 1] <= static_cast<int64_t>(place)) {
+            begin = middle + 1;
+          } else {
+            end = middle;
+          }
         }
+        const int64_t index = own.indices[place];
+        if (begin + 1 == own.offsets.size() || static_cast<int64_t>(place) < own.offsets[0]) continue;
+        if (index >= num_rows) continue;
+        const auto samples = static_cast<size_t>(sources[s].num_samples);
+        const size_t table = begin / samples;
+        const auto sample = sources[s].first_sample + static_cast<int64_t>(begin % samples);
+        const int64_t bag = static_cast<int64_t>(table) * batch + sample;
+        wants.push_back({first_keys[table] + index, bag, sources[s].first_lookup + static_cast<int64_t>(place)});
+        of_bag[static_cast<size_t>(bag)] += 1;
       }
-      if (begin + 1 == offsets.size() || static_cast<int64_t>(place) < offsets[0]) continue;
-      if (indices[place] >= num_rows) continue;
-      const auto table = begin / static_cast<size_t>(batch);
-      wants.push_back({first_keys[table] + indices[place], static_cast<int64_t>(begin), static_cast<int64_t>(place)});
-      of_bag[begin] += 1;
     }
-    std::stable_sort(wants.begin(), wants.end(), [](const Lookup& a, const Lookup& b) { return a.key < b.key; });
+    std::stable_sort(wants.begin(), wants.end(), [](const Lookup& a, const Lookup& b) {
+      return std::pair(a.key, a.bag) < std::pair(b.key, b.bag);
+    });
     if (count != static_cast<int64_t>(wants.size())) {
       driver::fail(driver::kWrongOutput, "launch %ld: %ld lookups, not %zu", launch, count, wants.size());
     }
@@ -179,10 +202,16 @@ class Pe final : public driver::BasePe<Plan> {
   const int64_t num_tables = options.number("--tables");
   const int64_t num_rows = options.number("--rows");
   const int64_t batch = options.number("--batch");
+  const int64_t num_sources = options.number("--sources");
+  struct Lookups {
+    std::vector<int64_t> indices;
+    std::vector<int64_t> offsets;
+  };
+  std::vector<Lookups> lookups_of;
+  std::vector<Source> sources;
   std::vector<int64_t> first_keys;
   std::vector<int64_t> rows;
-  std::vector<int64_t> indices;
-  std::vector<int64_t> offsets;
+  std::vector<int32_t> members;
   std::vector<Inversion::Traits::Key> keys;
   std::vector<int32_t> bags;
   std::vector<int32_t> lookups;
@@ -208,6 +237,9 @@ CASES = {
     "many_work_groups": "--wgs=7 --threads=1",
     "more_threads_than_digits": "--wgs=1 --threads=19 --epochs=3",
     "no_lookups": "--lookups=0",
+    "three_sources": "--sources=3 --batch=17 --wgs=3 --threads=2",
+    "as_many_sources_as_samples": "--sources=8 --batch=8 --tables=4 --wgs=2 --threads=3",
+    "sources_whose_offsets_fall": "--sources=2 --batch=20 --falling=1 --lookups=2",
     "offsets_fall": "--falling=1 --wgs=2 --threads=3",
     "bags_without_lookups": EMPTY,
     "behind_an_aborted_launch": ABORTED,
@@ -243,5 +275,8 @@ MUTATIONS = {
 
 class TestEmbeddingInversion(SanitizerSuite):
     builds: ClassVar = {"narrow": Build(), "wide": Build(("-DWIDE=true",))}
-    cases: ClassVar = {"narrow": CASES, "wide": {name: CASES[name] for name in ("plain", "offsets_fall")}}
+    cases: ClassVar = {
+        "narrow": CASES,
+        "wide": {name: CASES[name] for name in ("plain", "offsets_fall", "three_sources")},
+    }
     driver: ClassVar = Driver(_DRIVER, builds, cases, MUTATIONS, "narrow")

@@ -49,6 +49,7 @@ struct Traits {
 
 // What Python must know to make room.
 PO_CONSTANT(kMaxPasses)
+PO_CONSTANT(kMaxSources)
 PO_QUERY(arena_bytes, (int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry),
          arena_bytes(num_warps, tile_items, num_digits, bytes_of_entry))
 
@@ -65,7 +66,10 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Team& team = shared.plan.team;
-    if (wg.rank() == 0) shared.gave_up = is_aborted(team);
+    if (wg.rank() == 0) {
+      shared.gave_up = is_aborted(team);
+      Group<Traits>::number_tiles(wg, shared, call);
+    }
     begin_launch(shared.plan.team, wg);
     const Group<Traits> group(wg, shared, call);
     if (shared.gave_up == 0) sort(group);
@@ -79,7 +83,8 @@ struct Kernel {
     int num_meetings = 0;
     if constexpr (Traits::kCounts) {
       each_of_grid(group, num_bags(group.plan), [&](int64_t bag) { group.call.counts[bag] = 0; });
-      if (!group.meet(++num_meetings)) return;  // @inversion-counts-zeroed
+      group.come_to_meeting();
+      if (!group.await_meeting(++num_meetings)) return;  // @inversion-counts-zeroed
     }
     each_of_grid(group, static_cast<int64_t>(num_passes) * group.most_tiles * (Traits::kDigits / 4), [&](int64_t i) {
       store_vector<16>(group.call.tile_words + 4 * i, Vector<16>{});  // @inversion-words-zeroed
@@ -87,15 +92,17 @@ struct Kernel {
     LookupKeys<Traits>(group).make();
     PO_NO_UNROLL
     for (int pass = 0; pass < num_passes; ++pass) {
-      if (!group.meet(++num_meetings)) return;  // @inversion-meets
+      group.come_to_meeting();
       RadixPass<Traits> radix(group, pass);
-      const int32_t total = radix.place_digits();
+      int32_t total = 0;
+      if (pass != 0) total = radix.place_digits();       // all have counted them, so it need not wait
+      if (!group.await_meeting(++num_meetings)) return;  // @inversion-meets
       if (pass == 0) {
+        total = radix.place_digits();
         if (group.wg.index() == 0 && group.wg.rank() == 0) *group.call.count = total;
         if constexpr (Traits::kCounts) make_counts_float(group);
       }
-      const int32_t num_made = static_cast<int32_t>(group.words().num_tiles) * group.tile_items();
-      if (!radix.sort(pass == 0 ? num_made : total)) return;
+      if (!radix.sort(total)) return;
     }
   }
 

@@ -208,7 +208,7 @@ class InversionPlan(Plan):
             words=self._zero_words.data_ptr(),
         )
         self._plan = upload(world.backend, bytes(plan))
-        self._call: Any = description.structs["Call"]()
+        self._call: Any = description.structs["Call"](num_sources=1)
 
     def launch(self, indices: torch.Tensor, offsets: torch.Tensor) -> Inverted:
         """Launch on the current stream."""

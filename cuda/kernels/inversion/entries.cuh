@@ -10,6 +10,7 @@
 
 namespace po::embedding_inversion {
 
+inline constexpr int kMaxSources = kMaxPes;
 inline constexpr int kMaxPasses = 8;
 inline constexpr int kMaxDigitBits = 9;
 
@@ -35,29 +36,34 @@ PO_CONSTANT(sizeof(LargeEntry))
 template <class Entry>
 inline constexpr auto kNoKey = static_cast<typename Entry::Key>(-1);
 
-// Lookups of some samples. With several sources their bags are parts of the same tables.
+// Lookups of some samples, in all tables. Those of the next source are of samples behind them.
 struct Source {
   const void* indices;
-  const void* offsets;   // [tables * num_samples + 1]
-  int64_t num_indices;   // what `indices` has room for; those behind the last offset are of no bag
-  int64_t first_sample;  // of the batch
+  const void* offsets;  // [num_tables * num_samples + 1]
+  int64_t num_indices;  // what `indices` has room for; those behind the last offset are of no bag
+  int64_t first_sample;
   int64_t num_samples;
+  int64_t first_lookup;  // the number of its first one, where they are numbered
 };
-PO_DESCRIBE(Source, indices, offsets, num_indices, first_sample, num_samples)
+PO_DESCRIBE(Source, indices, offsets, num_indices, first_sample, num_samples, first_lookup)
 
 struct Plan {
   Team team;
   const int64_t* first_keys;  // [num_tables]
   const int64_t* num_rows;    // [num_tables]
   int64_t num_tables;
-  int64_t batch;  // bags of a table
+  int64_t batch;           // bags of a table
+  const int32_t* members;  // [num_tables]: number of a table among those that have its rows; null: with one source
+  int64_t member_bits;     // of these; lookups of a row come by it first
   int64_t num_passes;
   uint64_t* words;  // see Words
 };
-PO_DESCRIBE(Plan, team, first_keys, num_rows, num_tables, batch, num_passes, words)
+PO_DESCRIBE(Plan, team, first_keys, num_rows, num_tables, batch, members, member_bits, num_passes, words)
 
 struct Call {
-  Source source;
+  Source source;          // where there is one
+  const Source* sources;  // null: that one
+  int64_t num_sources;
   // Scratch, whatever it holds:
   uint8_t* entries[2];   // each with room for whole tiles
   uint32_t* tile_words;  // [num_passes][tiles][digits]
@@ -68,12 +74,12 @@ struct Call {
   uint32_t* counts;  // [num_tables * batch]; floats in the end
   int64_t* count;
 };
-PO_DESCRIBE(Call, source, entries, tile_words, keys, bags, lookups, counts, count)
+PO_DESCRIBE(Call, source, sources, num_sources, entries, tile_words, keys, bags, lookups, counts, count)
 
 // Zero before and after every launch.
 struct Words {
-  alignas(128) uint64_t num_met;    // WGs that have come to a meeting, of all meetings
-  alignas(128) uint64_t num_tiles;  // that have a lookup of a bag: the first ones
+  alignas(128) uint64_t num_met;                 // WGs that have come to a meeting, of all meetings
+  alignas(128) uint64_t num_tiles[kMaxSources];  // that have a lookup of a bag: a source's first ones
   alignas(128) uint32_t histograms[kMaxPasses << kMaxDigitBits];
 };
 PO_DESCRIBE(Words, num_met, num_tiles, histograms)
@@ -85,8 +91,10 @@ struct Shared {
   Plan plan;
   uint64_t is_last;
   uint64_t gave_up;
-  uint64_t falling_tile;  // where one begins in which the ends of bags were seen to fall, + 1
+  uint64_t falling_tile;  // where the entries of one are in which the ends of bags were last seen to fall
   SumScratch scratch;
+  int32_t first_tiles[kMaxSources + 1];  // of each source
+  int32_t made_tiles[kMaxSources];
   int32_t first_bags[Traits::kTilesAtOnce];
   int32_t end_bags[Traits::kTilesAtOnce];
   uint32_t first_places[Traits::kDigits];   // of each digit, in the result of the pass
@@ -132,7 +140,22 @@ struct Group {
 
   PO_FN Group(const WorkGroup& wg_in, Shared<Traits>& shared_in, const Call& call_in)
       : wg(wg_in), shared(shared_in), plan(shared_in.plan), call(call_in), arena(wg_in) {
-    most_tiles = ceil_div(static_cast<int32_t>(call.source.num_indices), tile_items());
+    most_tiles = shared.first_tiles[call.num_sources];
+  }
+
+  // One thread, before anybody has a group.
+  static PO_FN void number_tiles(const WorkGroup& wg, Shared<Traits>& shared, const Call& call) {
+    const int32_t tile_items = wg.size() * Traits::kItems;
+    int32_t first = 0;
+    for (int i = 0; i < call.num_sources; ++i) {
+      shared.first_tiles[i] = first;
+      first += ceil_div(static_cast<int32_t>(source_of(call, i).num_indices), tile_items);
+    }
+    shared.first_tiles[call.num_sources] = first;
+  }
+
+  static PO_FN const Source& source_of(const Call& call, int number) {
+    return call.sources == nullptr ? call.source : call.sources[number];
   }
 
   // On the GPU the compiler knows them.
@@ -163,14 +186,18 @@ struct Group {
     return flag_load_relaxed_wg(&shared.gave_up) == 0;
   }
 
-  // Waits for all WGs, each of which sees then what all have written. `number`: of the meeting, from 1. False: gave up.
-  PO_FN bool meet(int number) const {
+  // Comes to a meeting of all WGs, each of which sees behind it what all have written before.
+  PO_FN void come_to_meeting() const {
     // @inversion-meet-sync
     wg.sync();  // what all threads have written is before the count
+    if (wg.rank() == 0) atomic_add_fetch_acq_rel_gpu(&words().num_met, 1);
+  }
+
+  // Waits until all have come to the meeting of a number, from 1. False: gave up.
+  PO_FN bool await_meeting(int number) const {
     if (wg.rank() == 0) {
       const auto expected = static_cast<uint64_t>(number) * static_cast<uint64_t>(wg.count());
-      uint64_t* met = &words().num_met;
-      atomic_add_fetch_acq_rel_gpu(met, 1);
+      const uint64_t* met = &words().num_met;
       // @inversion-meet-await
       if (!await_own(plan.team, [&] { return flag_load_acquire_sys(met) >= expected; })) give_up();
     }

@@ -22,14 +22,7 @@ class LookupKeys {
   static_assert(Traits::kItems % kItems == 0, "a tile is whole numbers of these");
   static constexpr int kDigits = Traits::kDigits;
 
-  PO_FN explicit LookupKeys(const Group<Traits>& group)
-      : group_(group),
-        wg_(group.wg),
-        source_(group.call.source),
-        num_bags_(static_cast<int32_t>(group.plan.num_tables * group.call.source.num_samples)) {
-    const auto first = static_cast<int64_t>(static_cast<const Offset*>(source_.offsets)[0]);
-    first_place_ = static_cast<int32_t>(min_of(max_of<int64_t>(first, 0), source_.num_indices));
-  }
+  PO_FN explicit LookupKeys(const Group<Traits>& group) : group_(group), wg_(group.wg) {}
 
   // Makes the entries of this WG's tiles.
   PO_FN void make() {
@@ -38,94 +31,108 @@ class LookupKeys {
     for (int i = wg_.rank(); i < num_counters; i += group_.num_threads()) counters[i] = 0;
     if (wg_.rank() == 0) group_.shared.falling_tile = 0;
     const int32_t stride = wg_.count();
-    uint64_t num_made = 0;
-    bool is_behind = false;
-    for (int32_t first = wg_.index(); first < group_.most_tiles && !is_behind; first += stride * Traits::kTilesAtOnce) {
+    for (int32_t first = wg_.index(); first < group_.most_tiles; first += stride * Traits::kTilesAtOnce) {
       find_bags(first, stride);
       PO_NO_UNROLL
-      for (int i = 0; i < Traits::kTilesAtOnce && !is_behind; ++i) {
+      for (int i = 0; i < Traits::kTilesAtOnce; ++i) {
         const int32_t tile = first + stride * i;
+        if (tile >= group_.most_tiles) break;
+        const int source = enter(tile);
         const int32_t first_bag = group_.shared.first_bags[i];
-        is_behind = tile >= group_.most_tiles || first_bag == num_bags_;  // so are all tiles behind it
-        if (is_behind) continue;
-        make_tile(tile, first_bag, group_.shared.end_bags[i]);
-        ++num_made;
+        if (first_bag == num_bags_) continue;  // nor has a tile of the source behind it a lookup of a bag
+        make_tile(first_bag, group_.shared.end_bags[i]);
+        if (wg_.rank() == 0) atomic_fetch_add_relaxed_gpu(&group_.words().num_tiles[source], 1);
       }
     }
     wg_.sync();  // all have counted their digits
     for (int i = wg_.rank(); i < num_counters; i += group_.num_threads()) {
       if (counters[i] != 0) count_add_relaxed_gpu(group_.words().histograms + i, counters[i]);
     }
-    if (wg_.rank() == 0 && num_made != 0) atomic_add_fetch_acq_rel_gpu(&group_.words().num_tiles, num_made);
   }
 
  private:
-  PO_FN const Offset* ends() const { return static_cast<const Offset*>(source_.offsets) + 1; }
+  // Goes on with a tile. Returns the number of its source.
+  PO_FN int enter(int32_t tile) {
+    int number = 0;
+    while (tile >= group_.shared.first_tiles[number + 1]) ++number;
+    source_ = &Group<Traits>::source_of(group_.call, number);
+    num_bags_ = static_cast<int32_t>(group_.plan.num_tables * source_->num_samples);
+    begin_ = (tile - group_.shared.first_tiles[number]) * group_.tile_items();
+    entries_ = group_.entries(0) + static_cast<int64_t>(tile) * group_.tile_items() * static_cast<int>(sizeof(Entry));
+    return number;
+  }
+
+  PO_FN const Offset* ends() const { return static_cast<const Offset*>(source_->offsets) + 1; }
 
   // The bags of the first place in each tile and of the place behind it.
-  PO_FN void find_bags(int32_t first, int32_t stride) const {
+  PO_FN void find_bags(int32_t first, int32_t stride) {
     const Warp warp;
+    wg_.sync();  // the last ones have been read
     for (int i = wg_.warp_index(); i < 2 * Traits::kTilesAtOnce; i += group_.num_warps()) {
       const int32_t tile = first + stride * (i / 2);
-      if (tile >= group_.most_tiles) continue;
-      const int32_t bag = find_bag(ends(), num_bags_, (tile + i % 2) * group_.tile_items(), warp);
+      if (tile >= group_.most_tiles) break;
+      enter(tile);
+      const int32_t bag = find_bag(ends(), num_bags_, begin_ + i % 2 * group_.tile_items(), warp);
       if (warp.rank() == 0) (i % 2 == 0 ? group_.shared.first_bags : group_.shared.end_bags)[i / 2] = bag;
     }
     wg_.sync();  // @inversion-bags-found
   }
 
-  PO_FN void make_tile(int32_t tile, int32_t first_bag, int32_t end_bag) const {
-    const int32_t begin = tile * group_.tile_items();
+  PO_FN void make_tile(int32_t first_bag, int32_t end_bag) {
+    const TaskTrace trace(false);
     const int num_ends = end_bag - first_bag;
+    first_place_ = in_tile(static_cast<const Offset*>(source_->offsets)[0]);
     Key rows[kItems];
-    load(begin, 0, rows);  // on their way with the ends
-    if (!bring_ends(begin, first_bag, num_ends)) return make_tile_by_searches(begin);
+    load(0, rows);  // on their way with the ends
+    if (!bring_ends(first_bag, num_ends)) return make_tile_by_searches();
     PO_NO_UNROLL
     for (int item = 0; item < Traits::kItems; item += kItems) {
-      if (item != 0) load(begin, item, rows);
+      if (item != 0) load(item, rows);
       int32_t bags[kItems];
       find_among(num_ends, item, bags);
       PO_UNROLL
-      for (int u = 0; u < kItems; ++u) finish(begin + group_.place_of(item + u), rows[u], first_bag + bags[u]);
+      for (int u = 0; u < kItems; ++u) finish(group_.place_of(item + u), rows[u], first_bag + bags[u]);
     }
   }
 
-  PO_FN void make_tile_by_searches(int32_t begin) const {
+  PO_FN void make_tile_by_searches() const {
     PO_NO_UNROLL
     for (int u = 0; u < Traits::kItems; ++u) {
-      const int32_t place = begin + group_.place_of(u);
-      finish(place, row_at(place), find_bag(ends(), num_bags_, place));
+      const int32_t place = group_.place_of(u);
+      finish(place, row_at(place), find_bag(ends(), num_bags_, begin_ + place));
     }
   }
 
-  PO_FN void load(int32_t begin, int item, Key (&rows)[kItems]) const {
+  PO_FN void load(int item, Key (&rows)[kItems]) const {
     PO_UNROLL
-    for (int u = 0; u < kItems; ++u) rows[u] = row_at(begin + group_.place_of(item + u));
+    for (int u = 0; u < kItems; ++u) rows[u] = row_at(group_.place_of(item + u));
   }
 
-  // Of a lookup; one that no table has where the index does not fit.
+  // Of a lookup of the tile; one that no table has where the index does not fit.
   PO_FN Key row_at(int32_t place) const {
-    if (place >= source_.num_indices) return kNoKey<Entry>;
-    const auto row = static_cast<uint64_t>(static_cast<int64_t>(static_cast<const Index*>(source_.indices)[place]));
+    if (begin_ + place >= source_->num_indices) return kNoKey<Entry>;
+    const Index index = static_cast<const Index*>(source_->indices)[begin_ + place];
+    const auto row = static_cast<uint64_t>(static_cast<int64_t>(index));
     return row < kNoKey<Entry> ? static_cast<Key>(row) : kNoKey<Entry>;
   }
 
-  // Whether the ends of a tile's bags are in the WG's own memory, counted from the tile's first place, and rise.
-  PO_FN bool bring_ends(int32_t begin, int32_t first_bag, int num_ends) const {
-    const int32_t tile_items = group_.tile_items();
-    const auto tile = static_cast<uint64_t>(begin) + 1;
-    // Where all places of the tile are on one side of an end, it does not matter how far it is.
-    const auto end_of = [&](int i) {
-      const int64_t end = static_cast<int64_t>(ends()[first_bag + i]) - begin;
-      return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(end, 0), tile_items));
-    };
+  // Counted from the tile's first place. Where all its places are on one side of an offset, it does not matter how far it is.
+  PO_FN int32_t in_tile(Offset offset) const {
+    const int64_t place = static_cast<int64_t>(offset) - begin_;
+    return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(place, 0), group_.tile_items()));
+  }
+
+  // Whether the ends of a tile's bags are in the WG's own memory, and rise.
+  PO_FN bool bring_ends(int32_t first_bag, int num_ends) const {
+    const auto tile = reinterpret_cast<uint64_t>(entries_);  // stands for it
     // @inversion-ends-read
     wg_.sync();  // the ends of the last tile have been read, and the bags of this one
-    if (num_ends > Arena<Traits>::max_ends(tile_items)) return false;
+    if (num_ends > Arena<Traits>::max_ends(group_.tile_items())) return false;
     for (int i = wg_.rank(); i < num_ends; i += group_.num_threads()) {
-      const int32_t end = end_of(i);
+      const Offset* last = ends() + first_bag + i;
+      const int32_t end = in_tile(*last);
       group_.arena.ends()[i] = end;
-      if (i + 1 < num_ends && end_of(i + 1) < end) {
+      if (i + 1 < num_ends && in_tile(last[1]) < end) {
         flag_store_relaxed_wg(&group_.shared.falling_tile, tile);
       }
     }
@@ -150,26 +157,28 @@ class LookupKeys {
     }
   }
 
-  // `bag`: of the source.
+  // `place`: in the tile. `bag`: of the source.
   PO_FN void finish(int32_t place, Key row, int32_t bag) const {
+    const Plan& plan = group_.plan;
     Entry entry{};
     entry.key = kNoKey<Entry>;
     int32_t batch_bag = -1;
     if (bag < num_bags_ && place >= first_place_) {
-      const auto samples = static_cast<uint32_t>(source_.num_samples);
+      const auto samples = static_cast<uint32_t>(source_->num_samples);
       const uint32_t table = static_cast<uint32_t>(bag) / samples;
       const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
-      batch_bag = static_cast<int32_t>(table * group_.plan.batch + source_.first_sample) + sample;
-      if (row < static_cast<uint64_t>(group_.plan.num_rows[table])) {
-        entry.key = static_cast<Key>(group_.plan.first_keys[table]) + row;
+      batch_bag = static_cast<int32_t>(table * plan.batch + source_->first_sample) + sample;
+      if (row < static_cast<uint64_t>(plan.num_rows[table])) {
+        entry.key = static_cast<Key>(plan.first_keys[table]) + row;
+        if (plan.members != nullptr) entry.key = entry.key << plan.member_bits | static_cast<Key>(plan.members[table]);
       }
     }
     entry.bag = batch_bag;
-    if constexpr (Entry::kHasLookup) entry.lookup = place;
+    if constexpr (Entry::kHasLookup) entry.lookup = static_cast<int32_t>(source_->first_lookup) + begin_ + place;
     constexpr int kBytes = sizeof(Entry);
     Vector<kBytes> words;
     __builtin_memcpy(&words, &entry, kBytes);
-    store_vector<kBytes>(group_.entries(0) + static_cast<int64_t>(place) * kBytes, words);
+    store_vector<kBytes>(entries_ + place * kBytes, words);
     const bool counts = entry.key != kNoKey<Entry>;
     count_digits(entry.key, counts);
     if constexpr (Traits::kCounts) count_bag(batch_bag, counts);
@@ -207,9 +216,12 @@ class LookupKeys {
 
   const Group<Traits>& group_;
   const WorkGroup& wg_;
-  const Source& source_;
-  const int32_t num_bags_;
-  int32_t first_place_;  // that a bag may have
+  // Of the tile:
+  const Source* source_ = nullptr;
+  int32_t num_bags_ = 0;     // of the source
+  int32_t begin_ = 0;        // in the source
+  int32_t first_place_ = 0;  // in the tile, that a bag may have
+  uint8_t* entries_ = nullptr;
 };
 
 }  // namespace po::embedding_inversion

@@ -33,6 +33,9 @@ class RadixPass {
 
   // Returns how many entries there are in the result. All threads.
   PO_FN int32_t place_digits() {
+    for (int i = wg_.rank(); pass_ == 0 && i < group_.call.num_sources; i += group_.num_threads()) {
+      group_.shared.made_tiles[i] = static_cast<int32_t>(group_.words().num_tiles[i]);  // a sync follows
+    }
     const uint32_t* histogram = group_.words().histograms + pass_ * kDigits;
     uint64_t own = 0;
     PO_NO_UNROLL
@@ -47,9 +50,13 @@ class RadixPass {
     return static_cast<int32_t>(total);
   }
 
-  // Sorts this WG's tiles of the first `num_entries`. False: gave up.
+  // Sorts this WG's tiles of entries that lie side by side, or as they were made. False: gave up.
   PO_FN bool sort(int32_t num_entries) {
-    const int32_t num_tiles = ceil_div(num_entries, group_.tile_items());
+    int32_t num_tiles = ceil_div(num_entries, group_.tile_items());
+    if (pass_ == 0) {
+      num_tiles = 0;
+      for (int i = 0; i < group_.call.num_sources; ++i) num_tiles += group_.shared.made_tiles[i];
+    }
     PO_NO_UNROLL
     for (int32_t tile = wg_.index(); tile < num_tiles; tile += wg_.count()) {
       if (!sort_tile(tile, num_entries)) return false;
@@ -63,7 +70,7 @@ class RadixPass {
   PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
 
   PO_FN bool sort_tile(int32_t tile, int32_t num_entries) {
-    const TaskTrace trace(true);
+    const TaskTrace trace(false);
     Entry entries[kItems];
     uint32_t ranks[kItems];  // among the entries of the warp that have the digit
     load(tile, num_entries, entries);
@@ -81,14 +88,24 @@ class RadixPass {
   PO_FN void load(int32_t tile, int32_t num_entries, Entry (&entries)[kItems]) const {
     constexpr int kBytes = sizeof(Entry);
     const uint8_t* source = group_.entries(pass_);
+    const int32_t first = (pass_ == 0 ? made_tile(tile) : tile) * group_.tile_items();
+    const int32_t end = pass_ == 0 ? first + group_.tile_items() : num_entries;
     PO_UNROLL
     for (int u = 0; u < kItems; ++u) {
-      const int32_t place = tile * group_.tile_items() + group_.place_of(u);
+      const int32_t place = first + group_.place_of(u);
       entries[u].key = kNoKey<Entry>;
-      if (place >= num_entries) continue;
+      if (place >= end) continue;
       const Vector<kBytes> words = load_shared_vector<kBytes>(source + static_cast<int64_t>(place) * kBytes);
       __builtin_memcpy(&entries[u], &words, kBytes);
     }
+  }
+
+  // Where the tile of a number is, of those that were made.
+  PO_FN int32_t made_tile(int32_t number) const {
+    const Shared<Traits>& shared = group_.shared;
+    int source = 0;
+    for (; number >= shared.made_tiles[source]; ++source) number -= shared.made_tiles[source];
+    return shared.first_tiles[source] + number;
   }
 
   // Counts the digits of the warp's entries, in their order.
@@ -208,11 +225,15 @@ class RadixPass {
   PO_FN void store(int count) const {
     const Entry* staged = group_.arena.tile();
     const Call& call = group_.call;
-    for (int i = wg_.rank(); i < count; i += group_.num_threads()) {
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int i = u * group_.num_threads() + wg_.rank();
+      if (i >= count) continue;
       const Entry entry = staged[i];
       const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
       if (is_last_) {
-        static_cast<typename Traits::Key*>(call.keys)[place] = static_cast<typename Traits::Key>(entry.key);
+        static_cast<typename Traits::Key*>(call.keys)[place] =
+            static_cast<typename Traits::Key>(entry.key >> group_.plan.member_bits);
         call.bags[place] = entry.bag;
         if constexpr (Traits::kLookups) call.lookups[place] = entry.lookup;
       } else {
