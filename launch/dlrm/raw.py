@@ -47,13 +47,14 @@ class RawFile:
         layout = _record(self.hotness)
         num_bytes = self._path.stat().st_size
         self.num_samples, rest = divmod(num_bytes, layout.itemsize)
-        if rest or not self.num_samples:
-            raise ValueError(
-                f"{path} has {num_bytes} bytes; expected records of {layout.itemsize} bytes (label, {NUM_DENSE} float32, "
-                f"{sum(self.hotness)} int32), but {rest} bytes follow record {self.num_samples - 1}"
-                if self.num_samples
-                else f"{path} has {num_bytes} bytes, less than one record of {layout.itemsize} bytes"
-            )
+        expected = (
+            f"{path} has {num_bytes} bytes; expected records of {layout.itemsize} (label, {NUM_DENSE} float32, "
+            f"{sum(self.hotness)} int32)"
+        )
+        if not self.num_samples:
+            raise ValueError(f"{expected}, at least one")
+        if rest:
+            raise ValueError(f"{expected}, but {rest} bytes follow record {self.num_samples - 1}")
         self._records = np.memmap(self._path, layout, "r")
 
     def read(self, numbers: IntArray) -> Records:
