@@ -71,7 +71,7 @@ class EmbeddingModule(Protocol):
         """Set `training`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tables, each under its name; where a PE has only a part, as torch.distributed.checkpoint takes it."""
+        """Return the tables, each under its name; a PE's part of one as torch.distributed.checkpoint takes it."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Take tables over."""
@@ -104,9 +104,10 @@ class PlainEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         names = list(map(str, range(len(num_rows)))) if names is None else names
-        generator = torch.Generator().manual_seed(seed)
         self.tables = nn.ParameterDict()
-        for name, rows, dim in zip(names, num_rows, dims, strict=True):
+        for number, (name, rows, dim) in enumerate(zip(names, num_rows, dims, strict=True)):
+            # A generator for each, so that a PE that has some of the tables can begin with the same rows.
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + 1 + number)
             bound = 1.0 / math.sqrt(rows)
             self.tables[name] = nn.Parameter(torch.empty(rows, dim).uniform_(-bound, bound, generator=generator))
         self.to(device)
