@@ -101,7 +101,6 @@ def test_mlperf_s_model() -> None:
         (1, 256),
     ]
     assert [shapes[f"cross.{name}.2"] for name in ("v", "w", "bias")] == [(512, 3456), (3456, 512), (3456,)]
-    # 96 MFLOP a sample forward and backward, 16 million parameters (MLPerf's DLRM-DCNv2)
     assert 15.9e6 < sum(each.numel() for each in model.parameters()) < 16.5e6
     dot = DenseModel(Sizes(interaction="dot"))
     assert dot.top[0].weight.shape == (1024, 128 + 27 * 26 // 2)

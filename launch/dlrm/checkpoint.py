@@ -9,9 +9,12 @@ A checkpoint is a folder step-N.X, which is complete once the file `latest` name
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +67,8 @@ def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
     _meet()
-    dcp.save(_tables(embedding), checkpoint_id=writing / _EMBEDDING, no_dist=_is_alone())
+    with _quietly_alone():
+        dcp.save(_tables(embedding), checkpoint_id=writing / _EMBEDDING, no_dist=_is_alone())
     _meet()
     if _rank() == 0:
         torch.save(dict(vars(progress)), writing / _FILE)
@@ -107,9 +111,11 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule, dev
         raise ValueError(f"{found} is of another training: {told}")
     tables = _tables(embedding)
     try:
-        dcp.load(tables, checkpoint_id=found / _EMBEDDING, no_dist=_is_alone())
-    except Exception as error:
-        raise ValueError(f"{found / _EMBEDDING} cannot be loaded into these tables: {error}") from error
+        with _quietly_alone():
+            dcp.load(tables, checkpoint_id=found / _EMBEDDING, no_dist=_is_alone())
+    except dcp.CheckpointException as error:
+        told = "; ".join(f"PE {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise ValueError(f"{found / _EMBEDDING} cannot be loaded into these tables: {told}") from error
     embedding.load_state_dict(tables["tables"])
     embedding.optimizer.load_state_dict(tables["optimizer"])
     return progress
@@ -117,6 +123,14 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule, dev
 
 def _tables(embedding: EmbeddingModule) -> dict[str, Any]:
     return {"tables": embedding.state_dict(), "optimizer": embedding.optimizer.state_dict()}
+
+
+@contextlib.contextmanager
+def _quietly_alone() -> Iterator[None]:
+    """Keep torch from warning that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _is_alone() -> bool:
