@@ -137,7 +137,8 @@ def test_values_that_do_not_do_are_named_when_they_are_read(
     if kind == "numpy":
         write_day(tmp_path, 0, log)
         source: Source = numpy_day(tmp_path, 0, num_rows=ROWS)
-        name = f"day_0_dense.npy / day_0_sparse_multi_hot.npz / day_0_labels.npy in {tmp_path}"
+        names = {"dense": "day_0_dense.npy", "labels": "day_0_labels.npy"}
+        name = str(tmp_path / names.get(what, "day_0_sparse_multi_hot.npz"))
     else:
         source = RawFile(write_raw_bytes(tmp_path / "raw", log), num_rows=ROWS, hotness=HOTNESS)
         name = str(tmp_path / "raw")
@@ -185,6 +186,11 @@ def _spoil_header(path: Path) -> None:
             "sparse_multi_hot.npz",
             lambda path: np.savez(path, **{str(t): np.zeros((20 + t, 1), int) for t in range(3)}),
             "array 1: expected [20, lookups] of integers",
+        ),
+        (
+            "sparse_multi_hot.npz",
+            lambda path: np.savez(path, **{str(t): np.array([[None]] * 20) for t in range(3)}),
+            "npz, 0.npy: is no .npy array, or is cut off: holds Python's objects",
         ),
         (
             "sparse_multi_hot.npz",

@@ -174,6 +174,12 @@ def test_the_plan() -> None:
             Plan(**changes)
 
 
+def test_samples_of_another_model_are_refused() -> None:
+    for changes in ({"num_dense": 5}, {"dims": (8, 8, 8)}):
+        with pytest.raises(ValueError, match=r"the model is one of \d .* and the samples have 4 and 4"):
+            training_of(300, 0, 64, sizes=dataclasses.replace(SIZES, **changes), embedding=torch.nn.Identity())
+
+
 def test_a_training_that_diverges_says_so() -> None:
     training = training_of(300, 0, 64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e20))
     with pytest.raises(ValueError, match=r"the loss of step \d+ is (nan|inf): the training has diverged"):

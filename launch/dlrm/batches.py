@@ -132,7 +132,10 @@ class Batches:
 
     def _load(self, position: Position, device: torch.device) -> Batch:
         batch = self.read(*position)
-        return batch.pinned() if device.type == "cuda" else batch
+        if device.type != "cuda":
+            return batch
+        with torch.cuda.device(device):  # which is each thread's own, and at first that of PE 0
+            return batch.pinned()
 
     def _samples(self, epoch: int, places: IntArray) -> IntArray:
         """Return which samples stand at these places of an epoch's order."""

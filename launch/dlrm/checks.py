@@ -35,25 +35,27 @@ def checked(
     *,
     num_rows: Sequence[int],
     hotness: Sequence[int],
-    where: Callable[[int], str],
+    where: Callable[[str, int], str],
 ) -> Records:
     """Turn what a file holds into records; a row is an id modulo the rows of its table, as MLPerf has it.
 
     Args:
         dense, ids, labels: as in `Records`, with ids for rows.
         num_rows, hotness: of the features.
-        where: returns what names a sample, by its place in these arrays.
+        where: returns what names a sample, by the argument (dense, ids, labels) and the place in it.
 
     Raises:
         ValueError: a number is not finite, an id is negative, or a label is neither 0 nor 1.
     """
     if bad := _first(~np.isfinite(dense)):
-        raise ValueError(f"{where(bad[0])}: dense column {bad[1]} is {dense[bad]}; expected a finite number")
+        raise ValueError(f"{where('dense', bad[0])}: dense column {bad[1]} is {dense[bad]}; expected a finite number")
     features = np.repeat(np.arange(len(hotness)), hotness)
     if bad := _first(ids < 0):
-        raise ValueError(f"{where(bad[0])}: an id of feature {features[bad[1]]} is {ids[bad]}; expected at least 0")
+        raise ValueError(
+            f"{where('ids', bad[0])}: an id of feature {features[bad[1]]} is {ids[bad]}; expected at least 0"
+        )
     if bad := _first((labels != 0) & (labels != 1)):
-        raise ValueError(f"{where(bad[0])}: the label is {labels[bad]}; expected 0 or 1")
+        raise ValueError(f"{where('labels', bad[0])}: the label is {labels[bad]}; expected 0 or 1")
     return Records(dense, ids % np.asarray(num_rows, np.int64)[features], labels)
 
 

@@ -58,7 +58,7 @@ class NumpyDay:
     """
 
     def __init__(self, dense: str | Path, sparse: str | Path, labels: str | Path, *, num_rows: Sequence[int]) -> None:
-        self._paths = (Path(dense), Path(sparse), Path(labels))
+        self._paths = {"dense": Path(dense), "ids": Path(sparse), "labels": Path(labels)}
         num_features = len(num_rows)
         self._dense = _mapped(Path(dense))
         if self._dense.ndim != 2 or self._dense.shape[1] != NUM_DENSE or self._dense.dtype != np.float32:
@@ -94,14 +94,16 @@ class NumpyDay:
             self._labels[numbers].reshape(len(numbers)).astype(np.float32),
             num_rows=self.num_rows,
             hotness=self.hotness,
-            where=lambda place: (
-                f"{' / '.join(path.name for path in self._paths)} in {self._paths[0].parent}, record {numbers[place]}"
-            ),
+            where=lambda part, place: f"{self._paths[part]}, record {numbers[place]}",
         )
 
     def identity(self) -> dict[str, Any]:
         """See `Source`."""
-        return {"format": "numpy", "files": [path.name for path in self._paths], "num_samples": self.num_samples}
+        return {
+            "format": "numpy",
+            "files": [path.name for path in self._paths.values()],
+            "num_samples": self.num_samples,
+        }
 
 
 def _shape(array: _Array) -> str:
@@ -145,6 +147,8 @@ def _member(path: Path, member: zipfile.ZipInfo) -> _Array:
             version = np.lib.format.read_magic(file)
             read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
             shape, is_fortran, dtype = read_header[version](file)
+            if dtype.hasobject:
+                raise ValueError(f"holds Python's objects, {dtype}")
             order = "F" if is_fortran else "C"
             return np.asarray(np.memmap(path, dtype, "r", file.tell(), shape, order))  # type: ignore[call-overload]
         except (ValueError, KeyError) as error:

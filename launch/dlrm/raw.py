@@ -66,7 +66,7 @@ class RawFile:
             _labels(found["label"]),
             num_rows=self.num_rows,
             hotness=self.hotness,
-            where=lambda place: f"{self._path}, record {numbers[place]}",
+            where=lambda _, place: f"{self._path}, record {numbers[place]}",
         )
 
     def identity(self) -> dict[str, Any]:

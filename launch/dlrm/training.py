@@ -83,6 +83,9 @@ class Training:
         history: of the training, also of what was done before it was resumed.
         step: steps so far.
         position: of the next batch.
+
+    Raises:
+        ValueError: the samples have other columns than the model.
     """
 
     def __init__(
@@ -96,6 +99,12 @@ class Training:
         device: torch.device | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
+        for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
+            if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
+                raise ValueError(
+                    f"the model is one of {model.sizes.num_dense} dense columns and {len(model.sizes.dims)} features, and "
+                    f"the samples have {source.num_dense} and {len(source.num_rows)}"
+                )
         self._model = model
         self._embedding = embedding
         self._optimizer = optimizer
