@@ -102,8 +102,8 @@ class Training:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
             if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
                 raise ValueError(
-                    f"the model is one of {model.sizes.num_dense} dense columns and {len(model.sizes.dims)} features, and "
-                    f"the samples have {source.num_dense} and {len(source.num_rows)}"
+                    f"the model is one of {model.sizes.num_dense} dense columns and {len(model.sizes.dims)} features, "
+                    f"and the samples have {source.num_dense} and {len(source.num_rows)}"
                 )
         self._model = model
         self._embedding = embedding
