@@ -57,9 +57,10 @@ def test_any_scores(num_values: int) -> None:
 
 
 def test_counts_do_not_round() -> None:
-    """One pair of 4e10 that is wrong is seen."""
-    scores = torch.arange(400_000, dtype=torch.float64)
-    clicks = (scores >= 200_000).to(torch.int64)
+    """One pair of 4e10 that is wrong is seen, and scores are not rounded to float32."""
+    numbers = torch.arange(400_000)
+    scores = 1.0 + numbers.double() * 2.0**-40
+    clicks = (numbers >= 200_000).to(torch.int64)
     assert auroc(scores, clicks) == 1.0
     scores[199_999], scores[200_000] = scores[200_000].clone(), scores[199_999].clone()
     assert auroc(scores, clicks) == (200_000**2 - 1) / 200_000**2 < 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -224,6 +225,32 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
     assert found.evaluations[-1] == expected.evaluations[-1]
     assert len(state_of(whole)) > 30
     assert all(torch.equal(a, b) for a, b in zip(state_of(second), state_of(whole), strict=True))
+
+
+class Copying(PlainEmbedding):
+    """A module whose state dicts are copies, as one may make them that stores its tables otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, SIZES.dims, adagrad(0.05), seed=1)
+        self.optimizer.register_state_dict_post_hook(lambda _, state: copy.deepcopy(state))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return copy.deepcopy(super().state_dict(*args, **kwargs))
+
+
+@pytest.mark.parametrize("kind", [Copying, lambda: None], ids=["copies", "plain"])
+def test_tables_states_and_rates_come_back(tmp_path: Path, kind: Any) -> None:
+    training = training_of(300, 0, 64, embedding=kind())
+    for group in (*training._optimizer.param_groups, *training._embedding.optimizer.param_groups):
+        group["lr"] = 0.0625  # as a schedule would
+    training.run(Plan(folder=tmp_path))
+    other = training_of(300, 0, 64, embedding=kind())
+    assert not all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
+    other.resume(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
+    groups = (*other._optimizer.param_groups, *other._embedding.optimizer.param_groups)
+    assert {group["lr"] for group in groups} == {0.0625}
+    assert other.run(Plan(epochs=2)).losses == training.run(Plan(epochs=2)).losses
 
 
 def test_the_folder_has_one_checkpoint_and_an_interrupted_one_does_not_count(tmp_path: Path) -> None:
