@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -117,7 +117,7 @@ class Batches:
         epoch, batch = position
         return (epoch, batch + 1) if batch + 1 < self.num_batches else (epoch + 1, 0)
 
-    def stream(self, begin: Position, end: Position, device: torch.device) -> Iterator[Batch]:
+    def stream(self, begin: Position, end: Position, device: torch.device) -> Generator[Batch, None, None]:
         """Yield the batches from one position up to, but without, another; the next one is read meanwhile.
 
         Close the generator where it is left before its end: a thread reads for it.
@@ -141,7 +141,7 @@ class Batches:
         """Return which samples stand at these places of an epoch's order."""
         if self._seed is None:
             return places
-        order = self._epoch_order(epoch)
+        order = self._epoch_order(epoch, self._seed)
         num_short = self.source.num_samples % self._block
         if num_short:
             # The block at the file's end is short, and may stand anywhere: behind it, places are moved up.
@@ -150,10 +150,10 @@ class Batches:
             places = np.where(places < end_of_short, places, places + missing)
         return order[places // self._block] * self._block + places % self._block
 
-    def _epoch_order(self, epoch: int) -> IntArray:
+    def _epoch_order(self, epoch: int, seed: int) -> IntArray:
         """Return the numbers of the blocks in the order of an epoch."""
         if self._order is None or self._order[0] != epoch:
             num_blocks = -(-self.source.num_samples // self._block)
-            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, epoch))))
+            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
             self._order = (epoch, generator.permutation(num_blocks).astype(np.int64, copy=False))
         return self._order[1]

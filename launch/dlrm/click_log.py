@@ -25,7 +25,7 @@ _Doubles = npt.NDArray[np.float64]
 # What a number is drawn for: the first word of its key.
 _DENSE, _ID, _BAG, _LABEL, _EFFECT, _FACTOR, _WEIGHT = range(7)
 
-_MOST_SYNTHETIC_ROWS = 2000
+_NUM_ROWS = tuple(min(rows, 2000) for rows in DLRM_ROWS)
 _READ_SAMPLES = 16384
 
 
@@ -46,7 +46,7 @@ def _hash(*key: int | IntArray | _Words) -> _Words:
 
 def _uniform(*key: int | IntArray | _Words) -> _Doubles:
     """Return numbers of [0, 1)."""
-    return (_hash(*key) >> np.uint64(11)) * 2.0**-53
+    return np.asarray((_hash(*key) >> np.uint64(11)) * 2.0**-53)
 
 
 def _normal(*key: int | IntArray | _Words) -> _Doubles:
@@ -86,8 +86,8 @@ class ClickLog:
 
     Args:
         num_samples: of the log.
-        num_rows: of the tables.
-        hotness: lookups of each feature, in every sample.
+        num_rows: of the tables; MLPerf's where there is nothing else, those of more than 2000 rows with so many.
+        hotness: lookups of each feature, in every sample; by default MLPerf's.
         seed: of everything.
         num_dense: dense columns, at least 1.
         exponent: of the Zipf distribution; 0 for uniform ids.
@@ -101,7 +101,7 @@ class ClickLog:
         self,
         num_samples: int,
         *,
-        num_rows: Sequence[int] = tuple(min(rows, _MOST_SYNTHETIC_ROWS) for rows in DLRM_ROWS),
+        num_rows: Sequence[int] = _NUM_ROWS,
         hotness: Sequence[int] = DLRM_POOLING,
         seed: int = 0,
         num_dense: int = NUM_DENSE,

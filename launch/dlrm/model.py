@@ -87,6 +87,7 @@ class DenseModel(nn.Module):
         num_features, width = len(sizes.dims), sizes.bottom[-1]
         self.bottom = _mlp(sizes.num_dense, sizes.bottom, generator)
         self.cross: _CrossLayers | None = None
+        self._pairs: torch.Tensor
         if sizes.interaction == "dcn":
             top_in = width + sum(sizes.dims)
             self.cross = _CrossLayers(top_in, sizes.cross_layers, sizes.cross_rank, generator)
@@ -110,7 +111,8 @@ class DenseModel(nn.Module):
         """
         bottom = self.bottom(dense)
         mixed = self._dot(bottom, pooled) if self.cross is None else self.cross(torch.cat([bottom, pooled], dim=1))
-        return self.logit(self.top(mixed)).squeeze(1)
+        logits: torch.Tensor = self.logit(self.top(mixed))
+        return logits.squeeze(1)
 
     def _dot(self, bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         vectors = torch.cat([bottom, pooled], dim=1).unflatten(1, (-1, bottom.shape[1]))
@@ -140,7 +142,7 @@ def _glorot(rows: int, columns: int, generator: torch.Generator) -> nn.Parameter
 
 
 def _linear(fan_in: int, fan_out: int, generator: torch.Generator) -> nn.Linear:
-    layer = nn.utils.skip_init(nn.Linear, fan_in, fan_out)
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)
     bound = 1.0 / math.sqrt(fan_in)
     with torch.no_grad():
         layer.weight.uniform_(-bound, bound, generator=generator)
