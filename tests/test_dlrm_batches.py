@@ -76,6 +76,16 @@ def test_lookups_are_feature_major(dtype: torch.dtype) -> None:
     assert batch.num_samples == 3 and batch.to(CPU).num_samples == 3
 
 
+@pytest.mark.parametrize("given", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_full_bags_are_feature_major(given: type, dtype: torch.dtype) -> None:
+    rows = np.arange(15).reshape(3, 5).astype(given)
+    batch = feature_major(Records(np.zeros((3, 2), np.float32), rows, np.zeros(3, np.float32)), (2, 2, 1), dtype)
+    assert batch.values.tolist() == [0, 1, 5, 6, 10, 11, 2, 3, 7, 8, 12, 13, 4, 9, 14]
+    assert batch.lengths.tolist() == [2, 2, 2, 2, 2, 2, 1, 1, 1]
+    assert batch.values.dtype == batch.lengths.dtype == dtype
+
+
 def test_a_batch_without_samples() -> None:
     batches = Batches(ClickLog(5, num_rows=(3, 4), hotness=(1, 2)), batch_size=2, rank=2, num_pes=3)
     batch = batches.read(0, 2)
@@ -140,6 +150,7 @@ def test_arguments_are_checked() -> None:
         ({"batch_size": 0}, "must be at least 1, got 0 and 1"),
         ({"batch_size": 1, "shuffle_block": 0}, "must be at least 1, got 1 and 0"),
         ({"batch_size": 1, "rank": 2, "num_pes": 2}, "rank must be one of 2 PEs, got 2"),
+        ({"batch_size": 1, "num_readers": 0}, "num_readers must be at least 1, got 0"),
         ({"batch_size": 1, "index_dtype": torch.int16}, "index_dtype must be torch.int32 or torch.int64"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -165,8 +176,9 @@ def test_the_identity_tells_batches_apart_but_not_pes() -> None:
 # ---- the stream ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_goes_from_any_position_to_any_other() -> None:
-    batches = Batches(Numbered(23), batch_size=5, seed=4)
+@pytest.mark.parametrize("num_readers", [1, 2, 5])
+def test_a_stream_goes_from_any_position_to_any_other(num_readers: int) -> None:
+    batches = Batches(Numbered(23), batch_size=5, seed=4, num_readers=num_readers)
     whole = [batches.read(epoch, batch).values.tolist() for epoch in range(3) for batch in range(5)]
     for first, last in ((0, 15), (3, 7), (5, 10), (14, 15), (7, 7), (9, 2)):
         found = list(batches.stream(divmod(first, 5), divmod(last, 5), CPU))
@@ -195,6 +207,7 @@ def test_the_next_batch_is_read_meanwhile_and_an_error_comes_with_its_batch() ->
     deadline = time.monotonic() + 30
     while len(source.threads) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
+    time.sleep(0.05)  # for one that reads too far ahead
     assert len(source.threads) == 2 and all(name.startswith("batches") for name in source.threads)
     assert next(stream).num_samples == next(stream).num_samples == 4
     with pytest.raises(ValueError, match="file, record 12: is wrong"):

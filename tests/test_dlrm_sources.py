@@ -61,7 +61,7 @@ def test_criteo_text(tmp_path: Path, compressed: bool) -> None:
     assert found.rows.tolist() == [rows for _, rows, _ in expected]
     assert found.labels.tolist() == [label for _, _, label in expected]
     assert (found.rows == -1).any() and (found.rows > 0).any()
-    assert [each.dtype for each in vars(found).values()] == [np.float32, np.int64, np.float32]
+    assert [each.dtype for each in vars(found).values()] == [np.float32, np.int32, np.float32]
 
 
 def test_criteo_text_that_does_not_do(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_multi_hot_arrays_are_mapped(tmp_path: Path) -> None:
     assert same_records(read(source, NUMBERS), other.expected(NUMBERS))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
 def test_one_hot_arrays(tmp_path: Path, dtype: type) -> None:
     log = drawn_log(20, (1, 1, 1))
     log = Log(log.dense, [ids.astype(dtype) for ids in log.ids], log.labels)
@@ -112,6 +112,13 @@ def test_one_hot_arrays(tmp_path: Path, dtype: type) -> None:
     assert same_records(read(source, NUMBERS), log.expected(NUMBERS))
     write_day(tmp_path, 0, drawn_log(20))  # the multi-hot file comes first where there are both
     assert numpy_day(tmp_path, 0, num_rows=ROWS).hotness == HOTNESS
+
+
+@pytest.mark.parametrize("num_rows", [(2**31, 2**31, 2**31), (3, 2**40, 1000)])
+def test_ids_that_are_rows_already_and_tables_beyond_int32(tmp_path: Path, num_rows: tuple[int, ...]) -> None:
+    log = drawn_log(20)
+    write_day(tmp_path, 0, log)
+    assert same_records(read(numpy_day(tmp_path, 0, num_rows=num_rows), NUMBERS), log.expected(NUMBERS, num_rows))
 
 
 def test_arrays_in_fortran_s_order(tmp_path: Path) -> None:

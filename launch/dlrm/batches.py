@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,9 @@ class Batches:
         shuffle_block: consecutive samples that stay together when the order is drawn. 1 shuffles samples; some hundred
             turn a large memory-mapped file into longer reads, and need as much less memory for the order.
         drop_last: leave out what does not fill a batch.
-        index_dtype: of values and lengths, torch.int64 or torch.int32.
+        index_dtype: of values and lengths, torch.int64 or torch.int32. Where files have int32, so should batches.
+        num_readers: threads of `stream`, each of which reads a batch ahead; it is copying, for which numpy does not
+            hold Python's lock.
 
     Raises:
         ValueError: an argument is out of range, or there would be no batch.
@@ -50,9 +54,12 @@ class Batches:
         shuffle_block: int = 1,
         drop_last: bool = False,
         index_dtype: torch.dtype = torch.int64,
+        num_readers: int = 1,
     ) -> None:
         if batch_size < 1 or shuffle_block < 1:
             raise ValueError(f"batch_size and shuffle_block must be at least 1, got {batch_size} and {shuffle_block}")
+        if num_readers < 1:
+            raise ValueError(f"num_readers must be at least 1, got {num_readers}")
         if not 0 <= rank < num_pes:
             raise ValueError(f"rank must be one of {num_pes} PEs, got {rank}")
         if index_dtype not in (torch.int32, torch.int64):
@@ -72,7 +79,9 @@ class Batches:
         self._seed = seed
         self._block = shuffle_block
         self._dtype = index_dtype
-        self._order: tuple[int, IntArray] | None = None
+        self._num_readers = num_readers
+        self._orders: dict[int, IntArray] = {}
+        self._lock = threading.Lock()  # threads read
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the batches; the number of PEs does not."""
@@ -118,17 +127,21 @@ class Batches:
         return (epoch, batch + 1) if batch + 1 < self.num_batches else (epoch + 1, 0)
 
     def stream(self, begin: Position, end: Position, device: torch.device) -> Generator[Batch, None, None]:
-        """Yield the batches from one position up to, but without, another; the next one is read meanwhile.
+        """Yield the batches from one position up to, but without, another; the next ones are read meanwhile.
 
-        Close the generator where it is left before its end: a thread reads for it.
+        Close the generator where it is left before its end: threads read for it.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
-            ahead = reader.submit(self._load, begin, device) if begin < end else None
-            while ahead is not None:
-                begin = self.after(begin)
-                ready = ahead.result()
-                ahead = reader.submit(self._load, begin, device) if begin < end else None
-                yield ready.to(device)
+        ahead: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(self._num_readers, thread_name_prefix="batches") as readers:
+            try:
+                while ahead or begin < end:
+                    while begin < end and len(ahead) <= self._num_readers:  # one to yield, and as many behind it
+                        ahead.append(readers.submit(self._load, begin, device))
+                        begin = self.after(begin)
+                    yield ahead.popleft().result().to(device)
+            finally:
+                for each in ahead:
+                    each.cancel()
 
     def _load(self, position: Position, device: torch.device) -> Batch:
         batch = self.read(*position)
@@ -151,9 +164,12 @@ class Batches:
         return order[places // self._block] * self._block + places % self._block
 
     def _epoch_order(self, epoch: int, seed: int) -> IntArray:
-        """Return the numbers of the blocks in the order of an epoch."""
-        if self._order is None or self._order[0] != epoch:
-            num_blocks = -(-self.source.num_samples // self._block)
-            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
-            self._order = (epoch, generator.permutation(num_blocks).astype(np.int64, copy=False))
-        return self._order[1]
+        """Return the numbers of the blocks in the order of an epoch; two orders are kept, for where epochs meet."""
+        with self._lock:
+            if epoch not in self._orders:
+                num_blocks = -(-self.source.num_samples // self._block)
+                generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
+                while len(self._orders) > 1:
+                    del self._orders[next(iter(self._orders))]
+                self._orders[epoch] = generator.permutation(num_blocks).astype(np.int64, copy=False)
+            return self._orders[epoch]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from persistent_ops.demo.synthetic import DLRM_POOLING
 
-from .records import IntArray, Records
+from .records import Records
 
 __all__ = ["MLPERF_HOTNESS", "NUM_DENSE", "checked", "checked_tables"]
 
@@ -30,7 +31,7 @@ def checked_tables(num_rows: Sequence[int], hotness: Sequence[int]) -> tuple[tup
 
 def checked(
     dense: npt.NDArray[np.float32],
-    ids: IntArray,
+    ids: npt.NDArray[np.integer[Any]],
     labels: npt.NDArray[np.float32],
     *,
     num_rows: Sequence[int],
@@ -49,14 +50,19 @@ def checked(
     """
     if bad := _first(~np.isfinite(dense)):
         raise ValueError(f"{where('dense', bad[0])}: dense column {bad[1]} is {dense[bad]}; expected a finite number")
+    if ids.dtype not in (np.int32, np.int64):
+        ids = ids.astype(np.int64)
     features = np.repeat(np.arange(len(hotness)), hotness)
-    if bad := _first(ids < 0):
-        raise ValueError(
-            f"{where('ids', bad[0])}: an id of feature {features[bad[1]]} is {ids[bad]}; expected at least 0"
-        )
+    if ids.size and ids.min() < 0 and (bad := _first(ids < 0)):
+        feature = features[bad[1]]
+        raise ValueError(f"{where('ids', bad[0])}: an id of feature {feature} is {ids[bad]}; expected at least 0")
     if bad := _first((labels != 0) & (labels != 1)):
         raise ValueError(f"{where('labels', bad[0])}: the label is {labels[bad]}; expected 0 or 1")
-    return Records(dense, ids % np.asarray(num_rows, np.int64)[features], labels)
+    # Of the ids' dtype where that reaches so far: then there is no copy of all of them.
+    table_rows = np.asarray(num_rows, ids.dtype if max(num_rows) <= np.iinfo(ids.dtype).max else np.int64)[features]
+    if (ids >= table_rows).any():  # a division takes many times as long as a comparison, and most files need none
+        ids = ids % table_rows
+    return Records(dense, ids, labels)
 
 
 def _first(is_bad: npt.NDArray[np.bool_]) -> tuple[int, ...] | None:

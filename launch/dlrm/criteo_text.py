@@ -67,7 +67,7 @@ class CriteoText:
 
     def read(self, numbers: IntArray) -> Records:
         """See `Source`."""
-        return Records(self._dense[numbers], self._rows[numbers].astype(np.int64), self._labels[numbers])
+        return Records(self._dense[numbers], self._rows[numbers], self._labels[numbers])
 
     def identity(self) -> dict[str, Any]:
         """See `Source`."""

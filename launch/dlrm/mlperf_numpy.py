@@ -90,7 +90,7 @@ class NumpyDay:
         """See `Source`."""
         return checked(
             np.ascontiguousarray(self._dense[numbers]),
-            np.concatenate([ids[numbers] for ids in self._features], axis=1).astype(np.int64),
+            np.concatenate([ids[numbers] for ids in self._features], axis=1),
             self._labels[numbers].reshape(len(numbers)).astype(np.float32),
             num_rows=self.num_rows,
             hotness=self.hotness,

@@ -62,7 +62,7 @@ class RawFile:
         found = np.asarray(self._records[numbers])
         return checked(
             np.ascontiguousarray(found["dense"]),
-            found["ids"].astype(np.int64),
+            found["ids"],
             _labels(found["label"]),
             num_rows=self.num_rows,
             hotness=self.hotness,

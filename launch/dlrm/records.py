@@ -21,13 +21,13 @@ class Records:
 
     Attributes:
         dense: `[n, num_dense]`, float32, finite.
-        rows: `[n, sum of hotness]`, int64: the columns of feature 0, then those of feature 1, and so on. A negative
-            number is no lookup.
+        rows: `[n, sum of hotness]`, int32 or int64: the columns of feature 0, then those of feature 1, and so on. A
+            negative number is no lookup.
         labels: `[n]`, float32, 0 or 1.
     """
 
     dense: npt.NDArray[np.float32]
-    rows: IntArray
+    rows: npt.NDArray[np.integer[Any]]
     labels: npt.NDArray[np.float32]
 
 
@@ -92,15 +92,22 @@ def feature_major(records: Records, hotness: Sequence[int], dtype: torch.dtype =
         hotness: columns of `records.rows` that each feature has.
         dtype: of values and lengths, torch.int64 or torch.int32.
     """
-    values, lengths = [], []
-    for columns in np.split(records.rows, np.cumsum(hotness)[:-1], axis=1):
-        is_lookup = columns >= 0
-        values.append(columns[is_lookup])  # row by row, which is sample by sample
-        lengths.append(is_lookup.sum(axis=1))
+    integer = np.int32 if dtype == torch.int32 else np.int64
+    features = np.split(records.rows, np.cumsum(hotness)[:-1], axis=1)
+    if records.rows.size == 0 or records.rows.min() >= 0:  # nothing is left out, as in all formats but text
+        values = np.empty(records.rows.size, integer)
+        ends = np.cumsum([columns.size for columns in features])[:-1]
+        for columns, own in zip(features, np.split(values, ends), strict=True):
+            own.reshape(columns.shape)[:] = columns  # row by row, which is sample by sample
+        lengths = np.repeat(np.asarray(hotness, integer), len(records.rows))
+    else:
+        are_lookups = [columns >= 0 for columns in features]
+        values = np.concatenate([columns[own] for columns, own in zip(features, are_lookups, strict=True)])
+        lengths = np.concatenate([own.sum(axis=1) for own in are_lookups])
     return Batch(
         torch.from_numpy(records.dense),
-        torch.from_numpy(np.concatenate(values)).to(dtype),
-        torch.from_numpy(np.concatenate(lengths)).to(dtype),
+        torch.from_numpy(values).to(dtype),
+        torch.from_numpy(lengths).to(dtype),
         torch.from_numpy(records.labels),
     )
 
