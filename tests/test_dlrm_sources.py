@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
 from dlrm.click_log import ClickLog
 from dlrm.criteo_text import CriteoText
-from dlrm.mlperf_numpy import NumpyDay, numpy_day
+from dlrm.mlperf_numpy import NumpyDay, numpy_day, numpy_days
 from dlrm.raw import RawFile, write_raw
 from dlrm.records import Joined, Records, Source, Span
 
@@ -266,6 +266,21 @@ def test_what_is_written_raw_is_read_again(tmp_path: Path) -> None:
 
 
 # ---- parts and joins -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_day_validates_and_tests(tmp_path: Path) -> None:
+    logs = [drawn_log(length, seed=length) for length in (7, 4, 11)]
+    for day, log in enumerate(logs):
+        write_day(tmp_path, day, log)
+    train, validation, test = numpy_days(tmp_path, 3, num_rows=ROWS)
+    assert [each.num_samples for each in (train, validation, test)] == [11, 6, 5]
+    assert same_records(read(train, [7]), logs[1].expected([0]))
+    assert same_records(read(validation, [0, 5]), logs[2].expected([0, 5]))
+    assert same_records(read(test, [0, 4]), logs[2].expected([6, 10]))
+    with pytest.raises(ValueError, match="num_days must be at least 2"):
+        numpy_days(tmp_path, 1, num_rows=ROWS)
+    with pytest.raises(FileNotFoundError, match="neither day_3_sparse"):
+        numpy_days(tmp_path, 4, num_rows=ROWS)
 
 
 def test_days_behind_one_another_and_spans_of_them(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from .checks import NUM_DENSE, checked, checked_tables
-from .records import IntArray, Records
+from .records import IntArray, Joined, Records, Source, Span
 
-__all__ = ["NumpyDay", "numpy_day"]
+__all__ = ["NumpyDay", "numpy_day", "numpy_days"]
 
 _LOCAL_HEADER_BYTES = 30  # of a zip member, before its name (PKWARE's APPNOTE, 4.3.7)
 _Array = np.ndarray[Any, Any]
@@ -38,6 +38,29 @@ def numpy_day(folder: str | Path, day: int, *, num_rows: Sequence[int]) -> Numpy
         raise FileNotFoundError(f"{folder} has neither {multi_hot.name} nor {one_hot.name}")
     sparse = multi_hot if multi_hot.exists() else one_hot
     return NumpyDay(folder / f"day_{day}_dense.npy", sparse, folder / f"day_{day}_labels.npy", num_rows=num_rows)
+
+
+def numpy_days(folder: str | Path, num_days: int = 24, *, num_rows: Sequence[int]) -> tuple[Source, Source, Source]:
+    """Open the days 0 to num_days - 1, divided as MLPerf does it.
+
+    Args:
+        folder: of the files; see `numpy_day`.
+        num_days: at least 2.
+        num_rows: of the tables.
+
+    Returns:
+        What trains, which is all days but the last; what validates, the first half of the last day, the larger one
+        where they differ; and what tests, the rest of it.
+
+    Raises:
+        ValueError, OSError: see `NumpyDay`; or there are too few days, or samples in the last one.
+    """
+    if num_days < 2:
+        raise ValueError(f"num_days must be at least 2, as the last one does not train, got {num_days}")
+    days = [numpy_day(folder, day, num_rows=num_rows) for day in range(num_days)]
+    last = days.pop()
+    half = -(-last.num_samples // 2)
+    return Joined(days), Span(last, 0, half), Span(last, half, last.num_samples - half)
 
 
 class NumpyDay:

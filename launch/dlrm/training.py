@@ -19,6 +19,7 @@ from .batches import Batches, Position
 from .embedding import EmbeddingModule
 from .metrics import all_predictions, auroc
 from .model import DenseModel
+from .records import Batch
 
 __all__ = ["History", "Plan", "Training"]
 
@@ -153,12 +154,14 @@ class Training:
         self._embedding.train(False)
         scores, labels = [], []
         stream = self._evaluation.stream((0, 0), (1, 0), self._device)
-        with torch.no_grad(), contextlib.closing(stream):
-            for batch in stream:
-                scores.append(self._model(batch.dense, self._embedding(batch.values, batch.lengths)).float())
-                labels.append(batch.labels)
-        self._model.train(modes[0])
-        self._embedding.train(modes[1])
+        try:
+            with torch.no_grad(), contextlib.closing(stream):
+                for batch in stream:
+                    scores.append(self._model(batch.dense, self._embedding(batch.values, batch.lengths)).float())
+                    labels.append(batch.labels)
+        finally:
+            self._model.train(modes[0])
+            self._embedding.train(modes[1])
         # Logits rank as probabilities do, and keep apart what rounds to the same probability.
         logits, clicks = all_predictions(torch.cat(scores), torch.cat(labels))
         loss = F.binary_cross_entropy_with_logits(logits.double(), clicks.double())
@@ -188,7 +191,7 @@ class Training:
         self.history = History(list(found.losses), list(found.evaluations))
         self._shares.clear()
 
-    def _train(self, batch: Any, batch_size: int) -> torch.Tensor:
+    def _train(self, batch: Batch, batch_size: int) -> torch.Tensor:
         """Make one step; return this PE's share of the loss."""
         self._optimizer.zero_grad()
         self._embedding.optimizer.zero_grad()
