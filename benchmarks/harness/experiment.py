@@ -34,7 +34,7 @@ from .tracing import timeline_of, timeline_path, write_timeline
 from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
 
-__all__ = ["Experiment", "Options", "Trial", "measure"]
+__all__ = ["Experiment", "LeftOut", "Options", "Trial", "measure"]
 
 _HEAP_MARGIN = 256 << 20  # flags, the operators' packets, small buffers, alignment
 _CEILING_ROUNDS = 5
@@ -70,6 +70,10 @@ class Options:
     tune: Grid = ()
     tune_mode: str = "product"
     traces: bool = False
+
+
+class LeftOut(Exception):
+    """A method cannot be timed here, through no fault of ours; the message says why. Raised by `Trial.subject`."""
 
 
 class Trial(ABC):
@@ -215,6 +219,10 @@ class Experiment(ABC, Generic[_Case]):
         """Return what the read ceiling reads: much more than the L2 cache holds."""
         return torch.zeros(self.read_bytes[self.backend] // 4, dtype=torch.int32, device=self.device)
 
+    def updated_rows(self) -> Sequence[int]:
+        """Return the bytes of rows in `source` that the update ceiling changes; none where it is not measured."""
+        return ()
+
     def begin(self) -> None:
         """Do what comes between the ceilings and the first case; collective, and not where a Tuning is sought."""
 
@@ -299,6 +307,7 @@ class Experiment(ABC, Generic[_Case]):
         self.ceilings, ways = measure_ceilings(
             self.world,
             source,
+            updated_rows=self.updated_rows(),
             store_bytes=self.store_bytes[self.backend],
             rounds=_CEILING_ROUNDS,
             burst_seconds=self.options.burst_ms * 4e-3,
@@ -351,14 +360,19 @@ class Experiment(ABC, Generic[_Case]):
         """Record the methods; what cannot be is one of the failures."""
         subjects: dict[str, Subject] = {}
         for name in trial.methods:
-            problem = None
+            problem, reason = None, None
             try:
                 subjects[name] = trial.subject(self.world, name, self._repeated(trial.calls(name)))
+            except LeftOut as error:
+                reason = str(error)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            problem = agree(self.world.bootstrap, problem)
-            if problem is not None:
+            problem, reason = agree(self.world.bootstrap, problem), agree(self.world.bootstrap, reason)
+            if problem is not None or reason is not None:
                 subjects.pop(name, None)
+            if reason is not None:
+                self.write("left_out", what=f"{trial.title}, {name}", problem=reason)
+            if problem is not None:
                 failures.append(f"{name}, could not be prepared: {problem}")
         return subjects
 
