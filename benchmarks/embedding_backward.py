@@ -1,4 +1,8 @@
-"""Benchmark of embedding_all_to_all's backward pass: persistent-ops bench embedding_backward [OPTIONS]. See README.md."""
+"""Benchmark of embedding_all_to_all's backward pass: persistent-ops bench embedding_backward [OPTIONS].
+
+See README.md beside it. "fused" is the backward pass alone, without autograd: inversion and launch, in a graph of its
+own (`embedding.backward_methods` says how); "forward_backward" goes through autograd, both passes in one graph.
+"""
 
 from __future__ import annotations
 
@@ -132,6 +136,8 @@ class Backward(Trial):
             self._state = self._state.view(-1) if width == 1 else self._state
         self._tables, optimizer = training.optimizer(config, case.optimizer)
         self._ours = OurBackward(world, config, self._tables, optimizer, self._sets, self._gradients)
+        if any(name in methods for name in ("inversion", "kernel", "kernel_alone")):
+            self._ours.take_apart()
         self._exchange = Exchange(world, config, device)
         self._torch: TorchUpdate | None = None
         if "unfused_torch" in methods:

@@ -95,7 +95,7 @@ class Reference:
 
 
 def _sums(columns: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums in fp64 of the gradients `[B, D]` whose lookups are in each slot, and how many they are `[n, 1]`."""
+    """Return fp64 sums `[n, D]` of the gradients `[B, D]` of each slot's lookups, and how many they are `[n, 1]`."""
     samples = torch.arange(slots.numel(), device=slots.device) // (slots.numel() // columns.shape[0])
     sums = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=slots.device)
     sums.index_add_(0, slots, columns.double()[samples])
@@ -134,7 +134,7 @@ class _Rows:
             root = self.state.sqrt()
             step = sums / (root + EPS)
             # d(g / sqrt(s)) = dg / sqrt(s) - g / (2 s) / sqrt(s) ds
-            step_off = sums_off / root + step.abs() * (self.off / (2 * self.state) + 8 * fp32)
+            step_off = sums_off / root + step.abs() * (self.off / (2 * self.state) + 16 * fp32)
         updated = (self.rows - RATE * step).to(self._dtype).double()
         self.rows_off = self.rows_off + RATE * step_off + 4 * self._unit * (self.rows.abs() + 1e-3) * (counts > 0)
         self.rows = torch.where(counts > 0, updated, self.rows)

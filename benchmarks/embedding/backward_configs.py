@@ -1,7 +1,7 @@
 """The cases of the backward pass, and the least that one has to move.
 
-A PE has N lookups of U rows, in tables of rows of w bytes; O are the bytes of its part of the batch's gradient, which is
-also what all PEs together bring for its own tables; P is the number of PEs.
+A PE has N lookups of U rows, in tables of rows of w bytes; O are the bytes of its part of the batch's gradient, which
+is also what all PEs together bring for its own tables; P is the number of PEs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Moved:
 def backward_moves(config: Config, optimizer: str, world_size: int, *, rows: float, sectors: float) -> Moved:
     """Return what a backward pass moves at the least.
 
-    The gradient is read once, what peers bring is written and read once, rows and their states are read and written, and
-    indices are read: (3 - 2 / P) O + 2 U (w + state) + 8 N in all.
+    The gradient is read once, what peers bring is written and read once, rows and their states are read and written,
+    and indices are read: (3 - 2 / P) O + 2 U (w + state) + 8 N in all.
 
     Args:
         config: shape.

@@ -70,7 +70,7 @@ class OurBackward:
             "dim_per_rank": [config.tables * config.dim] * world.size,
             "dtype": config.torch_dtype,
         }
-        self._parts: dict[int, _Parts] = {}
+        self._parts: list[_Parts] = []
         self._alone: BackwardPlan | None = None
 
     @property
@@ -101,13 +101,21 @@ class OurBackward:
             )
             result.backward(self._gradients[number])
 
+    def take_apart(self) -> None:
+        """Make the backward pass of every set, for what follows; collective."""
+        for number in range(len(self._sets)):
+            with _overheard() as calls:
+                self.backward(number)
+            self._parts.append(_Parts(*calls["invert"], *calls["launch"]))
+        self._alone = self._plan_alone(self._parts[0].plan)
+
     def inversion(self, number: int) -> None:
         """Sort a set's lookups by row."""
-        self._parts_of(number).invert()
+        self._parts[number].invert()
 
     def kernel(self, number: int) -> None:
         """Launch the kernel with lookups that were sorted before."""
-        self._parts_of(number).launch()
+        self._parts[number].launch()
 
     def kernel_alone(self, number: int, received: torch.Tensor) -> None:
         """Launch the kernel as a team of one, which exchanges nothing and waits for nobody.
@@ -116,18 +124,9 @@ class OurBackward:
             number: of the set.
             received: `[B, T * D]`, the gradient of the whole batch for this PE's tables.
         """
-        parts = self._parts_of(number)
-        if self._alone is None:
-            self._alone = self._plan_alone(parts.plan)
+        assert self._alone is not None
+        parts = self._parts[number]
         self._alone.launch(received, *parts.arguments[1:], **parts.options)
-
-    def _parts_of(self, number: int) -> _Parts:
-        """Return the parts of a set's backward pass, which is made the first time."""
-        if number not in self._parts:
-            with _overheard() as calls:
-                self.backward(number)
-            self._parts[number] = _Parts(*calls["invert"], *calls["launch"])
-        return self._parts[number]
 
     def _plan_alone(self, plan: BackwardPlan) -> BackwardPlan:
         """Return the plan for a team of one with the same tables."""

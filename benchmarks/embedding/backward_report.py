@@ -33,12 +33,12 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
                 f"parts of the backward pass, {pes} PEs: us of each alone",
                 ("config",),
                 (
-                    "whole",
+                    "all",
                     "inversion",
                     "kernel",
                     "without\nexchange",
                     "library's\nexchange",
-                    "sending\nlimit",
+                    "sending,\nbound",
                     "hidden",
                 ),
                 blocks,
@@ -79,7 +79,7 @@ def _time_table(
         ]
         blocks.append((heads, cells))
     return case_table(
-        f"{pes} PEs: time per call, the least bytes of HBM and NVLink per PE, and what they take at this run's ceilings",
+        f"{pes} PEs: time per call, least bytes of HBM and NVLink per PE, and the bound at this run's ceilings",
         ("config, optimizer, indices", "method"),
         ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", "x best\npeer"),
         blocks,
