@@ -136,7 +136,8 @@ class _Rows:
             # d(g / sqrt(s)) = dg / sqrt(s) - g / (2 s) / sqrt(s) ds
             step_off = sums_off / root + step.abs() * (self.off / (2 * self.state) + 16 * fp32)
         updated = (self.rows - RATE * step).to(self._dtype).double()
-        self.rows_off = self.rows_off + RATE * step_off + 4 * self._unit * (self.rows.abs() + 1e-3) * (counts > 0)
+        rounding = 4 * self._unit * (torch.maximum(self.rows.abs(), updated.abs()) + 1e-3)
+        self.rows_off = self.rows_off + RATE * step_off + rounding * (counts > 0)
         self.rows = torch.where(counts > 0, updated, self.rows)
 
     @staticmethod
