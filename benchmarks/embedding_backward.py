@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -143,6 +143,7 @@ class Backward(Trial):
         if "unfused_torch" in methods:
             self._torch = TorchUpdate(config, case.optimizer, storage, self._state, self._sets)
         self._reference = Reference(world, config, case.optimizer, self._sets)
+        self._own_stream = torch.cuda.Stream() if is_gpu else None
         self._digests: dict[int, list[int]] = {}  # by passes over the sets
 
     @property
@@ -184,8 +185,7 @@ class Backward(Trial):
         """Return the stream of a method that goes through autograd."""
         if name.startswith("fbgemm"):
             return None if self._fbgemm is None else self._fbgemm.stream
-        is_own = name == "forward_backward" and self._world.backend.name == "cuda"
-        return torch.cuda.Stream() if is_own else None
+        return self._own_stream if name == "forward_backward" else None
 
     def subject(self, world: World, name: str, calls: list[Callable[[], object]]) -> Subject:
         """Return a graph of the calls, or plain calls of an eager method."""
@@ -218,7 +218,7 @@ class Backward(Trial):
                             self._exchange.gradient(self._gradients[number])
                         self.run(name, number)
 
-            failures_of, share = self._compare(name, once, 1)
+            failures_of, share = self._compare(name, once, 1, is_replay=False)
             failures += failures_of
             worst[name in _OURS] = max(worst[name in _OURS], share)
         return {
@@ -235,7 +235,7 @@ class Backward(Trial):
             # What the kernel without an exchange is given in a graph is the gradient of one set for all.
             if name not in ("inversion", "exchange", "kernel_alone") and not name.endswith("_eager"):
                 passes = subject.calls // len(self._sets)
-                failures += self._compare(f"{name}, a replay", subject.replay, passes)[0]
+                failures += self._compare(name, subject.replay, passes, is_replay=True)[0]
         return failures
 
     def check_tuned(self, name: str) -> list[str]:
@@ -251,13 +251,14 @@ class Backward(Trial):
         self._world.check()
         return digest([*self._tables, *self._ours.states])
 
-    def _compare(self, what: str, act: Callable[[], object], passes: int) -> tuple[list[str], float]:
+    def _compare(
+        self, name: str, act: Callable[[], object], passes: int, *, is_replay: bool
+    ) -> tuple[list[str], float]:
         """Run on tables as they were at first; collective. Returns failures, and the share of what rounding explains.
 
         The operator's methods must all leave the same bits; the first is compared with the reference.
         """
-        name = what.split(",")[0]
-        is_ours = name in _OURS
+        is_ours, what = name in _OURS, f"{name}, " + ("a replay: " if is_replay else "")
         states = self._ours.states if is_ours else self._peer_states()
         self._training.reset(self._case.config, states)
         self._world.barrier()
@@ -266,16 +267,16 @@ class Backward(Trial):
         tensors = [*self._tables, *states]
         if is_ours and passes in self._digests:
             failed = digest(tensors) != self._digests[passes]
-            return ([f"{what}: other bits in tables or states than the operator's first method"] if failed else []), 0.0
+            return ([f"{what}other bits in tables or states than the operator's first method"] if failed else []), 0.0
         if is_ours:
             self._digests[passes] = digest(tensors)
         looked_at = None
-        if what != name:
+        if is_replay:
             count = self._case.config.tables
             looked_at = sorted({round(i * (count - 1) / (_SAMPLE - 1)) for i in range(_SAMPLE)})
         order = [*self._order] * passes
         share, where = self._reference.difference(self._tables, states, order, looked_at=looked_at)
-        wrong = f"{what}: {where} is {share:.3g} times as far from the fp64 reference as rounding explains"
+        wrong = f"{what}{where} is {share:.3g} times as far from the fp64 reference as rounding explains"
         return ([] if share <= 1 else [wrong]), share
 
     def _peer_states(self) -> list[torch.Tensor]:
@@ -374,15 +375,38 @@ class EmbeddingBackward(Experiment[Case]):
                 self.write("left_out", what="FBGEMM", problem=problem)
 
     def source(self) -> torch.Tensor:
-        return self._training.storage(max(self._shapes, key=lambda shape: shape.tables * shape.rows * shape.row_bytes))
+        largest = max(self._shapes, key=lambda shape: shape.tables * shape.rows * shape.row_bytes)
+        self._training.reset(largest, [])
+        return self._training.storage(largest)
 
     def updated_rows(self) -> Sequence[int]:
         sizes = {shape.row_bytes for shape in self._shapes}
         return sorted(size for size in sizes if size & (size - 1) == 0)
 
-    def cases(self) -> Iterable[Case]:
-        cases: list[Case] = self.options.cases(self.backend)
-        return cases
+    def cases(self) -> Iterator[Case]:
+        for case in self.options.cases(self.backend):
+            problem = agree(self.world.bootstrap, self._why_no_room(case))
+            if problem is None:
+                yield case
+            else:
+                self.write(
+                    "left_out", what=f"{case.config.name}, {case.optimizer}, {case.distribution}", problem=problem
+                )
+
+    def _why_no_room(self, case: Case) -> str | None:
+        """Return why a case does not fit into this GPU's memory beside what graphs hold, or None."""
+        if self.backend != "cuda":
+            return None
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        need = self._training.room(case.config, case.optimizer, self._methods) + num_sets(case.config) * (
+            2 * case.config.output_bytes
+        )
+        if need <= free:
+            return None
+        return (
+            f"needs about {need / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free; fewer --rows or --methods help"
+        )
 
     def prepare(self, case: Case) -> Backward:
         return Backward(self.world, case, self._methods, self._training, self.ceilings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -97,6 +97,21 @@ class Training:
             tables = list(self.storage(config).split(config.rows))
             self._optimizers[key] = (tables, po.EmbeddingOptimizer(tables, algorithm, lr=RATE, eps=EPS))
         return self._optimizers[key]
+
+    def room(self, config: Config, algorithm: str, methods: Iterable[str]) -> int:
+        """Return about how many bytes a case takes that are not allocated yet, without gradients."""
+        tables = config.tables * config.rows * config.row_bytes
+        width = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": config.dim}[algorithm]
+        state = config.tables * config.rows * width * 4
+        need = 0 if (config.dim, config.torch_dtype) in self._storage else tables
+        need += 0 if (config.name, algorithm) in self._optimizers else state
+        has_fbgemm = any(name.startswith("fbgemm") for name in methods)
+        if has_fbgemm or "unfused_torch" in methods:
+            need += state
+        # FBGEMM allocates tables before it is given ours; torch's kernels keep sums and rows, in graphs and before.
+        fp32_rows = min(config.lookups, config.tables * config.rows) * config.dim * 4
+        own = (tables if has_fbgemm else 0, 4 * fp32_rows if "unfused_torch" in methods else 0)
+        return need + max(own) + 6 * config.output_bytes
 
     def reset(self, config: Config, states: Sequence[torch.Tensor]) -> None:
         """Make tables, and states of each of them (or none), what they are at first."""

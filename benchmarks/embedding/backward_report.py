@@ -47,10 +47,17 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
 
 
 def _groups(lines: Sequence[_Line], pes: int) -> dict[tuple[str, ...], dict[str, _Line]]:
-    """Return the "time" lines of a world by case, then by method."""
+    """Return the "time" lines of a world by case, then by method, without those that a check has found wrong."""
+    failed = {
+        (*[check[field] for field in _CASE], failure.split(", ")[1])  # "PE 0, method, what is wrong"
+        for check in select(lines, "check", pes=pes)
+        for failure in check["failures"]
+    }
     groups: dict[tuple[str, ...], dict[str, _Line]] = {}
     for line in select(lines, "time", pes=pes):
-        groups.setdefault(tuple(line[field] for field in _CASE), {})[line["method"]] = line
+        case = tuple(line[field] for field in _CASE)
+        if (*case, line["method"]) not in failed:
+            groups.setdefault(case, {})[line["method"]] = line
     return groups
 
 
