@@ -148,7 +148,7 @@ class Backward(Trial):
 
     @property
     def title(self) -> str:
-        return f"{self._case.config.name}, {self._case.optimizer}, {self._case.distribution}"
+        return self._case.title
 
     # ---- methods -----------------------------------------------------------------------------------------------------
 
@@ -321,11 +321,12 @@ class EmbeddingBackward(Experiment[Case]):
     quick_help = f"few rounds, uniform indices, tables of {_QUICK_ROWS} rows"
     operator = OPERATOR
     tuned_methods = ("fused",)
-    tunable = ("fused", "forward_backward")
+    tunable = ("fused",)
     knobs: ClassVar = {"occupancy": ("work_groups", ()), "slice": ("slice_samples", (1, 2, 4, 8, 16, 32))}
     correct = (
         "correct: tables and states are what fp64 gives, at most {worst_share:.2g} of what rounding explains away (the "
-        "peers' {worst_share_of_peers:.2g}); the operator leaves the same bits with and without autograd, in graphs, by its kernel alone, without the exchange"
+        "peers' {worst_share_of_peers:.2g}); the operator leaves the same bits with and without autograd, in graphs, "
+        "by its kernel alone and without the exchange"
     )
     preparing = "tables and ceilings"
     store_bytes: ClassVar[Mapping[str, int]] = {"cuda": 512 << 20, "host": 1 << 20}
@@ -389,9 +390,7 @@ class EmbeddingBackward(Experiment[Case]):
             if problem is None:
                 yield case
             else:
-                self.write(
-                    "left_out", what=f"{case.config.name}, {case.optimizer}, {case.distribution}", problem=problem
-                )
+                self.write("left_out", what=case.title, problem=problem)
 
     def _why_no_room(self, case: Case) -> str | None:
         """Return why a case does not fit into this GPU's memory beside what graphs hold, or None."""
@@ -399,9 +398,8 @@ class EmbeddingBackward(Experiment[Case]):
             return None
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        need = self._training.room(case.config, case.optimizer, self._methods) + num_sets(case.config) * (
-            2 * case.config.output_bytes
-        )
+        gradients = num_sets(case.config) * 2 * case.config.output_bytes  # and the reference's
+        need = self._training.room(case.config, case.optimizer, self._methods) + gradients
         if need <= free:
             return None
         return (

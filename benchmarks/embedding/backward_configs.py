@@ -38,6 +38,10 @@ class Case:
     optimizer: str
     distribution: str
 
+    @property
+    def title(self) -> str:
+        return f"{self.config.name}, {self.optimizer}, {self.distribution}"
+
 
 @dataclass(frozen=True)
 class Moved:
