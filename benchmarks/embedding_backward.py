@@ -27,7 +27,7 @@ from embedding.backward_methods import OPERATOR, OurBackward
 from embedding.backward_peers import Exchange, Fbgemm, TorchUpdate, why_no_fbgemm
 from embedding.backward_report import draw_shares, tables
 from embedding.configs import Config
-from embedding.inputs import DISTRIBUTIONS, draw_lookups, num_sets
+from embedding.inputs import DISTRIBUTIONS, LookupSet, draw_lookups, num_sets
 from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized
 from harness.ceilings import H200, Ceilings
 from harness.command import names, run_benchmark
@@ -98,11 +98,20 @@ class Backward(Trial):
         case: what is measured.
         methods: that are wanted, and can be had here.
         training: the tables.
+        sets: the lookups.
+        fbgemm: with these tables; None where it is not among the methods.
         ceilings: of this run.
     """
 
     def __init__(
-        self, world: World, case: Case, methods: Sequence[str], training: Training, ceilings: Ceilings
+        self,
+        world: World,
+        case: Case,
+        methods: Sequence[str],
+        training: Training,
+        sets: list[LookupSet],
+        fbgemm: Fbgemm | None,
+        ceilings: Ceilings,
     ) -> None:
         config = case.config
         self._world, self._case, self._training, self._ceilings = world, case, training, ceilings
@@ -114,22 +123,15 @@ class Backward(Trial):
         }
         self.methods = methods
         device, is_gpu = world.backend.device, world.backend.name == "cuda"
-        self._sets = [
-            draw_lookups(config, case.distribution, seed=1_000_003 * world.rank + 101 * number + 7, device=device)
-            for number in range(num_sets(config))
-        ]
-        self._order = range(len(self._sets))
+        self._sets, self._fbgemm = sets, fbgemm
+        self._order = range(len(sets))
         self._gradients = [
             draw_gradient(config, world.size, rank=world.rank, number=number, device=device) for number in self._order
         ]
         touched = count_touched(config, self._sets)
         self._touched = Touched(*(max(gather(world.bootstrap, number)) for number in touched))
         storage = training.storage(config)
-        # What FBGEMM allocates for a moment comes before the states of others.
-        self._fbgemm: Fbgemm | None = None
-        if any(name.startswith("fbgemm") for name in methods):
-            self._fbgemm = Fbgemm(config, case.optimizer, storage, self._sets, is_gpu=is_gpu)
-        self._state = None if self._fbgemm is None else self._fbgemm.state
+        self._state = None if fbgemm is None else fbgemm.state
         if self._state is None and "unfused_torch" in methods and case.optimizer != "sgd":
             width = config.dim if case.optimizer == "adagrad" else 1
             self._state = torch.zeros(storage.shape[0], width, device=device)
@@ -210,6 +212,8 @@ class Backward(Trial):
         for name in self.methods:
             if name in ("inversion", "exchange"):
                 continue  # the kernel shows the one, the peers the other
+            if f"{name}_eager" in self.methods:
+                continue  # the same calls; the graph is compared when it is there
 
             def once(name: str = name) -> None:
                 with on_stream(self._stream(name)):
@@ -307,6 +311,11 @@ class Backward(Trial):
         return found
 
 
+def without_fbgemm(methods: Sequence[str]) -> tuple[str, ...]:
+    """Return the methods that do not need FBGEMM."""
+    return tuple(name for name in methods if not name.startswith("fbgemm"))
+
+
 def _limit(ceilings: Ceilings, moved: Moved) -> tuple[float, str]:
     seconds, by = ceilings.limit_seconds(read_bytes=moved.read, updated_bytes=moved.updated, sent_bytes=moved.sent)
     return seconds * 1e6, by
@@ -372,7 +381,7 @@ class EmbeddingBackward(Experiment[Case]):
         if any(name.startswith("fbgemm") for name in self._methods):
             problem = agree(self.world.bootstrap, why_no_fbgemm())
             if problem is not None:
-                self._methods = tuple(name for name in self._methods if not name.startswith("fbgemm"))
+                self._methods = without_fbgemm(self._methods)
                 self.write("left_out", what="FBGEMM", problem=problem)
 
     def source(self) -> torch.Tensor:
@@ -407,7 +416,28 @@ class EmbeddingBackward(Experiment[Case]):
         )
 
     def prepare(self, case: Case) -> Backward:
-        return Backward(self.world, case, self._methods, self._training, self.ceilings)
+        config, world = case.config, self.world
+        sets = [
+            draw_lookups(config, case.distribution, seed=1_000_003 * world.rank + 101 * number + 7, device=self.device)
+            for number in range(num_sets(config))
+        ]
+        # FBGEMM comes first: what it allocates for tables is given up before others need room for states.
+        methods, fbgemm = self._methods, None
+        if any(name.startswith("fbgemm") for name in methods):
+            fbgemm, problem = self._make_fbgemm(case, sets)
+            if problem is not None:
+                methods, fbgemm = without_fbgemm(methods), None
+                self.write("left_out", what=f"{case.title}, FBGEMM", problem=problem)
+        return Backward(world, case, methods, self._training, sets, fbgemm, self.ceilings)
+
+    def _make_fbgemm(self, case: Case, sets: list[LookupSet]) -> tuple[Fbgemm | None, str | None]:
+        """Return it, or why some PE has none; collective."""
+        made, problem, storage = None, None, self._training.storage(case.config)
+        try:
+            made = Fbgemm(case.config, case.optimizer, storage, sets, is_gpu=self.backend == "cuda")
+        except Exception as error:  # another library's, of any version
+            problem = f"{type(error).__name__}: {error}"
+        return made, agree(self.world.bootstrap, problem)
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
 

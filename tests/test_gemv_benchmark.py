@@ -327,6 +327,7 @@ def test_without_symmetric_memory_its_methods_are_left_out(monkeypatch: pytest.M
         raise RuntimeError("no peer access")
 
     methods, shapes, harness = module("gemv.methods"), module("gemv.shapes"), module("harness.symmetric_memory")
+    monkeypatch.setattr(symmetric_memory, "get_backend", lambda device: "CUDA")
     monkeypatch.setattr(symmetric_memory, "empty", fail)
     monkeypatch.setattr(harness, "agree", lambda bootstrap, problem: problem)
     world = SimpleNamespace(size=2, rank=0, bootstrap=None)

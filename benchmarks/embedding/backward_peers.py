@@ -148,6 +148,9 @@ class Fbgemm:
         sets: the lookups.
         is_gpu: the backend.
 
+    Raises:
+        Exception: of any type; it cannot be made here.
+
     Attributes:
         stream: to call it on; None on the host.
         state: what it has allocated for states, `[T * R]` or `[T * R, D]`; None under SGD.
@@ -173,12 +176,14 @@ class Fbgemm:
             device=storage.device,
         )
         place = "dev" if is_gpu else "host"
-        getattr(self._module, f"weights_{place}").data = storage.view(-1)
+        weights = getattr(self._module, f"weights_{place}")
+        if weights.numel() != storage.numel():
+            raise RuntimeError(f"its tables have {weights.numel()} elements, not {storage.numel()}")
+        weights.data = storage.view(-1)
         self.state: torch.Tensor | None = None
         if algorithm != "sgd":
-            self.state = getattr(self._module, f"momentum1_{place}").data.view(config.tables * config.rows, -1)
-            if algorithm == "rowwise_adagrad":
-                self.state = self.state.view(-1)
+            shape = (len(storage),) if algorithm == "rowwise_adagrad" else storage.shape
+            self.state = getattr(self._module, f"momentum1_{place}").data.view(shape)
         self.stream = torch.cuda.Stream() if is_gpu else None
         self._pooled: dict[int, torch.Tensor] = {}
 
