@@ -232,6 +232,40 @@ def test_what_of_fbgemm_cannot_be_captured_is_left_out_and_its_eager_calls_are_t
     assert line["problem"] == "PE 0: FBGEMM was not captured: operation not permitted when stream is capturing"
 
 
+def test_what_cannot_be_made_or_has_no_room_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("embedding_backward")
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise NotImplementedError("no such table here")
+
+    def no_room(self: Any, case: Any) -> str | None:
+        return "needs more than there is" if case.optimizer == "adagrad" else None
+
+    monkeypatch.setattr(module, "Fbgemm", fail)
+    monkeypatch.setattr(module, "why_no_fbgemm", lambda: None)
+    monkeypatch.setattr(module.EmbeddingBackward, "_why_no_room", no_room)
+    arguments = ("--optimizers", "adagrad,sgd", "--methods", "fused,fbgemm", "--pes", "1")
+    assert run(*SMALL, *arguments, "--out", str(tmp_path)) == 0
+    assert [(line["optimizer"], line["method"]) for line in lines_of(tmp_path, "time")] == [("sgd", "fused")]
+    assert [(line["what"], line["problem"]) for line in lines_of(tmp_path, "left_out")] == [
+        ("B512_T32_P10, adagrad, uniform", "PE 0: needs more than there is"),
+        ("B512_T32_P10, sgd, uniform, FBGEMM", "PE 0: NotImplementedError: no such table here"),
+    ]
+
+
+def test_the_room_of_a_case_is_what_it_allocates() -> None:
+    """With FBGEMM for a moment twice the tables; later the states of the operator and those that the peers share."""
+    configs, inputs = map(importlib.import_module, ("embedding.configs", "embedding.backward_inputs"))
+    config = configs.Config("small", 8, 2, 1, dim=16, rows=10_000)
+    training = inputs.Training([config], torch.device("cpu"), 0)
+    tables, buffers = 2 * 10_000 * 64, 6 * 8 * 2 * 64
+    assert training.room(config, "sgd", ["fused"]) == tables + buffers
+    assert training.room(config, "adagrad", ["fused", "fbgemm"]) == 4 * tables + buffers
+    assert training.room(config, "rowwise_adagrad", ["fused"]) == tables + tables // 16 + buffers
+    training.storage(config)
+    assert training.room(config, "sgd", ["fused"]) == buffers
+
+
 # ---- options, bounds, ceilings ---------------------------------------------------------------------------------------
 
 
