@@ -160,17 +160,15 @@ class RadixPass {
       }
       // @inversion-tells-tile
       count_store_relaxed_gpu(tile_word(tile, digit), (tile == 0 ? kOfAll : kOfTile) | count);
-      group_.shared.staged_places[digit] = count;  // of no thread but this one until they are places
+      group_.shared.shifts[digit] = count;  // until find_shifts, of this thread alone
       own += count;
     }
     uint64_t total;
     auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) {
-      const uint32_t count = group_.shared.staged_places[digit];
       group_.shared.staged_places[digit] = place;
-      group_.shared.shifts[digit] = count;  // the same
-      place += count;
+      place += group_.shared.shifts[digit];
     }
     return total;
   }
