@@ -88,6 +88,7 @@ _LONG = (
     "sparse_embedding_train",
     "embedding_sanitizer",
     "ddp_sparse_hook",
+    "dlrm_training",
 )
 
 # Files and functions, likewise; half a minute and more with eight workers on a GPU.

@@ -1,0 +1,146 @@
+"""A training's state on disk: the dense part in one file, the tables through torch.distributed.checkpoint.
+
+A checkpoint is a folder step-N.X, which is complete once the file `latest` names it:
+
+    training.pt    what all PEs have alike, written by rank 0
+    embedding/     tables and the states of their optimizer, each PE's part written by itself; another number of PEs
+                   can read them where the module's state dicts say which part of a table a PE has
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from .embedding import EmbeddingModule
+
+__all__ = ["Progress", "load", "save"]
+
+_POINTER = "latest"
+_WRITING = "writing"
+_FILE = "training.pt"
+_EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What all PEs have alike.
+
+    Attributes:
+        identity: what decides the losses.
+        step: steps so far.
+        epoch, batch: position of the next batch.
+        losses: of the steps so far.
+        evaluations: so far; see `History`.
+        model: state dict of the dense part.
+        optimizer: state dict of its optimizer.
+    """
+
+    identity: dict[str, Any]
+    step: int
+    epoch: int
+    batch: int
+    losses: list[float]
+    evaluations: list[dict[str, float]]
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
+    """Write a checkpoint and remove the one before; collective, in a folder that all PEs see.
+
+    Whoever interrupts it finds the one before.
+    """
+    writing = folder / _WRITING
+    if _rank() == 0:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    _meet()
+    with _quietly_alone():
+        dcp.save(_tables(embedding), checkpoint_id=writing / _EMBEDDING, no_dist=_is_alone())
+    _meet()
+    if _rank() == 0:
+        torch.save(dict(vars(progress)), writing / _FILE)
+        done = (
+            folder / f"step-{progress.step}.{secrets.token_hex(4)}"
+        )  # a step may be saved again by a resumed training
+        writing.rename(done)
+        beside = folder / f"{_POINTER}.part"
+        beside.write_text(done.name)
+        os.replace(beside, folder / _POINTER)
+        for other in folder.glob("step-*"):
+            if other != done:
+                shutil.rmtree(other, ignore_errors=True)
+    _meet()
+
+
+def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule, device: torch.device) -> Progress:
+    """Read the latest checkpoint; collective. Tables and the states of their optimizer are taken over.
+
+    Args:
+        folder: of the checkpoints.
+        identity: of this training.
+        embedding: whose tables are loaded, once the identity is right.
+        device: of the returned tensors.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it is of another training.
+    """
+    try:
+        found = folder / (folder / _POINTER).read_text().strip()
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no checkpoint in {folder}") from error
+    try:
+        progress = Progress(**torch.load(found / _FILE, map_location=device, weights_only=True))
+    except Exception as error:
+        raise ValueError(f"{found} is no checkpoint of this program: {error}") from error
+    changed = [name for name in identity if progress.identity.get(name) != identity[name]]
+    if changed:
+        told = "; ".join(f"{name} {progress.identity.get(name)!r}, not {identity[name]!r}" for name in changed)
+        raise ValueError(f"{found} is of another training: {told}")
+    tables = _tables(embedding)
+    try:
+        with _quietly_alone():
+            dcp.load(tables, checkpoint_id=found / _EMBEDDING, no_dist=_is_alone())
+    except dcp.CheckpointException as error:
+        told = "; ".join(f"PE {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise ValueError(f"{found / _EMBEDDING} cannot be loaded into these tables: {told}") from error
+    embedding.load_state_dict(tables["tables"])
+    embedding.optimizer.load_state_dict(tables["optimizer"])
+    return progress
+
+
+def _tables(embedding: EmbeddingModule) -> dict[str, Any]:
+    return {"tables": embedding.state_dict(), "optimizer": embedding.optimizer.state_dict()}
+
+
+@contextlib.contextmanager
+def _quietly_alone() -> Iterator[None]:
+    """Keep torch from warning that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized()
+
+
+def _rank() -> int:
+    return 0 if _is_alone() else dist.get_rank()
+
+
+def _meet() -> None:
+    if not _is_alone():
+        dist.barrier()

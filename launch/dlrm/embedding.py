@@ -1,0 +1,124 @@
+"""What the training asks of an embedding module, and the plain one of a single process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ["EmbeddingModule", "EmbeddingOptimizer", "PlainEmbedding"]
+
+
+class EmbeddingOptimizer(Protocol):
+    """What the training asks of the tables' optimizer: the part of torch.optim.Optimizer that schedulers use too.
+
+    A fused one updates rows in the backward pass; `step` and `zero_grad` then have next to nothing to do.
+
+    Attributes:
+        param_groups: with the learning rate of each group at "lr".
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients; called before the forward pass."""
+
+    def step(self) -> Any:
+        """Update the tables; called behind the backward pass."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, those of rows that no step has touched yet included."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take states over."""
+
+
+class EmbeddingModule(Protocol):
+    """What the training asks of an embedding module, an `nn.Module` whose tables may be spread over the PEs.
+
+    Its forward pass is called once a step on every PE, with the lookups of the PE's own samples, of which there may be
+    none; its backward pass by autograd, likewise once and on every PE. In between, and only there, gradients of the
+    dense part are exchanged by DistributedDataParallel.
+
+    Each PE's loss is the sum over its samples, times the number of PEs, divided by the samples of the *global* batch:
+    DistributedDataParallel takes the mean over the PEs. A module that sums a row's gradients over the PEs must divide
+    by the number of PEs too, or its updates are that many times too large.
+
+    Attributes:
+        optimizer: of the tables.
+        training: of every `nn.Module`: false in an evaluation, which has no backward pass.
+    """
+
+    optimizer: EmbeddingOptimizer
+    training: bool
+
+    def __call__(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Run `forward`: pool the lookups of this PE's B samples.
+
+        Args:
+            values: `[n]`, int32 or int64, feature by feature, sample by sample.
+            lengths: `[T * B]`, of the same dtype: lengths[t * B + b] lookups are feature t's in sample b.
+
+        Returns:
+            `[B, sum of D]`, the features' pooled rows in the order of features, whatever the tables' placement.
+        """
+
+    def train(self, mode: bool = True) -> Any:
+        """Set `training`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tables, each under its name; a PE's part of one as torch.distributed.checkpoint takes it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take tables over."""
+
+
+class PlainEmbedding(nn.Module):
+    """Tables that one process holds whole, pooled by `embedding_bag` and updated by an optimizer of torch's.
+
+    The reference for modules that spread them. Rows of a table of R rows begin uniformly between -1/sqrt(R) and
+    1/sqrt(R), as in MLPerf's reference.
+
+    Args:
+        num_rows: of the tables, one for each feature.
+        dims: widths of the tables.
+        optimizer: makes the optimizer of the tables; their gradients are sparse.
+        seed: of the first rows.
+        device: of the tables.
+        names: of the tables in the state dict; "0" to T-1 where there are none.
+    """
+
+    def __init__(
+        self,
+        num_rows: Sequence[int],
+        dims: Sequence[int],
+        optimizer: Callable[[Iterable[nn.Parameter]], EmbeddingOptimizer],
+        *,
+        seed: int = 0,
+        device: torch.device | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        names = list(map(str, range(len(num_rows)))) if names is None else names
+        self.tables = nn.ParameterDict()
+        for number, (name, rows, dim) in enumerate(zip(names, num_rows, dims, strict=True)):
+            # A generator for each, so that a PE that has some of the tables can begin with the same rows.
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + 1 + number)
+            bound = 1.0 / math.sqrt(rows)
+            self.tables[name] = nn.Parameter(torch.empty(rows, dim).uniform_(-bound, bound, generator=generator))
+        self.to(device)
+        self.optimizer = optimizer(self.parameters())
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See `EmbeddingModule`; reads lengths on the host."""
+        per_feature = lengths.unflatten(0, (len(self.tables), -1))
+        counts = per_feature.sum(dim=1).tolist()
+        pooled = []
+        for table, own, each in zip(self.tables.values(), values.split(counts), per_feature, strict=True):
+            offsets = F.pad(each.cumsum(0, dtype=values.dtype), (1, 0))
+            pooled.append(F.embedding_bag(own, table, offsets, mode="sum", sparse=True, include_last_offset=True))
+        return torch.cat(pooled, dim=1)

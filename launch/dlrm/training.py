@@ -1,0 +1,246 @@
+"""The loop: batches, forward, backward, both optimizers, evaluations, checkpoints; on one process or several."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from . import checkpoint
+from .batches import Batches, Position
+from .embedding import EmbeddingModule
+from .metrics import all_predictions, auroc
+from .model import DenseModel
+from .records import Batch
+
+__all__ = ["History", "Plan", "Training"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a training goes on, and what happens on the way.
+
+    Attributes:
+        epochs: to train until.
+        most_steps: to stop at, if that is earlier; None for all.
+        evaluate_every: steps between evaluations; 0 for one at the end alone.
+        checkpoint_every: steps between checkpoints; 0 for one at the end alone.
+        folder: of the checkpoints, which all PEs must see; None for no checkpoints.
+        losses_every: steps between sums of the losses over the PEs, for which the host waits.
+    """
+
+    epochs: int = 1
+    most_steps: int | None = None
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    folder: Path | None = None
+    losses_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("evaluate_every", 0), ("checkpoint_every", 0), ("losses_every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.most_steps is not None and self.most_steps < 1:
+            raise ValueError(f"most_steps must be at least 1, got {self.most_steps}")
+
+
+@dataclass
+class History:
+    """What a training gave, the same on every PE.
+
+    Attributes:
+        losses: the mean binary cross-entropy of each step's global batch.
+        evaluations: of each, "step" (how many were done), "auc" and "loss" over all samples that evaluate.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+class Training:
+    """A DLRM and its way through the batches.
+
+    The dense part is under DistributedDataParallel where torch.distributed has several PEs; the tables are the
+    embedding module's. `EmbeddingModule` says how gradients are scaled. All methods are collective.
+
+    Args:
+        model: the dense part, the same on every PE.
+        embedding: gives the pooled embeddings, and has the tables' optimizer.
+        optimizer: of the dense part.
+        batches: to train with.
+        evaluation: samples that evaluate; None for no evaluations. Without a seed, its order is the source's.
+        device: of all tensors.
+        identity: what else decides the losses, such as learning rates; a checkpoint with another is refused.
+
+    Attributes:
+        history: of the training, also of what was done before it was resumed.
+        step: steps so far.
+        position: of the next batch.
+
+    Raises:
+        ValueError: the samples have other columns than the model.
+    """
+
+    def __init__(
+        self,
+        model: DenseModel,
+        embedding: EmbeddingModule,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        *,
+        evaluation: Batches | None = None,
+        device: torch.device | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
+            if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
+                raise ValueError(
+                    f"the model is one of {model.sizes.num_dense} dense columns and {len(model.sizes.dims)} features, "
+                    f"and the samples have {source.num_dense} and {len(source.num_rows)}"
+                )
+        self._model = model
+        self._embedding = embedding
+        self._optimizer = optimizer
+        self._batches = batches
+        self._evaluation = evaluation
+        self._device = device or torch.device("cpu")
+        self._identity = {"batches": batches.identity(), "sizes": model.sizes.identity(), **(identity or {})}
+        self._num_pes = dist.get_world_size() if dist.is_initialized() else 1
+        self._dense = DistributedDataParallel(model) if self._num_pes > 1 else model
+        self._shares: list[torch.Tensor] = []
+        self.history = History()
+        self.step = 0
+        self.position: Position = (0, 0)
+
+    def run(self, plan: Plan, show: Callable[[int, float], None] | None = None) -> History:
+        """Train until the plan's end.
+
+        Args:
+            plan: of the training; a resumed one goes on to its end.
+            show: called now and then with the number of steps and the last loss.
+
+        Raises:
+            ValueError: the plan's end lies behind, a loss is not finite, or the data is malformed.
+        """
+        end = self._end(plan)
+        if self.position >= end:
+            raise ValueError(f"the plan ends with step {self._step_of(end)}, and {self.step} have been done")
+        with contextlib.closing(self._batches.stream(self.position, end, self._device)) as stream:
+            for batch in stream:
+                self._shares.append(self._train(batch, self._batches.size(self.position[1])))
+                self.position = self._batches.after(self.position)
+                self.step += 1
+                self._look_up(plan, is_last=self.position == end, show=show)
+        return self.history
+
+    def evaluate(self) -> dict[str, float]:
+        """Return loss and AUC over the samples that evaluate, whatever their batches and the number of PEs.
+
+        Raises:
+            ValueError: there are no such samples, or a prediction is NaN.
+        """
+        if self._evaluation is None:
+            raise ValueError("evaluation: the training has no samples to evaluate with")
+        modes = self._model.training, self._embedding.training
+        self._model.train(False)
+        self._embedding.train(False)
+        scores, labels = [], []
+        stream = self._evaluation.stream((0, 0), (1, 0), self._device)
+        try:
+            with torch.no_grad(), contextlib.closing(stream):
+                for batch in stream:
+                    scores.append(self._model(batch.dense, self._embedding(batch.values, batch.lengths)).float())
+                    labels.append(batch.labels)
+        finally:
+            self._model.train(modes[0])
+            self._embedding.train(modes[1])
+        # Logits rank as probabilities do, and keep apart what rounds to the same probability.
+        logits, clicks = all_predictions(torch.cat(scores), torch.cat(labels))
+        loss = F.binary_cross_entropy_with_logits(logits.double(), clicks.double())
+        return {"step": self.step, "auc": auroc(logits, clicks), "loss": float(loss)}
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; see `checkpoint.save`."""
+        self._sum_losses()
+        progress = checkpoint.Progress(
+            identity=self._identity,
+            step=self.step,
+            epoch=self.position[0],
+            batch=self.position[1],
+            losses=self.history.losses,
+            evaluations=self.history.evaluations,
+            model=self._model.state_dict(),
+            optimizer=self._optimizer.state_dict(),
+        )
+        checkpoint.save(folder, progress, self._embedding)
+
+    def resume(self, folder: Path) -> None:
+        """Go on from the latest checkpoint of a folder; ValueError where there is none, or one of another training."""
+        found = checkpoint.load(folder, self._identity, self._embedding, self._device)
+        self._model.load_state_dict(found.model)
+        self._optimizer.load_state_dict(found.optimizer)
+        self.step, self.position = found.step, (found.epoch, found.batch)
+        self.history = History(list(found.losses), list(found.evaluations))
+        self._shares.clear()
+
+    def _train(self, batch: Batch, batch_size: int) -> torch.Tensor:
+        """Make one step; return this PE's share of the loss."""
+        self._optimizer.zero_grad()
+        self._embedding.optimizer.zero_grad()
+        pooled = self._embedding(batch.values, batch.lengths)
+        logits = self._dense(batch.dense, pooled)
+        # A sum over no samples is 0, a mean is NaN: a PE may have none.
+        loss = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum") / batch_size
+        (loss * self._num_pes).backward()  # DDP takes the mean over the PEs
+        self._optimizer.step()
+        self._embedding.optimizer.step()
+        return loss.detach()
+
+    def _look_up(self, plan: Plan, *, is_last: bool, show: Callable[[int, float], None] | None) -> None:
+        """Sum losses, evaluate and save where that is due behind a step."""
+        evaluates = self._evaluation is not None and _is_due(self.step, plan.evaluate_every, is_last)
+        saves = plan.folder is not None and _is_due(self.step, plan.checkpoint_every, is_last)
+        if is_last or evaluates or saves or len(self._shares) >= plan.losses_every:
+            self._sum_losses()
+            if show is not None:
+                show(self.step, self.history.losses[-1])
+        if evaluates:
+            self.history.evaluations.append(self.evaluate())
+        if saves:
+            assert plan.folder is not None
+            self.save(plan.folder)
+
+    def _sum_losses(self) -> None:
+        """Move the losses that are still on the device into the history."""
+        if not self._shares:
+            return
+        sums = torch.stack(self._shares).double()
+        if self._num_pes > 1:
+            dist.all_reduce(sums)
+        self._shares.clear()
+        first = len(self.history.losses)
+        self.history.losses += sums.tolist()
+        for step, loss in enumerate(self.history.losses[first:], start=first + 1):
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"the loss of step {step} is {loss}: the training has diverged; lower the learning rate"
+                )
+
+    def _end(self, plan: Plan) -> Position:
+        steps = plan.epochs * self._batches.num_batches
+        return divmod(min(steps, plan.most_steps or steps), self._batches.num_batches)
+
+    def _step_of(self, position: Position) -> int:
+        return position[0] * self._batches.num_batches + position[1]
+
+
+def _is_due(step: int, every: int, is_last: bool) -> bool:
+    return is_last or (every > 0 and step % every == 0)
