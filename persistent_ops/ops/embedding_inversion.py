@@ -121,7 +121,7 @@ class Tuning:
         work_groups: None for as many as the GPU holds at once.
         threads: of a WG, on the GPU.
         work_groups_per_sm: for which registers are given out.
-        items: lookups of a thread in a tile; None for as many as leave a tile to every WG.
+        items: lookups of a thread in a tile, 1 to 4 or a multiple of 4; None for as many as leave a tile to every WG.
     """
 
     work_groups: int | None = None

@@ -57,9 +57,17 @@ class RadixPass {
       num_tiles = 0;
       for (int i = 0; i < group_.call.num_sources; ++i) num_tiles += group_.shared.made_tiles[i];
     }
+    Entry entries[kItems];
+    if (wg_.index() < num_tiles) load(wg_.index(), num_entries, entries);
     PO_NO_UNROLL
     for (int32_t tile = wg_.index(); tile < num_tiles; tile += wg_.count()) {
-      if (!sort_tile(tile, num_entries)) return false;
+      const TaskTrace trace(false);
+      const auto count = static_cast<int>(order(tile, entries));
+      const int32_t next = tile + wg_.count();
+      if (next < num_tiles) load(next, num_entries, entries);  // on their way meanwhile
+      if (!find_shifts(tile)) group_.give_up();
+      if (!group_.goes_on()) return false;
+      store(count);
     }
     return true;
   }
@@ -69,20 +77,15 @@ class RadixPass {
   PO_FN int first_digit() const { return min_of(wg_.rank() * ceil_div(kDigits, group_.num_threads()), kDigits); }
   PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
 
-  PO_FN bool sort_tile(int32_t tile, int32_t num_entries) {
-    const TaskTrace trace(false);
-    Entry entries[kItems];
+  // Puts a tile's entries in the order of their digits, in the WG's own memory. Returns how many there are.
+  PO_FN uint64_t order(int32_t tile, const Entry (&entries)[kItems]) const {
     uint32_t ranks[kItems];  // among the entries of the warp that have the digit
-    load(tile, num_entries, entries);
     rank(entries, ranks);
     wg_.sync();  // @inversion-ranked
-    const auto count = static_cast<int>(count_digits(tile));
+    const uint64_t count = count_digits(tile);
     wg_.sync();  // @inversion-counted
     stage(entries, ranks);
-    if (!find_shifts(tile)) group_.give_up();
-    if (!group_.goes_on()) return false;
-    store(count);
-    return true;
+    return count;
   }
 
   PO_FN void load(int32_t tile, int32_t num_entries, Entry (&entries)[kItems]) const {
@@ -143,7 +146,7 @@ class RadixPass {
 
   // From counters of each warp to how many entries of the warps before it have the digit; tells how many the tile has of each,
   // and finds their places in it. Returns the number of entries. A thread has some digits.
-  PO_FN uint64_t count_digits(int32_t tile) {
+  PO_FN uint64_t count_digits(int32_t tile) const {
     uint64_t own = 0;
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) {
@@ -157,17 +160,15 @@ class RadixPass {
       }
       // @inversion-tells-tile
       count_store_relaxed_gpu(tile_word(tile, digit), (tile == 0 ? kOfAll : kOfTile) | count);
-      group_.shared.staged_places[digit] = count;  // of no thread but this one until they are places
+      group_.shared.shifts[digit] = count;  // until find_shifts, of this thread alone
       own += count;
     }
     uint64_t total;
     auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) {
-      const uint32_t count = group_.shared.staged_places[digit];
       group_.shared.staged_places[digit] = place;
-      group_.shared.shifts[digit] = count;  // the same
-      place += count;
+      place += group_.shared.shifts[digit];
     }
     return total;
   }
