@@ -140,7 +140,8 @@ class OurBackward:
         )
         states = [self._optimizer.state(table) for table in self._tables]
         optimizer = self._optimizer
-        return BackwardPlan(
+        chosen = (optimizer._algorithm, optimizer._decay, optimizer._constants)
+        return BackwardPlan(self._world, alone, self._tables, states, *chosen)
             self._world, alone, self._tables, states, optimizer._algorithm, optimizer._decay, optimizer._constants
         )
 
