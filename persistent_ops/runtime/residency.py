@@ -1,0 +1,115 @@
+"""Which launches find room beside one another on a GPU, however their work-groups (WGs) come to lie.
+
+A launch waits for peers while it is resident. Two of them that may run at once must not keep each other from being resident as
+a whole, or PEs on which they came in different orders wait for each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Footprint", "Residency", "Sm", "room_beside"]
+
+_REGISTERS_AT_ONCE = 256  # that a warp takes
+_SHARED_AT_ONCE = 128  # bytes
+_SHARED_OF_SYSTEM = 1024  # bytes of each WG
+_WARP = 32
+# What an SM's memory may be divided into, in KiB of shared memory; a busy SM is not divided anew for a kernel that comes.
+_DIVISIONS = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
+
+
+class Sm(NamedTuple):
+    """What a streaming multiprocessor has; without bounds on the host."""
+
+    threads: int = 1 << 30
+    registers: int = 1 << 30
+    shared_bytes: int = 1 << 30
+    blocks: int = 32
+
+
+class Footprint(NamedTuple):
+    """What WGs of a kernel take of an SM.
+
+    Attributes:
+        threads, shared_bytes: of a WG.
+        registers: of a thread.
+        most: WGs that an SM holds when it holds nothing else.
+        overlaps: whether launches begin before those in front of them have ended: two kernels may then fill an SM.
+    """
+
+    threads: int
+    registers: int
+    shared_bytes: int
+    most: int
+    overlaps: bool = False
+
+    @property
+    def registers_of_wg(self) -> int:
+        warps = -(-self.threads // _WARP)
+        return warps * (-(-self.registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE)
+
+    @property
+    def shared_of_wg(self) -> int:
+        return -(-self.shared_bytes // _SHARED_AT_ONCE) * _SHARED_AT_ONCE + _SHARED_OF_SYSTEM
+
+
+def room_beside(sm: Sm, resident: Footprint, grid: int, own: Footprint) -> int:
+    """Return how many WGs of a kernel an SM has room for, whatever it holds of another launch.
+
+    Args:
+        sm: what there is.
+        resident, grid: the other launch, and its WGs.
+        own: the kernel.
+    """
+    if resident.overlaps:
+        return 0
+    count = min(resident.most, grid)
+    taken = count * resident.shared_of_wg
+    # The least that the other launch may have had the SM divided for.
+    shared = next((kib << 10 for kib in _DIVISIONS if kib << 10 >= taken), sm.shared_bytes)
+    free = (
+        (sm.threads - count * resident.threads) // own.threads,
+        (sm.registers - count * resident.registers_of_wg) // max(own.registers_of_wg, 1),
+        (min(shared, sm.shared_bytes) - taken) // own.shared_of_wg,
+        sm.blocks - count,
+    )
+    return max(0, min(*free))
+
+
+class Residency:
+    """What may be resident in a world: kernels of its workspace, and those of workspaces beside it.
+
+    Args:
+        sm: of the GPU.
+        num_sms: of it.
+    """
+
+    def __init__(self, sm: Sm, num_sms: int) -> None:
+        self._sm, self._num_sms = sm, num_sms
+        self._main: dict[Footprint, int] = {}  # with the most WGs
+        self._beside: dict[str, dict[Footprint, int]] = {}  # by workspace
+
+    def add(self, workspace: str, kernel: Footprint, grid: int) -> None:
+        """Take note of a launch; `workspace`: its name, "" for the world's own."""
+        noted = self._beside.setdefault(workspace, {}) if workspace else self._main
+        noted[kernel] = max(grid, noted.get(kernel, 0))
+
+    def fits(self) -> bool:
+        """Return whether all launches of workspaces beside the world's own find room, whatever that one's launch has.
+
+        One launch of each workspace at a time. Where an SM has room for r WGs beside all that the world's launch can have on
+        it, and there are fewer than r times the number of SMs still to come or there already, then some SM has fewer than r
+        of them: the next one finds room there.
+        """
+        kernels = [kernel for of_workspace in self._beside.values() for kernel in of_workspace]
+        if not kernels:
+            return True
+        needed = sum(max(of_workspace.values()) for of_workspace in self._beside.values())
+        largest = Footprint(
+            max(kernel.threads for kernel in kernels),
+            max(kernel.registers for kernel in kernels),
+            max(kernel.shared_bytes for kernel in kernels),
+            min(kernel.most for kernel in kernels),
+        )
+        rooms = (room_beside(self._sm, resident, grid, largest) for resident, grid in self._main.items())
+        return needed <= self._num_sms * min((largest.most, *rooms))
