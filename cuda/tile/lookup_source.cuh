@@ -16,7 +16,8 @@ struct LookupSource {
   int64_t samples;         // 0 where the launch was given up
   int64_t count;           // lookups that are here
   int64_t capacity;
-  int64_t left_out;  // lookups that the source has, where these are more than `capacity` and so none of them is here; else 0
+  int64_t
+      left_out;  // lookups that the source has, where these are more than `capacity` and so none of them is here; else 0
 };
 PO_DESCRIBE(LookupSource, indices, offsets, weights, first_sample, samples, count, capacity, left_out)
 

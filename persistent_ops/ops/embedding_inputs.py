@@ -113,13 +113,9 @@ class EmbeddingInputs:
         self.index_dtype = index_dtype
         self._bounds = bounds
         self.workspace = world.side_workspace(WORKSPACE)
-        state = OPERATOR.state(world)
-        if state.own is None:
-            state.own = _Made()
-        number = state.own.add(self)
         OPERATOR.prepare(world)
-        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, is_weighted, number)
-        self._agree()
+        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, is_weighted, 0)
+        self._layout = self._layout._replace(number=self._agree())
         self._generation = 0
         self._next = 0
         self._regions = [_Region(world) for _ in range(_REGIONS)]
@@ -129,17 +125,25 @@ class EmbeddingInputs:
     def capacity(self) -> tuple[tuple[int, ...], ...]:
         return self._capacity
 
-    def _agree(self) -> None:
-        """Raise where PEs passed something else."""
+    def _agree(self) -> int:
+        """Return which one this is in the world, the same on all PEs; raise where they passed something else."""
         world = self._world
+        state = OPERATOR.state(world)
+        if state.own is None:
+            state.own = _Made()
+        made: _Made = state.own
         world.meet(_AGREEMENT.contract(world.team), self.workspace)
-        told = world.bootstrap.exchange("embedding-inputs", repr((self._layout, self._first_capacity)).encode())
-        others = [pe for pe, raw in enumerate(told) if raw != told[world.rank]]
-        if others:
+        mine = [made.count, repr((self._layout, self._first_capacity))]
+        told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs", json.dumps(mine).encode())]
+        made.count = max(count for count, _ in told) + 1
+        other = next((pe for pe, (_, text) in enumerate(told) if text != mine[1]), None)
+        if other is not None:
             raise ValueError(
-                f"slots, num_features, max_batch, capacity, is_weighted, index_dtype: PE {others[0]} passed something else "
-                f"than PE {world.rank}: {told[others[0]].decode()} and {told[world.rank].decode()}"
+                "slots, num_features, max_batch, capacity, is_weighted, index_dtype: expected the same on all PEs, got "
+                f"{mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
             )
+        made.alive.add(self)
+        return made.count
 
     def _set_capacity(self, capacity: tuple[tuple[int, ...], ...]) -> None:
         """Make room for such messages in all regions; collective. What others hold of the last ones stays."""
@@ -199,11 +203,11 @@ class EmbeddingInputs:
         world = _world.for_call()
         inputs = self._checked(values, lengths, offsets, per_sample_weights, batch_per_rank)
         region = self._regions[self._next]
-        region.take()
-        self._next = (self._next + 1) % _REGIONS
+        region.order_behind_readers()
         lookups = Lookups(self, region, inputs, self._generation)
-        region.is_held = True
         lookups._launch(is_captured=world.workspace.is_capturing())
+        region.is_held = True
+        self._next = (self._next + 1) % _REGIONS
         return lookups
 
     def _checked(
@@ -304,20 +308,14 @@ class EmbeddingInputs:
 
 
 class _Made:
-    """All `EmbeddingInputs` of a world."""
+    """All `EmbeddingInputs` of a world; `count`: how many PEs have made."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[EmbeddingInputs] = weakref.WeakSet()
-        self._count = 0
-
-    def add(self, made: EmbeddingInputs) -> int:
-        """Return its number, the same on all PEs."""
-        self._alive.add(made)
-        self._count += 1
-        return self._count
+        self.alive: weakref.WeakSet[EmbeddingInputs] = weakref.WeakSet()
+        self.count = 0
 
     def forget(self) -> None:
-        for made in self._alive:
+        for made in self.alive:
             made._forget()
 
 
@@ -379,8 +377,8 @@ class _Region:
         words = world.backend.private_words(world.size * self._words)
         self.sources = words.view(world.size, self._words)
 
-    def take(self) -> None:
-        """Order what the current stream does next behind the last reader."""
+    def order_behind_readers(self) -> None:
+        """Order what the current stream does next behind the last one."""
         if self.is_held:
             raise RuntimeError(
                 "embedding_inputs: the lookups of the last call but one have not been released; call release() behind the "
@@ -433,13 +431,9 @@ class Lookups:
         report = 0 if is_captured else ctypes.addressof(region.report)
         region.report.state = 0
         split = given.batch_per_rank or ()
-        try:
-            plan.launch(
-                given.values, given.bounds, given.weights, given.samples, split, region.offset, self.sources, report
-            )
-        except BaseException:
-            region.is_held = False
-            raise
+        plan.launch(
+            given.values, given.bounds, given.weights, given.samples, split, region.offset, self.sources, report
+        )
         if inputs._world.backend.name == "cuda":
             self._arrived = _Moment(inputs._world.backend.device)
         if is_captured:
