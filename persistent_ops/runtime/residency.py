@@ -97,9 +97,9 @@ class Residency:
     def fits(self) -> bool:
         """Return whether all launches of workspaces beside the world's own find room, whatever that one's launch has.
 
-        One launch of each workspace at a time. Where an SM has room for r WGs beside all that the world's launch can have on
-        it, and there are fewer than r times the number of SMs still to come or there already, then some SM has fewer than r
-        of them: the next one finds room there.
+        One launch of each workspace at a time. Where every SM has room for r WGs beside whatever the world's launch has on
+        it, and these are at most r times as many as SMs, then until all are resident some SM has fewer than r of them: the
+        next one finds room there.
         """
         kernels = [kernel for of_workspace in self._beside.values() for kernel in of_workspace]
         if not kernels:
