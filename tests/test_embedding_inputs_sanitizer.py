@@ -206,9 +206,9 @@ struct Pe {
     call.regions_offset = regions[launch % kRegions];
     call.sources = sources[launch % kRegions].data();
     call.report = &report;
+    call.report_number = static_cast<uint64_t>(launch) + 7;
     call.contract_hash = is_other ? 0x5a5b : 0x5a5a;
     call.contract_word = launch;
-    report.state = 0;
     const auto wgs = static_cast<int>(options.number("--wgs"));
     const auto threads = static_cast<int>(options.number("--threads"));
     if (has_offsets) {
@@ -225,7 +225,7 @@ struct Pe {
         driver::fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank,
                      launch + i);
       }
-      if (report.state != 1 || report.is_aborted != 1) {
+      if (report.state != static_cast<uint64_t>(launch + i * kRegions) + 7 || report.is_aborted != 1) {
         driver::fail(driver::kWrongReport, "PE %d, launch %ld: the host is not told", rank, launch + i);
       }
       for (const po::LookupSource& source : sources[launch % kRegions]) {
@@ -241,7 +241,7 @@ struct Pe {
 
   void check_report(int64_t launch) const {
     const bool is_told = report.full_source == 1 && report.full_owner == 0 && report.full_capacity == 1;
-    if (report.state != 1 || (options.number("--full") != 0 ? !is_told : report.full_source >= 0)) {
+    if (report.state != static_cast<uint64_t>(launch) + 7 || (options.number("--full") != 0 ? !is_told : report.full_source >= 0)) {
       driver::fail(driver::kWrongReport, "PE %d, launch %ld: told of PE %ld's message to PE %ld", rank, launch,
                    report.full_source, report.full_owner);
     }

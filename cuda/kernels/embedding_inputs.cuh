@@ -91,7 +91,7 @@ PO_FN void publish(const Plan& plan, const Call& call) {
   report.full_owner = full[1];
   report.full_count = full[2];
   report.full_capacity = full[3];
-  flag_store_release_sys(&report.state, 1);
+  flag_store_release_sys(&report.state, call.report_number);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------

@@ -336,15 +336,15 @@ class _Moment:
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event()
-        self._stream = torch.cuda.current_stream(device)
+        self.stream = torch.cuda.current_stream(device)
         self._device = device
-        self._capture = capture_of(self._stream.cuda_stream)
-        self.event.record(self._stream)
+        self._capture = capture_of(self.stream.cuda_stream)
+        self.event.record(self.stream)
 
     def order_behind(self) -> None:
         """Let the current stream wait for it, but between captures, or a capture and eager launches: see `StreamOrder`."""
         here = torch.cuda.current_stream(self._device)
-        if here != self._stream and capture_of(here.cuda_stream) == self._capture:
+        if here != self.stream and capture_of(here.cuda_stream) == self._capture:
             here.wait_event(self.event)
 
 
@@ -354,6 +354,7 @@ class _Region:
     Attributes:
         memory, offset: in this PE's part of the heap.
         sources: `[size, ...]`, int64: LookupSource of the kernels.
+        num_launches: that were to fill it.
         is_held: whether lookups are there that have not been released.
     """
 
@@ -361,6 +362,7 @@ class _Region:
         self._world = world
         self._nbytes = 0
         self.is_held = False
+        self.num_launches = 0
         self._released: _Moment | None = None
         description = OPERATOR.description
         self._words = ctypes.sizeof(description.structs["LookupSource"]) // 8
@@ -429,10 +431,19 @@ class Lookups:
         self._memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
         plan = inputs._plan(given, self._memory, self.sources)
         report = 0 if is_captured else ctypes.addressof(region.report)
-        region.report.state = 0
+        region.num_launches += 1
+        self._report_number = region.num_launches
         split = given.batch_per_rank or ()
         plan.launch(
-            given.values, given.bounds, given.weights, given.samples, split, region.offset, self.sources, report
+            given.values,
+            given.bounds,
+            given.weights,
+            given.samples,
+            split,
+            region.offset,
+            self.sources,
+            report,
+            self._report_number,
         )
         if inputs._world.backend.name == "cuda":
             self._arrived = _Moment(inputs._world.backend.device)
@@ -467,6 +478,10 @@ class Lookups:
         if self._is_released or self._generation != self._inputs._generation:
             return
         self._is_released = True
+        if self._given is not None and self._arrived is not None:  # it may not have ended
+            for tensor in (self._given.values, self._given.bounds, self._given.weights):
+                if tensor is not None:
+                    tensor.record_stream(self._arrived.stream)
         self._given = None
         self._region.release()
 
@@ -512,11 +527,11 @@ class Lookups:
         self._given = None
 
     def _await_report(self) -> Any:
-        report, looks = self._region.report, 0
-        while not report.state:
+        report, number, looks = self._region.report, self._report_number, 0
+        while report.state != number:
             looks += 1  # asking for the launch's end costs more than a look
             is_over = self._arrived is None or (looks % _LOOKS == 0 and self._arrived.event.query())
-            if is_over and not report.state:
+            if is_over and report.state != number:
                 self._inputs.workspace.raise_failure()
                 raise PeerTimeoutError(_GIVEN_UP)
         if report.is_aborted:

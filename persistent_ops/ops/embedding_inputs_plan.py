@@ -317,6 +317,7 @@ class InputsPlan(Plan):
         regions_offset: int,
         sources: torch.Tensor,
         report: int,
+        report_number: int,
     ) -> None:
         """Launch on the current stream; see `Call` of the kernel. Bad input is left to `Workspace.raise_pending`."""
         call = self._call
@@ -324,5 +325,6 @@ class InputsPlan(Plan):
         call.weights = 0 if weights is None else weights.data_ptr()
         call.num_values, call.samples = values.numel(), samples
         call.regions_offset, call.sources, call.report = regions_offset, sources.data_ptr(), report
+        call.report_number = report_number
         call.contract_hash, call.contract_word = self._contract_words(batch_per_rank)
         self._workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call, raises_input_errors=False)

@@ -106,7 +106,7 @@ PO_DESCRIBE(Plan, team, slots, owners, senders, num_features, max_samples, chunk
 enum Longest : int { kPieces = 0, kFullOwner = 1, kFullCount = 2, kFullCapacity = 3, kNumLongest = 4 };
 PO_CONSTANT(kNumLongest)
 
-// What a launch tells the host; `state` last.
+// What a launch tells the host; `state`, a number by which the host knows the launch, last.
 struct Report {
   uint64_t state;
   uint64_t is_aborted;
@@ -126,11 +126,12 @@ struct Call {
   uint64_t regions_offset;  // of this PE's regions, in its heap
   LookupSource* sources;    // [size]
   Report* report;           // null: that there is no room is bad input
+  uint64_t report_number;   // what `state` becomes
   uint64_t contract_hash;
   int64_t contract_word;
 };
-PO_DESCRIBE(Call, values, bounds, weights, num_values, samples, regions_offset, sources, report, contract_hash,
-            contract_word)
+PO_DESCRIBE(Call, values, bounds, weights, num_values, samples, regions_offset, sources, report, report_number,
+            contract_hash, contract_word)
 
 enum Check : int { kCheckAddedUp = 0, kCheckFound = 1, kNumChecks = 2 };
 
