@@ -19,6 +19,7 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops import embedding_inputs
+from persistent_ops.ops.embedding_inputs_lookups import fields_of_source
 from persistent_ops.ops.embedding_inputs_plan import OPERATOR, Tuning
 from persistent_ops.runtime.workspace import Workspace
 
@@ -126,7 +127,7 @@ class _Snapshot:
 
     def is_poisoned(self) -> bool:
         """No samples, no lookups, and offsets that are 0."""
-        fields = embedding_inputs._fields()
+        fields = fields_of_source()
         told = [self._region.sources[:, fields[name]] for name in ("samples", "count")]
         return not any(bool(each.any()) for each in told)
 
@@ -501,13 +502,17 @@ def test_exchanges_beside_forward_passes(backend: str) -> None:
     assert in_world(_beside, 2, backend) == [[], []]
 
 
-def _one_after_the_other() -> list[Any]:
+def _one_after_the_other(is_beside: bool) -> list[Any]:
     """Exchanges a batch ahead of the forward passes that would read it, whose PEs are late in turn."""
     rank, world = po.rank(), po.world_size()
     case = Case("ahead")
     inputs = make(case)
     table = torch.ones(16, 4, device=po.device())
     indices, offsets = torch.arange(8, device=po.device()) % 16, torch.arange(9, device=po.device())
+    if is_beside:
+        with torch.no_grad(), _exchange(inputs, case, 0, "lengths"):
+            po.embedding_all_to_all([table], indices, offsets)
+        assert inputs.run_beside()
     side = torch.cuda.Stream() if po.backend() == "cuda" else None
     problems = []
 
@@ -524,6 +529,9 @@ def _one_after_the_other() -> list[Any]:
             lookups, following = following, send((step + 1) % NUM_ITERATIONS)
             if step % world == rank:
                 time.sleep(0.01)
+            if side is not None:  # on one PE the exchange begins first, on the next one the forward pass
+                with torch.cuda.stream(side if (step + rank) % 2 else torch.cuda.current_stream()):
+                    torch.cuda._sleep(3_000_000)
             with lookups:
                 result = po.embedding_all_to_all([table], indices, offsets)
                 if (wrong := problem(case, step % NUM_ITERATIONS, arrived(lookups))) is not None:
@@ -535,8 +543,9 @@ def _one_after_the_other() -> list[Any]:
     return problems
 
 
-def test_a_batch_ahead_of_the_forward_pass(backend: str) -> None:
-    assert in_world(_one_after_the_other, 3, backend) == [[]] * 3
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_batch_ahead_of_the_forward_pass(backend: str, is_beside: bool) -> None:
+    assert in_world(_one_after_the_other, 3, backend, is_beside) == [[]] * 3
 
 
 def _given_up_apart() -> list[Any]:

@@ -8,8 +8,8 @@ from mutations import Condition, Drop, Relaxed, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
-// Runs the host build of embedding_inputs with all PEs as threads of one process. What has arrived is read, and compared, by
-// a thread of its own, beside the next launch: that is what two regions in turn are for.
+// Runs the host build of embedding_inputs with all PEs as threads of one process. What has arrived is read and checked
+// by a thread of its own, beside the next launch: that is what two regions in turn are for.
 #include <optional>
 
 #include "driver.h"
@@ -114,7 +114,7 @@ struct Pe {
     plan.no_offsets = no_offsets.data();
   }
 
-  // ---- what there is -------------------------------------------------------------------------------------------------
+  // ---- what there is -----------------------------------------------------------------------------------------------
 
   int64_t num_slots(int pe) const { return pe == options.number("--bare-pe") ? 0 : options.number("--slots"); }
   int64_t feature_of(int pe, int64_t slot) const { return (pe + slot * 2) % num_features; }
@@ -145,7 +145,7 @@ struct Pe {
     plan.team.network = network.get();
   }
 
-  // ---- launches ------------------------------------------------------------------------------------------------------
+  // ---- launches ----------------------------------------------------------------------------------------------------
 
   void run() {
     for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
@@ -241,7 +241,8 @@ struct Pe {
 
   void check_report(int64_t launch) const {
     const bool is_told = report.full_source == 1 && report.full_owner == 0 && report.full_capacity == 1;
-    if (report.state != static_cast<uint64_t>(launch) + 7 || (options.number("--full") != 0 ? !is_told : report.full_source >= 0)) {
+    const bool is_right = options.number("--full") != 0 ? is_told : report.full_source < 0;
+    if (report.state != static_cast<uint64_t>(launch) + 7 || !is_right) {
       driver::fail(driver::kWrongReport, "PE %d, launch %ld: told of PE %ld's message to PE %ld", rank, launch,
                    report.full_source, report.full_owner);
     }

@@ -1,4 +1,4 @@
-"""What an input exchange needs again at every call: layout and room of regions, kernel, and the plan in device memory."""
+"""What an input exchange needs again at every call: layout of regions, kernel, and the plan in device memory."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def _bad_index(record: Any) -> IndexError:
 
 def _bad_offset(record: Any) -> IndexError:
     return IndexError(
-        f"offsets: feature {record.outer}, sample {record.inner} has offset {record.value}, but offsets must start at 0, "
-        f"not fall, and end at the number of values, {record.limit}"
+        f"offsets: feature {record.outer}, sample {record.inner} has offset {record.value}, but offsets must start "
+        f"at 0, not fall, and end at the number of values, {record.limit}"
     )
 
 
 def _bad_length(record: Any) -> IndexError:
     return IndexError(
-        f"lengths: feature {record.outer}, sample {record.inner} has length {record.value}, which is not within 0 to the "
-        f"number of values, {record.limit}"
+        f"lengths: feature {record.outer}, sample {record.inner} has length {record.value}, which is not within 0 to "
+        f"the number of values, {record.limit}"
     )
 
 

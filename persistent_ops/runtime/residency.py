@@ -1,7 +1,7 @@
 """Which launches find room beside one another on a GPU, however their work-groups (WGs) come to lie.
 
-A launch waits for peers while it is resident. Two of them that may run at once must not keep each other from being resident as
-a whole, or PEs on which they came in different orders wait for each other.
+A launch waits for peers while it is resident. Two of them that may run at once must not keep each other from being
+resident as a whole, or PEs on which they came in different orders wait for each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _REGISTERS_AT_ONCE = 256  # that a warp takes
 _SHARED_AT_ONCE = 128  # bytes
 _SHARED_OF_SYSTEM = 1024  # bytes of each WG
 _WARP = 32
-# What an SM's memory may be divided into, in KiB of shared memory; a busy SM is not divided anew for a kernel that comes.
+# What an SM's memory may be divided into, in KiB of shared memory; a busy SM is not divided anew for a kernel that
+# comes.
 _DIVISIONS = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
@@ -97,9 +98,9 @@ class Residency:
     def fits(self) -> bool:
         """Return whether all launches of workspaces beside the world's own find room, whatever that one's launch has.
 
-        One launch of each workspace at a time. Where every SM has room for r WGs beside whatever the world's launch has on
-        it, and these are at most r times as many as SMs, then until all are resident some SM has fewer than r of them: the
-        next one finds room there.
+        One launch of each workspace at a time. Where every SM has room for r WGs beside whatever the world's launch
+        has on it, and these are at most r times as many as SMs, then until all are resident some SM has fewer than r
+        of them: the next one finds room there.
         """
         kernels = [kernel for of_workspace in self._beside.values() for kernel in of_workspace]
         if not kernels:

@@ -48,6 +48,7 @@ _admitted = threading.local()  # the world whose operators this thread may call:
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
 _BARRIER = Operator("barrier", ())
+_BESIDE = Operator("agreement on launches side by side", (), has_kernel=False)
 _SIDE = Operator("opening of a workspace beside the world's own", (), has_kernel=False)
 _SIDE_READY_WORDS = 64
 
@@ -72,7 +73,7 @@ class World:
         self.workspace = Workspace(backend, bootstrap, self.heap, operator_timeout)
         self._side_workspaces: dict[str, Workspace] = {}
         self._residency = Residency(backend.sm, backend.num_sms)
-        self._runs_beside = True
+        self._runs_beside = False
         self._told: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self.workspace.admit = self._admit
         backend.waits.interrupted = self._interrupted
@@ -108,8 +109,8 @@ class World:
     def side_workspace(self, name: str) -> Workspace:
         """Return a workspace beside the world's own; collective the first time.
 
-        Its launches and those of the world's own run side by side where they find room together, whatever is resident
-        first; otherwise they are put in the order of the calls. Errors are raised by calls on it, and by `check`.
+        Its launches and those of the world's own are put in the order of the calls, until the PEs agree to run them
+        side by side. Errors are raised by calls on it, and by `check`.
         """
         side = self._side_workspaces.get(name)
         if side is None:
@@ -122,17 +123,29 @@ class World:
             side.peers_changed(*self._told)
         return side
 
-    def _admit(self, workspace: Workspace, kernel: Kernel, grid: int, *, name: str = "") -> None:
-        """Take note of a launch to come; put workspaces' launches in one order where it leaves no room beside."""
-        self._residency.add(name, kernel.footprint(), grid)
-        if not self._runs_beside or self._residency.fits():
-            return
-        if workspace.is_capturing():
-            raise RuntimeError("a kernel's first launch is in a CUDA-graph capture: call the operator once before it")
+    def agree_to_run_beside(self) -> bool:
+        """Let launches of all workspaces run side by side, if those so far find room together on every PE; collective.
+
+        One PE alone must not put them in order: that of the others may be another one (cuda/DESIGN.md, section 11).
+        """
+        if self.workspace.is_capturing():
+            raise RuntimeError("PEs cannot agree in a CUDA-graph capture on which launches run side by side")
+        self.meet(_BESIDE.contract(self.team))
         self.backend.synchronize()
-        self._runs_beside = False
+        fits = self._residency.fits()
+        self._runs_beside = all(raw == b"1" for raw in self.bootstrap.exchange("beside", str(int(fits)).encode()))
         for side in self._side_workspaces.values():
-            side.run_beside(self.workspace, is_beside=False)
+            side.run_beside(self.workspace, is_beside=self._runs_beside)
+        return self._runs_beside
+
+    def _admit(self, workspace: Workspace, kernel: Kernel, grid: int, *, name: str = "") -> None:
+        """Take note of a launch to come; raise where it leaves no room beside, and the PEs have agreed that it does."""
+        self._residency.add(name, kernel.footprint(), grid)
+        if self._runs_beside and not self._residency.fits():
+            raise RuntimeError(
+                "this launch leaves no room on the GPU for those that were agreed to run beside it: call run_beside() "
+                "again, on all PEs, when every operator has been called once"
+            )
 
     def _peers_changed(self, lost: frozenset[int], preparing: frozenset[int]) -> None:
         self._told = lost, preparing
