@@ -519,7 +519,6 @@ def _one_after_the_other(is_beside: bool) -> list[Any]:
     def send(iteration: int) -> po.Lookups:
         if side is None:
             return _exchange(inputs, case, iteration, "lengths")
-        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             return _exchange(inputs, case, iteration, "lengths")
 

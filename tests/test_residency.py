@@ -13,7 +13,7 @@ from worlds import in_world
 import persistent_ops as po
 from persistent_ops.ops.embedding_inputs_plan import WORKSPACE
 from persistent_ops.runtime import residency
-from persistent_ops.runtime.residency import Footprint, Residency, Sm, room_beside
+from persistent_ops.runtime.residency import Footprint, Residency, Sm, room_beside, room_on_gpu
 from persistent_ops.runtime.workspace import Workspace
 
 H200 = Sm(threads=2048, registers=65536, shared_bytes=228 << 10, blocks=32)
@@ -25,47 +25,61 @@ BARRIER = Footprint(64, 40, 300, 21)
 
 
 @pytest.mark.parametrize(
-    ("resident", "grid", "room"),
+    ("resident", "count", "room"),
     [
-        (FORWARD, 264, 1),  # 61440 of 65536 registers are taken
-        (FORWARD, 1, 2),  # the memory of an SM that was divided for it: 8 KiB, of which 1408 bytes are taken
-        (BACKWARD, 132, 3),
-        (Footprint(256, 128, 344, 2), 264, 0),  # no register is left
-        (Footprint(1024, 32, 0, 2), 264, 0),  # no thread
-        (Footprint(32, 16, 0, 32), 10**6, 0),  # no block
-        (Footprint(128, 64, 15 << 10, 2), 264, 0),  # 32 KiB of memory are taken, for which the SM may be divided
-        (FORWARD._replace(overlaps=True), 264, 0),
+        (FORWARD, 2, 1),  # 61440 of 65536 registers are taken
+        (FORWARD, 1, 4),  # 1408 bytes of the least memory that an SM is divided for, 8 KiB
+        (FORWARD, 0, 16),
+        (BACKWARD, 1, 4),
+        (Footprint(256, 128, 344, 2), 2, 0),  # no register is left
+        (Footprint(1024, 32, 0, 2), 2, 0),  # no thread
+        (Footprint(32, 16, 0, 32), 32, 0),  # no block
+        (Footprint(128, 64, 15 << 10, 2), 2, 0),  # 32 KiB of memory are taken, for which the SM may be divided
+        (FORWARD._replace(overlaps=True), 1, 0),
     ],
 )
-def test_room_on_an_sm(resident: Footprint, grid: int, room: int) -> None:
-    found = room_beside(H200, resident, grid, INPUTS)
-    assert (found > 0) == (room > 0) and found >= room
-
-
-def _shared(count: int, footprint: Footprint) -> int:
-    return count * footprint.shared_of_wg
+def test_room_on_an_sm(resident: Footprint, count: int, room: int) -> None:
+    assert room_beside(H200, resident, count, INPUTS) == room
 
 
 def test_room_is_what_is_left() -> None:
     """So many WGs fit beside, and one more does not, in some resource."""
     numbers = random.Random(3)
     for _ in range(500):
-        most = numbers.randint(1, 4)
-        resident = Footprint(numbers.choice((64, 128, 256)), numbers.randint(16, 128), numbers.randint(0, 9000), most)
+        held = numbers.randint(1, 4)
+        resident = Footprint(numbers.choice((64, 128, 256)), numbers.randint(16, 128), numbers.randint(0, 9000), held)
         own = Footprint(numbers.choice((32, 64, 128)), numbers.randint(16, 64), numbers.randint(0, 3000), 16)
-        room = room_beside(H200, resident, 10**6, own)
+        room = room_beside(H200, resident, held, own)
+        taken = held * resident.shared_of_wg
+        divided = next(kib << 10 for kib in residency._DIVISIONS if kib << 10 >= taken)
 
-        def fits(count: int, resident: Footprint = resident, own: Footprint = own) -> bool:
-            divided = next(kib << 10 for kib in residency._DIVISIONS if kib << 10 >= _shared(resident.most, resident))
+        def fits(count: int) -> bool:
             return (
-                resident.most * resident.threads + count * own.threads <= H200.threads
-                and resident.most * resident.registers_of_wg + count * own.registers_of_wg <= H200.registers
-                and _shared(resident.most, resident) + _shared(count, own) <= divided
-                and resident.most + count <= H200.blocks
+                held * resident.threads + count * own.threads <= H200.threads  # noqa: B023
+                and held * resident.registers_of_wg + count * own.registers_of_wg <= H200.registers  # noqa: B023
+                and taken + count * own.shared_of_wg <= divided  # noqa: B023
+                and held + count <= H200.blocks  # noqa: B023
+                and count <= own.most  # noqa: B023
             )
 
         assert not fits(room + 1)
         assert room == 0 or fits(room)
+
+
+def test_room_on_a_gpu_is_that_of_the_worst_way_to_lie() -> None:
+    """No less than nothing of what is found by trying all ways, and all of it where SMs are alike."""
+    numbers = random.Random(7)
+    for _ in range(200):
+        most = numbers.randint(1, 3)
+        resident = Footprint(256, numbers.randint(40, 80), numbers.randint(0, 3000), most)
+        own = Footprint(64, numbers.randint(16, 64), numbers.randint(0, 1000), 16)
+        grid = numbers.randint(0, 4 * most)
+        ways = (way for way in itertools.product(range(most + 1), repeat=4) if sum(way) <= grid)
+        worst = min(sum(room_beside(H200, resident, count, own) for count in way) for way in ways)
+        found = room_on_gpu(H200, 4, resident, grid, own)
+        assert found <= worst
+        if grid == 4 * most:
+            assert found == 4 * min(room_beside(H200, resident, count, own) for count in range(most + 1))
 
 
 def _residency(*main: tuple[Footprint, int]) -> Residency:
@@ -90,6 +104,9 @@ def test_what_fits_a_gpu() -> None:
     other = _residency((Footprint(256, 128, 344, 2), 264))
     other.add("inputs", INPUTS, 1)
     assert not other.fits()
+    other = _residency((Footprint(256, 128, 344, 2), 264 - 4))
+    other.add("inputs", INPUTS, 16)
+    assert other.fits(), "two SMs are left, or halves of four"
 
 
 def test_launches_that_fit_become_resident_in_whatever_order() -> None:

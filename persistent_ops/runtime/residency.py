@@ -6,9 +6,10 @@ resident as a whole, or PEs on which they came in different orders wait for each
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
-__all__ = ["Footprint", "Residency", "Sm", "room_beside"]
+__all__ = ["Footprint", "Residency", "Sm", "room_beside", "room_on_gpu"]
 
 _REGISTERS_AT_ONCE = 256  # that a warp takes
 _SHARED_AT_ONCE = 128  # bytes
@@ -54,27 +55,43 @@ class Footprint(NamedTuple):
         return -(-self.shared_bytes // _SHARED_AT_ONCE) * _SHARED_AT_ONCE + _SHARED_OF_SYSTEM
 
 
-def room_beside(sm: Sm, resident: Footprint, grid: int, own: Footprint) -> int:
-    """Return how many WGs of a kernel an SM has room for, whatever it holds of another launch.
-
-    Args:
-        sm: what there is.
-        resident, grid: the other launch, and its WGs.
-        own: the kernel.
-    """
+def room_beside(sm: Sm, resident: Footprint, count: int, own: Footprint) -> int:
+    """Return how many WGs of a kernel an SM has room for beside `count` WGs of another one."""
+    if count == 0:
+        return own.most
     if resident.overlaps:
         return 0
-    count = min(resident.most, grid)
     taken = count * resident.shared_of_wg
-    # The least that the other launch may have had the SM divided for.
+    # The least that the SM may have been divided for.
     shared = next((kib << 10 for kib in _DIVISIONS if kib << 10 >= taken), sm.shared_bytes)
     free = (
         (sm.threads - count * resident.threads) // own.threads,
         (sm.registers - count * resident.registers_of_wg) // max(own.registers_of_wg, 1),
         (min(shared, sm.shared_bytes) - taken) // own.shared_of_wg,
         sm.blocks - count,
+        own.most,
     )
-    return max(0, min(*free))
+    return max(0, min(free))
+
+
+def room_on_gpu(sm: Sm, num_sms: int, resident: Footprint, grid: int, own: Footprint) -> int:
+    """Return how many WGs of a kernel a GPU has room for, at least, however `grid` WGs of another one, or fewer, lie.
+
+    SMs hold 0 to `most` of them each: the least sum of rooms that such numbers can have is no less than what the convex
+    hull of the rooms has at their average.
+    """
+    if resident.overlaps:
+        return 0
+    each = (room_beside(sm, resident, count, own) for count in range(resident.most + 1))
+    rooms = list(itertools.accumulate(each, min))
+    average = min(grid / num_sms, resident.most)
+    hull = (
+        rooms[low] if low == high else rooms[low] + (rooms[high] - rooms[low]) * (average - low) / (high - low)
+        for low in range(len(rooms))
+        for high in range(low, len(rooms))
+        if low <= average <= high
+    )
+    return int(num_sms * min(hull) + 1e-6)
 
 
 class Residency:
@@ -98,9 +115,8 @@ class Residency:
     def fits(self) -> bool:
         """Return whether all launches of workspaces beside the world's own find room, whatever that one's launch has.
 
-        One launch of each workspace at a time. Where every SM has room for r WGs beside whatever the world's launch
-        has on it, and these are at most r times as many as SMs, then until all are resident some SM has fewer than r
-        of them: the next one finds room there.
+        One launch of each workspace at a time. Where there is room for all WGs of these, then until all are resident
+        some SM has fewer of them than it has room for: the next one finds room there.
         """
         kernels = [kernel for of_workspace in self._beside.values() for kernel in of_workspace]
         if not kernels:
@@ -112,5 +128,5 @@ class Residency:
             max(kernel.shared_bytes for kernel in kernels),
             min(kernel.most for kernel in kernels),
         )
-        rooms = (room_beside(self._sm, resident, grid, largest) for resident, grid in self._main.items())
-        return needed <= self._num_sms * min((largest.most, *rooms))
+        rooms = (room_on_gpu(self._sm, self._num_sms, resident, grid, largest) for resident, grid in self._main.items())
+        return needed <= min((self._num_sms * largest.most, *rooms))
