@@ -164,7 +164,7 @@ class EmbeddingInputs:
 
         Raises:
             ValueError, TypeError: an argument; before anything is launched.
-            RuntimeError: the lookups of the last call but one have not been released.
+            RuntimeError: the lookups of the last call but one have not been released; the world has been left.
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
         The inputs must stay as they are until `Lookups.wait`. Where a message finds no room, no lookup of it is sent,
@@ -176,6 +176,8 @@ class EmbeddingInputs:
         Two regions take turns, also where calls are captured: a graph replays into those that it was captured with.
         """
         world = _world.for_call()
+        if world is not self._world:
+            raise RuntimeError("EmbeddingInputs: it was made in a world that has been left; make another one")
         inputs = self._checked(values, lengths, offsets, per_sample_weights, batch_per_rank)
         region = self._regions[self._next]
         region.order_behind_readers()
@@ -233,8 +235,9 @@ class EmbeddingInputs:
             )
         if samples > layout.max_batch:
             raise ValueError(f"{name}: {samples} samples, but max_batch is {layout.max_batch}")
-        if values.numel() >= 2**31:
-            raise ValueError(f"values: expected fewer than 2^31, got {values.numel()}")
+        for each, tensor in (("values", values), (name, bounds)):
+            if tensor.numel() >= 2**31:
+                raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
         split = None if batch_per_rank is None else tuple(batch_per_rank)
         if split is not None:
             is_split = len(split) == world.size and all(isinstance(n, int) for n in split)

@@ -154,7 +154,7 @@ class Lookups:
         inputs, region, given = self._inputs, self._region, self._given
         assert given is not None
         self._memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
-        plan = inputs._plan(given, self._memory, self.sources)
+        self._plan = plan = inputs._plan(given, self._memory, self.sources)  # sources may point into its memory
         report = 0 if is_captured else ctypes.addressof(region.report)
         region.num_launches += 1
         self._report_number = region.num_launches

@@ -203,6 +203,15 @@ class InputsPlan(Plan):
         self._grid = tuning.work_groups or (_HOST_WORK_GROUPS if is_host else 16)
         if not 1 <= self._grid <= 16:
             raise ValueError(f"work_groups: expected 1 to 16, got {self._grid}")
+        chunks = max(1, -(-layout.max_batch // tuning.chunk_bags))
+        most_pieces = max(
+            1 + len(of_pe) * chunks + -(-key.capacities[team.rank][pe] // tuning.piece_lookups)
+            for pe, of_pe in enumerate(layout.slots)
+        )
+        if max(most_pieces * team.size, layout.num_features * chunks) >= 2**31 - 2**20:
+            raise ValueError(
+                "slots, max_batch: messages of more than 2^31 pieces; use larger chunk_bags or piece_lookups"
+            )
         self._kernel = world.load(
             kernel_request(
                 key.value_dtype,
@@ -214,7 +223,6 @@ class InputsPlan(Plan):
             )
         )
         own_slots = len(layout.slots[team.rank])
-        chunks = max(1, -(-layout.max_batch // tuning.chunk_bags))
         num_slots = sum(map(len, layout.slots))
         self._scratch = {
             "chunks": backend.private_words(layout.num_features * chunks + 1),
