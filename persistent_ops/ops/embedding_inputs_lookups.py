@@ -16,7 +16,7 @@ from .embedding_inputs_plan import OPERATOR
 if TYPE_CHECKING:
     from .embedding_inputs import EmbeddingInputs
 
-__all__ = ["Given", "LookupSource", "Lookups", "Region", "fields_of_source"]
+__all__ = ["Given", "LookupSource", "Lookups", "Moment", "Region", "fields_of_source"]
 
 _LOOKS = 32
 _GIVEN_UP = "embedding_inputs: this exchange was given up before po.recover()"
@@ -56,7 +56,7 @@ class Given(NamedTuple):
     batch_per_rank: tuple[int, ...] | None
 
 
-class _Moment:
+class Moment:
     """A place in a stream: what was launched there before."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class Region:
         self._nbytes = 0
         self.is_held = False
         self.num_launches = 0
-        self._released: _Moment | None = None
+        self._released: Moment | None = None
         description = OPERATOR.description
         self._words = ctypes.sizeof(description.structs["LookupSource"]) // 8
         self._mailbox = world.backend.host_visible_bytes(ctypes.sizeof(description.structs["Report"]))
@@ -117,7 +117,7 @@ class Region:
     def release(self) -> None:
         self.is_held = False
         if self._world.backend.name == "cuda":
-            self._released = _Moment(self._world.backend.device)
+            self._released = Moment(self._world.backend.device)
 
     def forget(self) -> None:
         self.is_held, self._released = False, None
@@ -142,7 +142,7 @@ class Lookups:
         self._inputs, self._region, self._generation = inputs, region, generation
         self._given: Given | None = given
         self._memory = region.memory
-        self._arrived: _Moment | None = None
+        self._arrived: Moment | None = None
         self._is_released = False
         self._is_captured = False
         self.batch_per_rank = given.batch_per_rank
@@ -171,7 +171,7 @@ class Lookups:
             self._report_number,
         )
         if inputs._world.backend.name == "cuda":
-            self._arrived = _Moment(inputs._world.backend.device)
+            self._arrived = Moment(inputs._world.backend.device)
         if is_captured:
             self._given = None
 
