@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, Outcome, Trial
-from embedding_inputs_cases import CASES, Case, arrived, batches, make, make_given, problem
+from embedding_inputs_cases import CASES, Case, arrived, batches, global_view, make, make_given, problem
 from graphs import NUM_INPUTS, Call, Graph, GraphSuite
 from protocol import Mismatch, ProtocolSuite, Work
 from worlds import error_of, in_world
@@ -75,6 +75,7 @@ class TestArrivals(BitsSuite):
         "4": CaseWorld(4, _FEW),
         "small pieces": CaseWorld(3, CASES, {}, {"work_groups": 3, "chunk_bags": 2, "piece_lookups": 3}),
         "one work-group": CaseWorld(2, _FEW, {}, {"work_groups": 1}),
+        "sixteen work-groups": CaseWorld(2, _FEW, {}, {"work_groups": 16, "chunk_bags": 1, "piece_lookups": 1}),
         "staged": CaseWorld(3, CASES, {"transport": "staged"}),
         "threads": CaseWorld(2, CASES, {"host_options": {"wg_size": 3}}, {"chunk_bags": 3, "piece_lookups": 16}),
     }
@@ -85,6 +86,57 @@ class TestArrivals(BitsSuite):
     @classmethod
     def tune(cls, **tuning: Any) -> None:
         OPERATOR.tune(po.runtime.world.current(), Tuning(**tuning))
+
+
+def _pooled() -> list[Any]:
+    """What has arrived is pooled by the forward pass; each PE's rows are those of its own lookups."""
+    rank, world = po.rank(), po.world_size()
+    case = Case("pooled", is_weighted=True)
+    inputs = make(case)
+    tables = [
+        [torch.randint(-9, 9, (rows, 4), generator=torch.Generator().manual_seed(10 * pe + slot)).float()
+         for slot, (_, rows) in enumerate(case.slots(pe))]
+        for pe in range(world)
+    ]  # fmt: skip
+    own = [table.to(po.device()) for table in tables[rank]]
+    right = []
+    for iteration in range(NUM_ITERATIONS):
+        split = batches(case, world, iteration)
+        given = make_given(case, rank, iteration)
+        assert given.weights is not None
+        whole = given._replace(weights=(given.weights * 4).round())
+        assert whole.weights is not None
+        tensors = [tensor.to(po.device()) for tensor in (whole.values, whole.lengths, whole.weights)]
+        exchanged = inputs.exchange(tensors[0], lengths=tensors[1], per_sample_weights=tensors[2])
+        with exchanged as lookups, torch.no_grad():
+            view = [None if each is None else each.to(po.device()) for each in global_view(lookups)]
+            assert view[0] is not None and view[1] is not None
+            dims = [4 * len(of_pe) for of_pe in tables]
+            found = po.embedding_all_to_all(own, *view, batch_per_rank=split, dim_per_rank=dims)  # type: ignore[arg-type]
+        columns = []
+        for of_pe, slots in zip(tables, map(case.slots, range(world)), strict=True):
+            for table, (feature, _) in zip(of_pe, slots, strict=True):
+                ends = whole.offsets[feature * split[rank] : (feature + 1) * split[rank] + 1]
+                chosen = slice(int(ends[0]), int(ends[-1]))
+                bag = torch.nn.functional.embedding_bag
+                columns.append(
+                    bag(
+                        whole.values[chosen],
+                        table,
+                        ends - ends[0],
+                        mode="sum",
+                        per_sample_weights=whole.weights[chosen],
+                        include_last_offset=True,
+                    )
+                )
+        right.append(torch.equal(found.cpu(), torch.cat(columns, 1)))
+    po.check()
+    return right
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_forward_pass_of_what_has_arrived(backend: str, world: int) -> None:
+    assert in_world(_pooled, world, backend) == [[True] * NUM_ITERATIONS] * world
 
 
 # ---- late, absent and dead peers -------------------------------------------------------------------------------------
@@ -229,10 +281,12 @@ def _views(inputs: po.EmbeddingInputs, lookups: po.Lookups, pe: int, samples: in
     room, num_offsets = capacity[pe][po.rank()], lookups.num_slots * samples + 1
     begin = first + 128
     offsets = lookups._memory[begin : begin + 4 * num_offsets].view(torch.int32)
+    is_told = lookups.sources[pe, fields_of_source()["samples"]] == samples
     begin = first + layout.region_bytes(po.rank(), 0)
     indices = lookups._memory[begin : begin + 4 * room].view(torch.int32)
     is_here = torch.arange(room, device=po.device()) < offsets[-1]
-    return [offsets.float(), torch.where(is_here, indices, -2).float()]
+    found = offsets.float(), torch.where(is_here, indices, -2).float()
+    return [torch.where(is_told, tensor, float("nan")) for tensor in found]
 
 
 class TestGraphs(GraphSuite):
