@@ -14,7 +14,6 @@ import torch
 import persistent_ops as po
 
 __all__ = [
-]
     "CASES",
     "Arrived",
     "Case",
