@@ -24,93 +24,35 @@ constexpr uint64_t kReadyStride = 256;
 constexpr uint64_t kPacketBlocks = 64;
 constexpr uint64_t kMostWarps = 8;
 
-driver::Options options({{"--pes", "2"},          {"--rows", "5"},
-                         {"--width", "200"},      {"--wgs", "2"},
-                         {"--threads", "2"},      {"--epochs", "8"},
-                         {"--staged", "0"},       {"--node", "1"},  // so many PEs in a row reach each other
-                         {"--delay-us", "0"},     {"--empty-between", "0"},
-                         {"--slow-pe", "-1"},     {"--slow-us", "2000"},
-                         {"--timeout-ms", "60000"},
-                         {"--stop-pe", "-1"},     // does not launch, or ...
-                         {"--other-pe", "-1"},    // ... launches under another contract, at ...
-                         {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
-                         {"--queued", "0"}});     // launches behind it that do not look at errors
+driver::Options options({{"--rows", "5"}, {"--width", "200"}, {"--empty-between", "0"}},
+                        {driver::kLaunches, driver::kWorld, driver::kTroubles});
 
 // Small whole numbers: sums are exact.
 float x_value(int pe, int64_t i, int64_t launch) { return static_cast<float>((i * 7 + pe * 5 + launch * 11) % 9 - 4); }
 
-using driver::World;
-
-struct Pe {
-  Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
-    uint64_t bytes = 0;
-    auto take = [&](uint64_t length) {
-      const uint64_t offset = bytes;
-      bytes += (length + 127) / 128 * 128;
-      return offset;
-    };
+class Pe final : public driver::BasePe<Plan> {
+ public:
+  Pe(driver::World& world_in, int rank_in) : BasePe(world_in, rank_in, kReadyStride) {
     const auto pes = static_cast<uint64_t>(size);
-    po::Team& team = plan.team;
-    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
-    team.ready_offset = take(pes * kReadyStride * 8);
-    team.abort_offset = take(pes * 8);
     plan.sums_bytes = pes * kPacketBlocks * kBlockPacketBytes;
     plan.sums_offset = take(2 * plan.sums_bytes);
     plan.results_bytes = kPacketBlocks * kBlockPacketBytes;
     plan.results_offset = take(2 * plan.results_bytes);
     plan.slices_offset = take(3 * slice_area_bytes());
     plan.turns_offset = take(pes * kMaxSliceWgs * 8);
-    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
-    std::memset(heap, 0, bytes);
-    team.rank = rank;
-    team.size = size;
-    team.heap = heap;
-    team.ready_stride = kReadyStride;
-    team.local = &local;
-    team.error = &error;
-    team.input_error = &input_error;
-    team.contract_hash = 0x5a5a;
+    allocate_heap();
     plan.squares = squares.data();
-    plan.all_reachable = size == 1 || options.number("--staged") == 0;
+    plan.all_reachable = !is_staged();
   }
 
+  void connect() override {
+    BasePe::connect();
+    std::copy(peer_heaps.begin(), peer_heaps.end(), plan.heaps);
+  }
+
+ private:
   uint64_t slice_area_bytes() const {
     return 2 * static_cast<uint64_t>(size) * kMostWarps * kConfig.vectors * po::kBlockBytes;
-  }
-
-  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
-    std::vector<uint64_t> heaps;
-    for (int pe = 0; pe < size; ++pe) {
-      heaps.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
-      const int64_t node = options.number("--node");
-      plan.heaps[pe] = plan.all_reachable || pe / node == rank / node ? heaps.back() : 0;
-    }
-    plan.team.peer_heaps = plan.heaps;
-    network = std::make_unique<po::DelayedNetwork>(
-        heaps.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
-    plan.team.network = network.get();
-  }
-
-  void run() {
-    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
-      const bool is_trouble = launch == options.number("--trouble-at");
-      // On a busy machine a PE may be late by more than a wait for one that never comes should last.
-      const int64_t ms = is_trouble || options.number("--trouble-at") < 0 ? options.number("--timeout-ms") : 60000;
-      plan.team.timeout_ns = static_cast<uint64_t>(ms) * 1000000;
-      if (is_trouble && options.number("--stop-pe") >= 0) world.start.arrive_and_wait();
-      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
-      if (is_trouble) {
-        if (rank != options.number("--stop-pe")) run_into_trouble(launch);
-        driver::recover(*this, options.number("--queued"));
-        continue;
-      }
-      run_kernel(launch);
-      if (error.state != 0) {
-        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
-                     error.phase, error.peer);
-      }
-      check(launch);
-    }
   }
 
   int64_t rows_of(int64_t launch) const {
@@ -118,7 +60,7 @@ struct Pe {
     return options.number("--rows") + launch % 3;
   }
 
-  void run_kernel(int64_t launch) {
+  void run_kernel(int64_t launch) override {
     const int64_t rows = rows_of(launch);
     std::vector<float> x;
     residual.clear();
@@ -126,13 +68,12 @@ struct Pe {
     for (int64_t i = 0; i < rows * width; ++i) residual.push_back(static_cast<float>(i % 5));
     std::vector<float> weight(static_cast<size_t>(width), 2.0f);
     norm.assign(x.size(), -1e9f);
-    Plan used = plan;
+    Plan used = plan_of(launch);
     // Slices lie at other places from launch to launch, as those of other plans do.
     const uint64_t shift = launch % 3 * slice_area_bytes();
     used.slices_offset = plan.slices_offset + shift;
     used.returned_offset = plan.slices_offset + (shift + slice_area_bytes()) % (3 * slice_area_bytes());
     used.staging_offset = plan.slices_offset + (shift + 2 * slice_area_bytes()) % (3 * slice_area_bytes());
-    if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
     Call call{};
     call.x = reinterpret_cast<const uint8_t*>(x.data());
     call.residual = reinterpret_cast<const uint8_t*>(residual.data());
@@ -142,36 +83,27 @@ struct Pe {
     call.eps = 0.5f;
     call.rows = {width, static_cast<int32_t>(rows), static_cast<int32_t>(po::ceil_div<int64_t>(width, 128))};
     call.local = &local;
-    po::run_on_host<AllReduce>(&used, call, static_cast<int>(options.number("--wgs")),
-                               static_cast<int>(options.number("--threads")));
+    launch_on_host<AllReduce>(used, call);
   }
 
-  void run_into_trouble(int64_t launch) {
-    for (int64_t i = 0; i <= options.number("--queued"); ++i) {
-      run_kernel(launch + i);
-      if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
-        driver::fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank,
-                     launch + i);
-      }
-      for (size_t place = 0; place < norm.size(); ++place) {
-        if (po::float_bits(residual[place]) != 0xffffffffu || po::float_bits(norm[place]) != 0xffffffffu) {
-          driver::fail(driver::kWrongOutput, "PE %d, launch %ld: element %zu is %g, %g, not poisoned", rank, launch + i,
-                       place, residual[place], norm[place]);
-        }
+  void check_given_up(int64_t launch) override {
+    for (size_t place = 0; place < norm.size(); ++place) {
+      if (po::float_bits(residual[place]) != 0xffffffffu || po::float_bits(norm[place]) != 0xffffffffu) {
+        driver::fail(driver::kWrongOutput, "PE %d, launch %ld: element %zu is %g, %g, not poisoned", rank, launch,
+                     place, residual[place], norm[place]);
       }
     }
   }
 
-  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
-  void check_traces() const {
-    driver::check_words(*this);
+  void check_traces() const override {
+    BasePe::check_traces();
     for (int sender = 0; sender < size; ++sender) {
       const uint64_t* turns = po::local_word(plan.team, plan.turns_offset) + sender * kMaxSliceWgs;
-      for (uint64_t i = 0; i < kMaxSliceWgs; ++i) driver::check_trace(*this, "turn", sender, turns[i]);
+      for (uint64_t i = 0; i < kMaxSliceWgs; ++i) check_trace("turn", sender, turns[i]);
     }
   }
 
-  void check(int64_t launch) const {
+  void check(int64_t launch) override {
     for (int64_t row = 0; row < rows_of(launch); ++row) {
       float squares_sum = 0;
       std::vector<float> expected;
@@ -193,30 +125,15 @@ struct Pe {
     }
   }
 
-  World& world;
-  const int rank;
-  const int size;
   const int64_t width = options.number("--width");
   std::vector<float> residual;  // and what takes its place
   std::vector<float> norm;
   std::vector<po::Packet> squares = std::vector<po::Packet>(kPacketBlocks);
-  Plan plan{};
-  uint8_t* heap = nullptr;
-  po::LocalState local{};
-  po::ErrorRecord error{};
-  po::InputErrorRecord input_error{};
-  std::unique_ptr<po::DelayedNetwork> network;
 };
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  std::unique_ptr<World> world;
-  return driver::run(argc, argv, options, [&](int rank, int size) {
-    if (!world) world = std::make_unique<World>(size);
-    return std::make_unique<Pe>(*world, rank, size);
-  });
-}
+int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 

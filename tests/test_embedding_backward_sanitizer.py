@@ -21,48 +21,30 @@ using Backward = Kernel<kConfig>;
 constexpr uint64_t kReadyStride = 64;
 constexpr int64_t kLookups = 3;  // of a bag
 
-driver::Options options({{"--pes", "2"},          {"--tables", "2"},
-                         {"--rows", "5"},         {"--width", "6"},
-                         {"--batch", "4"},        // of a PE
-                         {"--wgs", "2"},          {"--threads", "2"},
-                         {"--pushing", "1"},      {"--slice", "2"},
-                         {"--epochs", "8"},       {"--staged", "0"},
-                         {"--node", "1"},         // so many PEs in a row reach each other
-                         {"--delay-us", "0"},     {"--empty-pe", "-1"},  // has no samples
+driver::Options options({{"--tables", "2"},
+                         {"--rows", "5"},
+                         {"--width", "6"},
+                         {"--batch", "4"},  // of a PE
+                         {"--pushing", "1"},
+                         {"--slice", "2"},
+                         {"--empty-pe", "-1"},    // has no samples
                          {"--idle-table", "-1"},  // all its lookups are skipped
-                         {"--alternate", "0"},    // launches lie at other places in turn, as those of two plans do
-                         {"--slow-pe", "-1"},     {"--slow-us", "2000"},
-                         {"--timeout-ms", "60000"},
-                         {"--stop-pe", "-1"},     // does not launch, or ...
-                         {"--other-pe", "-1"},    // ... launches under another contract, at ...
-                         {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
-                         {"--queued", "0"}});     // launches behind it that do not look at errors
-
-using driver::World;
+                         {"--alternate", "0"}},   // launches lie at other places in turn, as those of two plans do
+                        {driver::kLaunches, driver::kWorld, driver::kTroubles});
 
 // Small whole numbers: sums are exact.
 float gradient_value(int64_t sample, int64_t column, int64_t launch) {
   return static_cast<float>((sample * 7 + column * 5 + launch * 11) % 9 - 4);
 }
 
-struct Pe {
-  Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
+class Pe final : public driver::BasePe<Plan> {
+ public:
+  Pe(driver::World& world_in, int rank_in) : BasePe(world_in, rank_in, kReadyStride) {
     batch_start.push_back(0);
     for (int pe = 0; pe < size; ++pe) {
       batch_start.push_back(batch_start.back() + (pe == options.number("--empty-pe") ? 0 : options.number("--batch")));
     }
-    uint64_t bytes = 0;
-    auto take = [&](uint64_t length) {
-      const uint64_t offset = bytes;
-      bytes += (length + 127) / 128 * 128;
-      return offset;
-    };
-    const auto pes = static_cast<uint64_t>(size);
     const uint64_t table_bytes = static_cast<uint64_t>(batch_start.back() * width) * sizeof(float);
-    po::Team& team = plan.team;
-    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
-    team.ready_offset = take(pes * kReadyStride * 8);
-    team.abort_offset = take(pes * 8);
     plan.staging_offset = take(static_cast<uint64_t>(num_tables + 1) * table_bytes);
     for (int64_t t = 0; t < num_tables; ++t) {
       tables.push_back({(rank * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes});
@@ -73,8 +55,8 @@ struct Pe {
       for (int hop = 1; hop < size && samples() != 0; ++hop) {
         const int owner = (rank + hop) % size;
         const uint64_t outgoing = take(static_cast<uint64_t>(samples() * width) * sizeof(float));
-        pushes.push_back({owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes,
-                          outgoing});
+        pushes.push_back(
+            {owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes, outgoing});
       }
     }
     for (size_t i = 0; i < pushes.size(); ++i) {
@@ -83,16 +65,7 @@ struct Pe {
     }
     expected = rows;
     pushed.resize(pushes.size() + 1);
-    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
-    std::memset(heap, 0, bytes);
-    team.rank = rank;
-    team.size = size;
-    team.heap = heap;
-    team.ready_stride = kReadyStride;
-    team.local = &local;
-    team.error = &error;
-    team.input_error = &input_error;
-    team.contract_hash = 0x5a5a;
+    allocate_heap();
     plan.groups = groups.data();
     plan.members = members.data();
     plan.tables = tables.data();
@@ -109,46 +82,9 @@ struct Pe {
     plan.row_elements = size * num_tables * width;
   }
 
+ private:
   int64_t samples() const {
     return batch_start[static_cast<size_t>(rank) + 1] - batch_start[static_cast<size_t>(rank)];
-  }
-
-  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
-    std::vector<uint64_t> bases;
-    const bool is_staged = size > 1 && options.number("--staged") != 0;
-    for (int pe = 0; pe < size; ++pe) {
-      bases.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
-      const int64_t node = options.number("--node");
-      heaps.push_back(!is_staged || pe / node == rank / node ? bases.back() : 0);
-    }
-    plan.team.peer_heaps = heaps.data();
-    network = std::make_unique<po::DelayedNetwork>(
-        bases.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
-    plan.team.network = network.get();
-  }
-
-  void run() {
-    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
-      const bool is_trouble = launch == options.number("--trouble-at");
-      // On a busy machine a PE may be late by more than a wait for one that never comes should last.
-      const int64_t ms = is_trouble || options.number("--trouble-at") < 0 ? options.number("--timeout-ms") : 60000;
-      plan.team.timeout_ns = static_cast<uint64_t>(ms) * 1000000;
-      if (is_trouble && options.number("--stop-pe") >= 0) world.start.arrive_and_wait();
-      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
-      if (is_trouble) {
-        if (rank != options.number("--stop-pe")) run_into_trouble(launch);
-        driver::recover(*this, options.number("--queued"));
-        std::fill(pushed.begin(), pushed.end(), 0);
-        continue;
-      }
-      run_kernel(launch);
-      if (error.state != 0) {
-        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
-                     error.phase, error.peer);
-      }
-      expect(launch);
-      check(launch);
-    }
   }
 
   int64_t index_of(int64_t table, int64_t sample, int64_t lookup, int64_t launch) const {
@@ -156,7 +92,7 @@ struct Pe {
     return (sample * 3 + table + lookup * lookup + launch) % (num_rows + 1);  // the last one is skipped
   }
 
-  void run_kernel(int64_t launch) {
+  void run_kernel(int64_t launch) override {
     std::vector<std::pair<int64_t, int32_t>> lookups;
     for (int64_t t = 0; t < num_tables; ++t) {
       for (int64_t b = 0; b < plan.batch; ++b) {
@@ -180,8 +116,7 @@ struct Pe {
       }
     }
     const float rate = 0.5f;
-    Plan used = plan;
-    if (launch == options.number("--trouble-at") && rank == options.number("--other-pe")) ++used.team.contract_hash;
+    Plan used = plan_of(launch);
     if (options.number("--alternate") != 0 && launch % 2 == 1) {  // one PE's rows are another one's
       used.staging_offset += static_cast<uint64_t>(options.number("--batch") * width) * sizeof(float);
       used.pushes = other_pushes.data();
@@ -193,8 +128,7 @@ struct Pe {
     call.num_lookups = static_cast<int64_t>(keys.size());
     call.rate = &rate;
     call.steps = steps;
-    po::run_on_host<Backward>(&used, call, static_cast<int>(options.number("--wgs")),
-                              static_cast<int>(options.number("--threads")));
+    launch_on_host<Backward>(used, call);
   }
 
   void expect(int64_t launch) {
@@ -211,22 +145,17 @@ struct Pe {
     }
   }
 
-  // A PE that has not come, or under another contract, has granted no credit: no row has changed.
-  void run_into_trouble(int64_t launch) {
-    for (int64_t i = 0; i <= options.number("--queued"); ++i) {
-      run_kernel(launch + i);
-      if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
-        driver::fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank,
-                     launch + i);
-      }
-      check(launch);
-    }
+  void check(int64_t launch) override {
+    expect(launch);
+    check_rows(launch);
   }
 
-  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
-  void check_traces() const { driver::check_words(*this); }
+  // A PE that has not come, or under another contract, has granted no credit: no row has changed.
+  void check_given_up(int64_t launch) override { check_rows(launch); }
 
-  void check(int64_t launch) const {
+  void clear() override { std::fill(pushed.begin(), pushed.end(), 0); }
+
+  void check_rows(int64_t launch) const {
     for (size_t t = 0; t < rows.size(); ++t) {
       for (size_t i = 0; i < rows[t].size(); ++i) {
         if (rows[t][i] != expected[t][i]) {
@@ -242,9 +171,6 @@ struct Pe {
     }
   }
 
-  World& world;
-  const int rank;
-  const int size;
   const int64_t num_tables = options.number("--tables");
   const int64_t num_rows = options.number("--rows");
   const int64_t width = options.number("--width");
@@ -257,25 +183,12 @@ struct Pe {
   std::vector<Push> pushes;
   std::vector<Push> other_pushes;
   std::vector<uint64_t> pushed;
-  std::vector<uint64_t> heaps;
   float steps[3] = {0, 1, 1};
-  Plan plan{};
-  uint8_t* heap = nullptr;
-  po::LocalState local{};
-  po::ErrorRecord error{};
-  po::InputErrorRecord input_error{};
-  std::unique_ptr<po::DelayedNetwork> network;
 };
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  std::unique_ptr<World> world;
-  return driver::run(argc, argv, options, [&](int rank, int size) {
-    if (!world) world = std::make_unique<World>(size);
-    return std::make_unique<Pe>(*world, rank, size);
-  });
-}
+int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--pes=2 --wgs=3 --threads=2"

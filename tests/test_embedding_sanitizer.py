@@ -62,12 +62,12 @@ LATE = (
     "--tables=2,1 --batch=4,3 --late-pe=1 --trouble-at=1 --epochs=3 --timeout-ms=1500 --wgs=2 --threads=2 "
     "--expect-reported=1"
 )
-MISMATCH = "--tables=2,1,2 --batch=4,3,5 --mismatch-pe=1 --trouble-at=1 --epochs=4"
+MISMATCH = "--tables=2,1,2 --batch=4,3,5 --other-pe=1 --trouble-at=1 --epochs=4"
 # PE 0 is still at work when PE 1, which gets nothing from it, has given up and gone on.
-QUEUED = "--tables=2,0 --batch=4,0 --mismatch-pe=1 --trouble-at=1 --epochs=4 --heavy-pe=0 --queued=2"
+QUEUED = "--tables=2,0 --batch=4,0 --other-pe=1 --trouble-at=1 --epochs=4 --heavy-pe=0 --queued=2"
 # PE 3 and PE 4 do not match. PE 0, which waits for PE 1, is told; PE 1 comes when PE 0 has left, waits for PE 2, which
 # comes when PE 1 has left, and looks at what PE 0 says first.
-PASSED_ON = "--tables=1,1,1,1,1 --batch=2,2,2,2,2 --mismatch-pe=4 --trouble-at=1 --epochs=2 --in-turn=0,1,2"
+PASSED_ON = "--tables=1,1,1,1,1 --batch=2,2,2,2,2 --other-pe=4 --trouble-at=1 --epochs=2 --in-turn=0,1,2"
 TROUBLES = {
     "stopped_pe": STOPPED,
     "stopped_pe_staged": f"{STOPPED} --transport=staged --delay-us=2000",
@@ -80,7 +80,7 @@ TROUBLES = {
         "--expect-reported=1"
     ),
     "mismatch": MISMATCH,
-    "mismatch_of_two": "--tables=2,1 --batch=4,3 --mismatch-pe=1 --trouble-at=1 --epochs=4 --wgs=2 --threads=2",
+    "mismatch_of_two": "--tables=2,1 --batch=4,3 --other-pe=1 --trouble-at=1 --epochs=4 --wgs=2 --threads=2",
     "mismatch_staged": f"{MISMATCH} --transport=staged --delay-us=3000",
     "mismatch_seen_by_a_late_pe": f"{MISMATCH} --slow-pes=2 --slow-us=60000",
     "mismatch_is_passed_on": PASSED_ON,

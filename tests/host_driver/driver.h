@@ -1,4 +1,5 @@
-// What the drivers share: their options, how they fail, and all PEs at work as threads of one process.
+// What the drivers share: their options, how they fail, what a PE of any operator has and does, launch after launch, and
+// all PEs at work as threads of one process.
 #pragma once
 
 #include <unistd.h>
@@ -21,6 +22,8 @@
 
 #include "comm/team.cuh"
 #include "exits.h"
+#include "platform/entry.cuh"
+#include "platform/host_network.h"
 
 namespace driver {
 
@@ -43,10 +46,38 @@ inline Exit exit_of_aborted(const po::ErrorRecord& error) {
   return reason == po::kTimeout ? kTimedOut : kMismatched;
 }
 
+// ---- options --------------------------------------------------------------------------------------------------------
+
+using Defaults = std::map<std::string, std::string>;
+
+// What every driver can be told.
+inline const Defaults kLaunches{{"--wgs", "2"},              // WGs per launch
+                                {"--threads", "2"},          // threads per WG
+                                {"--epochs", "8"},           // launches
+                                {"--first-epoch", "1"},      // epoch of the first launch
+                                {"--delay-us", "0"},         // longest delay of an operation of the network
+                                {"--slow-us", "2000"},       // for which slow PEs sleep before each of their launches
+                                {"--timeout-ms", "60000"}};  // of one wait; if there is trouble, then until recovery
+
+// A world in which PEs differ by their rank alone.
+inline const Defaults kWorld{{"--pes", "2"},
+                             {"--staged", "0"},  // whether PEs reach their peers through the network ...
+                             {"--node", "1"},    // ... but for so many in a row, which reach each other
+                             {"--slow-pe", "-1"}};
+
+// A launch that is given up.
+inline const Defaults kTroubles{{"--stop-pe", "-1"},     // does not launch, or ...
+                                {"--other-pe", "-1"},    // ... launches under another contract, at ...
+                                {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
+                                {"--queued", "0"}};  // launches behind it that look at no errors, as in a GPU's queue
+
 // --name=value; a name that has no default is none.
 class Options {
  public:
-  explicit Options(std::map<std::string, std::string> defaults) : values_(std::move(defaults)) {}
+  // A driver's own, which count where `shared` ones have other defaults.
+  Options(Defaults own, std::initializer_list<Defaults> shared) : values_(std::move(own)) {
+    for (const Defaults& defaults : shared) values_.insert(defaults.begin(), defaults.end());
+  }
 
   void parse(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
@@ -60,6 +91,7 @@ class Options {
     }
   }
 
+  bool has(const std::string& name) const { return values_.count(name) != 0; }
   const std::string& text(const std::string& name) const { return values_.at(name); }
   int64_t number(const std::string& name) const { return std::stoll(values_.at(name)); }
 
@@ -75,8 +107,10 @@ class Options {
   }
 
  private:
-  std::map<std::string, std::string> values_;
+  Defaults values_;
 };
+
+// ---- meeting --------------------------------------------------------------------------------------------------------
 
 // Waits until a condition holds. What it looks at must be atomic and relaxed: waiting then orders nothing that the sanitizer
 // knows of, so it hides no race.
@@ -100,73 +134,261 @@ class Meeting {
   std::atomic<int64_t> arrived_{0};
 };
 
-// What PEs share that give a launch up and start again.
+// What the PEs of a process know of each other.
 struct World {
-  explicit World(int size) : meeting(size), start(size), epochs(static_cast<size_t>(size)) {}
+  World(const Options& options_in, int size_in)
+      : options(options_in),
+        size(size_in),
+        heaps(static_cast<size_t>(size)),
+        epochs(static_cast<size_t>(size)),
+        meeting(size),
+        start(size) {}
 
-  std::barrier<> meeting;
-  Meeting start;                 // of a launch that a PE stays away from
+  explicit World(const Options& options_in) : World(options_in, static_cast<int>(options_in.number("--pes"))) {}
+
+  const Options& options;
+  const int size;
+  std::vector<uint8_t*> heaps;   // of each PE
   std::vector<uint64_t> epochs;  // of each PE: the last launch that it may have taken part in
+  std::barrier<> meeting;
+  Meeting start;  // of a launch that a PE stays away from
 };
 
-// What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
-// `queued`: launches behind the one that was given up.
-template <class Pe>
-void recover(Pe& pe, int64_t queued) {
-  std::vector<uint64_t>& epochs = pe.world.epochs;
-  epochs[static_cast<size_t>(pe.rank)] = pe.error.state != 0 ? pe.error.epoch : pe.local.epoch;
-  pe.world.meeting.arrive_and_wait();
-  pe.network->quiet();
-  pe.world.meeting.arrive_and_wait();
-  pe.check_traces();
-  const uint64_t epoch = *std::max_element(epochs.begin(), epochs.end()) + static_cast<uint64_t>(queued) + 2;
-  std::memset(pe.heap + pe.plan.team.abort_offset, 0, static_cast<size_t>(pe.size) * 8);
-  pe.local = {};
-  pe.local.epoch = epoch;
-  pe.error.state = 0;
-  pe.world.meeting.arrive_and_wait();
-}
+// ---- one PE ---------------------------------------------------------------------------------------------------------
 
-// Nothing in a PE's heap may be from a launch behind the one that its sender gave up.
-template <class Pe>
-void check_trace(const Pe& pe, const char* what, int sender, uint64_t flag) {
-  const uint64_t last = pe.world.epochs[static_cast<size_t>(sender)];
-  if (po::epoch_of(flag) <= last) return;
-  fail(kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", pe.rank, what, sender,
-       po::epoch_of(flag), last);
-}
+// What all operators' PEs have, and what they do. An operator's own, derived from this, takes its buffers, allocates the
+// heap, fills in what of its plan is not the team, and says how it launches and what the results must be.
+template <class PlanOfOperator, class WorldOfOperator = World>
+class BasePe {
+ public:
+  using Plan = PlanOfOperator;
+  using World = WorldOfOperator;
 
-// The same of the words that all operators have.
-template <class Pe>
-void check_words(const Pe& pe) {
-  const po::Team& team = pe.plan.team;
-  for (int sender = 0; sender < pe.size; ++sender) {
-    check_trace(pe, "credit", sender, *po::local_word(team, po::grant_offset(team, sender)));
-    for (uint64_t i = 0; i < team.ready_stride; ++i) {
-      check_trace(pe, "sliceRdy word", sender, *po::local_word(team, po::ready_word_offset(team, sender, i)));
+  BasePe(World& world_in, int rank_in, uint64_t ready_stride) : world(world_in), rank(rank_in), size(world_in.size) {
+    const auto pes = static_cast<uint64_t>(size);
+    po::Team& team = plan.team;
+    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
+    team.ready_offset = take(pes * ready_stride * sizeof(uint64_t));
+    team.abort_offset = take(pes * sizeof(uint64_t));
+    team.rank = rank;
+    team.size = size;
+    team.ready_stride = ready_stride;
+    team.local = &local;
+    team.error = &error;
+    team.input_error = &input_error;
+    set_contract(plan, 0);
+    local.epoch = static_cast<uint64_t>(number("--first-epoch")) - 1;
+  }
+
+  BasePe(const BasePe&) = delete;
+  BasePe& operator=(const BasePe&) = delete;
+
+  virtual ~BasePe() { std::free(heap); }
+
+  // After all PEs are made: they know each other's heaps then.
+  virtual void connect() {
+    std::vector<uint64_t> all;
+    for (int pe = 0; pe < size; ++pe) {
+      all.push_back(reinterpret_cast<uint64_t>(world.heaps[static_cast<size_t>(pe)]));
+      peer_heaps.push_back(pe == rank || is_reachable(pe) ? all.back() : 0);
+    }
+    plan.team.peer_heaps = peer_heaps.data();
+    network = std::make_unique<po::DelayedNetwork>(all.data(), size, static_cast<uint64_t>(number("--delay-us")),
+                                                   static_cast<uint64_t>(rank + 1));
+    plan.team.network = network.get();
+  }
+
+  void run() {
+    for (int64_t launch = 0; launch < number("--epochs"); ++launch) {
+      const bool is_trouble = is_trouble_at(launch);
+      plan.team.timeout_ns = static_cast<uint64_t>(timeout_ms(is_trouble)) * 1000000;
+      // Who is there must not be taken for the one that is not.
+      if (is_trouble && somebody_stays_away()) world.start.arrive_and_wait();
+      before_launch(launch);
+      if (is_trouble) {
+        go_through_trouble(launch);
+        recover();
+      } else {
+        run_kernel(launch);
+        if (error.state != 0) fail_with_record(exit_of_aborted(error), launch);
+        check(launch);
+      }
     }
   }
-}
 
+  // Delivers what is still under way. Other PEs' heaps are there until all PEs are closed.
+  void close() { network.reset(); }
+
+  // When all PEs are closed: nothing has written outside of the buffers.
+  virtual void check_remains() const {
+    for (const uint64_t guard : guards) {
+      for (uint64_t offset = guard; offset < guard + kGuardBytes; ++offset) {
+        if (heap[offset] != kGuard) {
+          fail(kWrongRemains, "PE %d: a write outside the buffers, at heap offset %lu", rank, offset);
+        }
+      }
+    }
+  }
+
+ protected:
+  // ---- of the operator ----
+
+  virtual void run_kernel(int64_t launch) = 0;
+
+  // Ends the process where the results of a launch, or what it leaves behind, are not as they should be.
+  virtual void check(int64_t launch) = 0;
+
+  // The same of a launch that was given up.
+  virtual void check_given_up(int64_t) {}
+
+  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
+  virtual void check_traces() const {
+    const po::Team& team = plan.team;
+    for (int sender = 0; sender < size; ++sender) {
+      check_trace("credit", sender, *po::local_word(team, po::grant_offset(team, sender)));
+      for (uint64_t i = 0; i < team.ready_stride; ++i) {
+        check_trace("sliceRdy word", sender, *po::local_word(team, po::ready_word_offset(team, sender, i)));
+      }
+    }
+  }
+
+  // In recovery: brings the operator's own memory, results among it, back to what it is before a launch.
+  virtual void clear() {}
+
+  // ---- of the world ----
+
+  virtual bool is_reachable(int pe) const { return !is_staged() || pe / number("--node") == rank / number("--node"); }
+
+  // On a busy machine a PE may be late by more than a wait for one that never comes should last.
+  virtual int64_t timeout_ms(bool is_trouble) const {
+    constexpr int64_t kMinute = 60000;
+    return is_trouble || trouble_at() < 0 ? number("--timeout-ms") : kMinute;
+  }
+
+  virtual bool somebody_stays_away() const { return number("--stop-pe") >= 0; }
+
+  virtual void before_launch(int64_t) {
+    if (rank == number("--slow-pe")) usleep(static_cast<useconds_t>(number("--slow-us")));
+  }
+
+  // A launch that a PE stays away from or comes to under another contract, and some behind it: all end.
+  virtual void go_through_trouble(int64_t launch) {
+    if (rank == number("--stop-pe")) return;
+    for (int64_t i = 0; i <= number("--queued"); ++i) {
+      run_kernel(launch + i);
+      if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
+        fail(kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank, launch + i);
+      }
+      check_given_up(launch + i);
+    }
+  }
+
+  // ---- for the operator ----
+
+  int64_t number(const char* option) const { return world.options.number(option); }
+  bool is_staged() const { return size > 1 && number("--staged") != 0; }
+  int64_t trouble_at() const { return world.options.has("--trouble-at") ? number("--trouble-at") : -1; }
+  bool is_trouble_at(int64_t launch) const { return launch == trouble_at(); }
+
+  // Sets aside room in the heap, with a guard behind it; returns its offset.
+  uint64_t take(uint64_t bytes) {
+    const uint64_t offset = heap_bytes;
+    heap_bytes += (bytes + 127) / 128 * 128;
+    guards.push_back(heap_bytes);
+    heap_bytes += kGuardBytes;
+    return offset;
+  }
+
+  // When all is taken.
+  void allocate_heap() {
+    heap = static_cast<uint8_t*>(std::aligned_alloc(128, heap_bytes));
+    std::memset(heap, 0, heap_bytes);
+    for (const uint64_t guard : guards) std::memset(heap + guard, kGuard, kGuardBytes);
+    plan.team.heap = heap;
+    world.heaps[static_cast<size_t>(rank)] = heap;
+  }
+
+  // The plan for a launch, under the contract that this PE comes with.
+  Plan plan_of(int64_t launch) const {
+    Plan used = plan;
+    if (is_trouble_at(launch) && rank == number("--other-pe")) set_contract(used, 1);
+    return used;
+  }
+
+  template <class Kernel>
+  void launch_on_host(const Plan& used, const typename Kernel::Call& call) const {
+    po::run_on_host<Kernel>(&used, call, static_cast<int>(number("--wgs")), static_cast<int>(number("--threads")));
+    if (input_error.state != 0) fail(kWrongReport, "PE %d: good input was reported as bad", rank);
+  }
+
+  void check_trace(const char* what, int sender, uint64_t flag) const {
+    const uint64_t last = world.epochs[static_cast<size_t>(sender)];
+    if (po::epoch_of(flag) <= last) return;
+    fail(kTookPart, "PE %d: a %s from PE %d has epoch %lu, but that PE gave up in %lu", rank, what, sender,
+         po::epoch_of(flag), last);
+  }
+
+  [[noreturn]] void fail_with_record(Exit status, int64_t launch) const {
+    fail(status, "PE %d, launch %ld: aborted: kind %lu, phase %lu, peer %lu, index %lu, epoch %lu, saw 0x%lx", rank,
+         launch, error.kind, error.phase, error.peer, error.index, error.epoch, error.seen);
+  }
+
+  World& world;
+  const int rank;
+  const int size;
+  Plan plan{};
+  uint8_t* heap = nullptr;
+  po::LocalState local{};
+  po::ErrorRecord error{};
+  po::InputErrorRecord input_error{};
+  std::vector<uint64_t> peer_heaps;  // as mapped here; 0: not reachable
+
+ private:
+  static void set_contract(Plan& used, int64_t variant) {
+    for (int i = 0; i < po::kContractWords; ++i) used.team.contract[i] = 1000 + i + variant;
+    used.team.contract_hash = static_cast<uint64_t>(0x5a5a + variant);
+  }
+
+  // What the host does to start again: no PE is in a launch, then nothing is under way, then all are clean.
+  void recover() {
+    world.epochs[static_cast<size_t>(rank)] = error.state != 0 ? error.epoch : local.epoch;
+    world.meeting.arrive_and_wait();
+    network->quiet();
+    world.meeting.arrive_and_wait();
+    check_traces();
+    const uint64_t last = *std::max_element(world.epochs.begin(), world.epochs.end());
+    std::memset(heap + plan.team.abort_offset, 0, static_cast<size_t>(size) * sizeof(uint64_t));
+    clear();
+    local = {};
+    local.epoch = last + static_cast<uint64_t>(number("--queued")) + 2;
+    error.state = 0;
+    world.meeting.arrive_and_wait();
+  }
+
+  static constexpr uint8_t kGuard = 0xa5;
+  static constexpr uint64_t kGuardBytes = 128;
+
+  uint64_t heap_bytes = 0;
+  std::vector<uint64_t> guards;
+  std::unique_ptr<po::DelayedNetwork> network;
+};
+
+// ---- all PEs --------------------------------------------------------------------------------------------------------
+
+// A driver's main: a world of PEs, each made of the world and its rank, and a thread for each.
 template <class Pe>
-void run_side_by_side(const std::vector<std::unique_ptr<Pe>>& pes) {
-  std::vector<std::thread> threads;
-  for (const auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
-  for (std::thread& thread : threads) thread.join();
-}
-
-// A driver's main: PEs made by make(rank, size), each connected with all.
-template <class Make>
-int run(int argc, char** argv, Options& options, const Make& make) {
+int run(int argc, char** argv, Options& options) {
   options.parse(argc, argv);
-  const auto size = static_cast<int>(options.number("--pes"));
-  std::vector<decltype(make(0, size))> pes;
-  for (int rank = 0; rank < size; ++rank) pes.push_back(make(rank, size));
-  for (auto& pe : pes) pe->connect(pes);
-  run_side_by_side(pes);
-  for (auto& pe : pes) pe->network.reset();
-  for (auto& pe : pes) std::free(pe->heap);
-  return 0;
+  typename Pe::World world(options);
+  std::vector<std::unique_ptr<Pe>> pes;
+  for (int rank = 0; rank < world.size; ++rank) pes.push_back(std::make_unique<Pe>(world, rank));
+  for (auto& pe : pes) pe->connect();
+  std::vector<std::thread> threads;
+  for (auto& pe : pes) threads.emplace_back([&pe] { pe->run(); });
+  for (std::thread& thread : threads) thread.join();
+  for (auto& pe : pes) pe->close();
+  for (auto& pe : pes) pe->check_remains();
+  return kAsExpected;
 }
 
 }  // namespace driver

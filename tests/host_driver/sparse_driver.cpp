@@ -26,22 +26,15 @@ using Storage = Traits::Scalar::Storage;
 constexpr uint64_t kReadyStride = 64;
 
 // --overlap: of 8 rows, how many all PEs may have; the others belong to one each. --repeats: the most times that a row occurs on a PE.
-driver::Options options({{"--pes", "2"},
-                         {"--rows", "300"},
+driver::Options options({{"--rows", "300"},
                          {"--columns", "12"},
                          {"--capacity", "300"},
-                         {"--wgs", "2"},
                          {"--threads", "1"},
-                         {"--epochs", "8"},
-                         {"--first-epoch", "1"},
-                         {"--staged", "0"},
-                         {"--delay-us", "0"},
                          {"--overlap", "4"},
                          {"--repeats", "2"},
                          {"--empty-pe", "-1"},
-                         {"--slow-pe", "-1"},
-                         {"--slow-us", "3000"},
-                         {"--timeout-ms", "60000"}});
+                         {"--slow-us", "3000"}},
+                        {driver::kLaunches, driver::kWorld});
 
 uint64_t mixed(uint64_t x) {
   x = (x ^ x >> 31) * 0x7fb5d329728ea185ull;
@@ -67,19 +60,10 @@ float value(int pe, int64_t row, int64_t column, int64_t time, int64_t launch) {
   return static_cast<float>((row * 7 + column * 3 + pe + time * 5 + launch) % 9 - 4);
 }
 
-struct Pe {
-  Pe(int rank_in, int size_in) : rank(rank_in), size(size_in) {
-    uint64_t bytes = 0;
-    auto take = [&](uint64_t length) {
-      const uint64_t offset = bytes;
-      bytes += (length + 127) / 128 * 128;
-      return offset;
-    };
+class Pe final : public driver::BasePe<Plan> {
+ public:
+  Pe(driver::World& world_in, int rank_in) : BasePe(world_in, rank_in, kReadyStride) {
     const auto pes = static_cast<uint64_t>(size);
-    po::Team& team = plan.team;
-    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
-    team.ready_offset = take(pes * kReadyStride * 8);
-    team.abort_offset = take(pes * 8);
     plan.sets.num_rows = rows;
     plan.sets.num_words = po::ceil_div<int64_t>(rows, po::kRowsPerWord);
     plan.sets.planes_offset = take(pes * static_cast<uint64_t>(plan.sets.num_words) * 8);
@@ -93,8 +77,7 @@ struct Pe {
     // Each PE's output lies elsewhere.
     take(static_cast<uint64_t>(rank) * 128);
     output_offset = take(static_cast<uint64_t>(capacity * plan.row_bytes));
-    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
-    std::memset(heap, 0, bytes);
+    allocate_heap();
     // Of the same size in each launch: what is left of a larger one must not lead out of them.
     const auto most = static_cast<size_t>(rows * options.number("--repeats"));
     entries.resize(most);
@@ -111,67 +94,41 @@ struct Pe {
     plan.report = &report;
     plan.splits_partials = sizeof(Storage) == 2;
     plan.divisor = 1;
-    plan.all_reachable = size == 1 || options.number("--staged") == 0;
-    team.rank = rank;
-    team.size = size;
-    team.heap = heap;
-    team.ready_stride = kReadyStride;
-    team.local = &local;
-    team.error = &error;
-    team.input_error = &input_error;
-    team.timeout_ns = static_cast<uint64_t>(options.number("--timeout-ms")) * 1000000;
-    team.contract_hash = 0x5a5a;
-    local.epoch = static_cast<uint64_t>(options.number("--first-epoch")) - 1;
+    plan.all_reachable = !is_staged();
   }
 
-  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
-    std::vector<uint64_t> heaps;
-    for (int pe = 0; pe < size; ++pe) {
-      heaps.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
-      seen_heaps.push_back(plan.all_reachable || pe == rank ? heaps.back() : 0);
-    }
-    plan.team.peer_heaps = seen_heaps.data();
-    network = std::make_unique<po::DelayedNetwork>(
-        heaps.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
-    plan.team.network = network.get();
-  }
-
-  void run() {
-    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
-      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
-      int64_t count = 0;
-      int64_t num_hot = 0;
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t occurrences = times(rank, row, launch, size);
-        num_hot += occurrences >= Traits::kHotEntries;
-        for (int64_t time = 0; time < occurrences; ++time, ++count) {
-          order[static_cast<size_t>(count)] = count;
-          entries[static_cast<size_t>(count)] = static_cast<Traits::Index>(row);
-          for (int64_t column = 0; column < columns; ++column) {
-            values[static_cast<size_t>(count * columns + column)] =
-                Traits::Scalar::from_float(value(rank, row, column, time, launch));
-          }
+ private:
+  void run_kernel(int64_t launch) override {
+    int64_t count = 0;
+    num_hot = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t occurrences = times(rank, row, launch, size);
+      num_hot += occurrences >= Traits::kHotEntries;
+      for (int64_t time = 0; time < occurrences; ++time, ++count) {
+        order[static_cast<size_t>(count)] = count;
+        entries[static_cast<size_t>(count)] = static_cast<Traits::Index>(row);
+        for (int64_t column = 0; column < columns; ++column) {
+          values[static_cast<size_t>(count * columns + column)] =
+              Traits::Scalar::from_float(value(rank, row, column, time, launch));
         }
       }
-      const Call call{entries.data(), order.data(),  reinterpret_cast<const uint8_t*>(values.data()),
-                      count,          output_offset, rows_out.data(),
-                      &num_rows_out,  nullptr};
-      po::run_on_host<Kernel>(&plan, call, static_cast<int>(options.number("--wgs")),
-                              static_cast<int>(options.number("--threads")));
-      if (error.state != 0) {
-        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
-                     error.phase, error.peer);
-      }
-      check(launch);
-      if (plan.all_reachable && num_rows_out <= capacity && hot.count != static_cast<uint64_t>(num_hot)) {
-        driver::fail(driver::kWrongRemains, "PE %d, launch %ld: %lu rows listed as hot, not %ld", rank, launch,
-                     hot.count, num_hot);
-      }
-      std::memset(heap + output_offset, 0xff, static_cast<size_t>(capacity * plan.row_bytes));  // it is the user's now
     }
+    const Call call{entries.data(), order.data(),  reinterpret_cast<const uint8_t*>(values.data()),
+                    count,          output_offset, rows_out.data(),
+                    &num_rows_out,  nullptr};
+    launch_on_host<Kernel>(plan, call);
   }
 
-  void check(int64_t launch) const {
+  void check(int64_t launch) override {
+    check_output(launch);
+    if (plan.all_reachable && num_rows_out <= capacity && hot.count != static_cast<uint64_t>(num_hot)) {
+      driver::fail(driver::kWrongRemains, "PE %d, launch %ld: %lu rows listed as hot, not %ld", rank, launch, hot.count,
+                   num_hot);
+    }
+    std::memset(heap + output_offset, 0xff, static_cast<size_t>(capacity * plan.row_bytes));  // it is the user's now
+  }
+
+  void check_output(int64_t launch) const {
     int64_t slot = 0;
     std::vector<int64_t> expected_rows;
     for (int64_t row = 0; row < rows; ++row) {
@@ -201,15 +158,10 @@ struct Pe {
     driver::fail(driver::kWrongOutput, "PE %d, launch %ld: wrong %s %ld", rank, launch, what, where);
   }
 
-  const int rank;
-  const int size;
   const int64_t rows = options.number("--rows");
   const int64_t columns = options.number("--columns");
   const int64_t capacity = options.number("--capacity");
-  Plan plan{};
-  uint8_t* heap = nullptr;
   uint64_t output_offset = 0;
-  std::vector<uint64_t> seen_heaps;
   std::vector<Traits::Index> entries;
   std::vector<int64_t> order;
   std::vector<Storage> values;
@@ -217,17 +169,12 @@ struct Pe {
   std::vector<po::Packet> totals;
   std::vector<uint64_t> met;
   po::HotList hot{};
+  int64_t num_hot = 0;  // that this PE's rows make
   std::vector<int64_t> rows_out;
   int64_t num_rows_out = -1;
   Report report{};
-  po::LocalState local{};
-  po::ErrorRecord error{};
-  po::InputErrorRecord input_error{};
-  std::unique_ptr<po::DelayedNetwork> network;
 };
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  return driver::run(argc, argv, options, [](int rank, int size) { return std::make_unique<Pe>(rank, size); });
-}
+int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }

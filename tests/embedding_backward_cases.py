@@ -1,0 +1,319 @@
+"""What the tests of embedding_all_to_all's backward pass share: cases, inputs, exact bits, a training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from bits import difference
+from embedding_cases import CASES as FORWARD_CASES
+from embedding_cases import Case as Shape
+from embedding_cases import split_of
+
+import persistent_ops as po
+from persistent_ops.ops.embedding_backward_plan import Tuning
+
+__all__ = [
+    "CASES",
+    "FEW",
+    "SMALL",
+    "Case",
+    "Inputs",
+    "Model",
+    "Training",
+    "case_of",
+    "columns_of",
+    "make_gradient",
+    "make_inputs",
+]
+
+_CHUNK = 256
+_BLOCK_CHUNKS = 32
+_SHAPE = Shape("backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape and how its tables are updated.
+
+    Attributes:
+        shape: of the forward pass.
+        algorithm, options: of the optimizer.
+        scale: of gradients.
+        bad: a share of the lookups that is outside of the tables, one in so many; 0: none.
+        tuning: of the backward pass.
+    """
+
+    name: str
+    shape: Shape = _SHAPE
+    algorithm: str = "sgd"
+    options: tuple[tuple[str, Any], ...] = ()
+    scale: float = 1.0
+    bad: int = 0
+    tuning: Tuning | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shape.dtype
+
+
+_SHAPES = {shape.name: shape for shape in FORWARD_CASES}
+_HOT = Shape("hot rows", rows=3, max_pooling=90, batch=lambda world: 40)
+_DECAY = (("weight_decay", 0.01),)
+_VARIED = "mixed and odd widths, one PE without tables"
+CASES = [
+    *(Case(f"{algorithm}", algorithm=algorithm) for algorithm in ("sgd", "adagrad", "rowwise_adagrad", "adam")),
+    *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("fewer samples than PEs", "no samples", "empty bags only")),
+    *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("one row", "same table twice", "many tables")),
+    *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("int32 both, bf16", "uneven default split")),
+    *(Case(f"rowwise, {name}", _SHAPES[name], "rowwise_adagrad") for name in (_VARIED, "fp16", "mean fp16")),
+    *(Case(f"adagrad, {name}", _SHAPES[name], "adagrad") for name in (_VARIED, "weighted bf16", "mean", "width one")),
+    Case("rowwise, bf16, one PE without tables", _SHAPES["bf16, one PE without tables"], "rowwise_adagrad"),
+    Case("adagrad, every row shape", _SHAPES["every row shape"], "adagrad"),
+    Case("rowwise, wide rows", _SHAPES["wide rows"], "rowwise_adagrad"),
+    Case("rowwise, L2", algorithm="rowwise_adagrad", options=_DECAY, scale=0.25),
+    Case("rowwise, decoupled", algorithm="rowwise_adagrad", options=(*_DECAY, ("weight_decay_mode", "decoupled"))),
+    Case("adam, weighted, decay", _SHAPES["weighted"], "adam", (*_DECAY, ("betas", (0.8, 0.95)))),
+    Case("adam, bf16", _SHAPES["bf16"], "adam", scale=0.5),
+    Case("sgd, skipped entries", bad=5),
+    Case("rowwise, skipped entries of means", _SHAPES["mean"], "rowwise_adagrad", bad=3),
+    Case("sgd, more lookups than a chunk has", _HOT),
+    Case("adagrad, the same in bf16", dataclasses.replace(_HOT, dtype=torch.bfloat16), "adagrad"),
+    Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
+    Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
+]  # fmt: skip
+FEW = [case for number, case in enumerate(CASES) if number % 3 == 0 or "skipped" in case.name]
+
+
+# ---- inputs, and what they must give ---------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """What one PE passes; nobody may write to it."""
+
+    tables: list[torch.Tensor]
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    factors: torch.Tensor | None
+
+
+def _seed(*what: object) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, what)).encode()))
+
+
+@functools.lru_cache(maxsize=64)
+def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
+    """Return a PE's inputs, on the CPU."""
+    shape = case.shape
+    rng = _seed(case.name, rank)
+    tables = [torch.randn(shape.rows, dim, generator=rng).to(shape.dtype) for dim in shape.dims(rank)]
+    if shape.same_table:
+        tables = [tables[0]] * 2
+    rng = _seed(case.name, rank, iteration)
+    num_bags = len(tables) * sum(split_of(shape, world))
+    lengths = torch.randint(0, shape.max_pooling + 1, (num_bags,), generator=rng)
+    offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
+    offsets[1:] = lengths.cumsum(0)
+    indices = torch.randint(0, shape.rows, (int(offsets[-1]),), generator=rng)
+    if case.bad:
+        indices[:: case.bad] = torch.tensor([-1, shape.rows])[torch.arange(len(indices[:: case.bad])) % 2]
+    factors = torch.randn(indices.shape, generator=rng) if shape.is_weighted else None
+    return Inputs(tables, indices.to(shape.index_dtype), offsets.to(shape.offset_dtype), factors)
+
+
+@functools.lru_cache(maxsize=64)
+def make_gradient(case: Case, world: int, iteration: int, step: int) -> torch.Tensor:
+    """Return the gradient of the whole batch, for the tables of all PEs."""
+    columns = sum(columns_of(case, world))
+    rng = _seed(case.name, "gradient", iteration, step)
+    return torch.randn(sum(split_of(case.shape, world)), columns, generator=rng).to(case.shape.dtype)
+
+
+def columns_of(case: Case, world: int) -> list[int]:
+    of_pe = [list(case.shape.dims(rank)) for rank in range(world)]
+    return [2 * dims[0] if case.shape.same_table else sum(dims) for dims in of_pe]
+
+
+def _in_order(slots: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Add up the values of each of the slots 0, 1, ..., in order of occurrence, from 0 on."""
+    count = int(slots.max()) + 1 if len(slots) else 0
+    order = slots.argsort(stable=True)
+    counts = torch.bincount(slots, minlength=count)
+    occurrence = torch.arange(len(slots)) - (counts.cumsum(0) - counts)[slots[order]]
+    sums = torch.zeros(count, values.shape[1])
+    for n in range(int(counts.max()) if len(counts) else 0):
+        entries = order[occurrence == n]
+        sums[slots[entries]] += values[entries]
+    return sums
+
+
+def _root(values: torch.Tensor) -> torch.Tensor:
+    """Return correctly rounded square roots; torch's of fp32 are not."""
+    return values.double().sqrt().float()
+
+
+class Model:
+    """The exact bits of a PE's tables, states and factors' gradients."""
+
+    def __init__(self, case: Case, rank: int, world: int) -> None:
+        self._case, self._rank, self._world = case, rank, world
+        self.tables = [table.clone() for table in make_inputs(case, rank, world, 0).tables]
+        if case.shape.same_table:
+            self.tables = [self.tables[0]] * 2
+        rowwise = case.algorithm == "rowwise_adagrad"
+        count = {"sgd": 0, "adam": 2}.get(case.algorithm, 1)
+        self.states = [
+            [torch.zeros(len(t)) if rowwise else torch.zeros(t.shape) for _ in range(count)] for t in self.tables
+        ]
+        self._powers = torch.ones(2)
+        self._options = dict(case.options)
+
+    def step(self, iteration: int, step: int, lr: float) -> torch.Tensor | None:
+        """Make a step; return the gradient of the factors."""
+        case, shape = self._case, self._case.shape
+        inputs = make_inputs(case, self._rank, self._world, iteration)
+        batch = sum(split_of(shape, self._world))
+        gradient = make_gradient(case, self._world, iteration, step).float()
+        column = sum(columns_of(case, self._world)[: self._rank])
+        offsets, indices = inputs.offsets.long(), inputs.indices.long()
+        lengths = offsets[1:] - offsets[:-1]
+        bags = torch.arange(len(lengths)).repeat_interleave(lengths)
+        is_row = (indices >= 0) & (indices < shape.rows)
+        counts = torch.zeros(max(len(lengths), 1)).index_add_(0, bags, is_row.float())
+        factor_gradients = None if inputs.factors is None else torch.zeros_like(inputs.factors)
+        self._powers = self._powers * torch.tensor(self._options.get("betas", (0.9, 0.999)))
+        rows_of, values_of = [], []
+        for number, table in enumerate(self.tables):
+            width = table.shape[1]
+            chosen = (is_row & (bags // max(batch, 1) == number)).nonzero().flatten()
+            values = gradient[bags[chosen] % max(batch, 1), column : column + width]
+            column += width
+            if inputs.factors is not None and factor_gradients is not None:
+                factor_gradients[chosen] = self._dots(table[indices[chosen]].float(), values)
+                values = values * inputs.factors[chosen, None]
+            if shape.mode == "mean":
+                values = values / counts[bags[chosen], None]
+            rows_of.append(indices[chosen])
+            values_of.append(values)
+        if shape.same_table:
+            self._update(0, torch.cat(rows_of), torch.cat(values_of), lr)
+        else:
+            for number, (rows, values) in enumerate(zip(rows_of, values_of, strict=True)):
+                self._update(number, rows, values, lr)
+        return factor_gradients
+
+    def _dots(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self._over_columns(rows * values)
+
+    def _over_columns(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up a row's values as a warp does: elements of a chunk, chunks of a block as a tree, blocks."""
+        elements = 16 // self._case.shape.dtype.itemsize
+        block = elements * _BLOCK_CHUNKS
+        padded = torch.nn.functional.pad(values, (0, -values.shape[1] % block)).view(
+            len(values), -1, _BLOCK_CHUNKS, elements
+        )
+        chunks = torch.zeros(padded.shape[:3])
+        for element in range(elements):
+            chunks = chunks + padded[..., element]
+        while chunks.shape[2] > 1:
+            chunks = chunks[:, :, ::2] + chunks[:, :, 1::2]
+        total = torch.zeros(len(values))
+        for number in range(chunks.shape[1]):
+            total = total + chunks[:, number, 0]
+        return total
+
+    def _update(self, number: int, rows: torch.Tensor, values: torch.Tensor, lr: float) -> None:
+        """Update one tensor with what its lookups bring, in their order."""
+        table, states = self.tables[number], self.states[number]
+        touched, slots, counts = rows.unique(return_inverse=True, return_counts=True)
+        order = slots.argsort(stable=True)
+        occurrence = torch.empty_like(slots)
+        occurrence[order] = torch.arange(len(slots)) - (counts.cumsum(0) - counts)[slots[order]]
+        chunks, chunk_of = (slots * 4096 + occurrence // _CHUNK).unique(return_inverse=True)
+        sums = _in_order(chunks // 4096, _in_order(chunk_of, values)) * self._case.scale
+        w, options, algorithm = table[touched].float(), self._options, self._case.algorithm
+        rate, eps, decay = torch.tensor(lr), torch.tensor(1e-8), torch.tensor(options.get("weight_decay", 0.0))
+        is_l2 = options.get("weight_decay_mode", "l2") == "l2"
+        if algorithm == "sgd":
+            w = w - rate * sums
+        elif algorithm == "adagrad":
+            states[0][touched] += sums * sums
+            w = w - rate * sums / (_root(states[0][touched]) + eps)
+        elif algorithm == "rowwise_adagrad":
+            g = sums + decay * w if is_l2 and decay else sums
+            states[0][touched] += self._over_columns(g * g) / table.shape[1]
+            m = rate / (_root(states[0][touched]) + eps)
+            kept = torch.ones(1) if not decay else 1 - m * decay if is_l2 else 1 - (rate * decay).view(1)
+            w = kept.view(-1, 1) * w - m[:, None] * sums
+        else:
+            b1, b2 = torch.tensor(options.get("betas", (0.9, 0.999)))
+            first, second = states
+            first[touched] = b1 * first[touched] + (1 - b1) * sums
+            second[touched] = b2 * second[touched] + (1 - b2) * sums * sums
+            mean = first[touched] / (1 - self._powers[0])
+            spread = _root(second[touched] / (1 - self._powers[1])) + eps
+            w = w - rate * (mean / spread + decay * w)
+        table[touched] = w.to(table.dtype)
+
+
+# ---- a training ------------------------------------------------------------------------------------------------------
+
+SMALL = Shape("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19)
+
+
+class Training:
+    """Tables of this PE, their model, and an optimizer; collective.
+
+    Args:
+        case: what is trained.
+        is_new: whether no backward pass has been made, which compiles the kernel and lets the PEs agree.
+    """
+
+    def __init__(self, case: Case, *, is_new: bool = False) -> None:
+        self._case, self._world, self._rank = case, po.world_size(), po.rank()
+        inputs = make_inputs(case, self._rank, self._world, 0)
+        self.tables = [table.to(po.device(), copy=True) for table in inputs.tables]
+        self.optimizer = po.EmbeddingOptimizer(self.tables, case.algorithm, lr=0.0, **dict(case.options))
+        if not is_new:
+            self.backward(0)()
+            po.check()
+        self.begin()
+
+    def begin(self) -> None:
+        """Set tables, states and rate to what they are before the first step."""
+        self.model = Model(self._case, self._rank, self._world)
+        for table, first in zip(self.tables, self.model.tables, strict=True):
+            table.copy_(first)
+            for state in self.optimizer.state(table):
+                state.zero_()
+        self.optimizer.lr.fill_(0.1)
+        self.optimizer.loaded(0)
+
+    def backward(self, iteration: int) -> Callable[[], None]:
+        """Make a forward pass; return its backward pass."""
+        inputs = make_inputs(self._case, self._rank, self._world, iteration)
+        split = split_of(self._case.shape, self._world)
+        result = po.embedding_all_to_all(
+            self.tables,
+            inputs.indices.to(po.device()),
+            inputs.offsets.to(po.device()),
+            batch_per_rank=split,
+            dim_per_rank=columns_of(self._case, self._world),
+            optimizer=self.optimizer,
+        )
+        first = sum(split[: self._rank])
+        gradient = make_gradient(self._case, self._world, iteration, 0)[first : first + split[self._rank]]
+        gradient = gradient.to(po.device())
+        return lambda: result.backward(gradient)
+
+    def is_right(self) -> bool:
+        pairs = zip(self.tables, self.model.tables, strict=True)
+        return all(difference(table, want) is None for table, want in pairs)
+
+
+def case_of(way: str, shape: Shape = SMALL) -> Case:
+    return Case(f"{way}, {shape.name}", shape, way)

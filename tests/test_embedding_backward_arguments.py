@@ -1,0 +1,133 @@
+"""Backward passes and optimizers as they may be used, overlapping and resumed, and as they may not: what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from embedding_backward_cases import SMALL, Training, case_of, make_inputs
+from embedding_cases import split_of
+from worlds import error_of, in_world
+
+import persistent_ops as po
+
+
+def _passes() -> list[Any]:
+    """Forward A, forward B, backward A, backward B; then what is refused."""
+    first, second = Training(case_of("sgd")), Training(case_of("adagrad"))
+    passes = [first.backward(1), second.backward(2)]
+    for backward in passes:
+        backward()
+    first.model.step(1, 0, 0.1)
+    second.model.step(2, 0, 0.1)
+    po.check()
+    seen: list[Any] = [first.is_right(), second.is_right(), int(first.optimizer.step_count)]
+    again = error_of(passes[0])
+    other = po.EmbeddingOptimizer([torch.ones(4, 8, device=po.device())])
+    offsets = torch.arange(1, device=po.device())
+    refused = error_of(
+        lambda: po.embedding_all_to_all(first.tables, offsets[:0], offsets, batch_per_rank=[0] * 2, optimizer=other)
+    )
+    with torch.no_grad():
+        plain = error_of(first.backward(1))
+    return [*seen, again[0], "twice" in again[1], refused[0], plain[0]]
+
+
+def test_passes_may_overlap_and_come_once(backend: str) -> None:
+    # torch itself refuses a second pass, unless the graph is retained; a result without a graph has none.
+    found = in_world(_passes, 2, backend)
+    assert [seen[:3] for seen in found] == [[True, True, 1]] * 2, found
+    assert [seen[3] for seen in found] == ["RuntimeError"] * 2
+    assert [seen[5] for seen in found] == ["ValueError"] * 2
+
+
+def _retained() -> list[Any]:
+    training = Training(case_of("sgd"))
+    inputs = make_inputs(case_of("sgd"), po.rank(), 2, 0)
+    arguments = (training.tables, inputs.indices.to(po.device()), inputs.offsets.to(po.device()))
+    split = split_of(SMALL, 2)
+    result = po.embedding_all_to_all(*arguments, batch_per_rank=split, optimizer=training.optimizer)
+    result.sum().backward(retain_graph=True)
+    po.check()
+    before = [table.clone() for table in training.tables]
+    name, text, _ = error_of(lambda: result.sum().backward())
+    po.check()
+    return [name, "second backward" in text, all(map(torch.equal, before, training.tables))]
+
+
+def test_a_second_backward_pass_is_refused(backend: str) -> None:
+    assert in_world(_retained, 2, backend) == [["RuntimeError", True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"algorithm": "lamb"}, "algorithm"),
+        ({"lr": -1.0}, "lr"),
+        ({"eps": float("nan")}, "eps"),
+        ({"weight_decay": 0.1}, "weight_decay"),
+        ({"algorithm": "adam", "betas": (0.9, 1.0)}, "betas"),
+        ({"algorithm": "rowwise_adagrad", "weight_decay_mode": "cowclip"}, "weight_decay_mode"),
+    ],
+)
+def test_what_an_optimizer_cannot_be(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        po.EmbeddingOptimizer([torch.ones(2, 4)], **options)
+
+
+def test_tables_that_overlap_are_refused() -> None:
+    memory = torch.ones(6, 4)
+    with pytest.raises(ValueError, match="overlap"):
+        po.EmbeddingOptimizer([memory[:4], memory[2:]])
+    po.EmbeddingOptimizer([memory[:3], memory[3:], memory[:3]])
+
+
+def _resumed() -> list[bool]:
+    """Adam, stopped behind two steps and resumed by another optimizer, beside one that goes on."""
+    training = Training(case_of("adam"))
+    training.optimizer.step_count = 0
+    for step in range(2):
+        training.backward(step)()
+    tables = [table.clone() for table in training.tables]
+    resumed = po.EmbeddingOptimizer(tables, "adam", lr=0.1)
+    for table, old in zip(tables, training.tables, strict=True):
+        for state, saved in zip(resumed.state(table), training.optimizer.state(old), strict=True):
+            state.copy_(saved)
+    resumed.step_count = int(training.optimizer.step_count)
+    training.backward(2)()
+    other = Training(case_of("adam"))
+    other.tables, other.optimizer = tables, resumed
+    other.backward(2)()
+    po.check()
+    return [torch.allclose(a, b, rtol=0.0, atol=1e-5) for a, b in zip(tables, training.tables, strict=True)]
+
+
+def test_an_optimizer_is_resumed(backend: str) -> None:
+    assert in_world(_resumed, 2, backend) == [[True, True]] * 2
+
+
+def _changed_in_place() -> list[Any]:
+    training = Training(case_of("sgd"))
+    inputs = make_inputs(case_of("sgd"), po.rank(), 2, 0)
+    lookups = (inputs.indices.to(po.device()), inputs.offsets.to(po.device()))
+    split, optimizer = split_of(SMALL, 2), training.optimizer
+    po.embedding_all_to_all(
+        training.tables, *lookups, batch_per_rank=split, optimizer=optimizer
+    ).relu_().sum().backward()
+    po.check()
+    other_list = error_of(
+        lambda: po.embedding_all_to_all(training.tables[::-1], *lookups, batch_per_rank=split, optimizer=optimizer)
+    )
+    factors = torch.ones(inputs.indices.shape, device=po.device(), requires_grad=True)
+    results = [
+        po.embedding_all_to_all(training.tables, *lookups, factors, batch_per_rank=split, optimizer=optimizer)
+        for _ in range(2)
+    ]
+    results[0].sum().backward()
+    return [other_list[0], error_of(lambda: results[1].sum().backward())[1]]
+
+
+def test_results_in_place_other_lists_and_tables_that_have_changed(backend: str) -> None:
+    for name, text in in_world(_changed_in_place, 2, backend):
+        assert name == "ValueError" and "tables have changed" in text

@@ -1,0 +1,116 @@
+"""The backward pass of embedding_all_to_all: faults as every operator meets them (protocol.py), and its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from embedding_backward_cases import SMALL, Training, case_of, make_inputs
+from protocol import Mismatch, ProtocolSuite, Work
+from worlds import error_of, gave_up, in_world
+
+import persistent_ops as po
+
+
+class TestFaults(ProtocolSuite):
+    operator = "embedding_backward"
+    ways = ("sgd", "rowwise_adagrad")
+    absences = (("sgd", "auto"), ("rowwise_adagrad", "staged"))
+    mismatches: ClassVar = {
+        "shape": Mismatch(lambda: _prepared().pop("shape")(), ["batch=21", "batch=19"]),
+        "dtype": Mismatch(lambda: _prepared().pop("dtype")(), ["dtype=bfloat16"]),
+        "optimizer": Mismatch(lambda: _prepared().pop("optimizer")(), ["optimizer=rowwise_adagrad", "optimizer=sgd"]),
+        "barrier": Mismatch(po.barrier, ["barrier(world_size=3)"]),
+    }
+    deaths = (("stopped", "sgd"), ("killed", "rowwise_adagrad"))
+    names_the_dead = False
+
+    @classmethod
+    def work(cls, iteration: int, way: str) -> Work:
+        return cls._work(Training(case_of(way)), iteration)
+
+    @classmethod
+    def next_work(cls, iteration: int, way: str) -> Work:
+        """With the optimizer of the earlier ones: a new one's PEs agree on the host, where a dead one is found late."""
+        prepared = _prepared()
+        if way in prepared:
+            prepared[way].begin()
+        else:
+            prepared[way] = Training(case_of(way))
+        return cls._work(prepared[way], iteration)
+
+    @staticmethod
+    def _work(training: Training, iteration: int) -> Work:
+        backward = training.backward(iteration)
+        training.model.step(iteration, 0, 0.1)
+        return Work(backward, training.is_right)
+
+    @classmethod
+    def warm_up(cls) -> None:
+        super().warm_up()
+        shape = dataclasses.replace(SMALL, batch=lambda world: 21)
+        others = {
+            "shape": case_of("sgd", shape),
+            "dtype": case_of("sgd", dataclasses.replace(SMALL, dtype=torch.bfloat16)),
+            "optimizer": case_of("rowwise_adagrad"),
+        }
+        _prepared().update({kind: Training(case).backward(1) for kind, case in others.items()})
+        _prepared()["meet"] = [Training(case_of("sgd")).backward(1) for _ in cls.mismatches]
+
+    @classmethod
+    def meet(cls) -> object:
+        return _prepared()["meet"].pop()()
+
+    def test_the_first_call_meets_something_else(self, backend: str) -> None:
+        """In the exchange of the tables' widths, which sets nothing aside."""
+        assert in_world(_first_backward, 3, backend) == [["ContractMismatchError", True, True, True]] * 3
+
+
+def _first_backward() -> list[Any]:
+    """PE 1 meets the others' first backward pass with a barrier; then all make one."""
+    training = Training(case_of("sgd"), is_new=True)
+    backward, later = training.backward(1), training.backward(2)
+    name, text, seconds = error_of(lambda: [po.barrier() if po.rank() == 1 else backward(), po.check()])
+    po.recover()
+    later()
+    training.model.step(2, 0, 0.1)
+    po.check()
+    return [name, "agreement on the columns" in text, seconds < 30.0, training.is_right()]
+
+
+_of_worlds: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _prepared() -> dict[str, Any]:
+    """Return what this PE's world has ready: passes whose forward part is over."""
+    return _of_worlds.setdefault(po.runtime.world.current(), {})
+
+
+def _half_updated(folder: Path) -> list[Any]:
+    """PE 0 stays away from a backward pass: what the other's launch may have changed is refused."""
+    po.runtime.world.current().workspace.timeout = 4.0  # of kernels; on the host PEs come as late as they like
+    training = Training(case_of("sgd"))
+    backward, later = training.backward(1), training.backward(2)
+    if po.rank() == 0:
+        gave_up(folder, 1)
+    name = error_of(lambda: [backward(), po.check()])[0]
+    (folder / f"gave_up_{po.rank()}").touch()
+    error_of(po.barrier)
+    po.recover()
+    again = error_of(later) if po.rank() == 1 else ("", "", 0.0)
+    # From a checkpoint:
+    for table, saved in zip(training.tables, make_inputs(case_of("sgd"), po.rank(), 2, 0).tables, strict=True):
+        table.copy_(saved)
+    training.optimizer.loaded(0)
+    training.backward(3)()
+    training.model.step(3, 0, 0.1)
+    po.check()
+    return [name, again[0], "load it anew" in again[1], training.is_right()]
+
+
+def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Path) -> None:
+    late, (name, again, says_so, is_right) = in_world(_half_updated, 2, backend, tmp_path)
+    assert name == "PeerTimeoutError" and again == "PersistentOpsError" and says_so and is_right and late[3]
