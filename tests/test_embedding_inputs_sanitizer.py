@@ -31,79 +31,54 @@ constexpr Config kOffsets{.value = po::IndexType::kInt32,
 
 constexpr uint64_t kReadyStride = 4;
 constexpr int kRegions = 2;
-constexpr uint64_t kGuardBytes = 256;
+constexpr uint64_t kGapBytes = 256;
 
-driver::Options options({{"--pes", "2"},        {"--features", "3"},
-                         {"--slots", "4"},      {"--batch", "5"},
-                         {"--wgs", "2"},        {"--threads", "2"},
-                         {"--chunk", "2"},      {"--piece", "4"},
-                         {"--epochs", "8"},     {"--staged", "0"},
-                         {"--node", "1"},       // so many PEs in a row reach each other
-                         {"--delay-us", "0"},   {"--empty-pe", "-1"},  // has no samples
+driver::Options options({{"--features", "3"},
+                         {"--slots", "4"},
+                         {"--batch", "5"},
+                         {"--chunk", "2"},
+                         {"--piece", "4"},
+                         {"--empty-pe", "-1"},  // has no samples
                          {"--bare-pe", "-1"},   // has no slots
                          {"--full", "0"},       // PE 0 has no room for what PE 1 sends
                          {"--offsets", "0"},    // instead of lengths
-                         {"--slow-pe", "-1"},   {"--slow-us", "2000"},
-                         {"--read-us", "0"},    // that a reader waits before it reads
-                         {"--timeout-ms", "60000"},
-                         {"--stop-pe", "-1"},   // does not launch, or ...
-                         {"--other-pe", "-1"},  // ... launches under another contract, at ...
-                         {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
-                         {"--queued", "0"}});   // launches behind it that do not look at errors
+                         {"--read-us", "0"}},   // that a reader waits before it reads
+                        {driver::kLaunches, driver::kWorld, driver::kTroubles});
 
-using driver::World;
-
-struct Pe {
-  Pe(World& world_in, int rank_in, int size_in) : world(world_in), rank(rank_in), size(size_in) {
-    uint64_t bytes = 0;
-    auto take = [&](uint64_t length) {
-      const uint64_t offset = bytes;
-      bytes += (length + 127) / 128 * 128;
-      return offset;
-    };
+class Pe : public driver::BasePe<Plan> {
+ public:
+  Pe(World& world_in, int rank_in) : BasePe(world_in, rank_in, kReadyStride) {
     const auto pes = static_cast<uint64_t>(size);
-    po::Team& team = plan.team;
-    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
-    team.ready_offset = take(pes * kReadyStride * 8);
-    team.abort_offset = take(pes * 8);
     int64_t first_slot = 0;
+    uint64_t own_bytes = 0;
     for (int pe = 0; pe < size; ++pe) {
       for (int64_t slot = 0; slot < num_slots(pe); ++slot) slots.push_back({feature_of(pe, slot), 1000});
       uint64_t offset = 0;
       for (int source = 0; source < size; ++source) {
-        const uint64_t length = region(pe, source).end + kGuardBytes;
+        const uint64_t length = region(pe, source).end + kGapBytes;
         if (source == rank) owners.push_back({first_slot, num_slots(pe), capacity(source, pe), offset, take(length)});
         if (pe == rank) senders.push_back({offset, capacity(source, pe)});
         offset += length;
       }
-      if (pe == rank) regions_bytes = offset;
+      if (pe == rank) own_bytes = offset;
       first_slot += num_slots(pe);
     }
-    for (int i = 0; i < kRegions; ++i) regions[i] = take(regions_bytes);
-    heap = static_cast<uint8_t*>(std::aligned_alloc(128, bytes));
-    std::memset(heap, 0, bytes);
-    const auto wgs = static_cast<size_t>(options.number("--wgs"));
+    for (uint64_t& each : regions) each = take(own_bytes);
+    allocate_heap();
     chunks.resize(static_cast<size_t>(num_features * (max_batch / chunk + 1) + 1));
     slot_begins.resize(slots.size() + pes);
     longest.resize(kNumLongest);
-    added_up.resize(wgs + 1);
+    added_up.resize(static_cast<size_t>(number("--wgs")) + 1);
     sent.resize(pes);
     no_offsets.resize(static_cast<size_t>(num_slots(rank) * max_batch + 1));
     for (auto& each : sources) each.resize(pes);
-    team.rank = rank;
-    team.size = size;
-    team.heap = heap;
-    team.ready_stride = kReadyStride;
-    team.local = &local;
-    team.error = &error;
-    team.input_error = &input_error;
     plan.slots = slots.data();
     plan.owners = owners.data();
     plan.senders = senders.data();
     plan.num_features = num_features;
     plan.max_samples = max_batch;
     plan.chunk_bags = chunk;
-    plan.piece_lookups = options.number("--piece");
+    plan.piece_lookups = number("--piece");
     plan.contract_word = 2;
     plan.reports_bad_input = 1;
     plan.chunks = chunks.data();
@@ -114,16 +89,22 @@ struct Pe {
     plan.no_offsets = no_offsets.data();
   }
 
+  void run() {
+    BasePe::run();
+    for (auto& reader : readers) join(reader);
+  }
+
+ private:
   // ---- what there is -----------------------------------------------------------------------------------------------
 
-  int64_t num_slots(int pe) const { return pe == options.number("--bare-pe") ? 0 : options.number("--slots"); }
+  int64_t num_slots(int pe) const { return pe == number("--bare-pe") ? 0 : number("--slots"); }
   int64_t feature_of(int pe, int64_t slot) const { return (pe + slot * 2) % num_features; }
   int64_t samples(int pe, int64_t launch) const {
-    return pe == options.number("--empty-pe") ? 0 : max_batch - (launch + pe) % 3;
+    return pe == number("--empty-pe") ? 0 : max_batch - (launch + pe) % 3;
   }
   int64_t length(int pe, int64_t bag, int64_t launch) const { return (bag * 5 + launch * 3 + pe) % 4; }
   int64_t value(int pe, int64_t place, int64_t launch) const { return (place * 7 + launch * 31 + pe * 11) % 997; }
-  bool is_full(int source, int owner) const { return options.number("--full") != 0 && source == 1 && owner == 0; }
+  bool is_full(int source, int owner) const { return number("--full") != 0 && source == 1 && owner == 0; }
   int64_t capacity(int source, int owner) const {
     return is_full(source, owner) ? 1 : num_slots(owner) * max_batch * 3;
   }
@@ -131,56 +112,22 @@ struct Pe {
     return region_of(num_slots(owner), max_batch, capacity(source, owner), sizeof(int32_t), true);
   }
 
-  void connect(const std::vector<std::unique_ptr<Pe>>& all) {
-    std::vector<uint64_t> bases;
-    const bool is_staged = size > 1 && options.number("--staged") != 0;
-    for (int pe = 0; pe < size; ++pe) {
-      bases.push_back(reinterpret_cast<uint64_t>(all[static_cast<size_t>(pe)]->heap));
-      const int64_t node = options.number("--node");
-      heaps.push_back(!is_staged || pe / node == rank / node ? bases.back() : 0);
-    }
-    plan.team.peer_heaps = heaps.data();
-    network = std::make_unique<po::DelayedNetwork>(
-        bases.data(), size, static_cast<uint64_t>(options.number("--delay-us")), static_cast<uint64_t>(rank + 1));
-    plan.team.network = network.get();
-  }
-
   // ---- launches ----------------------------------------------------------------------------------------------------
 
-  void run() {
-    for (int64_t launch = 0; launch < options.number("--epochs"); ++launch) {
-      const bool is_trouble = launch == options.number("--trouble-at");
-      // On a busy machine a PE may be late by more than a wait for one that never comes should last.
-      const int64_t ms = is_trouble || options.number("--trouble-at") < 0 ? options.number("--timeout-ms") : 60000;
-      plan.team.timeout_ns = static_cast<uint64_t>(ms) * 1000000;
-      if (is_trouble && options.number("--stop-pe") >= 0) world.start.arrive_and_wait();
-      if (rank == options.number("--slow-pe")) usleep(static_cast<useconds_t>(options.number("--slow-us")));
-      std::optional<std::thread>& reader = readers[launch % kRegions];
-      if (reader) reader->join();  // the region's last readers have done
-      reader.reset();
-      if (is_trouble) {
-        if (rank != options.number("--stop-pe")) run_into_trouble(launch);
-        driver::recover(*this, options.number("--queued"));
-        std::fill(sent.begin(), sent.end(), 0);
-        continue;
-      }
-      run_kernel(launch);
-      if (error.state != 0) {
-        driver::fail(driver::exit_of_aborted(error), "PE %d, launch %ld: aborted, phase %lu, peer %lu", rank, launch,
-                     error.phase, error.peer);
-      }
-      check_report(launch);
-      reader.emplace([this, launch] {
-        usleep(static_cast<useconds_t>(options.number("--read-us")));
-        read(launch);
-      });
-    }
-    for (auto& reader : readers) {
-      if (reader) reader->join();
+  static void join(std::optional<std::thread>& reader) {
+    if (reader) reader->join();
+    reader.reset();
+  }
+
+  void before_launch(int64_t launch) override {
+    BasePe::before_launch(launch);
+    join(readers[launch % kRegions]);  // the region's last readers have done
+    if (is_trouble_at(launch)) {
+      for (auto& reader : readers) join(reader);  // launches behind it fill the others
     }
   }
 
-  void run_kernel(int64_t launch) {
+  void run_kernel(int64_t launch) override {
     std::vector<int64_t> values;
     std::vector<int32_t> narrow_values;
     std::vector<int32_t> lengths;
@@ -195,8 +142,8 @@ struct Pe {
       narrow_values.push_back(static_cast<int32_t>(values.back()));
       weights.push_back(static_cast<float>(values.back()) / 2);
     }
-    const bool is_other = launch == options.number("--trouble-at") && rank == options.number("--other-pe");
-    const bool has_offsets = options.number("--offsets") != 0;
+    const Plan used = plan_of(launch);
+    const bool has_offsets = number("--offsets") != 0;
     Call call{};
     call.values = has_offsets ? static_cast<const void*>(narrow_values.data()) : values.data();
     call.bounds = has_offsets ? static_cast<const void*>(offsets.data()) : lengths.data();
@@ -207,41 +154,39 @@ struct Pe {
     call.sources = sources[launch % kRegions].data();
     call.report = &report;
     call.report_number = static_cast<uint64_t>(launch) + 7;
-    call.contract_hash = is_other ? 0x5a5b : 0x5a5a;
-    call.contract_word = launch;
-    const auto wgs = static_cast<int>(options.number("--wgs"));
-    const auto threads = static_cast<int>(options.number("--threads"));
+    call.contract_hash = used.team.contract_hash;
+    call.contract_word = used.team.contract[plan.contract_word];
     if (has_offsets) {
-      po::run_on_host<Kernel<kOffsets>>(&plan, call, wgs, threads);
+      launch_on_host<Kernel<kOffsets>>(used, call);
     } else {
-      po::run_on_host<Kernel<kConfig>>(&plan, call, wgs, threads);
+      launch_on_host<Kernel<kConfig>>(used, call);
     }
   }
 
-  void run_into_trouble(int64_t launch) {
-    for (int64_t i = 0; i <= options.number("--queued"); ++i) {
-      run_kernel(launch + i * kRegions);  // into the same region: nobody reads it
-      if (error.state == 0 || error.epoch != local.abort || error.epoch + static_cast<uint64_t>(i) != local.epoch) {
-        driver::fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble, or not as it should", rank,
-                     launch + i);
-      }
-      if (report.state != static_cast<uint64_t>(launch + i * kRegions) + 7 || report.is_aborted != 1) {
-        driver::fail(driver::kWrongReport, "PE %d, launch %ld: the host is not told", rank, launch + i);
-      }
-      for (const po::LookupSource& source : sources[launch % kRegions]) {
-        if (source.samples != 0 || source.count != 0 || source.offsets != no_offsets.data()) {
-          driver::fail(driver::kWrongOutput, "PE %d, launch %ld: lookups in an aborted launch", rank, launch + i);
-        }
+  void check(int64_t launch) override {
+    check_report(launch);
+    readers[launch % kRegions].emplace([this, launch] {
+      usleep(static_cast<useconds_t>(number("--read-us")));
+      read(launch);
+    });
+  }
+
+  void check_given_up(int64_t launch) override {
+    if (report.state != static_cast<uint64_t>(launch) + 7 || report.is_aborted != 1) {
+      driver::fail(driver::kWrongReport, "PE %d, launch %ld: the host is not told", rank, launch);
+    }
+    for (const po::LookupSource& source : sources[launch % kRegions]) {
+      if (source.samples != 0 || source.count != 0 || source.offsets != no_offsets.data()) {
+        driver::fail(driver::kWrongOutput, "PE %d, launch %ld: lookups in an aborted launch", rank, launch);
       }
     }
   }
 
-  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
-  void check_traces() const { driver::check_words(*this); }
+  void clear() override { std::fill(sent.begin(), sent.end(), 0); }
 
   void check_report(int64_t launch) const {
     const bool is_told = report.full_source == 1 && report.full_owner == 0 && report.full_capacity == 1;
-    const bool is_right = options.number("--full") != 0 ? is_told : report.full_source < 0;
+    const bool is_right = number("--full") != 0 ? is_told : report.full_source < 0;
     if (report.state != static_cast<uint64_t>(launch) + 7 || !is_right) {
       driver::fail(driver::kWrongReport, "PE %d, launch %ld: told of PE %ld's message to PE %ld", rank, launch,
                    report.full_source, report.full_owner);
@@ -249,7 +194,6 @@ struct Pe {
     for (const uint64_t pieces : sent) {
       if (pieces != 0) driver::fail(driver::kWrongRemains, "PE %d, launch %ld: %lu pieces", rank, launch, pieces);
     }
-    if (input_error.state != 0) driver::fail(driver::kWrongReport, "PE %d: bad input", rank);
   }
 
   // ---- what has arrived ------------------------------------------------------------------------------------------
@@ -292,7 +236,7 @@ struct Pe {
   void check_guard(int64_t launch, int pe) const {
     const Sender& sender = senders[static_cast<size_t>(pe)];
     const uint8_t* guard = heap + regions[launch % kRegions] + sender.region_offset + region(rank, pe).end;
-    for (uint64_t i = 0; i < kGuardBytes; ++i) expect(launch, pe, "byte behind the region", guard[i], 0);
+    for (uint64_t i = 0; i < kGapBytes; ++i) expect(launch, pe, "byte behind the region", guard[i], 0);
   }
 
   void expect(int64_t launch, int pe, const char* what, int64_t found, int64_t wanted) const {
@@ -301,13 +245,9 @@ struct Pe {
                  wanted);
   }
 
-  World& world;
-  const int rank;
-  const int size;
-  const int64_t num_features = options.number("--features");
-  const int64_t max_batch = options.number("--batch");
-  const int64_t chunk = options.number("--chunk");
-  uint64_t regions_bytes = 0;
+  const int64_t num_features = number("--features");
+  const int64_t max_batch = number("--batch");
+  const int64_t chunk = number("--chunk");
   uint64_t regions[kRegions];
   std::vector<Slot> slots;
   std::vector<Owner> owners;
@@ -320,25 +260,12 @@ struct Pe {
   std::vector<int32_t> no_offsets;
   std::vector<po::LookupSource> sources[kRegions];
   std::optional<std::thread> readers[kRegions];
-  std::vector<uint64_t> heaps;
   Report report{};
-  Plan plan{};
-  uint8_t* heap = nullptr;
-  po::LocalState local{};
-  po::ErrorRecord error{};
-  po::InputErrorRecord input_error{};
-  std::unique_ptr<po::DelayedNetwork> network;
 };
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  std::unique_ptr<World> world;
-  return driver::run(argc, argv, options, [&](int rank, int size) {
-    if (!world) world = std::make_unique<World>(size);
-    return std::make_unique<Pe>(*world, rank, size);
-  });
-}
+int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--pes=2 --wgs=3 --threads=2"
