@@ -28,6 +28,8 @@ import torch
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
 from persistent_ops.ops.embedding_backward_plan import STEPS, Tiles
 from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
+from persistent_ops.ops.embedding_inputs_plan import Tuning as InputsTuning
+from persistent_ops.ops.embedding_inputs_plan import kernel_request as inputs_kernel_request
 from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
 from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
 from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
@@ -156,6 +158,39 @@ class EmbeddingInversion:
             threads=self.threads,
             work_groups_per_sm=InversionTuning().work_groups_per_sm,
             arena_bytes=0,
+        )
+
+
+@dataclass(frozen=True)
+class EmbeddingInputs:
+    """One compilation of the kernel of the input exchange."""
+
+    value: torch.dtype = torch.int64
+    index: torch.dtype = torch.int32
+    bound: torch.dtype = torch.int32
+    has_lengths: bool = True
+    is_weighted: bool = False
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        integers = f"{self.value} to {self.index}, {self.bound}".replace("torch.", "")
+        kind = "lengths" if self.has_lengths else "offsets"
+        return f"embedding_inputs {self.arch} {integers} {kind}{', weighted' * self.is_weighted}"
+
+    @property
+    def threads(self) -> int:
+        return self.request().threads
+
+    def request(self) -> KernelRequest:
+        """Return what the plan would have compiled."""
+        return inputs_kernel_request(
+            self.value,
+            self.index,
+            self.bound,
+            has_lengths=self.has_lengths,
+            is_weighted=self.is_weighted,
+            threads=InputsTuning().threads,
         )
 
 
@@ -310,7 +345,9 @@ class Traced:
         return dataclasses.replace(self.of.request(), traces=True)
 
 
-Combination = Embedding | EmbeddingBackward | EmbeddingInversion | Barrier | Gemv | Sparse | AllReduce | Traced
+Combination = (
+    Embedding | EmbeddingBackward | EmbeddingInversion | EmbeddingInputs | Barrier | Gemv | Sparse | AllReduce | Traced
+)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -349,11 +386,15 @@ def _rest() -> Iterator[Combination]:
     for index, offset in itertools.product((torch.int32, torch.int64), repeat=2):
         yield EmbeddingInversion(8, counts=True, index=index, offset=offset)
         yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, index=index, offset=offset)
+    integers = ((torch.int64, torch.int32), (torch.int64, torch.int64), (torch.int32, torch.int32))
+    for (value, index), bound, lengths in itertools.product(integers, (torch.int32, torch.int64), (True, False)):
+        yield EmbeddingInputs(value, index, bound, lengths, is_weighted=(value == bound) == lengths)
     for arch in ARCHITECTURES:
         yield EmbeddingInversion(8, arch=arch)
         yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, arch=arch)
         yield Barrier(arch)
         yield EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch)
+        yield EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True, arch=arch)
     for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_phase")):
         yield Gemv(dtype, vectors, algorithm, prefetches=vectors == 1, lets_in="kLate" if vectors == 1 else "kAtEnd")
     for vectors, algorithm in itertools.product((1, 8), ("one_shot", "two_phase")):
@@ -414,6 +455,7 @@ def sample() -> list[Combination]:
             Embedding("float32", "weighted sum", SHAPES[1], arch),
             EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch),
             EmbeddingInversion(8, arch=arch),
+            EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True, arch=arch),
             Barrier(arch),
             Gemv("bfloat16", 1, "one_shot", prefetches=arch == "sm_90", arch=arch, lets_in=_lets_in(arch)),
             Sparse("bfloat16", 8192, "owner", arch=arch),

@@ -56,6 +56,12 @@ OPERATORS = {
         ),
         "po.embedding_all_to_all([torch.ones(4, 8)], torch.arange(4), torch.arange(5))",
     ),
+    "embedding_inputs": Parts(
+        ("ops/embedding_inputs.py", "ops/embedding_inputs_lookups.py", "ops/embedding_inputs_plan.py"),
+        ("kernels/embedding_inputs.cuh", "kernels/inputs", "tile/lookup_source.cuh"),
+        "po.EmbeddingInputs([[(0, 4)]] * 2, num_features=1, max_batch=2, lookups_per_sample=2.0).exchange("
+        "torch.arange(4), lengths=torch.full((2,), 2)).wait()",
+    ),
     "gemv_all_reduce": Parts(
         ("ops/gemv.py", "ops/gemv_all_reduce.py", "ops/gemv_call.py", "ops/gemv_plan.py", "nn/parallel_linear.py"),
         (
