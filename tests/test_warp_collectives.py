@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 
 CUDA = Path(__file__).resolve().parents[1] / "cuda"
-_COLLECTIVES = (
-    r"(?:\.(?:shuffle|count|count_below|first|union_of|sum_through|add_across)|\b(?:ballot|tree_sum|sum_by_trees))\("
-)
+_OF_LANES = r"(?:shuffle|count|count_below|first|union_of|sum_through|add_across)"
+_COLLECTIVES = rf"\b(?:(?:warp|tile|lanes)_?(?:\(\))?\.{_OF_LANES}|ballot|tree_sum|sum_by_trees)\("
 _SKIPPED = re.compile(rf"(?:&&|\|\||\?)[^;{{}}]*{_COLLECTIVES}")
-_OF_NO_LANES = re.compile(r"\b(?:wg|group|wg_)\.count\(\)")  # WGs of the launch
 
 
 def skipped(code: str) -> list[str]:
     """Return the statements in which a collective may be passed by."""
-    code = _OF_NO_LANES.sub("", re.sub(r"//[^\n]*", "", code))
+    code = re.sub(r"//[^\n]*", "", code)
     return [" ".join(found.group().split()) for found in _SKIPPED.finditer(code)]
 
 

@@ -142,8 +142,6 @@ class OurBackward:
         optimizer = self._optimizer
         chosen = (optimizer._algorithm, optimizer._decay, optimizer._constants)
         return BackwardPlan(self._world, alone, self._tables, states, *chosen)
-            self._world, alone, self._tables, states, optimizer._algorithm, optimizer._decay, optimizer._constants
-        )
 
 
 @contextmanager
