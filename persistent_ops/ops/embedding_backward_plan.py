@@ -155,7 +155,7 @@ def kernel_request(
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
-    needs_registers += dtype.itemsize == 2 and (step == "adam" or decay == "l2")  # more columns a chunk
+    needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
     blocks = max(1, _BLOCKS_PER_SM[tiles.row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
