@@ -1,6 +1,8 @@
 // What a warp's lanes know of one another: who is first, how many come before, and sums over a row's chunks.
 #pragma once
 
+#include "platform/bits.cuh"
+#include "platform/counters.cuh"
 #include "platform/groups.cuh"
 
 namespace po {
@@ -8,22 +10,12 @@ namespace po {
 // A warp that counts.
 struct BallotWarp : Warp {
   // Lanes before this one of which `condition` is true.
-  PO_FN int count_below([[maybe_unused]] bool condition) const {
-#if PO_ON_DEVICE
-    return __popc(__ballot_sync(0xffffffffu, condition) & ((1u << rank()) - 1u));
-#else
-    return 0;
-#endif
-  }
+  PO_FN int count_below(bool condition) const { return count_bits(po::ballot(*this, condition) & bits_below(rank())); }
 
   // The first lane of which `condition` is true, or size().
   PO_FN int first(bool condition) const {
-#if PO_ON_DEVICE
-    const unsigned lanes = __ballot_sync(0xffffffffu, condition);
-    return lanes == 0 ? kWarpSize : __ffs(static_cast<int>(lanes)) - 1;
-#else
-    return condition ? 0 : 1;
-#endif
+    const uint32_t lanes = po::ballot(*this, condition);
+    return lanes == 0 ? size() : lowest_bit(lanes);
   }
 };
 
@@ -33,13 +25,13 @@ struct BallotWarp : Warp {
 template <class Tile, int kCount>
 PO_FN float sum_by_trees([[maybe_unused]] const Tile& tile, float (&values)[kCount], float total) {
   constexpr int kTree = kCount * Tile::kSize < 32 ? kCount : 32 / Tile::kSize;  // a lane's values in a tree
-#if PO_ON_DEVICE
-  PO_UNROLL
-  for (int distance = 1; distance < Tile::kSize; distance *= 2) {
+  if constexpr (Tile::kSize > 1) {
     PO_UNROLL
-    for (float& value : values) value = tile.add_across(value, distance);
+    for (int distance = 1; distance < Tile::kSize; distance *= 2) {
+      PO_UNROLL
+      for (float& value : values) value = tile.add_across(value, distance);
+    }
   }
-#endif
   PO_UNROLL
   for (int tree = 0; tree < kCount; tree += kTree) {
     PO_UNROLL
