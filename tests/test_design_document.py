@@ -13,6 +13,7 @@ import test_embedding_backward_sanitizer
 import test_embedding_sanitizer
 import test_gemv_sanitizer
 import test_gemv_vectors
+import test_lanes_sanitizer
 import test_sparse_sanitizer
 from mutations import Edit, tags
 
@@ -30,12 +31,14 @@ MUTATIONS = {
     "test_sparse_sanitizer": (test_sparse_sanitizer.MUTATIONS, "8"),
     "test_all_reduce_sanitizer": (test_all_reduce_sanitizer.MUTATIONS, "9"),
     "test_embedding_backward_sanitizer": (test_embedding_backward_sanitizer.MUTATIONS, "10"),
+    "test_lanes_sanitizer": (test_lanes_sanitizer.MUTATIONS, "3"),
 }
 SUITES = (
     test_all_reduce_sanitizer.TestAllReduce,
     test_embedding_backward_sanitizer.TestEmbeddingBackward,
     test_embedding_sanitizer.TestEmbeddingAllToAll,
     test_gemv_sanitizer.TestGemvAllReduce,
+    *test_lanes_sanitizer.SUITES,
     test_sparse_sanitizer.TestSparseAllReduce,
 )
 SHARED = ("2", "3", "4", "5")

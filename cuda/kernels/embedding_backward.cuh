@@ -196,6 +196,7 @@ class Pusher {
 
   // Counts a piece. Who brings the last one tells the owner.
   PO_FN void finish(const Push& push, uint64_t* pushed) {
+    // @pieces-of-lanes
     warp_.sync();  // the pieces of all lanes are before the count
     if (warp_.rank() != 0) return;
     if (atomic_add_fetch_acq_rel_gpu(pushed, 1) != static_cast<uint64_t>(plan_.num_slices)) return;  // @table-pushed
@@ -491,7 +492,7 @@ class Reducer {
       const int64_t key = at < end ? call_.keys[at] : 0;
       const bool begins = at < end && (at == 0 || call_.keys[at - 1] != key);  // @run-begins
       for (int lane = 0; lane < warp_.size(); ++lane) {
-        if (!warp_.shuffle(begins, lane)) continue;
+        if (!warp_.shuffle(begins, lane)) continue;  // @begins-of-lanes
         const int64_t run_key = warp_.shuffle(key, lane);
         const int64_t number = group_of(run_key);
         const Group& group = plan_.groups[number];
