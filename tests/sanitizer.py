@@ -30,6 +30,7 @@ __all__ = [
     "SanitizerSuite",
     "assert_caught",
     "assert_silent",
+    "of_lanes",
     "run_driver",
 ]
 
@@ -79,6 +80,14 @@ class Build:
 
     flags: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
+
+
+_LANES = ("-I", str(HERE / "lanes"))
+
+
+def of_lanes(build: Build) -> Build:
+    """Return the same with warps of 32 lanes, each a thread (host_driver/lanes); `--threads` are whole warps then."""
+    return Build((*_LANES, *build.flags), build.edits)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import test_embedding_inversion_sanitizer
 import test_embedding_sanitizer
 import test_gemv_sanitizer
 import test_gemv_vectors
+import test_lanes_sanitizer
 import test_sparse_sanitizer
 from mutations import Edit, tags
 
@@ -34,6 +35,7 @@ MUTATIONS = {
     "test_embedding_backward_sanitizer": (test_embedding_backward_sanitizer.MUTATIONS, "10"),
     "test_embedding_inversion_sanitizer": (test_embedding_inversion_sanitizer.MUTATIONS, "10"),
     "test_embedding_inputs_sanitizer": (test_embedding_inputs_sanitizer.MUTATIONS, "11"),
+    "test_lanes_sanitizer": (test_lanes_sanitizer.MUTATIONS, "3"),
 }
 SUITES = (
     test_all_reduce_sanitizer.TestAllReduce,
@@ -42,6 +44,7 @@ SUITES = (
     test_embedding_inputs_sanitizer.TestEmbeddingInputs,
     test_embedding_sanitizer.TestEmbeddingAllToAll,
     test_gemv_sanitizer.TestGemvAllReduce,
+    *test_lanes_sanitizer.SUITES,
     test_sparse_sanitizer.TestSparseAllReduce,
 )
 SHARED = ("2", "3", "4", "5")

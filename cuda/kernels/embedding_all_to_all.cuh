@@ -251,7 +251,7 @@ class Worker {
         pool(task);
         if (is_staged) finish_staged();
       }
-      position_ = wg_.num_warps() * wg_.count() + warp_.shuffle(ticket, 0);
+      position_ = wg_.num_warps() * wg_.count() + warp_.shuffle(ticket, 0);  // @ticket-of-lanes
     }
   }
 

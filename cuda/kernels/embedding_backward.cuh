@@ -141,6 +141,7 @@ class Reducer {
   }
 
   PO_FN bool is_last_chunk(int slot, int num_chunks) const {
+    // @sums-of-lanes
     warp_.sync();  // the sums of all lanes are before the count
     bool is_last = false;
     if (warp_.rank() == 0) {

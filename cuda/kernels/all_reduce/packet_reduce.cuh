@@ -132,7 +132,7 @@ class PacketReduce {
   template <class Wants>
   PO_FN void put(uint64_t offset, int ready_index, const Wants& wants) const {
     fence_acq_rel_sys();  // each lane's packets are out for the network
-    warp_.sync();
+    warp_.sync();         // @packets-of-lanes
     if (warp_.rank() != 0) return;
     for_each_peer([&](int pe) {
       if (!is_near(pe) && wants(pe)) put_packets(team_, pe, offset, kBlockPackets, ready_index);

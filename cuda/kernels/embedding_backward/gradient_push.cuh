@@ -96,6 +96,7 @@ class Pusher {
 
   // Counts a piece. Who brings the last one tells the owner.
   PO_FN void finish(const Push& push, uint64_t* pushed) {
+    // @pieces-of-lanes
     warp_.sync();  // the pieces of all lanes are before the count
     if (warp_.rank() != 0) return;
     if (atomic_add_fetch_acq_rel_gpu(pushed, 1) != static_cast<uint64_t>(plan_.num_slices)) return;  // @table-pushed

@@ -93,6 +93,7 @@ class WindowFiller {
 
   // Takes so many lookups of one row from `begin` on.
   PO_FN void refill(int begin, int count) const {
+    // @window-read-by-lanes
     warp_.sync();  // the last ones have been read
     PO_NO_UNROLL
     for (int i = warp_.rank(); i < count; i += warp_.size()) place(begin + i, i);

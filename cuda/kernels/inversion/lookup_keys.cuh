@@ -191,7 +191,7 @@ class LookupKeys {
       uint32_t* counters = group_.arena.counters(pass);
       const uint32_t digit = Traits::digit_of(key, pass);
       // The higher digits of neighbours are often the same.
-      const uint32_t first = warp.shuffle(digit, 0);
+      const uint32_t first = warp.shuffle(digit, 0);  // @inversion-first-digit
       const bool is_first = counts && digit == first;
       if (warp.count(is_first) == warp.size()) {
         if (warp.rank() == 0) count_add_relaxed_wg(counters + digit, static_cast<uint32_t>(warp.size()));

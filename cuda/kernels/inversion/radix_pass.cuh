@@ -125,7 +125,7 @@ class RadixPass {
       const uint32_t same = lanes_with(warp, digit, is_there);
       const uint32_t earlier = counters[digit];
       ranks[u] = earlier + static_cast<uint32_t>(count_bits(same & before));
-      warp.sync();  // all have read the counters
+      warp.sync();  // @inversion-counters-read
       if (is_there && (same & before) == 0) counters[digit] = earlier + static_cast<uint32_t>(count_bits(same));
       warp.sync();
     }

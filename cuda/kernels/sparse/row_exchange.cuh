@@ -224,8 +224,8 @@ class RowExchange {
       const uint64_t* word = local_word(team_, progress_offset(pe));
       is_there = await_step(team_, word, progress, phase, pe, static_cast<uint64_t>(number_)) && is_there;
     }
-    const int num_there = warp_.count(is_there);
-    warp_.sync();  // what a lane has acquired is there for all
+    const int num_there = warp_.count(is_there);  // @lanes-there
+    warp_.sync();                                 // what a lane has acquired is there for all
     return num_there == warp_.size();
   }
 

@@ -1,0 +1,90 @@
+"""Kernels with warps of 32 lanes under ThreadSanitizer: what lanes do for one another.
+
+Each lane is a thread (host_driver/lanes). A lane that passes a collective by ends the program, and what one lane writes
+and another reads is a race where no collective or sync of theirs lies between. gemv is left out: its lanes share tiles
+of `mma` instructions, which the host has not.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mutations import Drop, Swap
+from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite, of_lanes
+from test_all_reduce_sanitizer import TestAllReduce as AllReduce
+from test_embedding_backward_sanitizer import TestEmbeddingBackward as EmbeddingBackward
+from test_embedding_inversion_sanitizer import TestEmbeddingInversion as EmbeddingInversion
+from test_embedding_sanitizer import TestEmbeddingAllToAll as EmbeddingAllToAll
+from test_sparse_sanitizer import TestSparseAllReduce as SparseAllReduce
+
+_WARP = "--wgs=1 --threads=32 --epochs=3"
+_WARPS = "--wgs=2 --threads=64 --epochs=3"
+_STAGED = f"{_WARPS} --delay-us=200"
+_CHUNKS = "--pes=2 --rows=1 --batch=200"
+
+OF_EMBEDDING = {
+    "a_lane_keeps_its_own_ticket": Mutation(
+        (
+            Swap(
+                "ticket-of-lanes", "warp_.shuffle(ticket, 0)", "(warp_.rank() == 0 ? ticket : warp_.shuffle(ticket, 0))"
+            ),
+        ),
+        _WARP,
+        {Exit.TIMED_OUT},
+    ),
+}
+OF_BACKWARD = {
+    "pieces_are_counted_before_all_lanes_have_stored": Mutation((Drop("pieces-of-lanes"),), _WARPS, RACE),
+    "chunks_are_counted_before_all_lanes_have_stored": Mutation((Drop("sums-of-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
+    "a_window_changes_while_lanes_read_it": Mutation((Drop("window-read-by-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
+}
+OF_INVERSION = {
+    "a_lane_passes_a_collective_by": Mutation(
+        (Swap("inversion-first-digit", "warp.shuffle(digit, 0)", "counts ? warp.shuffle(digit, 0) : 0"),),
+        _WARP,
+        {Exit.TIMED_OUT},
+    ),
+    "counters_are_added_to_before_all_lanes_have_read_them": Mutation((Drop("inversion-counters-read"),), _WARP, RACE),
+}
+OF_SPARSE = {
+    "a_lane_counts_no_others": Mutation(
+        (Swap("lanes-there", "warp_.count(is_there)", "(warp_.rank() == 0 ? warp_.size() : warp_.count(is_there))"),),
+        _WARP,
+        {Exit.TIMED_OUT},
+    ),
+}
+OF_ALL_REDUCE = {
+    "packets_are_put_before_all_lanes_have_stored": Mutation(
+        (Drop("packets-of-lanes"),), f"{_STAGED} --staged=1", RACE | {Exit.TIMED_OUT}
+    ),
+}
+MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INVERSION | OF_SPARSE | OF_ALL_REDUCE
+
+
+def _driver(of: type[SanitizerSuite], build: str, staged: str, mutations: dict[str, Mutation]) -> Driver:
+    builds: dict[str, Build] = {"lanes": of_lanes(of.driver.builds[build])}
+    cases = {"one_warp": _WARP, "staged": f"{_STAGED} {staged}"}
+    return Driver(of.driver.source, builds, {"lanes": cases}, mutations, "lanes")
+
+
+class TestEmbeddingAllToAll(SanitizerSuite):
+    driver: ClassVar = _driver(EmbeddingAllToAll, "plain", "--tables=2,1 --batch=3,4 --transport=staged", OF_EMBEDDING)
+
+
+class TestEmbeddingBackward(SanitizerSuite):
+    driver: ClassVar = _driver(EmbeddingBackward, "sgd", "--pes=2 --staged=1", OF_BACKWARD)
+
+
+class TestEmbeddingInversion(SanitizerSuite):
+    driver: ClassVar = _driver(EmbeddingInversion, "narrow", "", OF_INVERSION)
+
+
+class TestSparseAllReduce(SanitizerSuite):
+    driver: ClassVar = _driver(SparseAllReduce, "small_windows", "--pes=2 --staged=1", OF_SPARSE)
+
+
+class TestAllReduce(SanitizerSuite):
+    driver: ClassVar = _driver(AllReduce, "one_shot", "--pes=2 --staged=1", OF_ALL_REDUCE)
+
+
+SUITES = (TestAllReduce, TestEmbeddingAllToAll, TestEmbeddingBackward, TestEmbeddingInversion, TestSparseAllReduce)
