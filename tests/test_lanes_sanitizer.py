@@ -13,6 +13,7 @@ from mutations import Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite, of_lanes
 from test_all_reduce_sanitizer import TestAllReduce as AllReduce
 from test_embedding_backward_sanitizer import TestEmbeddingBackward as EmbeddingBackward
+from test_embedding_inputs_sanitizer import TestEmbeddingInputs as EmbeddingInputs
 from test_embedding_inversion_sanitizer import TestEmbeddingInversion as EmbeddingInversion
 from test_embedding_sanitizer import TestEmbeddingAllToAll as EmbeddingAllToAll
 from test_sparse_sanitizer import TestSparseAllReduce as SparseAllReduce
@@ -38,6 +39,9 @@ OF_BACKWARD = {
     "chunks_are_counted_before_all_lanes_have_stored": Mutation((Drop("sums-of-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
     "a_window_changes_while_lanes_read_it": Mutation((Drop("window-read-by-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
 }
+OF_INPUTS = {
+    "inputs_are_counted_before_all_lanes_have_stored": Mutation((Drop("inputs-of-lanes"),), _WARPS, RACE),
+}
 OF_INVERSION = {
     "a_lane_passes_a_collective_by": Mutation(
         (Swap("inversion-first-digit", "warp.shuffle(digit, 0)", "counts ? warp.shuffle(digit, 0) : 0"),),
@@ -58,7 +62,7 @@ OF_ALL_REDUCE = {
         (Drop("packets-of-lanes"),), f"{_STAGED} --staged=1", RACE | {Exit.TIMED_OUT}
     ),
 }
-MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INVERSION | OF_SPARSE | OF_ALL_REDUCE
+MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INPUTS | OF_INVERSION | OF_SPARSE | OF_ALL_REDUCE
 
 
 def _driver(of: type[SanitizerSuite], build: str, staged: str, mutations: dict[str, Mutation]) -> Driver:
@@ -75,6 +79,10 @@ class TestEmbeddingBackward(SanitizerSuite):
     driver: ClassVar = _driver(EmbeddingBackward, "sgd", "--pes=2 --staged=1", OF_BACKWARD)
 
 
+class TestEmbeddingInputs(SanitizerSuite):
+    driver: ClassVar = _driver(EmbeddingInputs, "inputs", "--pes=2 --staged=1", OF_INPUTS)
+
+
 class TestEmbeddingInversion(SanitizerSuite):
     driver: ClassVar = _driver(EmbeddingInversion, "narrow", "", OF_INVERSION)
 
@@ -87,4 +95,11 @@ class TestAllReduce(SanitizerSuite):
     driver: ClassVar = _driver(AllReduce, "one_shot", "--pes=2 --staged=1", OF_ALL_REDUCE)
 
 
-SUITES = (TestAllReduce, TestEmbeddingAllToAll, TestEmbeddingBackward, TestEmbeddingInversion, TestSparseAllReduce)
+SUITES = (
+    TestAllReduce,
+    TestEmbeddingAllToAll,
+    TestEmbeddingBackward,
+    TestEmbeddingInputs,
+    TestEmbeddingInversion,
+    TestSparseAllReduce,
+)

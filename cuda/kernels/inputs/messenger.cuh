@@ -207,6 +207,7 @@ class Messenger {
 
   // Counts a piece. Who brings the last one sends the message, or says that it is there.
   PO_FN void finish(const Message& message, int owner) {
+    // @inputs-of-lanes
     warp_.sync();  // what all lanes have stored is before the count
     if (warp_.rank() != 0) return;
     const auto num_pieces = static_cast<uint64_t>(message.num_pieces);
