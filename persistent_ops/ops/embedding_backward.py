@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -237,14 +238,15 @@ class _Token:
     """Stands for an optimizer."""
 
 
-class _OfBatch(NamedTuple):
+@dataclass(frozen=True)
+class _OfBatch:
     """The lookups of the global batch, side by side."""
 
     indices: torch.Tensor
     offsets: torch.Tensor
     factors: torch.Tensor | None
 
-    from_sources = False
+    from_sources: ClassVar = False
 
     @property
     def num_offsets(self) -> int:
@@ -261,12 +263,13 @@ class _OfBatch(NamedTuple):
         return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted)
 
 
-class _OfExchange(NamedTuple):
+@dataclass(frozen=True)
+class _OfExchange:
     """The same, where an input exchange has left them."""
 
     lookups: Lookups
 
-    from_sources = True
+    from_sources: ClassVar = True
 
     @property
     def num_offsets(self) -> int:

@@ -269,8 +269,8 @@ class Lookups:
             raise RuntimeError("embedding_inputs: these lookups are of a world that has been left")
         if self._is_released:
             raise RuntimeError(
-                "embedding_inputs: these lookups have been released, so their region may be filled again; call release() "
-                "behind the last launch that reads them, which is the backward pass where gradients are recorded"
+                "embedding_inputs: these lookups have been released, and their region may be filled again; call "
+                "release() behind the last launch that reads them, the backward pass where gradients are recorded"
             )
         if not self._is_ordered:
             raise RuntimeError("embedding_inputs: call wait() before the launches that read these lookups")

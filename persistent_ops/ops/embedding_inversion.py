@@ -375,11 +375,11 @@ def invert(
 
 
 def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool) -> Inverted:
-    """The same for lookups that an input exchange has brought, read where they are: no copy, and no look at their numbers.
+    """The same for lookups that an input exchange has brought, read where they are: no copy, and the host need not know.
 
     N is the room for lookups; `Inverted.bags` are those of the global batch. Where the lookups have weights,
-    `Inverted.lookups` are the weights' places among the floats of ``arrived.memory``. The result is that of `invert` for
-    the lookups of the global batch, if the tables that are one tensor have their numbers in `Rows.members`.
+    `Inverted.lookups` are the weights' places among the floats of ``arrived.memory``. Otherwise the result is that of
+    `invert` for the lookups of the global batch, if the tables that are one tensor have numbers in `Rows.members`.
 
     Args:
         world: of this PE.
