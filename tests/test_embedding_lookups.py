@@ -1,16 +1,19 @@
-"""Forward and backward pass of lookups where an input exchange has left them: bits, the order of calls, what is refused."""
+"""Forward and backward pass of lookups where an input exchange has left them: bits, order of calls, errors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, Outcome, Trial, difference
 from embedding_backward_cases import CASES, FEW, Case, Inputs, Model, columns_of, make_gradient, make_inputs
 from embedding_cases import Case as Shape
 from embedding_cases import split_of
+from graphs import NUM_INPUTS, Call, GraphSuite
+from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_backward_plan import OPERATOR
@@ -50,13 +53,17 @@ def _make(case: Case, **options: Any) -> po.EmbeddingInputs:
     """Collective."""
     world = po.world_size()
     slots = _slots(case, world)
-    choices = {"lookups_per_sample": case.shape.max_pooling, "index_dtype": case.shape.index_dtype, **options}
+    choices = {
+        "lookups_per_sample": case.shape.max_pooling,
+        "index_dtype": case.shape.index_dtype,
+        "bounds": "ignore" if case.bad else "fatal",
+        **options,
+    }
     return po.EmbeddingInputs(
         slots,
         num_features=sum(map(len, slots)),
         max_batch=max(split_of(case.shape, world)),
         is_weighted=case.shape.is_weighted,
-        bounds="ignore" if case.bad else "fatal",
         **choices,
     )
 
@@ -144,7 +151,8 @@ class _Steps(Trial):
             result.backward(gradient)
         self._model.step(iteration, 0, lr)
         pairs = [(result.detach(), wanted), *zip(self._tables, self._model.tables, strict=True)]
-        for table, states in zip(self._tables, self._model.states, strict=True):
+        num_tensors = 1 if case.shape.same_table else len(self._tables)
+        for table, states in zip(self._tables[:num_tensors], self._model.states, strict=False):
             pairs += zip(self._optimizer.state(table), states, strict=True)
         problems = [f"tensor {n}: {found}" for n, pair in enumerate(pairs) if (found := difference(*pair))]
         return Outcome([tensor.clone() for tensor, _ in pairs], problems[0] if problems else None)
@@ -191,3 +199,186 @@ class TestBits(BitsSuite):
         "3-staged": CaseWorld(3, _CASES, {"transport": "staged"}),
         "2-wg4": CaseWorld(2, _CASES, {"host_options": {"wg_size": 4}}),
     }
+
+
+# ---- the order of calls ----------------------------------------------------------------------------------------------
+
+_PLAIN = Case("order of calls", Shape("plain", batch=lambda world: [5, 2, 8, 3][:world], is_weighted=True))
+
+
+def _tables_of(case: Case) -> list[torch.Tensor]:
+    return [table.to(po.device(), copy=True) for table in make_inputs(case, po.rank(), po.world_size(), 0).tables]
+
+
+def _of_no_room() -> list[str]:
+    """A batch that finds no room arrives, in regions that are larger, while another one is between its two passes."""
+    case, rank, world = _PLAIN, po.rank(), po.world_size()
+    inputs = _make(case, lookups_per_sample=0.5)
+    tables = _tables_of(case)
+    optimizer = po.EmbeddingOptimizer(tables, lr=0.1)
+    model = Model(case, rank, world)
+    problems = []
+    first = sum(split_of(case.shape, world)[:rank])
+    arriving, had = _exchange(inputs, case, 0), inputs.capacity
+    for iteration in range(3):
+        with arriving as lookups:
+            wanted = _pool_global_batch(case, tables, make_inputs(case, rank, world, iteration))
+            result = po.embedding_all_to_all(tables, lookups, optimizer=optimizer)
+            arriving = _exchange(inputs, case, iteration + 1)
+            arriving.wait()
+            gradient = make_gradient(case, world, iteration, 0)[first : first + len(result)]
+            result.backward(gradient.to(po.device()))
+        model.step(iteration, 0, 0.1)
+        pairs = [(result.detach(), wanted), *zip(tables, model.tables, strict=True)]
+        problems += [found for pair in pairs if (found := difference(*pair))]
+    arriving.release()
+    po.check()
+    return problems if inputs.capacity != had else ["there was room"]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_more_room_between_the_passes_of_a_batch(backend: str, world: int) -> None:
+    assert in_world(_of_no_room, world, backend) == [[]] * world
+
+
+def _out_of_order() -> list[Any]:
+    """Lookups that are not here, or no longer, are refused; nothing is launched, and the next calls are right."""
+    case, rank, world = _PLAIN, po.rank(), po.world_size()
+    inputs, tables = _make(case), _tables_of(case)
+    optimizer = po.EmbeddingOptimizer(tables, lr=0.1)
+    first = sum(split_of(case.shape, world)[:rank])
+
+    def pool(lookups: po.Lookups) -> torch.Tensor:
+        return po.embedding_all_to_all(tables, lookups, optimizer=optimizer)
+
+    lookups = _exchange(inputs, case, 0)
+    told = [error_of(lambda: pool(lookups))]
+    with lookups:
+        result = pool(lookups)
+    gradient = make_gradient(case, world, 0, 0)[first : first + len(result)].to(po.device())
+    told += [error_of(lambda: result.backward(gradient)), error_of(lambda: pool(lookups))]
+    unchanged = all(map(torch.equal, tables, _tables_of(case)))
+    with _exchange(inputs, case, 0) as again:
+        pool(again).backward(gradient)
+    model = Model(case, rank, world)
+    model.step(0, 0, 0.1)
+    right = [difference(*pair) for pair in zip(tables, model.tables, strict=True)]
+    before = _exchange(inputs, case, 0)
+    before.wait()
+    po.recover()
+    told.append(error_of(lambda: pool(before)))
+    po.check()
+    return [[name for name, _, _ in told], [text for _, text, _ in told], unchanged, right]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_lookups_that_are_not_here(backend: str, world: int) -> None:
+    for names, texts, unchanged, right in in_world(_out_of_order, world, backend):
+        assert names == ["RuntimeError"] * 3 + ["PeerTimeoutError"]
+        assert [text in told for text, told in zip(("wait()", "release()", "release()"), texts, strict=False)] == [
+            True
+        ] * 3
+        assert unchanged and right == [None, None]
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def _graph_call(case: Case, way: str) -> Call:
+    """The exchange and a forward pass of what it brings; buffers are larger than the lookups."""
+    rank, world = po.rank(), po.world_size()
+    inputs, tables = _make(case, bounds="ignore"), _tables_of(case)
+    split, dims = split_of(case.shape, world), columns_of(case, world)
+    given, wants = [], []
+    for turn in range(NUM_INPUTS):
+        values, offsets, _ = _brought(case, turn)
+        buffer = torch.zeros((len(offsets) - 1) * case.shape.max_pooling, dtype=values.dtype)
+        buffer[: len(values)] = values
+        given.append([buffer, offsets])
+        wants.append([_pool_global_batch(case, tables, make_inputs(case, rank, world, turn)).cpu()])
+
+    def act(values: torch.Tensor, offsets: torch.Tensor, *, way: str) -> torch.Tensor:
+        with torch.no_grad(), inputs.exchange(values, offsets=offsets, batch_per_rank=split) as lookups:
+            return po.embedding_all_to_all(
+                tables, lookups, mode=case.shape.mode, dim_per_rank=dims, dtype=case.dtype, schedule=way
+            )
+
+    return Call(case.name, way, act, given, wants)
+
+
+class TestGraphs(GraphSuite):
+    operator = "embedding_all_to_all"
+    cases = (
+        Case("graphs of lookups", Shape("graphs of lookups", dims=lambda rank: (8, 16), batch=lambda world: 11)),
+        Case("graphs of means", Shape("graphs of means", dims=lambda rank: (16,) * (rank % 2), mode="mean")),
+    )
+    ways = ("communication_aware", "oblivious")
+    growing: ClassVar = [
+        Case(f"lookups, batch of {n}", Shape(f"lookups, batch of {n}", batch=lambda world, n=n: n)) for n in (3, 30, 9)
+    ]
+    heap_bytes = 64 << 20
+
+    @classmethod
+    def call(cls, case: Case, way: str) -> Call:
+        return _graph_call(case, way)
+
+    @classmethod
+    def more_calls(cls) -> list[Call]:
+        return [_graph_call(cls.cases[0], "communication_aware")]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _refused() -> dict[str, tuple[str, str]]:
+    case = _PLAIN
+    inputs, tables = _make(case), _tables_of(case)
+    values, offsets, weights = _brought(case, 0)
+    assert weights is not None
+    seen = {}
+    with inputs.exchange(values, offsets=offsets, per_sample_weights=weights) as unknown:
+        seen["no split"] = error_of(lambda: po.embedding_all_to_all(tables, unknown))[:2]
+    required = weights.clone().requires_grad_()
+    seen["a gradient"] = error_of(lambda: inputs.exchange(values, offsets=offsets, per_sample_weights=required))[:2]
+    with _exchange(inputs, case, 0) as lookups:
+        calls: dict[str, Callable[[], Any]] = {
+            "offsets": lambda: po.embedding_all_to_all(tables, lookups, offsets),
+            "weights": lambda: po.embedding_all_to_all(tables, lookups, None, weights),
+            "another split": lambda: po.embedding_all_to_all(tables, lookups, batch_per_rank=[3]),
+            "a table too many": lambda: po.embedding_all_to_all([*tables, tables[0]], lookups),
+            "fewer rows": lambda: po.embedding_all_to_all([tables[0], tables[1][:-1]], lookups),
+            "no tables": lambda: po.embedding_all_to_all(3, lookups),  # type: ignore[arg-type]
+            "a mean": lambda: po.embedding_all_to_all(tables, lookups, mode="mean"),
+            "no offsets": lambda: po.embedding_all_to_all(tables, values),
+        }
+        seen |= {name: error_of(call)[:2] for name, call in calls.items()}
+        recording = [table.requires_grad_() for table in _tables_of(case)]
+        seen["no optimizer"] = error_of(lambda: po.embedding_all_to_all(recording, lookups).sum().backward())[:2]
+        out = po.empty(split_of(case.shape, 1)[0], sum(columns_of(case, 1)))
+        with torch.no_grad():
+            into = po.embedding_all_to_all(tables, lookups, out=out)
+        wanted = _pool_global_batch(case, tables, make_inputs(case, 0, 1, 0))
+        seen["out"] = (str(into is out), difference(out, wanted) or "")
+    po.check()
+    return seen
+
+
+def test_what_is_refused() -> None:
+    (seen,) = in_world(_refused, 1, "host")
+    told = {
+        "no split": ("ValueError", "batch_per_rank"),
+        "a gradient": ("NotImplementedError", "per_sample_weights"),
+        "offsets": ("ValueError", "offsets"),
+        "weights": ("ValueError", "per_sample_weights"),
+        "another split": ("ValueError", "batch_per_rank"),
+        "a table too many": ("ValueError", "slots"),
+        "fewer rows": ("ValueError", "slots"),
+        "no tables": ("TypeError", "weights"),
+        "a mean": ("ValueError", "per_sample_weights"),
+        "no offsets": ("TypeError", "offsets"),
+        "no optimizer": ("NotImplementedError", "optimizer"),
+    }
+    assert seen.pop("out") == ("True", "")
+    assert seen.keys() == told.keys()
+    for name, (error, text) in told.items():
+        assert seen[name][0] == error and text in seen[name][1], f"{name}: {seen[name]}"

@@ -375,7 +375,7 @@ def invert(
 
 
 def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool) -> Inverted:
-    """The same for lookups that an input exchange has brought, read where they are: no copy, and the host need not know.
+    """The same for lookups that an input exchange has brought, where they are: no copy, no look at their numbers.
 
     N is the room for lookups; `Inverted.bags` are those of the global batch. Where the lookups have weights,
     `Inverted.lookups` are the weights' places among the floats of ``arrived.memory``. Otherwise the result is that of
