@@ -307,14 +307,19 @@ def _graph_call(case: Case, way: str) -> Call:
 
 
 class TestGraphs(GraphSuite):
-    operator = "embedding_all_to_all"
-    cases = (
-        Case("graphs of lookups", Shape("graphs of lookups", dims=lambda rank: (8, 16), batch=lambda world: 11)),
-        Case("graphs of means", Shape("graphs of means", dims=lambda rank: (16,) * (rank % 2), mode="mean")),
+    operator = "embedding_inputs"  # the first one of a call
+    cases = tuple(
+        Case(f"graphs of {shape.name}", shape)
+        for shape in (
+            Shape("lookups", batch=lambda world: 11),
+            Shape("means", dims=lambda rank: (16,) * (rank % 2), mode="mean"),
+            Shape("int32 lookups", index_dtype=torch.int32, offset_dtype=torch.int32, dtype=torch.bfloat16),
+        )
     )
     ways = ("communication_aware", "oblivious")
     growing: ClassVar = [
-        Case(f"lookups, batch of {n}", Shape(f"lookups, batch of {n}", batch=lambda world, n=n: n)) for n in (3, 30, 9)
+        Case(f"lookups, batch of {n}", Shape(f"lookups, batch of {n}", batch=lambda world, n=n: n))
+        for n in (3, 30, 300, 9)
     ]
     heap_bytes = 64 << 20
 
