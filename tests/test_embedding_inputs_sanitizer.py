@@ -220,12 +220,13 @@ class Pe : public driver::BasePe<Plan> {
     for (int64_t bag = 0; bag < num_features * samples(pe, launch); ++bag) {
       begins.push_back(begins.back() + length(pe, bag, launch));
     }
+    const auto* offsets = static_cast<const int32_t*>(source.offsets);
     const bool is_left_out = is_full(pe, rank);
     int64_t at = 0;
     for (int64_t slot = 0; slot < num_slots(rank); ++slot) {
       for (int64_t sample = 0; sample < samples(pe, launch); ++sample) {
         const int64_t bag = feature_of(rank, slot) * samples(pe, launch) + sample;
-        expect(launch, pe, "offset", source.offsets[slot * samples(pe, launch) + sample], is_left_out ? 0 : at);
+        expect(launch, pe, "offset", offsets[slot * samples(pe, launch) + sample], is_left_out ? 0 : at);
         for (int64_t i = 0; i < length(pe, bag, launch) && !is_left_out; ++i, ++at) {
           const int64_t wanted = value(pe, begins[static_cast<size_t>(bag)] + i, launch);
           expect(launch, pe, "index", static_cast<const int32_t*>(source.indices)[at], wanted);
@@ -233,7 +234,7 @@ class Pe : public driver::BasePe<Plan> {
         }
       }
     }
-    expect(launch, pe, "last offset", source.offsets[num_slots(rank) * samples(pe, launch)], at);
+    expect(launch, pe, "last offset", offsets[num_slots(rank) * samples(pe, launch)], at);
     expect(launch, pe, "count", source.count, at);
   }
 
