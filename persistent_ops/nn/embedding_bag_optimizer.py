@@ -14,7 +14,7 @@ from .table_shards import TableShards
 __all__ = ["EmbeddingBagOptimizer"]
 
 _STATE_NAMES = ("momentum1", "exp_avg_sq")  # TorchRec's names of the first state and of Adam's second
-_OF_MODULE = ("params", "step", "algorithm", "column_slices")  # of a saved group; not taken over as they are
+_OF_MODULE = ("params", "step", "beta_powers", "algorithm", "column_slices")  # of a saved group; not taken over as they are
 
 
 class EmbeddingBagOptimizer(torch.optim.Optimizer):
@@ -135,7 +135,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             return {"state": state}
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
         group["params"] = list(state)
-        group["step"] = max((int(optimizer.step_count) for optimizer in self._optimizers), default=0)
+        # As the kernel has multiplied them, so that what is loaded goes on with the same bits.
+        step, *group["beta_powers"] = self._optimizers[0]._steps.tolist()
+        group["step"] = int(step)
         group["algorithm"] = self._algorithm
         group["column_slices"] = self._column_slices
         return {"state": state, "param_groups": [group]}
@@ -166,6 +168,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         changes = _world.current().workspace.changes
         for optimizer in self._optimizers:
             optimizer.step_count = step  # type: ignore[assignment]  # mypy knows one type for both
+            if "beta_powers" in saved:
+                optimizer._steps[1:].copy_(torch.tensor(saved["beta_powers"]))
             changes.loaded(*optimizer._own)
         self._pushed = None
         self.push_rate()
