@@ -11,7 +11,7 @@ from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_o
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.nn import TableConfig, TablePlacement
+from persistent_ops.nn import TablePlacement
 
 _STEPS = 6
 

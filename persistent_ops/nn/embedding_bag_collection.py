@@ -365,7 +365,7 @@ def _pool(
 ) -> torch.Tensor:
     """Pool what has come, as lookups of the global batch; bad ones are skipped here, since the exchange told."""
     indices, offsets, factors, batch_per_rank = _global_batch(lookups)
-    return _ops.embedding_all_to_all(
+    pooled: torch.Tensor = _ops.embedding_all_to_all(
         weights,
         indices,
         offsets,
@@ -377,6 +377,7 @@ def _pool(
         bounds="ignore",
         optimizer=optimizer,
     )
+    return pooled
 
 
 def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
@@ -415,7 +416,7 @@ class _Table(torch.nn.Module):
             shape = [len(self.slices), rows, self._width]
         memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
         self.weight = torch.nn.Parameter(memory, requires_grad=False)
-        self._blocks = list(memory.view(-1, rows, self._width)) if self.slices else []
+        self._blocks: list[torch.Tensor] = list(memory.view(-1, rows, self._width)) if self.slices else []
         self._world = world
 
     def slice(self, number: int) -> torch.Tensor:
@@ -465,7 +466,7 @@ class _Table(torch.nn.Module):
             missing_keys += [name] if strict else []
             return
         try:
-            self.shards().take(state_dict[name])
+            self.shards().copy_from(state_dict[name])
         except ValueError as error:
             error_msgs.append(f"{name}: {error}")
             return

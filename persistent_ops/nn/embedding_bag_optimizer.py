@@ -14,7 +14,13 @@ from .table_shards import TableShards
 __all__ = ["EmbeddingBagOptimizer"]
 
 _STATE_NAMES = ("momentum1", "exp_avg_sq")  # TorchRec's names of the first state and of Adam's second
-_OF_MODULE = ("params", "step", "beta_powers", "algorithm", "column_slices")  # of a saved group; not taken over as they are
+_OF_MODULE = (
+    "params",
+    "step",
+    "beta_powers",
+    "algorithm",
+    "column_slices",
+)  # of a saved group; not taken over as they are
 
 
 class EmbeddingBagOptimizer(torch.optim.Optimizer):
@@ -46,7 +52,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._algorithm = algorithm
         self._optimizers = list(optimizers)
-        self._column_slices = [[name, count] for name, (_, _, count, _) in tables.items()]
+        self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
         self._shards = {name: self._states_of(*table) for name, table in tables.items()}
         self._saves_param_groups = True
         self._pushed: Any = None
@@ -88,13 +94,14 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 optimizer.lr.fill_(rate)
         self._pushed = None if isinstance(rate, torch.Tensor) else rate
 
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Bring the learning rate to the device; the backward pass has updated the tables.
 
         Raises:
             NotImplementedError: called by GradScaler, or with a closure.
         """
-        if grad_scaler is not None or getattr(self, "found_inf", None) is not None:
+        if self.__dict__.pop("found_inf", None) is not None:  # GradScaler says so to those that look themselves
+            self.__dict__.pop("grad_scale", None)
             raise NotImplementedError(
                 "GradScaler: the backward pass updates the tables before their gradients could be looked at for "
                 "infinities, so a step cannot be skipped; train in float32 or bfloat16 without it, or step the dense "
@@ -139,7 +146,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         step, *group["beta_powers"] = self._optimizers[0]._steps.tolist()
         group["step"] = int(step)
         group["algorithm"] = self._algorithm
-        group["column_slices"] = self._column_slices
+        group["column_slices"] = [list(each) for each in self._column_slices.items()]
         return {"state": state, "param_groups": [group]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -177,8 +184,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     def _load_table(
         self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
-        counts = dict(map(tuple, saved.get("column_slices", self._column_slices)))
-        here = dict(map(tuple, self._column_slices))[name]
+        here = self._column_slices[name]
+        counts: dict[str, int] = dict(saved.get("column_slices", []))
         if self._algorithm == "rowwise_adagrad" and counts.get(name, here) != here:
             raise ValueError(
                 f"state_dict: {name} was trained in {counts[name]} column slices, and has {here}: a state of "
@@ -190,7 +197,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             if key not in found:
                 raise ValueError(f"state_dict: expected {key!r}, got {sorted(found)}")
             try:
-                shards.take(found[key])
+                shards.copy_from(found[key])
             except ValueError as error:
                 raise ValueError(
                     f"state_dict: {key}: {error}"

@@ -61,12 +61,12 @@ class TableShards(torch.Tensor):
         """This PE's blocks, each behind where it begins."""
         return self._shards
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         blocks = [f"{list(block.shape)} at {list(offsets)}" for offsets, block in self._shards]
         return f"TableShards(size={list(self.shape)}, dtype={self.dtype}, shards={blocks})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -77,13 +77,13 @@ class TableShards(torch.Tensor):
             device = blocks[0][1].device if blocks else torch.device(kwargs.get("device") or whole.device)
             return TableShards(whole.shape, blocks, dtype=dtype, device=device)
         if function is _aten.copy_.default:
-            args[0].take(args[1])
+            args[0].copy_from(args[1])
             return args[0]
         raise NotImplementedError(
             f"TableShards: {function} is not computed on a table that is spread over the PEs; use its shards"
         )
 
-    def take(self, source: torch.Tensor) -> None:
+    def copy_from(self, source: torch.Tensor) -> None:
         """Copy this PE's blocks from a tensor of the same global shape: whole, or with the same blocks on this PE.
 
         Raises:
