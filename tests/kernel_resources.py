@@ -32,7 +32,7 @@ from persistent_ops.ops.embedding_inputs_plan import Tuning as InputsTuning
 from persistent_ops.ops.embedding_inputs_plan import kernel_request as inputs_kernel_request
 from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
 from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
-from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
+from persistent_ops.ops.embedding_plan import LookupKind, Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
@@ -61,10 +61,11 @@ class Embedding:
     arch: str = "sm_90"
     index: torch.dtype = torch.int64
     offset: torch.dtype = torch.int64
+    from_sources: bool = False
 
     @property
     def name(self) -> str:
-        integers = f"{self.index}/{self.offset}".replace("torch.", "")
+        integers = f"{self.index}/{self.offset}".replace("torch.", "") + ", by source" * self.from_sources
         return f"embedding_all_to_all {self.arch} {self.dtype} {self.pooling}, shapes {self.shapes:#04x}, {integers}"
 
     @property
@@ -73,11 +74,10 @@ class Embedding:
 
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
-        indices, offsets = torch.empty(0, dtype=self.index), torch.empty(0, dtype=self.offset)
-        weights = torch.empty(0) if self.pooling == "weighted sum" else None
+        lookups = LookupKind(self.index, self.offset, 1, self.pooling == "weighted sum", 1, self.from_sources)
         mode = "mean" if self.pooling == "mean" else "sum"
         dtype, rows = DTYPES[self.dtype], Tuning().rows_in_flight
-        return _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
+        return _request(dtype, lookups, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
 
 
 @dataclass(frozen=True)
@@ -361,6 +361,9 @@ def _rest() -> Iterator[Combination]:
         yield Embedding(dtype, POOLINGS[i], ALL_SHAPES)
     yield Embedding("float32", "sum", SHAPES[2], index=torch.int32, offset=torch.int32)
     yield Embedding("bfloat16", "weighted sum", SHAPES[1], index=torch.int32)
+    for pooling, index in zip(POOLINGS, (torch.int32, torch.int64, torch.int32), strict=True):
+        for shape in (SHAPES[1], SHAPES[2], ALL_SHAPES):
+            yield Embedding("bfloat16", pooling, shape, index=index, offset=torch.int32, from_sources=True)
     for arch in ("sm_80", "sm_100"):
         # The shape with the most registers, and the one of tables that no vector fits, which has most instructions.
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)

@@ -102,7 +102,8 @@ class Pe final : public driver::BasePe<Plan> {
       }
       for (int64_t i = 0; i < 30 * s + 1; ++i) own.indices.push_back(1);  // of no bag
       const auto capacity = static_cast<int64_t>(own.indices.size());
-      sources.push_back({own.indices.data(), own.offsets.data(), capacity, first, samples, first_lookup});
+      sources.push_back(
+          {own.indices.data(), own.offsets.data(), nullptr, first, samples, capacity, capacity, 0, first_lookup});
       first_lookup += capacity;
     }
   }
@@ -172,7 +173,7 @@ class Pe final : public driver::BasePe<Plan> {
         const int64_t index = own.indices[place];
         if (begin + 1 == own.offsets.size() || static_cast<int64_t>(place) < own.offsets[0]) continue;
         if (index >= num_rows) continue;
-        const auto samples = static_cast<size_t>(sources[s].num_samples);
+        const auto samples = static_cast<size_t>(sources[s].samples);
         const size_t table = begin / samples;
         const auto sample = sources[s].first_sample + static_cast<int64_t>(begin % samples);
         const int64_t bag = static_cast<int64_t>(table) * batch + sample;
@@ -208,7 +209,7 @@ class Pe final : public driver::BasePe<Plan> {
     std::vector<int64_t> offsets;
   };
   std::vector<Lookups> lookups_of;
-  std::vector<Source> sources;
+  std::vector<po::LookupSource> sources;
   std::vector<int64_t> first_keys;
   std::vector<int64_t> rows;
   std::vector<int32_t> members;

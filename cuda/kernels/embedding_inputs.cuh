@@ -67,13 +67,15 @@ PO_FN void publish(const Plan& plan, const Call& call) {
     const int64_t samples = aborted ? 0 : header->samples;
     LookupSource& source = call.sources[pe];
     source.indices = region + parts.indices;
-    source.offsets = is_here ? reinterpret_cast<const int32_t*>(region + sizeof(Header)) : plan.no_offsets;
+    source.offsets = is_here ? static_cast<const void*>(region + sizeof(Header)) : plan.no_offsets;
     source.weights = Traits::kWeighted ? reinterpret_cast<const float*>(region + parts.weights) : nullptr;
     source.first_sample = first_sample;
     source.samples = samples;
     source.count = is_here ? header->count : 0;
     source.capacity = sender.capacity;
     source.left_out = aborted ? 0 : header->left_out;
+    source.first_lookup =
+        Traits::kWeighted ? static_cast<int64_t>((sender.region_offset + parts.weights) / sizeof(float)) : 0;
     first_sample += samples;
     if (aborted || header->full_owner < 0 || full[0] >= 0) continue;
     full[0] = pe;

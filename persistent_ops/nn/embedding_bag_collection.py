@@ -141,6 +141,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             self._weights.append(weights)
             optimizers.append(optimizer)
         self._optimizers = optimizers
+        self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
         self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), optimizers)
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 
@@ -235,7 +236,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 sample by sample; or a KeyedJaggedTensor.
             lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
             per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone.
-            batch_per_rank: samples that each PE brings, the same on every PE, where the host knows.
+            batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
+                for what has come and copies it.
 
         Returns:
             `[B, sum of D]`, of the tables' dtype, the widest one where there are several; of a KeyedJaggedTensor that
@@ -266,7 +268,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if not self._world.workspace.is_capturing():
             self.optimizer.push_rate()
         sent: list[Lookups] = []
-        pooled, problem = [], None
+        pooled, problem, is_kept = [], None, False
+        self._make_room()
         try:
             for inputs in self._inputs:
                 sent.append(
@@ -285,9 +288,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
                 pooled.append(_pool(group, weights, optimizer, lookups))
+            is_kept = batch_per_rank is not None and torch.is_grad_enabled()
         finally:
-            for lookups in sent:
-                lookups.release()
+            if not is_kept:
+                for lookups in sent:
+                    lookups.release()
+        if is_kept:
+            self._keep(sent, pooled)
         if problem is not None:
             raise problem
         result = self._in_order(pooled)
@@ -295,6 +302,27 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             most = self._clamp
             result.register_hook(lambda gradient: gradient.clamp(-most, most))
         return result
+
+    def _make_room(self) -> None:
+        """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
+        while len(self._kept) > 1:
+            for lookups in self._kept.pop(0):
+                lookups.release()
+
+    def _keep(self, sent: list[Lookups], pooled: Sequence[torch.Tensor]) -> None:
+        """Keep lookups until the backward pass, which reads them."""
+        self._kept.append(sent)
+        kept = self._kept
+
+        def release(lookups: Lookups) -> None:
+            lookups.release()
+            sent.remove(lookups)
+            if not sent:
+                kept[:] = [each for each in kept if each is not sent]
+
+        for lookups, result in zip(list(sent), pooled, strict=True):
+            assert result.grad_fn is not None
+            result.grad_fn.register_hook(lambda *_, lookups=lookups: release(lookups))
 
     def _in_order(self, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the groups' columns, which come by owners, in the order of tables and features."""
@@ -363,7 +391,21 @@ def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float
 def _pool(
     group: Group, weights: Sequence[torch.Tensor], optimizer: EmbeddingOptimizer, lookups: Lookups
 ) -> torch.Tensor:
-    """Pool what has come, as lookups of the global batch; bad ones are skipped here, since the exchange told."""
+    """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
+
+    Bad lookups are skipped here, since the exchange has told.
+    """
+    if lookups.batch_per_rank is not None:
+        from_sources: torch.Tensor = _ops.embedding_all_to_all(
+            weights,
+            lookups,
+            mode=group.pooling,
+            dim_per_rank=group.dim_per_rank,
+            dtype=group.dtype,
+            bounds="ignore",
+            optimizer=optimizer,
+        )
+        return from_sources
     indices, offsets, factors, batch_per_rank = _global_batch(lookups)
     pooled: torch.Tensor = _ops.embedding_all_to_all(
         weights,

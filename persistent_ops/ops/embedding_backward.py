@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,7 +14,8 @@ from ..runtime import world as _world
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import DECAYS, OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths
-from .embedding_inversion import invert
+from .embedding_inputs_lookups import Lookups
+from .embedding_inversion import Inverted, Rows, invert, invert_sources
 
 __all__ = ["EmbeddingOptimizer"]
 
@@ -167,8 +169,8 @@ class EmbeddingOptimizer:
         self,
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
+        indices: torch.Tensor | Lookups,
+        offsets: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None,
         split: Mapping[str, Any],
         choices: Mapping[str, str],
@@ -188,9 +190,7 @@ class EmbeddingOptimizer:
         self,
         gradient: torch.Tensor,
         weights: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
+        inputs: _Inputs,
         split: Mapping[str, Any],
         mode: str,
         *,
@@ -200,9 +200,9 @@ class EmbeddingOptimizer:
         gradient = gradient.contiguous()
         if gradient.data_ptr() % _VECTOR_BYTES:
             gradient = gradient.clone()
-        dim_per_rank, batch_per_rank = completed_split(world, weights, offsets, split)
+        dim_per_rank, batch_per_rank = completed_split(world, weights, inputs.num_offsets, split)
         state = OPERATOR.state(world)
-        tables, is_weighted = table_set(world, weights), per_sample_weights is not None
+        tables = table_set(world, weights)
         widths = agree_on_widths(world, self._token, dim_per_rank, weights)
         key = BackwardKey(
             world.team,
@@ -214,19 +214,19 @@ class EmbeddingOptimizer:
             batch_per_rank,
             gradient.dtype,
             mode,
-            is_weighted,
+            inputs.is_weighted,
+            inputs.from_sources,
         )
         plans: Plans[BackwardPlan] = state.plans
         own = self._own
         # A CUDA graph keeps what its launches read and write.
         plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
-        inverted = invert(world, plan.rows, indices, offsets, counts=mode == "mean", lookups=is_weighted)
-        factor_gradients = (
-            torch.zeros_like(per_sample_weights) if wants_factors and per_sample_weights is not None else None
-        )
+        inverted = inputs.invert(world, plan.rows, counts=mode == "mean")
+        factors = inputs.factors
+        factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
         rate, scale, steps, *states = own
         OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
-        plan.launch(gradient, inverted, per_sample_weights, factor_gradients, rate, scale, steps)
+        plan.launch(gradient, inverted, factors, factor_gradients, rate, scale, steps)
         return factor_gradients
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
@@ -236,6 +236,65 @@ class EmbeddingOptimizer:
 
 class _Token:
     """Stands for an optimizer."""
+
+
+@dataclass(frozen=True)
+class _OfBatch:
+    """The lookups of the global batch, side by side."""
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    factors: torch.Tensor | None
+
+    from_sources: ClassVar = False
+
+    @property
+    def num_offsets(self) -> int:
+        return self.offsets.numel()
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.factors is not None
+
+    def check(self) -> None:
+        """Nothing: torch has seen that they have not changed."""
+
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
+        return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted)
+
+
+@dataclass(frozen=True)
+class _OfExchange:
+    """The same, where an input exchange has left them."""
+
+    lookups: Lookups
+
+    from_sources: ClassVar = True
+
+    @property
+    def num_offsets(self) -> int:
+        return len(self.lookups.rows) * sum(self.lookups.batch_per_rank or ()) + 1
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.lookups.is_weighted
+
+    @property
+    def factors(self) -> torch.Tensor | None:
+        """Return all floats of the regions, among which the inversion has numbered the weights."""
+        if not self.is_weighted:
+            return None
+        memory = self.lookups.memory
+        return memory[: memory.numel() // 4 * 4].view(torch.float32)
+
+    def check(self) -> None:
+        self.lookups.check_is_here()
+
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
+        return invert_sources(world, rows, self.lookups, counts=counts)
+
+
+_Inputs = _OfBatch | _OfExchange
 
 
 def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
@@ -261,12 +320,14 @@ class _Recorded(torch.autograd.Function):
         optimizer: EmbeddingOptimizer,
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
+        indices: torch.Tensor | Lookups,
+        offsets: torch.Tensor | None,
         split: Mapping[str, Any],
         choices: Mapping[str, str],
     ) -> torch.Tensor:
-        context.save_for_backward(indices, offsets, per_sample_weights)
+        context.lookups = indices if isinstance(indices, Lookups) else None
+        if context.lookups is None:
+            context.save_for_backward(indices, offsets, per_sample_weights)
         context.optimizer, context.weights = optimizer, weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
@@ -281,8 +342,9 @@ class _Recorded(torch.autograd.Function):
                 "embedding_all_to_all: a second backward pass of one forward pass would update the tables twice; call "
                 "the operator again"
             )
+        inputs = _OfBatch(*context.saved_tensors) if context.lookups is None else _OfExchange(context.lookups)
+        inputs.check()
         context.is_done = True
-        indices, offsets, factors = context.saved_tensors
         wants_factors = context.needs_input_grad[1]
         if wants_factors and context.versions != [weight._version for weight in context.weights]:
             raise RuntimeError(
@@ -292,9 +354,7 @@ class _Recorded(torch.autograd.Function):
         found = context.optimizer._backward(
             gradients[0],
             context.weights,
-            indices,
-            offsets,
-            factors,
+            inputs,
             context.split,
             context.mode,
             wants_factors=wants_factors,

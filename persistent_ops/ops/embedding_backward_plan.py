@@ -95,6 +95,7 @@ class BackwardKey(NamedTuple):
         tuning: see `OperatorState`.
         dim_per_rank, batch_per_rank, dtype, mode, is_weighted: of the forward pass.
         widths: of every PE's tables.
+        from_sources: whether lookups are where an input exchange has left them.
     """
 
     team: Team
@@ -107,6 +108,7 @@ class BackwardKey(NamedTuple):
     dtype: torch.dtype
     mode: str
     is_weighted: bool
+    from_sources: bool = False
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -247,6 +249,7 @@ class BackwardPlan(Plan):
                 members.append([])
             members[number].append(table)
         first_keys, next_key = [0] * len(weights), 0
+        number_in_group = {table: number for own in members for number, table in enumerate(own)}
         groups = []
         first_member = 0
         for own in members:
@@ -305,7 +308,8 @@ class BackwardPlan(Plan):
             self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
             self.areas = (_STAGING, _OUTGOING)
         is_host = world.backend.name == "host"
-        self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch)
+        order_of_tables = [number_in_group[table] for table in range(len(weights))] if key.from_sources else None
+        self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch, order_of_tables)
         pushed_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
         slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(pushed_bytes, 1))
         row_bytes = max((width * element for width in widths[rank]), default=1)

@@ -164,6 +164,7 @@ class EmbeddingInputs:
 
         Raises:
             ValueError, TypeError: an argument; before anything is launched.
+            NotImplementedError: weights that require a gradient where gradients are recorded: none travels back.
             RuntimeError: the lookups of the last call but one have not been released; the world has been left.
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
@@ -221,6 +222,11 @@ class EmbeddingInputs:
         if (weights is not None) != layout.is_weighted:
             raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
         if weights is not None:
+            if weights.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    "per_sample_weights: gradients do not travel back to the PE that brought the weights; detach them, "
+                    "or pass the lookups of the global batch to po.embedding_all_to_all"
+                )
             self._check_tensor("per_sample_weights", weights, (torch.float32,))
             if weights.shape != values.shape:
                 raise ValueError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..runtime import world as _world
 from ..runtime.errors import PeerTimeoutError
 from ..runtime.stream_order import capture_of
 from ..runtime.world import World
@@ -127,15 +128,19 @@ class Lookups:
     """A batch's lookups on their way to this PE's tables, or here.
 
     `wait` comes before the launches that read them, `release` behind the last one; as a context, both are called. Each
-    on the stream of those launches.
+    on the stream of those launches. ``po.embedding_all_to_all(tables, lookups, ...)`` reads them, and so does its
+    backward pass: release them behind ``backward()``, or behind the call where no gradients are recorded. A backward
+    pass that finds them released raises RuntimeError and changes nothing.
 
     Attributes:
         batch_per_rank: of `exchange`.
-        sources: `[world_size, 8]`, int64, in device memory: for each PE in rank order the fields of `LookupSource` in
+        sources: `[world_size, 9]`, int64, in device memory: for each PE in rank order the fields of `LookupSource` in
             cuda/tile/lookup_source.cuh, which kernels read: addresses of indices, offsets and weights, first_sample,
-            samples, count, capacity, left_out.
+            samples, count, capacity, left_out, first_lookup.
         num_slots: T, of this PE.
+        rows: of each slot's table.
         index_dtype: of the indices.
+        is_weighted: whether they have weights.
     """
 
     def __init__(self, inputs: EmbeddingInputs, region: Region, given: Given, generation: int) -> None:
@@ -144,16 +149,20 @@ class Lookups:
         self._memory = region.memory
         self._arrived: Moment | None = None
         self._is_released = False
+        self._is_ordered = False
         self._is_captured = False
         self.batch_per_rank = given.batch_per_rank
         self.sources = region.sources
-        self.num_slots = len(inputs._layout.slots[inputs._world.rank])
+        self.rows = tuple(rows for _, rows in inputs._layout.slots[inputs._world.rank])
+        self.num_slots = len(self.rows)
+        self.is_weighted = inputs._layout.is_weighted
         self.index_dtype = inputs.index_dtype
 
     def _launch(self, *, is_captured: bool) -> None:
         inputs, region, given = self._inputs, self._region, self._given
         assert given is not None
         self._memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
+        self._capacities = tuple(of_source[inputs._world.rank] for of_source in inputs.capacity)
         self._plan = plan = inputs._plan(given, self._memory, self.sources)  # sources may point into its memory
         report = 0 if is_captured else ctypes.addressof(region.report)
         region.num_launches += 1
@@ -195,6 +204,7 @@ class Lookups:
             self._resolve()
         if self._arrived is not None:
             self._arrived.order_behind()
+        self._is_ordered = True
         if not self._is_captured:
             self._inputs.workspace.raise_pending()
 
@@ -236,6 +246,34 @@ class Lookups:
         indices = view("indices", self.index_dtype, capacity)
         first_sample, count = words[fields["first_sample"]], words[fields["count"]]
         return LookupSource(first_sample, samples, offsets, indices, weights, count, capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Return how many lookups there is room for, from all PEs."""
+        return sum(self._capacities)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Return how many lookups of each PE there is room for."""
+        return self._capacities
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Return what the sources' addresses lie in, `[nbytes]`, uint8: PE 0's region first."""
+        return self._memory
+
+    def check_is_here(self) -> None:
+        """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""
+        self._check_generation()
+        if self._inputs._world is not _world.for_call():
+            raise RuntimeError("embedding_inputs: these lookups are of a world that has been left")
+        if self._is_released:
+            raise RuntimeError(
+                "embedding_inputs: these lookups have been released, and their region may be filled again; call "
+                "release() behind the last launch that reads them, the backward pass where gradients are recorded"
+            )
+        if not self._is_ordered:
+            raise RuntimeError("embedding_inputs: call wait() before the launches that read these lookups")
 
     def _check_generation(self) -> None:
         if self._generation != self._inputs._generation:

@@ -16,8 +16,9 @@ from ..runtime.operator import Operator
 from ..runtime.plans import Plan, Plans
 from ..runtime.team import Team
 from ..runtime.world import World, upload
+from .embedding_inputs_lookups import Lookups
 
-__all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "kernel_request"]
+__all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "invert_sources", "kernel_request"]
 
 _NAME = "embedding_inversion"
 _MAX_NARROW_KEYS = 2**31 - 1
@@ -41,15 +42,27 @@ class Rows:
         num_rows: `[T]`, int64, on the device.
         num_keys: all keys are below it.
         batch: bags of a table.
+        members: `[T]`, int32, on the device: number of a table among those that are one tensor; None where lookups come
+            as one source, table after table.
+        member_bits: of these numbers.
     """
 
     first_keys: torch.Tensor
     num_rows: torch.Tensor
     num_keys: int
     batch: int
+    members: torch.Tensor | None = None
+    member_bits: int = 0
 
     @classmethod
-    def of(cls, world: World, first_keys: Sequence[int], num_rows: Sequence[int], batch: int) -> Rows:
+    def of(
+        cls,
+        world: World,
+        first_keys: Sequence[int],
+        num_rows: Sequence[int],
+        batch: int,
+        members: Sequence[int] | None = None,
+    ) -> Rows:
         """Return the rows of tables.
 
         Args:
@@ -57,6 +70,8 @@ class Rows:
             first_keys: of each table.
             num_rows: of each table.
             batch: bags of a table.
+            members: of each table, its number among those that are one tensor, where lookups come by source: a row's
+                then lie table by table all the same.
 
         Raises:
             ValueError: the lists differ in length, a number is negative, or there are 2^31 bags or more.
@@ -70,11 +85,14 @@ class Rows:
         if len(first_keys) * batch >= 2**31:
             raise ValueError(f"batch: at most 2^31 - 1 bags in all tables, got {len(first_keys) * batch}")
         device = world.backend.device
+        member_bits = max(members or (0,), default=0).bit_length()
         return cls(
             torch.tensor(first_keys, dtype=torch.int64, device=device),
             torch.tensor(num_rows, dtype=torch.int64, device=device),
             max((first + rows for first, rows in zip(first_keys, num_rows, strict=True)), default=0),
             batch,
+            torch.tensor(members, dtype=torch.int32, device=device) if member_bits else None,
+            member_bits,
         )
 
     @property
@@ -89,8 +107,13 @@ class Rows:
 
     @property
     def key_dtype(self) -> torch.dtype:
-        """Return the dtype of `Inverted.keys`: int32 where there are fewer than 2^31 keys."""
-        return torch.int32 if self.num_keys <= _MAX_NARROW_KEYS else torch.int64
+        """Return the dtype of `Inverted.keys`: int32 where there are fewer than 2^31 sort keys."""
+        return torch.int32 if self.num_sort_keys <= _MAX_NARROW_KEYS else torch.int64
+
+    @property
+    def num_sort_keys(self) -> int:
+        """Return what all keys are below while they are sorted: each with its table's member."""
+        return self.num_keys << self.member_bits
 
 
 class Inverted(NamedTuple):
@@ -167,7 +190,7 @@ class InversionPlan(Plan):
         self._wants_counts, self._wants_lookups = key.counts, key.lookups
         entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
         self._entry_bytes = description.constants[f"sizeof({entry})"]
-        digit_bits, self._num_passes = passes_of(rows.num_keys)
+        digit_bits, self._num_passes = passes_of(rows.num_sort_keys)
         num_warps = world.backend.warps_of(threads)
         is_host = world.backend.name == "host"
         self._tile_items = key.items * (num_warps if is_host else threads)
@@ -204,16 +227,33 @@ class InversionPlan(Plan):
             num_rows=rows.num_rows.data_ptr(),
             num_tables=rows.num_tables,
             batch=rows.batch,
+            members=0 if rows.members is None else rows.members.data_ptr(),
+            member_bits=rows.member_bits,
             num_passes=self._num_passes,
             words=self._zero_words.data_ptr(),
         )
         self._plan = upload(world.backend, bytes(plan))
-        self._call: Any = description.structs["Call"](num_sources=1)
+        self._call: Any = description.structs["Call"]()
 
     def launch(self, indices: torch.Tensor, offsets: torch.Tensor) -> Inverted:
         """Launch on the current stream."""
-        rows, count, device = self._rows, indices.numel(), indices.device
-        num_tiles = -(-count // self._tile_items)
+        call, count = self._call, indices.numel()
+        source = call.source
+        source.indices, source.offsets = indices.data_ptr(), offsets.data_ptr()
+        source.count, source.first_sample, source.samples = count, 0, self._rows.batch
+        call.sources, call.num_sources = 0, 1
+        return self._launch((count,))
+
+    def launch_from(self, sources: torch.Tensor, capacities: Sequence[int]) -> Inverted:
+        """The same for lookups that are where an input exchange has left them; see `invert_sources`."""
+        call = self._call
+        call.sources, call.num_sources = sources.data_ptr(), len(capacities)
+        return self._launch(capacities)
+
+    def _launch(self, capacities: Sequence[int]) -> Inverted:
+        """Launch for sources with at most so many lookups; the call says which."""
+        rows, count, device = self._rows, sum(capacities), self._world.backend.device
+        num_tiles = sum(-(-capacity // self._tile_items) for capacity in capacities)
         entries_bytes = num_tiles * self._tile_items * self._entry_bytes
         sizes = (entries_bytes, entries_bytes if self._num_passes > 1 else 0, num_tiles * self._tile_words_bytes)
         first, second, words = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
@@ -226,9 +266,6 @@ class InversionPlan(Plan):
             torch.empty(1, dtype=torch.int64, device=device),
         )
         call = self._call
-        source = call.source
-        source.indices, source.offsets = indices.data_ptr(), offsets.data_ptr()
-        source.num_indices, source.first_sample, source.num_samples = count, 0, rows.batch
         start = scratch.data_ptr()
         call.entries[0], call.entries[1], call.tile_words = start, start + first, start + first + second
         call.keys, call.bags = inverted.keys.data_ptr(), inverted.bags.data_ptr()
@@ -332,13 +369,53 @@ def invert(
 
     Not collective, no host synchronisation; may be captured in a CUDA graph behind a first call.
     """
-    index_dtype, offset_dtype = indices.dtype, offsets.dtype
     _check(world, rows, indices, offsets)
+    plan = _plan(world, rows, (indices.dtype, offsets.dtype), indices.numel(), counts=counts, lookups=lookups)
+    return plan.launch(indices, offsets)
+
+
+def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool) -> Inverted:
+    """The same for lookups that an input exchange has brought, where they are: no copy, no look at their numbers.
+
+    N is the room for lookups; `Inverted.bags` are those of the global batch. Where the lookups have weights,
+    `Inverted.lookups` are the weights' places among the floats of ``arrived.memory``. Otherwise the result is that of
+    `invert` for the lookups of the global batch, if the tables that are one tensor have numbers in `Rows.members`.
+
+    Args:
+        world: of this PE.
+        rows: of the tables, which are the slots.
+        arrived: what the exchange has returned, behind `Lookups.wait`.
+        counts: whether the result has counts.
+
+    Raises:
+        ValueError: room for 2^30 lookups or more, or regions of 4 GiB or more where there are weights.
+        RuntimeError: see `invert`, and `Lookups.check_is_here`.
+
+    Not collective, no host synchronisation; may be captured in a CUDA graph behind a first call.
+    """
+    arrived.check_is_here()
+    if arrived.capacity >= _MAX_LOOKUPS or (arrived.is_weighted and arrived.memory.nbytes // 4 > _MAX_LOOKUPS):
+        raise ValueError(
+            f"indices: room for fewer than 2^30 lookups, in regions of at most 4 GiB with their weights, got "
+            f"{arrived.capacity} in {arrived.memory.nbytes} bytes"
+        )
+    dtypes = (arrived.index_dtype, torch.int32)
+    plan = _plan(world, rows, dtypes, arrived.capacity, counts=counts, lookups=arrived.is_weighted)
+    return plan.launch_from(arrived.sources, arrived.capacities)
+
+
+def _plan(
+    world: World,
+    rows: Rows,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    num_lookups: int,
+    *,
+    counts: bool,
+    lookups: bool,
+) -> InversionPlan:
     state = OPERATOR.state(world)
     tuning: Tuning = state.tuning or OPERATOR.default_tuning
-    entry_bytes = 8 if _is_small(rows, lookups=lookups) else 16
-    items = tuning.items or _choose_items(world, tuning, indices.numel(), entry_bytes)
-    key = InversionKey(world.alone, rows, index_dtype, offset_dtype, counts, lookups, items, tuning)
+    items = tuning.items or _choose_items(world, tuning, num_lookups, 8 if _is_small(rows, lookups=lookups) else 16)
+    key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, tuning)
     plans: Plans[InversionPlan] = state.plans
-    plan = plans.find(key) or plans.make(key, lambda: InversionPlan(world, key))
-    return plan.launch(indices, offsets)
+    return plans.find(key) or plans.make(key, lambda: InversionPlan(world, key))

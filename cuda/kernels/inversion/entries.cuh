@@ -5,6 +5,7 @@
 #include "platform/counters.cuh"
 #include "platform/scalar.cuh"
 #include "platform/scan.cuh"
+#include "tile/lookup_source.cuh"
 
 #include <type_traits>
 
@@ -36,17 +37,6 @@ PO_CONSTANT(sizeof(LargeEntry))
 template <class Entry>
 inline constexpr auto kNoKey = static_cast<typename Entry::Key>(-1);
 
-// Lookups of some samples, in all tables. Those of the next source are of samples behind them.
-struct Source {
-  const void* indices;
-  const void* offsets;  // [num_tables * num_samples + 1]
-  int64_t num_indices;  // what `indices` has room for; those behind the last offset are of no bag
-  int64_t first_sample;
-  int64_t num_samples;
-  int64_t first_lookup;  // the number of its first one, where they are numbered
-};
-PO_DESCRIBE(Source, indices, offsets, num_indices, first_sample, num_samples, first_lookup)
-
 struct Plan {
   Team team;
   const int64_t* first_keys;  // [num_tables]
@@ -61,8 +51,8 @@ struct Plan {
 PO_DESCRIBE(Plan, team, first_keys, num_rows, num_tables, batch, members, member_bits, num_passes, words)
 
 struct Call {
-  Source source;          // where there is one
-  const Source* sources;  // null: that one
+  LookupSource source;          // where there is one
+  const LookupSource* sources;  // of samples that follow one another; null: that one
   int64_t num_sources;
   // Scratch, whatever it holds:
   uint8_t* entries[2];   // each with room for whole tiles
@@ -149,12 +139,12 @@ struct Group {
     int32_t first = 0;
     for (int i = 0; i < call.num_sources; ++i) {
       shared.first_tiles[i] = first;
-      first += ceil_div(static_cast<int32_t>(source_of(call, i).num_indices), tile_items);
+      first += ceil_div(static_cast<int32_t>(source_of(call, i).count), tile_items);
     }
     shared.first_tiles[call.num_sources] = first;
   }
 
-  static PO_FN const Source& source_of(const Call& call, int number) {
+  static PO_FN const LookupSource& source_of(const Call& call, int number) {
     return call.sources == nullptr ? call.source : call.sources[number];
   }
 

@@ -56,7 +56,7 @@ class LookupKeys {
     int number = 0;
     while (tile >= group_.shared.first_tiles[number + 1]) ++number;
     source_ = &Group<Traits>::source_of(group_.call, number);
-    num_bags_ = static_cast<int32_t>(group_.plan.num_tables * source_->num_samples);
+    num_bags_ = static_cast<int32_t>(group_.plan.num_tables * source_->samples);
     begin_ = (tile - group_.shared.first_tiles[number]) * group_.tile_items();
     entries_ = group_.entries(0) + static_cast<int64_t>(tile) * group_.tile_items() * static_cast<int>(sizeof(Entry));
     return number;
@@ -110,7 +110,7 @@ class LookupKeys {
 
   // Of a lookup of the tile; one that no table has where the index does not fit.
   PO_FN Key row_at(int32_t place) const {
-    if (begin_ + place >= source_->num_indices) return kNoKey<Entry>;
+    if (begin_ + place >= source_->count) return kNoKey<Entry>;
     const Index index = static_cast<const Index*>(source_->indices)[begin_ + place];
     const auto row = static_cast<uint64_t>(static_cast<int64_t>(index));
     return row < kNoKey<Entry> ? static_cast<Key>(row) : kNoKey<Entry>;
@@ -164,7 +164,7 @@ class LookupKeys {
     entry.key = kNoKey<Entry>;
     int32_t batch_bag = -1;
     if (bag < num_bags_ && place >= first_place_) {
-      const auto samples = static_cast<uint32_t>(source_->num_samples);
+      const auto samples = static_cast<uint32_t>(source_->samples);
       const uint32_t table = static_cast<uint32_t>(bag) / samples;
       const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
       batch_bag = static_cast<int32_t>(table * plan.batch + source_->first_sample) + sample;
@@ -218,7 +218,7 @@ class LookupKeys {
   const Group<Traits>& group_;
   const WorkGroup& wg_;
   // Of the tile:
-  const Source* source_ = nullptr;
+  const LookupSource* source_ = nullptr;
   int32_t num_bags_ = 0;     // of the source
   int32_t begin_ = 0;        // in the source
   int32_t first_place_ = 0;  // in the tile, that a bag may have
