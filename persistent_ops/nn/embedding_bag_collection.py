@@ -16,8 +16,8 @@ from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, features_of
-from .embedding_tables import Group, Layout, TableConfig, place, placements_of, table_configs
-from .table_shards import TableShards
+from .embedding_tables import Group, TableConfig, place, placements_of, table_configs
+from .sharded_table import ShardedTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedEmbeddingBagCollection", "ignore_sharded_tables"]
 
-_DRAWN_ROWS_BYTES = 64 << 20  # of a table's first rows that are drawn at a time
 _CLIPPING = (
     "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
     "clamps single elements"
@@ -129,7 +128,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
         self._agree([algorithm, options, scale, max_gradient, seed])
         self.embedding_bags = torch.nn.ModuleDict(
-            {config.name: _Table(self.layout, number, world) for number, config in enumerate(configs)}
+            {config.name: ShardedTable(self.layout, number, world) for number, config in enumerate(configs)}
         )
         self.reset_parameters(seed)
         self._weights, optimizers = [], []
@@ -204,9 +203,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 f"PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
             )
 
-    def _table(self, number: int) -> _Table:
+    def _table(self, number: int) -> ShardedTable:
         table = self.embedding_bags[self.layout.configs[number].name]
-        assert isinstance(table, _Table)
+        assert isinstance(table, ShardedTable)
         return table
 
     def _of_optimizer(self) -> dict[str, Any]:
@@ -438,78 +437,3 @@ def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.T
     is_weighted = first.weights is not None
     factors = torch.cat([first.weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
     return torch.cat(indices), offsets, factors, [source.samples for source in sources]
-
-
-# ---- a table's part --------------------------------------------------------------------------------------------------
-
-
-class _Table(torch.nn.Module):
-    """What this PE has of a table."""
-
-    def __init__(self, layout: Layout, number: int, world: _world.World) -> None:
-        super().__init__()
-        self._config, placement = layout.configs[number], layout.placements[number]
-        self.slices = layout.slices_of(number, world.rank)
-        self._width = self._config.embedding_dim // placement.num_slices
-        rows = self._config.num_embeddings
-        if placement.kind == "table_wise":
-            shape = [rows if self.slices else 0, self._width]
-        else:
-            shape = [len(self.slices), rows, self._width]
-        memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
-        self.weight = torch.nn.Parameter(memory, requires_grad=False)
-        self._blocks: list[torch.Tensor] = list(memory.view(-1, rows, self._width)) if self.slices else []
-        self._world = world
-
-    def slice(self, number: int) -> torch.Tensor:
-        """Return one of this PE's slices, `[R, D / slices]`."""
-        return self._blocks[self.slices.index(number)]
-
-    def shards(self) -> TableShards:
-        config = self._config
-        return TableShards(
-            (config.num_embeddings, config.embedding_dim),
-            [((0, number * self._width), block) for number, block in zip(self.slices, self._blocks, strict=True)],
-            dtype=config.data_type,
-            device=self.weight.device,
-        )
-
-    def draw(self, seed: int) -> None:
-        """Draw the rows: of the whole table, since the generator gives numbers in its order."""
-        if not self.slices:
-            return
-        config, (low, high) = self._config, self._config.init_bounds
-        generator = torch.Generator().manual_seed(seed)
-        rows, dim = config.num_embeddings, config.embedding_dim
-        at_once = max(1, _DRAWN_ROWS_BYTES // (4 * dim))
-        for first in range(0, rows, at_once):
-            drawn = torch.empty(min(at_once, rows - first), dim).uniform_(low, high, generator=generator)
-            for number, block in zip(self.slices, self._blocks, strict=True):
-                block[first : first + len(drawn)].copy_(drawn.narrow(1, number * self._width, self._width))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.shards()
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Take the whole table or shards of this placement, and say that it makes good for a launch given up."""
-        name = prefix + "weight"
-        extra = [key for key in state_dict if key.startswith(prefix) and key != name]
-        unexpected_keys += extra if strict else []
-        if name not in state_dict:
-            missing_keys += [name] if strict else []
-            return
-        try:
-            self.shards().copy_from(state_dict[name])
-        except ValueError as error:
-            error_msgs.append(f"{name}: {error}")
-            return
-        self._world.workspace.changes.loaded(*self._blocks)
