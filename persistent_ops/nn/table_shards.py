@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.torch_private import wrapper_subclass
+
 __all__ = ["TableShards"]
 
 _aten = torch.ops.aten
@@ -50,9 +52,7 @@ class TableShards(torch.Tensor):
                     f"shards: a block of {list(block.shape)}, {block.dtype}, at {list(offsets)} is not one of "
                     f"{list(size)}, {dtype}"
                 )
-        made: TableShards = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, torch.Size(size), dtype=dtype, device=device
-        )
+        made: TableShards = wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=device)
         made._shards = tuple((torch.Size(offsets), block.detach()) for offsets, block in shards)
         return made
 
