@@ -29,8 +29,9 @@ from dlrm.embedding import PlainEmbedding
 from dlrm.metrics import auroc
 from dlrm.model import DenseModel, Sizes
 from dlrm.records import Span
-from dlrm.report import draw_if_possible, progress_bar
+from dlrm.report import draw_if_possible
 from dlrm.training import History, Plan, Training
+from training_progress import progress_bar
 
 ROWS, HOTNESS = (40, 3, 60, 20), (1, 1, 3, 2)
 SIZES = Sizes(dims=(8, 8, 8, 8), num_dense=4, bottom=(32, 8), top=(32, 16, 1), cross_layers=2, cross_rank=16)

@@ -1,37 +1,15 @@
-"""What a training shows: a progress bar, and curves of loss and AUC as a PNG."""
+"""What a training leaves to see: curves of loss and AUC as a PNG."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.figures import pyplot, why_none
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .training import History
 
-__all__ = ["draw", "draw_if_possible", "progress_bar"]
-
-
-@contextlib.contextmanager
-def progress_bar(rank: int, *, first_step: int, last_step: int) -> Iterator[Callable[[int, float], None]]:
-    """Show a bar on rank 0; yields what `Training.run` calls with steps and loss."""
-    if rank != 0:
-        yield lambda step, loss: None
-        return
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=last_step, completed=first_step, loss="")
-        yield lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.4f}")
+__all__ = ["draw", "draw_if_possible"]
 
 
 def draw_if_possible(history: History, path: Path, *, title: str, best_auc: float | None = None) -> bool:

@@ -8,15 +8,14 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness.pes import gather
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.parallel import DistributedDataParallel
+from training_progress import progress_bar
 
 import persistent_ops as po
 from persistent_ops.nn.ddp import ddp_sparse_hook
@@ -176,24 +175,6 @@ def _gradient_norm(model: WordVectors) -> float:
     return sum(float(each.double().square().sum()) for each in values) ** 0.5
 
 
-@contextlib.contextmanager
-def _progress(pe: _Pe) -> Iterator[Callable[[int, float], None]]:
-    """Show a bar on rank 0."""
-    if pe.world.rank != 0:
-        yield lambda step, loss: None
-        return
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=pe.options.steps, completed=pe.step, loss="")
-        yield lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.3f}")
-
-
 def run_pe(options: Options) -> dict[str, Any]:
     """Train on this PE. Collective.
 
@@ -240,7 +221,7 @@ def _run(pe: _Pe) -> dict[str, Any]:
     if first_step >= options.steps:
         raise ValueError(f"--steps: the checkpoint has {first_step} already; pass more than that")
     one_process = pe.one_process()
-    with _progress(pe) as show:
+    with progress_bar(pe.world.rank, first_step=pe.step, last_step=pe.options.steps) as show:
         timed_steps, seconds = pe.train(show)
     passes = seconds_per_pass(pe, options.overlap_steps) if options.overlap_steps else None
     on_gpu = world.backend.name == "cuda"
