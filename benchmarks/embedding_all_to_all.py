@@ -22,6 +22,7 @@ from embedding.check import check_methods
 from embedding.configs import CONFIGS, Config
 from embedding.inputs import DISTRIBUTIONS, Tables, draw_lookups, num_sets
 from embedding.methods import EXCHANGING, LABELS, METHODS, UNFUSED, Methods, make_plan
+from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized
 from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
@@ -54,8 +55,7 @@ class Options(harness.experiment.Options):
 
     def shapes(self, backend: str) -> list[Config]:
         """Return the configs in the sizes of a backend."""
-        shapes = [CONFIGS[name] if backend == "cuda" else CONFIGS[name].for_host() for name in self.configs]
-        return [shape if self.rows is None else dataclasses.replace(shape, rows=self.rows) for shape in shapes]
+        return [sized(CONFIGS[name], backend, self.rows) for name in self.configs]
 
 
 class Exchange(Trial):
@@ -132,27 +132,18 @@ class EmbeddingAllToAll(Experiment[_Case]):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--configs", help=f"comma-separated, of {','.join(CONFIGS)} (default: all)")
-        parser.add_argument("--zipf", choices=("also", "only", "no"), help="Zipf 1.05 indices (default also; quick no)")
-        parser.add_argument("--rows", type=int, help="rows of each table (default 100000; host 1000)")
+        add_options(parser, CONFIGS, "100000; host 1000")
 
     @classmethod
     def read_options(cls, arguments: argparse.Namespace, worlds: Sequence[int], common: dict[str, Any]) -> Options:
-        zipf = arguments.zipf or ("no" if arguments.quick or arguments.tune else "also")
         options = Options(
             **common,
             configs=names("--configs", arguments.configs, CONFIGS),
-            distributions={"also": DISTRIBUTIONS, "only": ("zipf",), "no": ("uniform",)}[zipf],
+            distributions=distributions_of(arguments),
             skew_trials=5 if arguments.quick else 15,
             rows=arguments.rows,
         )
-        on_host = arguments.backend == "host" or torch.cuda.device_count() == 0
-        for size in worlds:
-            for shape in options.shapes("host" if on_host else "cuda"):
-                if shape.batch % size:
-                    raise ValueError(
-                        f"--pes, --worlds: {shape.name} has a batch of {shape.batch}, which {size} does not divide"
-                    )
+        check_batches(options.shapes(expected_backend(arguments.backend)), worlds)
         return options
 
     @classmethod

@@ -23,7 +23,7 @@ from harness.ceilings import H200
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.pes import agree, gather
-from harness.timing import Subject, record
+from harness.timing import Subject, plain, record
 from sparse import figures, report
 from sparse.cases import CASES, SWEEPS, Case, num_sets, swept
 from sparse.check import check_graphs, check_methods, survey
@@ -132,14 +132,7 @@ class Gradients(Trial):
 
     def subject(self, world: World, name: str, calls: list[Callable[[], object]]) -> Subject:
         """Return a graph of the calls, or plain calls where a method waits for the host."""
-        if name in GRAPHS:
-            return record(world, calls)
-
-        def run_all() -> None:
-            for call in calls:
-                call()
-
-        return Subject(run_all, len(calls))
+        return record(world, calls) if name in GRAPHS else plain(calls)
 
     def check(self) -> dict[str, Any]:
         unions = self._unions[:1] if self.is_swept else self._unions

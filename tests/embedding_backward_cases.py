@@ -63,6 +63,18 @@ class Case:
 
 _SHAPES = {shape.name: shape for shape in FORWARD_CASES}
 _HOT = Shape("hot rows", rows=3, max_pooling=90, batch=lambda world: 40)
+# Rows with some hundred lookups, which reach over the ranges of several tickets, and fewer than a chunk has.
+_WARM = Shape("warm rows", rows=12, max_pooling=90, batch=lambda world: 40)
+_WIDE = Shape("hot wide rows", rows=3, max_pooling=90, batch=lambda world: 8, dims=lambda rank: (700,))
+_OF_MANY_LOOKUPS = (
+    ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot means", mode="mean")),
+    ("adam", dataclasses.replace(_HOT, name="hot weighted rows", is_weighted=True)),
+    ("rowwise_adagrad", _WIDE),
+    ("rowwise_adagrad", _WARM),
+    ("adagrad", dataclasses.replace(_WARM, name="warm weighted rows", is_weighted=True, dtype=torch.bfloat16)),
+)
+_ONE_PART = Shape("one part", dims=lambda rank: (512, 64))
+_TILES = Shape("tiles", dims=lambda rank: (128, 64))
 _DECAY = (("weight_decay", 0.01),)
 _VARIED = "mixed and odd widths, one PE without tables"
 CASES = [
@@ -83,6 +95,9 @@ CASES = [
     Case("rowwise, skipped entries of means", _SHAPES["mean"], "rowwise_adagrad", bad=3),
     Case("sgd, more lookups than a chunk has", _HOT),
     Case("adagrad, the same in bf16", dataclasses.replace(_HOT, dtype=torch.bfloat16), "adagrad"),
+    *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in _OF_MANY_LOOKUPS),
+    Case("adagrad, rows of one part", _ONE_PART, "adagrad"),
+    *(Case(f"rowwise, tiles of {n} lanes", _TILES, "rowwise_adagrad", tuning=Tuning(lanes=n)) for n in (8, 16, 32)),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
 ]  # fmt: skip
@@ -196,7 +211,7 @@ class Model:
                 factor_gradients[chosen] = self._dots(table[indices[chosen]].float(), values)
                 values = values * inputs.factors[chosen, None]
             if shape.mode == "mean":
-                values = values / counts[bags[chosen], None]
+                values = values * (1 / counts[bags[chosen], None])
             rows_of.append(indices[chosen])
             values_of.append(values)
         if shape.same_table:
@@ -245,7 +260,7 @@ class Model:
             w = w - rate * sums / (_root(states[0][touched]) + eps)
         elif algorithm == "rowwise_adagrad":
             g = sums + decay * w if is_l2 and decay else sums
-            states[0][touched] += self._over_columns(g * g) / table.shape[1]
+            states[0][touched] += self._over_columns(g * g) * torch.tensor(1 / table.shape[1])
             m = rate / (_root(states[0][touched]) + eps)
             kept = torch.ones(1) if not decay else 1 - m * decay if is_l2 else 1 - (rate * decay).view(1)
             w = kept.view(-1, 1) * w - m[:, None] * sums

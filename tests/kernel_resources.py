@@ -26,9 +26,13 @@ from pathlib import Path
 import torch
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
-from persistent_ops.ops.embedding_backward_plan import STEPS
+from persistent_ops.ops.embedding_backward_plan import STEPS, Tiles
 from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
-from persistent_ops.ops.embedding_plan import Tuning, _request, _threads
+from persistent_ops.ops.embedding_inputs_plan import Tuning as InputsTuning
+from persistent_ops.ops.embedding_inputs_plan import kernel_request as inputs_kernel_request
+from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
+from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
+from persistent_ops.ops.embedding_plan import LookupKind, Tuning, _request, _threads
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
@@ -57,10 +61,11 @@ class Embedding:
     arch: str = "sm_90"
     index: torch.dtype = torch.int64
     offset: torch.dtype = torch.int64
+    from_sources: bool = False
 
     @property
     def name(self) -> str:
-        integers = f"{self.index}/{self.offset}".replace("torch.", "")
+        integers = f"{self.index}/{self.offset}".replace("torch.", "") + ", by source" * self.from_sources
         return f"embedding_all_to_all {self.arch} {self.dtype} {self.pooling}, shapes {self.shapes:#04x}, {integers}"
 
     @property
@@ -69,11 +74,10 @@ class Embedding:
 
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
-        indices, offsets = torch.empty(0, dtype=self.index), torch.empty(0, dtype=self.offset)
-        weights = torch.empty(0) if self.pooling == "weighted sum" else None
+        lookups = LookupKind(self.index, self.offset, 1, self.pooling == "weighted sum", 1, self.from_sources)
         mode = "mean" if self.pooling == "mean" else "sum"
         dtype, rows = DTYPES[self.dtype], Tuning().rows_in_flight
-        return _request(dtype, indices, offsets, weights, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
+        return _request(dtype, lookups, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,18 @@ class EmbeddingBackward:
     dtype: str
     step: str
     pooling: str = "sum"
+    width: int = 128
+    decay: str = "none"
     is_aligned: bool = True
+    has_wide_keys: bool = False
     arch: str = "sm_90"
 
     @property
     def name(self) -> str:
-        unaligned = "" if self.is_aligned else " unaligned"
-        return f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}{unaligned}"
+        parts = [f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}, {self.width} columns"]
+        parts += [f"decay {self.decay}"] if self.decay != "none" else []
+        flags = {"unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
+        return ", ".join((*parts, *(name for name, is_so in flags.items() if is_so)))
 
     @property
     def threads(self) -> int:
@@ -104,6 +113,84 @@ class EmbeddingBackward:
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
+            tiles=Tiles.of(self.width * DTYPES[self.dtype].itemsize),
+            decay=self.decay,
+            has_wide_keys=self.has_wide_keys,
+        )
+
+
+@dataclass(frozen=True)
+class EmbeddingInversion:
+    """One compilation of the kernel that inverts an embedding batch for its backward pass."""
+
+    items: int
+    digit_bits: int = 9
+    is_wide: bool = False
+    lookups: bool = False
+    counts: bool = False
+    index: torch.dtype = torch.int64
+    offset: torch.dtype = torch.int64
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        integers = f"{self.index}/{self.offset}".replace("torch.", "")
+        flags = {"wide": self.is_wide, "with lookups": self.lookups, "with counts": self.counts}
+        parts = (integers, f"{self.items} items", f"digits of {self.digit_bits} bits")
+        return (
+            f"embedding_inversion {self.arch} {', '.join((*parts, *(flag for flag, is_so in flags.items() if is_so)))}"
+        )
+
+    @property
+    def threads(self) -> int:
+        return InversionTuning().threads
+
+    def request(self) -> KernelRequest:
+        """Return what the plan would have compiled."""
+        return inversion_kernel_request(
+            self.index,
+            self.offset,
+            is_wide=self.is_wide,
+            lookups=self.lookups,
+            counts=self.counts,
+            digit_bits=self.digit_bits,
+            items=self.items,
+            threads=self.threads,
+            work_groups_per_sm=InversionTuning().work_groups_per_sm,
+            arena_bytes=0,
+        )
+
+
+@dataclass(frozen=True)
+class EmbeddingInputs:
+    """One compilation of the kernel of the input exchange."""
+
+    value: torch.dtype = torch.int64
+    index: torch.dtype = torch.int32
+    bound: torch.dtype = torch.int32
+    has_lengths: bool = True
+    is_weighted: bool = False
+    arch: str = "sm_90"
+
+    @property
+    def name(self) -> str:
+        integers = f"{self.value} to {self.index}, {self.bound}".replace("torch.", "")
+        kind = "lengths" if self.has_lengths else "offsets"
+        return f"embedding_inputs {self.arch} {integers} {kind}{', weighted' * self.is_weighted}"
+
+    @property
+    def threads(self) -> int:
+        return self.request().threads
+
+    def request(self) -> KernelRequest:
+        """Return what the plan would have compiled."""
+        return inputs_kernel_request(
+            self.value,
+            self.index,
+            self.bound,
+            has_lengths=self.has_lengths,
+            is_weighted=self.is_weighted,
+            threads=InputsTuning().threads,
         )
 
 
@@ -258,7 +345,9 @@ class Traced:
         return dataclasses.replace(self.of.request(), traces=True)
 
 
-Combination = Embedding | EmbeddingBackward | Barrier | Gemv | Sparse | AllReduce | Traced
+Combination = (
+    Embedding | EmbeddingBackward | EmbeddingInversion | EmbeddingInputs | Barrier | Gemv | Sparse | AllReduce | Traced
+)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -272,17 +361,43 @@ def _rest() -> Iterator[Combination]:
         yield Embedding(dtype, POOLINGS[i], ALL_SHAPES)
     yield Embedding("float32", "sum", SHAPES[2], index=torch.int32, offset=torch.int32)
     yield Embedding("bfloat16", "weighted sum", SHAPES[1], index=torch.int32)
+    for pooling, index in zip(POOLINGS, (torch.int32, torch.int64, torch.int32), strict=True):
+        for shape in (SHAPES[1], SHAPES[2], ALL_SHAPES):
+            yield Embedding("bfloat16", pooling, shape, index=index, offset=torch.int32, from_sources=True)
     for arch in ("sm_80", "sm_100"):
         # The shape with the most registers, and the one of tables that no vector fits, which has most instructions.
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
-    for i, (dtype, step) in enumerate(itertools.product(DTYPES, STEPS)):
-        yield EmbeddingBackward(dtype, step, POOLINGS[i % 3])
-    yield EmbeddingBackward("float32", "rowwise_adagrad", "weighted sum", is_aligned=False)
+    # Widths: a chunk or two, one, two and four chunks a lane, and more than registers hold.
+    widths = itertools.cycle((8, 32, 256, 512, 4096))
+    for dtype, step, pooling in itertools.product(DTYPES, STEPS, POOLINGS):
+        yield EmbeddingBackward(dtype, step, pooling)
+        yield EmbeddingBackward(dtype, step, pooling, next(widths))
+    for dtype, decay in itertools.product(DTYPES, ("l2", "decoupled")):
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "sum", 256, decay)
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "weighted sum", 512, decay, has_wide_keys=True)
+    for dtype, step in itertools.product(("float32", "bfloat16"), STEPS):
+        yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
+        yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)
+    for digit_bits, counts in itertools.product((8, 9), (False, True)):
+        for items in (8, 4, 2):
+            yield EmbeddingInversion(items, digit_bits, counts=counts)
+        for items, is_wide, lookups in itertools.product((4, 2), (False, True), (False, True)):
+            if is_wide or lookups:
+                yield EmbeddingInversion(items, digit_bits, is_wide, lookups, counts)
+    for index, offset in itertools.product((torch.int32, torch.int64), repeat=2):
+        yield EmbeddingInversion(8, counts=True, index=index, offset=offset)
+        yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, index=index, offset=offset)
+    integers = ((torch.int64, torch.int32), (torch.int64, torch.int64), (torch.int32, torch.int32))
+    for (value, index), bound, lengths in itertools.product(integers, (torch.int32, torch.int64), (True, False)):
+        yield EmbeddingInputs(value, index, bound, lengths, is_weighted=(value == bound) == lengths)
     for arch in ARCHITECTURES:
+        yield EmbeddingInversion(8, arch=arch)
+        yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, arch=arch)
         yield Barrier(arch)
         yield EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch)
+        yield EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True, arch=arch)
     for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_phase")):
         yield Gemv(dtype, vectors, algorithm, prefetches=vectors == 1, lets_in="kLate" if vectors == 1 else "kAtEnd")
     for vectors, algorithm in itertools.product((1, 8), ("one_shot", "two_phase")):
@@ -342,6 +457,8 @@ def sample() -> list[Combination]:
         for combination in (
             Embedding("float32", "weighted sum", SHAPES[1], arch),
             EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch),
+            EmbeddingInversion(8, arch=arch),
+            EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True, arch=arch),
             Barrier(arch),
             Gemv("bfloat16", 1, "one_shot", prefetches=arch == "sm_90", arch=arch, lets_in=_lets_in(arch)),
             Sparse("bfloat16", 8192, "owner", arch=arch),

@@ -17,6 +17,7 @@ from timelines import problems_of_file, problems_of_timeline
 from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
+from persistent_ops.runtime.workspace import Workspace
 from persistent_ops.timeline import PeTimeline, Timeline
 
 __all__ = ["Mismatch", "ProtocolSuite", "Work"]
@@ -105,6 +106,11 @@ class ProtocolSuite:
         """Compile what mismatches need, and let PEs agree on what is not to be compared there."""
         for way in cls.ways:
             assert cls.checked(0, way), way
+
+    @classmethod
+    def workspace(cls) -> Workspace:
+        """Return the one that it is launched in."""
+        return po.runtime.world.current().workspace
 
     # ---- programs of the PEs ---------------------------------------------------------------------------------------
 
@@ -228,7 +234,7 @@ class ProtocolSuite:
         problems = []
         for epoch in _EPOCHS:
             if epoch:
-                po.runtime.world.current().workspace.set_epoch(epoch)
+                cls.workspace().set_epoch(epoch)
             problems += cls._problems(2 * max(len(cls.ways), 3), lateness=0.02, what=f"epoch {epoch}, ")
         po.finalize()
         return problems

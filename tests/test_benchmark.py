@@ -112,10 +112,10 @@ def test_a_wrong_result_gives_exit_code_1(
 
 
 def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment: Any = importlib.import_module("harness.experiment")
+    trial: Any = importlib.import_module("harness.trial")
     timing: Any = importlib.import_module("harness.timing")
     # A recording that never runs: the poisoned output stays as it is.
-    monkeypatch.setattr(experiment, "record", lambda world, calls: timing.Subject(lambda: None, len(calls)))
+    monkeypatch.setattr(trial, "record", lambda world, calls: timing.Subject(lambda: None, len(calls)))
     assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
     (line,) = [line for line in lines_of(tmp_path) if line["kind"] == "check"]
     assert line["failures"] == ["PE 0, fused, a replay gives other bits than a call"]

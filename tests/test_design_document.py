@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import test_all_reduce_sanitizer
 import test_embedding_backward_sanitizer
+import test_embedding_inputs_sanitizer
+import test_embedding_inversion_sanitizer
 import test_embedding_sanitizer
 import test_gemv_sanitizer
 import test_gemv_vectors
@@ -31,11 +33,15 @@ MUTATIONS = {
     "test_sparse_sanitizer": (test_sparse_sanitizer.MUTATIONS, "8"),
     "test_all_reduce_sanitizer": (test_all_reduce_sanitizer.MUTATIONS, "9"),
     "test_embedding_backward_sanitizer": (test_embedding_backward_sanitizer.MUTATIONS, "10"),
+    "test_embedding_inversion_sanitizer": (test_embedding_inversion_sanitizer.MUTATIONS, "10"),
+    "test_embedding_inputs_sanitizer": (test_embedding_inputs_sanitizer.MUTATIONS, "11"),
     "test_lanes_sanitizer": (test_lanes_sanitizer.MUTATIONS, "3"),
 }
 SUITES = (
     test_all_reduce_sanitizer.TestAllReduce,
     test_embedding_backward_sanitizer.TestEmbeddingBackward,
+    test_embedding_inversion_sanitizer.TestEmbeddingInversion,
+    test_embedding_inputs_sanitizer.TestEmbeddingInputs,
     test_embedding_sanitizer.TestEmbeddingAllToAll,
     test_gemv_sanitizer.TestGemvAllReduce,
     *test_lanes_sanitizer.SUITES,

@@ -9,13 +9,15 @@ from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
 // Runs the host build of embedding_backward with all PEs as threads of one process, and checks every row.
+#include <cmath>
+
 #include "driver.h"
 #include "kernels/embedding_backward.cuh"
 
 namespace {
 
 using namespace po::embedding_backward;
-constexpr Config kConfig{.scalar = po::DType::kFloat32, .aligned = false};
+constexpr Config kConfig{.scalar = po::DType::kFloat32, .aligned = false, .wide_rows = false};
 using Backward = Kernel<kConfig>;
 
 constexpr uint64_t kReadyStride = 64;
@@ -51,7 +53,7 @@ class Pe final : public driver::BasePe<Plan> {
       members.push_back(t);
       rows.emplace_back(static_cast<size_t>(num_rows * width), 1.0f);
       groups.push_back({reinterpret_cast<uint8_t*>(rows.back().data()), nullptr, nullptr, num_rows, width,
-                        t * (num_rows + 1), t, 1});
+                        t * num_rows, t, 1});
       for (int hop = 1; hop < size && samples() != 0; ++hop) {
         const int owner = (rank + hop) % size;
         const uint64_t outgoing = take(static_cast<uint64_t>(samples() * width) * sizeof(float));
@@ -65,6 +67,8 @@ class Pe final : public driver::BasePe<Plan> {
     }
     expected = rows;
     pushed.resize(pushes.size() + 1);
+    num_slots = static_cast<size_t>(num_tables * batch_start.back() * kLookups / kSlotLookups + 2);
+    chunks_done.resize(num_slots);
     allocate_heap();
     plan.groups = groups.data();
     plan.members = members.data();
@@ -79,6 +83,9 @@ class Pe final : public driver::BasePe<Plan> {
     plan.pushed = pushed.data();
     plan.batch_start = batch_start.data();
     plan.batch = batch_start.back();
+    plan.first_sample = batch_start[static_cast<size_t>(rank)];
+    plan.num_samples = samples();
+    plan.sum_elements = width;
     plan.row_elements = size * num_tables * width;
   }
 
@@ -97,8 +104,8 @@ class Pe final : public driver::BasePe<Plan> {
     for (int64_t t = 0; t < num_tables; ++t) {
       for (int64_t b = 0; b < plan.batch; ++b) {
         for (int64_t l = 0; l < kLookups; ++l) {
-          const int64_t key = t * (num_rows + 1) + index_of(t, b, l, launch);
-          lookups.emplace_back(key, static_cast<int32_t>(t * plan.batch + b));
+          const int64_t row = index_of(t, b, l, launch);
+          if (row < num_rows) lookups.emplace_back(t * num_rows + row, static_cast<int32_t>(t * plan.batch + b));
         }
       }
     }
@@ -125,7 +132,11 @@ class Pe final : public driver::BasePe<Plan> {
     call.gradient = reinterpret_cast<const uint8_t*>(gradient.data());
     call.keys = keys.data();
     call.bags = bags.data();
-    call.num_lookups = static_cast<int64_t>(keys.size());
+    const auto count = static_cast<int64_t>(keys.size());
+    call.count = &count;
+    std::vector<float> chunk_sums(num_slots * static_cast<size_t>(width), std::nanf(""));
+    call.chunk_sums = chunk_sums.data();
+    call.chunks_done = chunks_done.data();
     call.rate = &rate;
     call.steps = steps;
     launch_on_host<Backward>(used, call);
@@ -153,7 +164,10 @@ class Pe final : public driver::BasePe<Plan> {
   // A PE that has not come, or under another contract, has granted no credit: no row has changed.
   void check_given_up(int64_t launch) override { check_rows(launch); }
 
-  void clear() override { std::fill(pushed.begin(), pushed.end(), 0); }
+  void clear() override {
+    std::fill(pushed.begin(), pushed.end(), 0);
+    std::fill(chunks_done.begin(), chunks_done.end(), 0);
+  }
 
   void check_rows(int64_t launch) const {
     for (size_t t = 0; t < rows.size(); ++t) {
@@ -167,6 +181,11 @@ class Pe final : public driver::BasePe<Plan> {
     for (const uint64_t count : pushed) {
       if (count != 0 && error.state == 0) {
         driver::fail(driver::kWrongRemains, "PE %d, launch %ld: a table has %lu pieces", rank, launch, count);
+      }
+    }
+    for (const uint64_t count : chunks_done) {
+      if (count != 0 && error.state == 0) {
+        driver::fail(driver::kWrongRemains, "PE %d, launch %ld: a row has %lu chunks", rank, launch, count);
       }
     }
   }
@@ -183,6 +202,8 @@ class Pe final : public driver::BasePe<Plan> {
   std::vector<Push> pushes;
   std::vector<Push> other_pushes;
   std::vector<uint64_t> pushed;
+  size_t num_slots = 0;
+  std::vector<uint64_t> chunks_done;
   float steps[3] = {0, 1, 1};
 };
 
@@ -193,6 +214,8 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 
 PLAIN = "--pes=2 --wgs=3 --threads=2"
 AHEAD = "--pes=3 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=500"
+SEVERAL_RANGES = "--pes=2 --rows=1 --batch=50 --threads=3"
+CHUNKS = "--pes=2 --rows=1 --batch=200 --threads=3 --epochs=4"
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
 # Nobody needs the table; the next launch has another PE's rows at its place.
 ALTERNATING = (
@@ -207,7 +230,9 @@ CASES = {
     "alone": "--pes=1 --threads=3",
     "lone_warps": "--pes=3 --threads=1 --wgs=1",
     "plain": PLAIN,
-    "long_runs": "--pes=2 --rows=1 --batch=30 --threads=3",
+    "rows_in_several_ranges": SEVERAL_RANGES,
+    "rows_of_chunks": CHUNKS,
+    "rows_of_chunks_behind_others": "--pes=3 --rows=2 --tables=3 --batch=130 --threads=2 --epochs=4",
     "all_push": "--pes=3 --wgs=2 --threads=2 --pushing=2 --slice=1",
     "a_pe_without_samples": "--pes=3 --empty-pe=1 --threads=2",
     "epochs_with_a_late_pe": AHEAD,
@@ -230,10 +255,13 @@ MUTATIONS = {
     "rows_change_before_all_credits": Mutation(
         (Condition("credits-before-updates", "false"),), ABSENT_WITHOUT_SAMPLES, {Exit.WRONG_OUTPUT}
     ),
-    "a_run_begins_anew_in_each_range": Mutation(
-        (Swap("run-begins", "at == 0", "at == begin"),), "--pes=2 --rows=1 --batch=30 --threads=1", RACE
+    "a_row_begins_anew_in_each_range": Mutation((Swap("row-begins", "at == 0", "i == 0"),), SEVERAL_RANGES, RACE),
+    "a_row_ends_early": Mutation((Swap("row-ends", "first + stop", "first + stop - 1"),), PLAIN, {Exit.WRONG_OUTPUT}),
+    "chunks_are_not_awaited": Mutation(
+        (Swap("chunk-done", "static_cast<uint64_t>(num_chunks)", "1"),), CHUNKS, RACE | {Exit.WRONG_OUTPUT}
     ),
-    "a_run_ends_early": Mutation((Swap("run-ends", "same != warp_.size()", "true"),), PLAIN, {Exit.WRONG_OUTPUT}),
+    "a_chunk_is_left_out": Mutation((Condition("chunk-of-the-row", "true"),), CHUNKS, {Exit.WRONG_OUTPUT}),
+    "chunks_are_not_reset": Mutation((Drop("chunks-reset"),), CHUNKS, {Exit.WRONG_REMAINS}),
     "no_fence_behind_pushes": Mutation((Drop("pushes-fence"),), STAGED, RACE),
     "outgoing_gradients_are_overwritten": Mutation((Drop("outgoing-quiet"),), ALTERNATING_STAGED, RACE),
     "a_launch_ends_before_all_gradients_are_here": Mutation((Drop("all-gradients"),), ALTERNATING, RACE),

@@ -167,7 +167,7 @@ def test_an_unfused_method_that_drops_work_gives_exit_code_1(tmp_path: Path, mon
 def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = module("harness.timing").Subject
     # A recording that never runs: the poisoned output stays as it is.
-    monkeypatch.setattr(module("harness.experiment"), "record", lambda world, calls: subject(lambda: None, len(calls)))
+    monkeypatch.setattr(module("harness.trial"), "record", lambda world, calls: subject(lambda: None, len(calls)))
     assert run(*QUICK, "--pes", "1", "--methods", "gemv_alone", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
     assert check["failures"] == ["PE 0, gemv_alone, a replay gives other bits than a call"]
@@ -327,6 +327,7 @@ def test_without_symmetric_memory_its_methods_are_left_out(monkeypatch: pytest.M
         raise RuntimeError("no peer access")
 
     methods, shapes, harness = module("gemv.methods"), module("gemv.shapes"), module("harness.symmetric_memory")
+    monkeypatch.setattr(symmetric_memory, "get_backend", lambda device: "CUDA")
     monkeypatch.setattr(symmetric_memory, "empty", fail)
     monkeypatch.setattr(harness, "agree", lambda bootstrap, problem: problem)
     world = SimpleNamespace(size=2, rank=0, bootstrap=None)

@@ -13,12 +13,15 @@ from mutations import Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite, of_lanes
 from test_all_reduce_sanitizer import TestAllReduce as AllReduce
 from test_embedding_backward_sanitizer import TestEmbeddingBackward as EmbeddingBackward
+from test_embedding_inputs_sanitizer import TestEmbeddingInputs as EmbeddingInputs
+from test_embedding_inversion_sanitizer import TestEmbeddingInversion as EmbeddingInversion
 from test_embedding_sanitizer import TestEmbeddingAllToAll as EmbeddingAllToAll
 from test_sparse_sanitizer import TestSparseAllReduce as SparseAllReduce
 
 _WARP = "--wgs=1 --threads=32 --epochs=3"
 _WARPS = "--wgs=2 --threads=64 --epochs=3"
 _STAGED = f"{_WARPS} --delay-us=200"
+_CHUNKS = "--pes=2 --rows=1 --batch=200"
 
 OF_EMBEDDING = {
     "a_lane_keeps_its_own_ticket": Mutation(
@@ -33,11 +36,19 @@ OF_EMBEDDING = {
 }
 OF_BACKWARD = {
     "pieces_are_counted_before_all_lanes_have_stored": Mutation((Drop("pieces-of-lanes"),), _WARPS, RACE),
+    "chunks_are_counted_before_all_lanes_have_stored": Mutation((Drop("sums-of-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
+    "a_window_changes_while_lanes_read_it": Mutation((Drop("window-read-by-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
+}
+OF_INPUTS = {
+    "inputs_are_counted_before_all_lanes_have_stored": Mutation((Drop("inputs-of-lanes"),), _WARPS, RACE),
+}
+OF_INVERSION = {
     "a_lane_passes_a_collective_by": Mutation(
-        (Swap("begins-of-lanes", "!warp_.shuffle(begins, lane)", "!(begins || warp_.shuffle(begins, lane))"),),
+        (Swap("inversion-first-digit", "warp.shuffle(digit, 0)", "counts ? warp.shuffle(digit, 0) : 0"),),
         _WARP,
         {Exit.TIMED_OUT},
     ),
+    "counters_are_added_to_before_all_lanes_have_read_them": Mutation((Drop("inversion-counters-read"),), _WARP, RACE),
 }
 OF_SPARSE = {
     "a_lane_counts_no_others": Mutation(
@@ -51,7 +62,7 @@ OF_ALL_REDUCE = {
         (Drop("packets-of-lanes"),), f"{_STAGED} --staged=1", RACE | {Exit.TIMED_OUT}
     ),
 }
-MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_SPARSE | OF_ALL_REDUCE
+MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INPUTS | OF_INVERSION | OF_SPARSE | OF_ALL_REDUCE
 
 
 def _driver(of: type[SanitizerSuite], build: str, staged: str, mutations: dict[str, Mutation]) -> Driver:
@@ -68,6 +79,14 @@ class TestEmbeddingBackward(SanitizerSuite):
     driver: ClassVar = _driver(EmbeddingBackward, "sgd", "--pes=2 --staged=1", OF_BACKWARD)
 
 
+class TestEmbeddingInputs(SanitizerSuite):
+    driver: ClassVar = _driver(EmbeddingInputs, "inputs", "--pes=2 --staged=1", OF_INPUTS)
+
+
+class TestEmbeddingInversion(SanitizerSuite):
+    driver: ClassVar = _driver(EmbeddingInversion, "narrow", "", OF_INVERSION)
+
+
 class TestSparseAllReduce(SanitizerSuite):
     driver: ClassVar = _driver(SparseAllReduce, "small_windows", "--pes=2 --staged=1", OF_SPARSE)
 
@@ -76,4 +95,11 @@ class TestAllReduce(SanitizerSuite):
     driver: ClassVar = _driver(AllReduce, "one_shot", "--pes=2 --staged=1", OF_ALL_REDUCE)
 
 
-SUITES = (TestAllReduce, TestEmbeddingAllToAll, TestEmbeddingBackward, TestSparseAllReduce)
+SUITES = (
+    TestAllReduce,
+    TestEmbeddingAllToAll,
+    TestEmbeddingBackward,
+    TestEmbeddingInputs,
+    TestEmbeddingInversion,
+    TestSparseAllReduce,
+)

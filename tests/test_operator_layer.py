@@ -204,7 +204,9 @@ class Launch:
         call.compares = int(self.compares)
         call.x, call.sums, call.epoch_seen = self._x.data_ptr(), self.sums.data_ptr(), self.epoch.data_ptr()
         call.table, call.state, call.is_silent = self.table.data_ptr(), self.state.data_ptr(), int(self.is_silent)
-        PROBE.begin_changes(current(), table=self.table, state=self.state)
+        PROBE.begin_changes(
+            current(), PROBE.changed_inputs(table=[self.table], state=[self.state]), [self.table, self.state]
+        )
         current().workspace.launch(plan.kernel, 1, plan.words.data_ptr(), call)
 
 

@@ -82,7 +82,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: model.current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     by_handle = {stream.handle: stream for stream in model.streams}
-    monkeypatch.setattr(stream_order, "_capture_of", lambda handle: by_handle[handle].capture)
+    monkeypatch.setattr(stream_order, "capture_of", lambda handle: by_handle[handle].capture)
     return model
 
 

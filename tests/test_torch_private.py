@@ -65,6 +65,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
+        "torch.Tensor._make_wrapper_subclass",
         "torch.UntypedStorage._new_with_weak_ptr",
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.utils._python_dispatch._disable_current_modes",

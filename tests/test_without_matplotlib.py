@@ -36,7 +36,9 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, draw: Any = No
     return int(module.main(["--pes", "2", "--backend", "host", "--out", str(folder)]))
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "embedding_all_to_all", "embedding_backward", "gemv_all_reduce", "sparse_all_reduce"]
+)
 def test_a_benchmark_prints_its_tables_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

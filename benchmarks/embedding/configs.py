@@ -20,7 +20,7 @@ class Config:
         tables: of each PE.
         pooling: rows per bag.
         dim: elements of a row.
-        dtype: of the tables: "fp32" or "bf16".
+        dtype: of the tables: "fp32", "fp16" or "bf16".
         rows: of each table.
     """
 
@@ -34,7 +34,7 @@ class Config:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
+        return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
 
     @property
     def lookups(self) -> int:

@@ -1,9 +1,9 @@
-"""The two ceilings of a run: bytes per second that a PE reads from its memory, and stores to all its peers together."""
+"""The ceilings of a run: bytes per second that a PE reads from its memory, updates there, and stores to its peers."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ __all__ = ["H200", "Ceilings", "measure_ceilings"]
 
 _CEILINGS = Operator("ceilings", ())
 _READ_UNIT = 1 << 16  # a multiple of what the WGs of the read kernel take at a time
+_VECTOR_BYTES = 16
+_GAPS = (1, 4)  # rows of which one is updated; 100,000 rows and 20,480 uniform lookups touch one in 5.4
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,26 @@ class Ceilings:
     Attributes:
         read: from the PE's own memory.
         store: to all peers together while they do the same; None where there is no peer.
+        update: read and written, together, where rows in the PE's own memory are changed; None where it is not known.
     """
 
     read: float
     store: float | None
+    update: float | None = None
 
-    def limit_seconds(self, *, read_bytes: float, sent_bytes: float) -> tuple[float, str]:
-        """Return the larger of the two times, and which it is: "HBM" or "NVLink"."""
-        reading = read_bytes / self.read
+    def limit_seconds(
+        self, *, read_bytes: float = 0.0, sent_bytes: float, updated_bytes: float = 0.0
+    ) -> tuple[float, str]:
+        """Return the larger of the two times, and which it is: "HBM" or "NVLink".
+
+        Args:
+            read_bytes: that are only read.
+            sent_bytes: to peers.
+            updated_bytes: read and written, in a mix as an update's; at the read ceiling where theirs is not known.
+        """
+        memory = read_bytes / self.read + updated_bytes / (self.update or self.read)
         sending = sent_bytes / self.store if self.store else 0.0
-        return (reading, "HBM") if reading >= sending else (sending, "NVLink")
+        return (memory, "HBM") if memory >= sending else (sending, "NVLink")
 
 
 # 8x H200 of one host, to seven peers: for a figure that does not depend on the run's own ceilings.
@@ -47,13 +59,20 @@ H200 = Ceilings(read=4.35e12, store=343e9)
 
 
 def measure_ceilings(
-    world: World, source: torch.Tensor, *, store_bytes: int, rounds: int, burst_seconds: float
+    world: World,
+    source: torch.Tensor,
+    *,
+    updated_rows: Sequence[int] = (),
+    store_bytes: int,
+    rounds: int,
+    burst_seconds: float,
 ) -> tuple[Ceilings, dict[str, Any]]:
-    """Measure both ceilings; collective.
+    """Measure the ceilings; collective.
 
     Args:
         world: of this PE.
-        source: what is read; much larger than the L2 cache on a GPU.
+        source: what is read; much larger than the L2 cache on a GPU. Where rows are updated, they are its rows.
+        updated_rows: bytes of rows, each a power of two of at least 16; none: nothing is updated.
         store_bytes: of the symmetric buffer that the peers fill.
         rounds: times each way of reading or storing is timed.
         burst_seconds: length of one time.
@@ -62,7 +81,7 @@ def measure_ceilings(
         The ceilings (the best way's, of the slowest PE) and bytes per second of every way, for the record.
 
     Raises:
-        RuntimeError: what the peers stored is not what they should have.
+        RuntimeError: what the peers stored, or an update wrote, is not what it should be.
     """
     tile_bytes = _CEILINGS.description.constants["kTileBytes"]
     flat = source.view(-1).view(torch.uint8)
@@ -73,15 +92,22 @@ def measure_ceilings(
     ways: dict[str, tuple[Callable[[], object], float]] = {}
 
     read = _kernel(world, "kRead", 512)
-    ways["read: 16-byte loads"] = (lambda: read(flat.data_ptr(), read_bytes, sink.data_ptr()), read_bytes)
+    ways["read: 16-byte loads"] = (
+        lambda: read(place=flat.data_ptr(), bytes=read_bytes, sink=sink.data_ptr()),
+        read_bytes,
+    )
     if world.backend.name == "cuda":
         whole = flat[:read_bytes].view(torch.float32)
         ways["read: torch.sum"] = (lambda: torch.sum(whole), read_bytes)
+    for row_bytes in updated_rows:
+        for gap in _GAPS:
+            name = f"update: rows of {row_bytes} bytes" + (f", one in {gap}" if gap > 1 else "")
+            ways[name] = _updating(world, flat, row_bytes, gap, name)
     segment = store_bytes // world.size // tile_bytes * tile_bytes
     if world.size > 1 and world.all_reachable:
         store = _kernel(world, "kStore", 256)
         sent = segment * (world.size - 1)
-        ways["store: 16-byte stores"] = (lambda: store(place, store_bytes, 0), sent)
+        ways["store: 16-byte stores"] = (lambda: store(place=place, bytes=store_bytes), sent)
 
     rates: dict[str, float] = {}
     for name, (call, nbytes) in ways.items():
@@ -94,22 +120,58 @@ def measure_ceilings(
         if name.startswith("store"):
             _check_stored(world, buffer, segment, name)
     po.free(buffer)
-    best = {kind: max((r for n, r in rates.items() if n.startswith(kind)), default=None) for kind in ("read", "store")}
+    kinds = ("read", "store", "update")
+    best = {kind: max((r for n, r in rates.items() if n.startswith(kind)), default=None) for kind in kinds}
     assert best["read"] is not None
-    ceilings = Ceilings(best["read"], best["store"])
+    ceilings = Ceilings(best["read"], best["store"], best["update"])
     return ceilings, {**asdict(ceilings), "ways": rates, "read_bytes": read_bytes, "segment_bytes": segment}
 
 
-def _kernel(world: World, ceiling: str, threads: int) -> Callable[[int, int, int], None]:
+def _updating(
+    world: World, flat: torch.Tensor, row_bytes: int, gap: int, name: str
+) -> tuple[Callable[[], object], float]:
+    """Return a call that updates one row in `gap` of a buffer, and the bytes that it reads and writes."""
+    if row_bytes < _VECTOR_BYTES or row_bytes & (row_bytes - 1):
+        raise ValueError(f"updated_rows: expected powers of two of at least {_VECTOR_BYTES}, got {row_bytes}")
+    update = _kernel(world, "kUpdate", 512)
+    num_rows = flat.numel() // (row_bytes * gap)
+    shift = (row_bytes // _VECTOR_BYTES).bit_length() - 1
+
+    def call() -> None:
+        update(place=flat.data_ptr(), bytes=num_rows * gap * row_bytes, row_shift=shift, gap=gap)
+
+    _check_updated(world, flat, call, (num_rows, row_bytes, gap), name)
+    return call, 2 * num_rows * row_bytes
+
+
+def _check_updated(
+    world: World, flat: torch.Tensor, call: Callable[[], None], shape: tuple[int, int, int], name: str
+) -> None:
+    """Raise where one call does not add 1 to every word of one row in so many, and to no other."""
+    num_rows, row_bytes, gap = shape
+    words = flat[: num_rows * gap * row_bytes].view(torch.int32).view(num_rows, gap, -1)
+    looked_at = min(num_rows, 1024)  # at the begin and at the end
+    ends = [words[:looked_at], words[num_rows - looked_at :]]
+    before = [part.clone() for part in ends]
+    call()
+    world.check()
+    expected = torch.zeros(gap, dtype=torch.int32, device=flat.device)
+    expected[-1] = 1  # of the rows of a gap, sorted by what was added to them
+    for part, old in zip(ends, before, strict=True):
+        added = part - old
+        if not (bool((added == added[:, :, :1]).all()) and bool((added[:, :, 0].sort(-1).values == expected).all())):
+            raise RuntimeError(f"{name}: PE {world.rank} does not find what its update should have left")
+
+
+def _kernel(world: World, ceiling: str, threads: int) -> Callable[..., None]:
     config = (("ceiling", f"po::ceilings::Ceiling::{ceiling}"), ("threads", str(threads)))
     kernel = world.backend.load(KernelRequest("ceilings", config, threads))
     structs = _CEILINGS.description.structs
     plan = upload(world.backend, bytes(structs["Plan"](team=world.workspace.team(_CEILINGS.contract(world.team)))))
     grid = world.backend.num_sms * (2 if world.backend.name == "cuda" else 1)
 
-    def launch(place: int, nbytes: int, sink: int) -> None:
-        call = structs["Call"](place=place, bytes=nbytes, sink=sink)
-        world.workspace.launch(kernel, grid, plan.data_ptr(), call)
+    def launch(**fields: int) -> None:
+        world.workspace.launch(kernel, grid, plan.data_ptr(), structs["Call"](**fields))
 
     return launch
 

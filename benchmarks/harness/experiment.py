@@ -29,12 +29,13 @@ from .ceilings import H200, Ceilings, measure_ceilings
 from .check import everyones
 from .pes import agree, gather
 from .record import Recorder, describe_run, progress
-from .timing import Subject, quantile, record, time_interleaved, time_replays
+from .timing import Subject, quantile, time_interleaved, time_replays
 from .tracing import timeline_of, timeline_path, write_timeline
+from .trial import LeftOut, Trial
 from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
 
-__all__ = ["Experiment", "Options", "Trial", "measure"]
+__all__ = ["Experiment", "LeftOut", "Options", "Trial", "measure"]
 
 _HEAP_MARGIN = 256 << 20  # flags, the operators' packets, small buffers, alignment
 _CEILING_ROUNDS = 5
@@ -70,64 +71,6 @@ class Options:
     tune: Grid = ()
     tune_mode: str = "product"
     traces: bool = False
-
-
-class Trial(ABC):
-    """One case, ready on this PE. All PEs make the same trials and call the same methods of them.
-
-    Attributes:
-        fields: that name the case in each of its lines in the record.
-        methods: that can run here, of those asked for.
-        moved: bytes that a PE reads from its memory, and sends to peers, at the least, for the limit of a time; None
-            where the record tells the limit elsewhere.
-    """
-
-    fields: dict[str, Any]
-    methods: Sequence[str]
-    moved: tuple[float, float] | None = None
-
-    @property
-    def title(self) -> str:
-        """The case in words."""
-        return ", ".join(value for value in self.fields.values() if isinstance(value, str))
-
-    @abstractmethod
-    def calls(self, name: str) -> list[Callable[[], Any]]:
-        """Return one call of a method per set of inputs, in the order in which they take turns."""
-
-    @abstractmethod
-    def check(self) -> dict[str, Any]:
-        """Compare the methods' results with what they should be; collective.
-
-        Returns:
-            "failures", each "METHOD, what is wrong" on this PE, and numbers, of which the record gets the PEs' largest.
-        """
-
-    def subject(self, world: World, name: str, calls: list[Callable[[], object]]) -> Subject:
-        """Return what is timed: on GPUs one graph of the calls."""
-        return record(world, calls)
-
-    def check_replays(self, subjects: Mapping[str, Subject]) -> list[str]:
-        """Compare what is timed with plain calls; collective. Returns failures as `check` does."""
-        return []
-
-    def measured(self, name: str, calls: int) -> dict[str, Any]:
-        """Return a method's own fields of its "time" line; `calls`: in a replay."""
-        return {}
-
-    def problem_of(self, name: str, tuning: Any) -> str | None:
-        """Return why there is no kernel of a method for a Tuning, or None where there is one, or the call will tell.
-
-        Launches nothing.
-        """
-        return None
-
-    def check_tuned(self, name: str) -> list[str]:
-        """Compare a method's result under the Tuning that holds; collective. Returns failures as `check` does."""
-        return [failure for failure in self.check()["failures"] if failure.startswith(f"{name},")]
-
-    def close(self) -> None:  # noqa: B027
-        """Give symmetric memory back; collective."""
 
 
 class Experiment(ABC, Generic[_Case]):
@@ -215,6 +158,10 @@ class Experiment(ABC, Generic[_Case]):
         """Return what the read ceiling reads: much more than the L2 cache holds."""
         return torch.zeros(self.read_bytes[self.backend] // 4, dtype=torch.int32, device=self.device)
 
+    def updated_rows(self) -> Sequence[int]:
+        """Return the bytes of rows in `source` that the update ceiling changes; none where it is not measured."""
+        return ()
+
     def begin(self) -> None:
         """Do what comes between the ceilings and the first case; collective, and not where a Tuning is sought."""
 
@@ -299,6 +246,7 @@ class Experiment(ABC, Generic[_Case]):
         self.ceilings, ways = measure_ceilings(
             self.world,
             source,
+            updated_rows=self.updated_rows(),
             store_bytes=self.store_bytes[self.backend],
             rounds=_CEILING_ROUNDS,
             burst_seconds=self.options.burst_ms * 4e-3,
@@ -351,14 +299,19 @@ class Experiment(ABC, Generic[_Case]):
         """Record the methods; what cannot be is one of the failures."""
         subjects: dict[str, Subject] = {}
         for name in trial.methods:
-            problem = None
+            problem, reason = None, None
             try:
                 subjects[name] = trial.subject(self.world, name, self._repeated(trial.calls(name)))
+            except LeftOut as error:
+                reason = str(error)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            problem = agree(self.world.bootstrap, problem)
-            if problem is not None:
+            problem, reason = agree(self.world.bootstrap, problem), agree(self.world.bootstrap, reason)
+            if problem is not None or reason is not None:
                 subjects.pop(name, None)
+            if reason is not None:
+                self.write("left_out", what=f"{trial.title}, {name}", problem=reason)
+            if problem is not None:
                 failures.append(f"{name}, could not be prepared: {problem}")
         return subjects
 

@@ -31,7 +31,8 @@ def print_report(experiment: type[Experiment[Any]], lines: Sequence[_Line], cons
     )
     for line in select(lines, "ceilings"):
         store = f"store to all peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else "no peer to store to"
-        console.print(f"ceilings per PE, {line['pes']} PEs: read {line['read'] / 1e12:.3f} TB/s, {store}")
+        update = f"update {line['update'] / 1e12:.3f} TB/s, " if line.get("update") else ""
+        console.print(f"ceilings per PE, {line['pes']} PEs: read {line['read'] / 1e12:.3f} TB/s, {update}{store}")
     for line in select(lines, "left_out"):
         console.print(f"left out, {line['pes']} PEs: {line['what']}: {line['problem']}", soft_wrap=True)
     checks = select(lines, "check")

@@ -1,7 +1,8 @@
-"""torch's symmetric memory, which some of the methods sum in."""
+"""torch's symmetric memory, which some of the methods of benchmarks and of launch/ sum in."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,27 @@ from persistent_ops.runtime.world import World
 
 from .pes import agree
 
-__all__ = ["one_shot", "symmetric_buffer", "two_shot"]
+__all__ = ["allocate", "one_shot", "rendezvous", "symmetric_buffer", "two_shot"]
+
+
+def allocate(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor that `rendezvous` makes symmetric.
+
+    Raises:
+        ImportError, RuntimeError: torch cannot do it here, for instance because the GPUs do not reach each other.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    if symmetric_memory.get_backend(device) != "CUDA":  # torch's own NVSHMEM would be a second one in this process
+        symmetric_memory.set_backend("CUDA")
+    return symmetric_memory.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def rendezvous(buffer: torch.Tensor) -> None:
+    """Make what every PE has allocated known to all PEs of torch's process group; collective. Raises RuntimeError."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    symmetric_memory.rendezvous(buffer, _group_name())
 
 
 def symmetric_buffer(world: World, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str | None]:
@@ -30,16 +51,14 @@ def symmetric_buffer(world: World, elements: int, dtype: torch.dtype) -> tuple[t
         return None, None
     buffer, problem = None, None
     try:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        buffer = symmetric_memory.empty(elements, dtype=dtype, device=world.backend.device)
+        buffer = allocate((elements,), dtype=dtype, device=world.backend.device)
     except (ImportError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {error}"
     problem = agree(world.bootstrap, problem)
     if problem is not None or buffer is None:
         return None, problem
     try:
-        symmetric_memory.rendezvous(buffer, _group_name())
+        rendezvous(buffer)
     except RuntimeError as error:
         problem = f"{type(error).__name__}: {error}"
     problem = agree(world.bootstrap, problem)
@@ -60,5 +79,6 @@ def two_shot(x: torch.Tensor) -> torch.Tensor:
 
 def _group_name() -> Any:  # what torch calls a GroupName
     group = dist.group.WORLD
-    assert group is not None
+    if group is None:
+        raise RuntimeError("there is no process group")
     return str(group.group_name)

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,17 @@ from persistent_ops.runtime.world import World
 
 from .pes import gather
 
-__all__ = ["Subject", "in_turn", "quantile", "record", "time_aligned", "time_interleaved", "time_replays"]
+__all__ = [
+    "Subject",
+    "in_turn",
+    "on_stream",
+    "plain",
+    "quantile",
+    "record",
+    "time_aligned",
+    "time_interleaved",
+    "time_replays",
+]
 
 _MAX_REPLAYS = 500
 _HEAD_START_CYCLES = 400_000  # about 0.2 ms on H200: the host queues what is timed behind it
@@ -30,24 +41,51 @@ class Subject:
     calls: int
 
 
-def record(world: World, calls: list[Callable[[], object]]) -> Subject:
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Queue on another stream, behind what the current one has and before what it gets later; None: on the current."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def plain(calls: Sequence[Callable[[], object]], *, stream: torch.cuda.Stream | None = None) -> Subject:
+    """Make one function of the calls, in order; `stream`: that they are queued on, where it is not the current one."""
+
+    def run_all() -> None:
+        with on_stream(stream):
+            for call in calls:
+                call()
+
+    return Subject(run_all, len(calls))
+
+
+def record(world: World, calls: Sequence[Callable[[], object]], *, stream: torch.cuda.Stream | None = None) -> Subject:
     """Make one CUDA graph of the calls, in order; on the host backend a plain function.
 
     The calls run once before the capture: kernels are compiled and loaded, communicators connected.
+
+    Args:
+        world: of this PE.
+        calls: see above.
+        stream: of that run and of the capture. Calls that go through autograd need one of their own: it works on the
+            stream that a forward pass had, also where that was before the capture.
     """
-
-    def run_all() -> None:
-        for call in calls:
-            call()
-
+    once = plain(calls, stream=stream)
     if world.backend.name != "cuda":
-        return Subject(run_all, len(calls))
-    run_all()
+        return once
+    once.replay()
     world.check()
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog thread asks for its events meanwhile, which the default mode forbids to all threads.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run_all()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
     return Subject(graph.replay, len(calls))
 
 

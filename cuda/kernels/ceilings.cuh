@@ -1,8 +1,9 @@
-// What the hardware gives at best, as plain loops: the two ceilings that benchmarks measure beside an operator.
+// What the hardware gives at best, as plain loops: the ceilings that benchmarks measure beside an operator.
 //
-// Read: every byte of a buffer once, by 16-byte loads. Store: each PE fills its segment of every peer's buffer, all
-// peers in turn, by 16-byte stores. No flags: the stream's end means that a PE's
-// own stores are done, and who looks at what peers stored calls a barrier first.
+// Read: every byte of a buffer once, by 16-byte loads. Update: rows of a buffer are read, changed and written where they
+// are, ascending and with gaps, as an optimizer goes through the rows that a batch has touched. Store: each PE fills its
+// segment of every peer's buffer, all peers in turn, by 16-byte stores. No flags: the stream's end means that a PE's own
+// stores are done, and who looks at what peers stored calls a barrier first.
 #pragma once
 
 #include "comm/team.cuh"
@@ -11,7 +12,7 @@
 
 namespace po::ceilings {
 
-enum class Ceiling { kRead, kStore };
+enum class Ceiling { kRead, kUpdate, kStore };
 
 struct Config {
   Ceiling ceiling = Ceiling::kRead;
@@ -24,11 +25,13 @@ struct Plan {
 PO_DESCRIBE(Plan, team)
 
 struct Call {
-  uint64_t place;  // kRead: address of the buffer; else its offset in the symmetric heap
-  int64_t bytes;   // of the buffer
-  uint32_t* sink;  // kRead: never written, but the compiler cannot know
+  uint64_t place;     // kStore: the buffer's offset in the symmetric heap; else its address
+  int64_t bytes;      // of the buffer
+  uint32_t* sink;     // kRead: never written, but the compiler cannot know
+  int64_t row_shift;  // kUpdate: a row has 16 bytes << row_shift, so that no thread divides
+  int64_t gap;        // kUpdate: one row in so many is updated, which one being as good as random; at most 2^16
 };
-PO_DESCRIBE(Call, place, bytes, sink)
+PO_DESCRIBE(Call, place, bytes, sink, row_shift, gap)
 
 inline constexpr int64_t kTileBytes = 4096;  // of a segment, from one WG to one peer at a time
 PO_CONSTANT(kTileBytes)
@@ -54,6 +57,40 @@ PO_FN void read_all(const WorkGroup& wg, const Call& call) {
     }
   }
   if (call.sink != nullptr) *call.sink = mixed;
+}
+
+// Which row of its gap's is updated.
+PO_FN int64_t updated_row(int64_t i, int64_t gap) {
+  const uint32_t mixed = static_cast<uint32_t>(i) * 0x9e3779b9u;
+  return i * gap + ((mixed >> 16) * gap >> 16);
+}
+
+// Adds 1 to every word of the rows that are updated.
+PO_FN void update_rows(const WorkGroup& wg, const Call& call) {
+  constexpr int kVectors = 4;  // in flight per thread
+  auto* target = reinterpret_cast<uint8_t*>(call.place);
+  const int64_t row_vectors = int64_t{1} << call.row_shift;
+  const int64_t num_vectors = call.bytes / (row_vectors * 16 * call.gap) * row_vectors;
+  const int64_t stride = wg.size();
+  for (int64_t first = wg.index() * stride * kVectors; first < num_vectors; first += wg.count() * stride * kVectors) {
+    Vector<16> vectors[kVectors];
+    uint8_t* places[kVectors];
+    PO_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t vector = first + v * stride + wg.rank();
+      const int64_t row = updated_row(vector >> call.row_shift, call.gap);
+      places[v] = target + (row * row_vectors + (vector & (row_vectors - 1))) * 16;
+      if (vector >= num_vectors) places[v] = nullptr;
+      if (places[v] != nullptr) vectors[v] = load_shared_vector<16>(places[v]);
+    }
+    PO_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if (places[v] == nullptr) continue;
+      PO_UNROLL
+      for (uint32_t& word : vectors[v].words) ++word;
+      store_vector<16>(places[v], vectors[v]);
+    }
+  }
 }
 
 // Tile i of this PE's order: neighbouring tiles go to different peers, and each PE begins with another one.
@@ -95,6 +132,8 @@ struct Kernel {
   static PO_FN void run(const WorkGroup& wg, [[maybe_unused]] Shared& shared, const Call& call) {
     if constexpr (kConfig.ceiling == Ceiling::kRead) {
       read_all(wg, call);
+    } else if constexpr (kConfig.ceiling == Ceiling::kUpdate) {
+      update_rows(wg, call);
     } else {
       store_all(wg, shared.plan.team, call);
     }

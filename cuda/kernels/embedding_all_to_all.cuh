@@ -1,7 +1,8 @@
 // Fused embedding pooling + All-to-All (the operator of the SC24 paper on fused computation-collective operations,
 // sections III-A and III-B's zero-copy form), one persistent launch.
 //
-// Each PE owns tables and holds the lookups of the global batch for them; each receives the pooled rows of its part of
+// Each PE owns tables and holds the lookups of the global batch for them, side by side or as an input exchange has left them,
+// in a region for every PE whose samples they are (which has checked them); each receives the pooled rows of its part of
 // the batch. Protocol: (1) WG 0 grants every peer credit for this epoch, with the place of the output. (2) Warps take
 // tasks (a slice of samples of one table) from a ticket counter, in the order of sched/exchange_order.cuh, and store each
 // pooled row straight into its destination's output; for a destination that is not load/store reachable they fill the
@@ -15,6 +16,7 @@
 #include "platform/entry.cuh"
 #include "sched/exchange_order.cuh"
 #include "tile/bag_stream.cuh"
+#include "tile/lookup_source.cuh"
 
 namespace po::embedding_all_to_all {
 
@@ -25,6 +27,7 @@ struct Config {
   IndexType index = IndexType::kInt64;
   IndexType offset = IndexType::kInt64;
   Pooling pooling = Pooling::kSum;
+  bool sources = false;    // lookups are where an input exchange has left them
   int shapes = 0x3f;       // of the tables, a bit per RowShape
   int rows_in_flight = 8;  // of a table, that a group of lanes loads ahead
   int threads = 256;
@@ -36,6 +39,7 @@ struct Traits {
   using Scalar = ScalarOf<kConfig.scalar>;
   using Index = IndexOf<kConfig.index>;
   using Offset = IndexOf<kConfig.offset>;
+  static constexpr bool kSources = kConfig.sources;
   static constexpr int kShapes = kConfig.shapes;
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
@@ -92,8 +96,9 @@ struct Call {
   const float* weights;
   int64_t num_indices;
   uint64_t output_offset;
+  const LookupSource* sources;  // [size], instead of the lookups of the global batch; only read where Config has them
 };
-PO_DESCRIBE(Call, indices, offsets, weights, num_indices, output_offset)
+PO_DESCRIBE(Call, indices, offsets, weights, num_indices, output_offset, sources)
 
 struct Shared {
   Plan plan;
@@ -290,23 +295,34 @@ class Worker {
   PO_FN void pool_as(const Task& task, const Table& table) {
     using Group = typename Shape::Group;
     const BagRange bags = bags_of(plan_.order, task, Group{}.index(), Group::kPerWarp);
-    const BagInputs inputs{
-        table.rows,
-        table.num_rows,
-        static_cast<int32_t>(table.row_bytes),
-        call_.indices,
-        call_.num_indices,
-        static_cast<const typename Traits::Offset*>(call_.offsets) + task.table * plan_.batch + bags.first,
-        call_.weights,
-        bags.count};
+    const BagInputs inputs = inputs_of(task, table, bags);
     for (int32_t chunk = 0; chunk < inputs.row_bytes; chunk += Shape::kChunkBytes) {
       store_.aim(task.destination, bags.first, table.column_bytes + chunk,
                  min_of(inputs.row_bytes - chunk, Shape::kChunkBytes));
       const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
-      if (findings.bad_index >= 0 || findings.bad_bag >= 0) {
+      if (!Traits::kSources && (findings.bad_index >= 0 || findings.bad_bag >= 0)) {
         report_findings<Traits>(plan_, findings, position_, Group{}.index(), Group::kPerWarp, call_.offsets,
                                 call_.indices, call_.num_indices);
       }
+    }
+  }
+
+  PO_FN BagInputs inputs_of(const Task& task, const Table& table, const BagRange& bags) const {
+    using Offset = typename Traits::Offset;
+    const auto row_bytes = static_cast<int32_t>(table.row_bytes);
+    if constexpr (Traits::kSources) {
+      // Where nothing has come, a source has no samples, but offsets for as many as it might have.
+      const LookupSource& source = call_.sources[task.destination];
+      const int64_t first = bags.first - plan_.order.batch_start[task.destination];
+      const int64_t bag = task.table * plan_.order.num_samples(task.destination) + first;
+      return {table.rows,     table.num_rows, row_bytes,
+              source.indices, source.count,   static_cast<const Offset*>(source.offsets) + bag,
+              source.weights, bags.count};
+    } else {
+      return {table.rows,        table.num_rows,
+              row_bytes,         call_.indices,
+              call_.num_indices, static_cast<const Offset*>(call_.offsets) + task.table * plan_.batch + bags.first,
+              call_.weights,     bags.count};
     }
   }
 
@@ -419,7 +435,7 @@ struct Kernel {
     worker.run_until(plan.order.num_positions());
     worker.complete_puts();
 
-    if (wg.index() == 0 && wg.rank() == 0) check_outer_offsets<Traits>(plan, call);
+    if (!Traits::kSources && wg.index() == 0 && wg.rank() == 0) check_outer_offsets<Traits>(plan, call);
     if (wg.index() == 0) await_all_credits(plan.team, wg);  // @meet-every-peer
     await_ready(wg, plan);
     const auto rows = static_cast<uint64_t>(plan.order.num_samples(plan.team.rank));

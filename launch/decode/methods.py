@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from harness.symmetric_memory import allocate, one_shot, rendezvous, two_shot
 from torch.nn import functional as F
 
 import persistent_ops as po
@@ -155,36 +156,22 @@ class SymmetricMemory:
     open = staticmethod(_library_product)
 
     def __init__(self, kind: str, *, batch: int, hidden: int, device: torch.device, dtype: torch.dtype) -> None:
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
         self.name = kind
-        group = dist.group.WORLD
-        if group is None:
-            raise RuntimeError("there is no process group")
-        self._group = group.group_name
-        if symmetric_memory.get_backend(device) != "CUDA":  # torch's own NVSHMEM would be a second one in this process
-            symmetric_memory.set_backend("CUDA")
-        self._buffer = symmetric_memory.empty((batch, hidden), dtype=dtype, device=device)
-        symmetric_memory.rendezvous(self._buffer, self._group)
-        self._is_one_shot = kind == "one_shot"
+        self._buffer = allocate((batch, hidden), dtype=dtype, device=device)
+        rendezvous(self._buffer)
+        self._sum = one_shot if kind == "one_shot" else two_shot
 
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Close half a layer; see `Method`."""
         torch.mm(x, linear.weight.t(), out=self._buffer)
-        return kernels.add_norm(residual, self._all_reduce(), norm)
-
-    def _all_reduce(self) -> torch.Tensor:
-        operators = torch.ops.symm_mem
-        if self._is_one_shot:
-            return operators.one_shot_all_reduce(self._buffer, "sum", self._group)
-        return operators.two_shot_all_reduce_(self._buffer, "sum", self._group)
+        return kernels.add_norm(residual, self._sum(self._buffer), norm)
 
     def probe(self) -> None:
         """Sum ones over the PEs and check it; RuntimeError where this torch has no such all-reduce for this world."""
         self._buffer.fill_(1.0)
-        total = self._all_reduce().clone()
+        total = self._sum(self._buffer).clone()
         torch.cuda.synchronize()
         if not bool((total == dist.get_world_size()).all()):
             raise RuntimeError(f"{self.name}_all_reduce gave a wrong sum")

@@ -1,6 +1,16 @@
-"""What drops into a model: tensor-parallel linear layers for decoding, sparse gradients under DDP."""
+"""What drops into a model: linear layers for decoding, embedding tables spread over PEs, sparse gradients under DDP."""
 
 from .ddp import allow_unused_sparse as allow_unused_sparse
+from .embedding_bag_collection import (
+    ShardedEmbeddingBagCollection as ShardedEmbeddingBagCollection,
+)
+from .embedding_bag_collection import (
+    ignore_sharded_tables as ignore_sharded_tables,
+)
+from .embedding_bag_optimizer import EmbeddingBagOptimizer as EmbeddingBagOptimizer
+from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
+from .embedding_tables import TableConfig as TableConfig
+from .embedding_tables import TablePlacement as TablePlacement
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,
 )
@@ -10,3 +20,4 @@ from .parallel_linear import (
 from .parallel_linear import (
     balanced_splits as balanced_splits,
 )
+from .table_shards import TableShards as TableShards

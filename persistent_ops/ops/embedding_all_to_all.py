@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,9 @@ from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
 from ..runtime.torch_library import TorchOperator
 from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
-from .embedding_checks import MODES, SCHEDULES, check_types
-from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, average_pooling
+from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
+from .embedding_inputs_lookups import Lookups
+from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
 from .table_set import TableSet, TableSets
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ _WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", (
 
 def embedding_all_to_all(
     weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
+    indices: torch.Tensor | Lookups,
+    offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
     *,
     mode: str = "sum",
@@ -50,7 +51,10 @@ def embedding_all_to_all(
         weights: this PE's T tables, each `[R_t, D_t]`, contiguous, all of one dtype (float32, float16 or bfloat16), the
             same on every PE; in a list, tuple or `nn.ParameterList`. T may be 0, and differ from PE to PE as R and D
             may; a tensor may occur twice.
-        indices: `[n]`, int32 or int64: the lookups of the *global* batch in this PE's tables, bag after bag.
+        indices: `[n]`, int32 or int64: the lookups of the *global* batch in this PE's tables, bag after bag. Or the
+            `Lookups` that `EmbeddingInputs.exchange` has returned, behind `wait` and before `release`, from slots that
+            are these tables: they are read where they have arrived, and offsets, per_sample_weights and batch_per_rank
+            come with them; `bounds` is that of the exchange.
         offsets: `[T * B + 1]`, int32 or int64, feature-major: bag (t, b) of the global batch B is
             indices[offsets[t * B + b] : offsets[t * B + b + 1]]. An empty bag gives zeros.
         per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
@@ -82,7 +86,9 @@ def embedding_all_to_all(
         IndexError: see `bounds`. On "cuda" it comes with the next operator or `po.check()`, since the launch is
             asynchronous.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else; the same.
-        NotImplementedError: in a backward pass without `optimizer`, or `out` where gradients are recorded.
+        NotImplementedError: in a backward pass without `optimizer`, or `out` where gradients are recorded; with
+            `Lookups`, inside of torch.compile.
+        RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for.
 
     Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
@@ -90,25 +96,28 @@ def embedding_all_to_all(
     """
     if isinstance(weights, torch.nn.ParameterList):
         weights = list(weights)
+    if isinstance(indices, Lookups):
+        check_arrived(indices, weights, offsets, per_sample_weights, batch_per_rank)
+        batch_per_rank = indices.batch_per_rank
+    elif offsets is None:
+        raise TypeError("offsets: only None where lookups come from an input exchange")
     if optimizer is not None and torch.is_grad_enabled():
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
         split = {"batch_per_rank": batch_per_rank, "dim_per_rank": dim_per_rank, "dtype": dtype}
         return optimizer.record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
-    arguments = (
-        weights,
-        indices,
-        offsets,
-        per_sample_weights,
-        dim_per_rank,
-        batch_per_rank,
-        dtype,
-        mode,
-        bounds,
-        schedule,
-    )
-    result: torch.Tensor = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), weights)
+    result: torch.Tensor
+    choices_of_call = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    if isinstance(indices, Lookups):
+        sources = indices.sources
+        pooling = average_pooling(indices.capacity, len(weights) * sum(indices.batch_per_rank or ()))
+        from_sources = (weights, sources, indices.index_dtype, indices.is_weighted, pooling, *choices_of_call)
+        result = _operator_from_sources(from_sources, {"out": out}, (sources,), (out,), weights)
+        return result
+    assert offsets is not None
+    arguments = (weights, indices, offsets, per_sample_weights, *choices_of_call)
+    result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), weights)
     return result
 
 
@@ -128,14 +137,14 @@ def _complete(
         dim_per_rank = _dims_at_compile_time(*weights)
     elif dim_per_rank is None and num_dispatch_modes():
         dim_per_rank = _exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
-    completed = _completed(world, weights, offsets, dim_per_rank, batch_per_rank, dtype)
+    completed = _completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype)
     return (weights, indices, offsets, per_sample_weights, *completed, *choices)
 
 
 def _completed(
     world: _world.World,
     weights: Sequence[torch.Tensor],
-    offsets: torch.Tensor,
+    num_offsets: int,
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
@@ -144,18 +153,18 @@ def _completed(
     if dim_per_rank is None:
         dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
     if batch_per_rank is None:
-        batch_per_rank = _even_split(len(weights), offsets.numel(), world.size)
+        batch_per_rank = _even_split(len(weights), num_offsets, world.size)
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
     return dim_per_rank, batch_per_rank, dtype
 
 
 def completed_split(
-    world: _world.World, weights: Sequence[torch.Tensor], offsets: torch.Tensor, split: Mapping[str, Any]
+    world: _world.World, weights: Sequence[torch.Tensor], num_offsets: int, split: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return dim_per_rank and batch_per_rank of a call."""
     dims, batches, _ = _completed(
-        world, weights, offsets, split["dim_per_rank"], split["batch_per_rank"], split["dtype"]
+        world, weights, num_offsets, split["dim_per_rank"], split["batch_per_rank"], split["dtype"]
     )
     return tuple(dims), tuple(batches)
 
@@ -240,50 +249,87 @@ def _run(
 ) -> torch.Tensor:
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
+    pooling = average_pooling(indices.numel(), offsets.numel() - 1)
+    kind = LookupKind(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+
+    def check() -> None:
+        check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out=out)
+
+    plan = _plan(world, weights, kind, (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule), check)
+    plan.check_lookups(indices, offsets, per_sample_weights)
+    place, result = _place_of_result(world, plan, out)
+    plan.launch(world, indices, offsets, per_sample_weights, place)
+    return result()
+
+
+def _run_from_sources(
+    weights: Sequence[torch.Tensor],
+    sources: torch.Tensor,
+    index_dtype: torch.dtype,
+    is_weighted: bool,
+    pooling: int,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    mode: str,
+    bounds: str,
+    schedule: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same for lookups that are where an input exchange has left them, which has checked them."""
+    world = _world.for_call()
+    assert batch_per_rank is not None
+    num_offsets = len(weights) * sum(batch_per_rank) + 1
+    kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, pooling, from_sources=True)
+
+    def check() -> None:
+        check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
+
+    plan = _plan(world, weights, kind, (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule), check)
+    place, result = _place_of_result(world, plan, out)
+    plan.launch_from(world, sources, place)
+    return result()
+
+
+def _plan(
+    world: _world.World,
+    weights: Sequence[torch.Tensor],
+    kind: LookupKind,
+    choices: tuple[Any, ...],
+    check: Callable[[], None],
+) -> EmbeddingPlan:
+    """Find or make it; `choices`: of `EmbeddingKey`, `check`: of the arguments' types, before it is made."""
     state = OPERATOR.state(world)
     tables = (state.own or _table_sets(world)).find(weights)
+    dim_per_rank, batch_per_rank, *others = choices
     if dim_per_rank is not None:
         dim_per_rank = tuple(dim_per_rank)
     if batch_per_rank is not None:
         batch_per_rank = tuple(batch_per_rank)
-    choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
-    num_offsets, is_weighted = offsets.numel(), per_sample_weights is not None
-    pooling = average_pooling(indices.numel(), num_offsets - 1)
-    key = EmbeddingKey(
-        world.team, tables, state.tuning, choices, indices.dtype, offsets.dtype, num_offsets, is_weighted, pooling
-    )
-    plan = state.plans.find(key)
+    key = EmbeddingKey(world.team, tables, state.tuning, (dim_per_rank, batch_per_rank, *others), kind)
+    plan: EmbeddingPlan | None = state.plans.find(key)
     if plan is None:
-        inputs = (weights, indices, offsets, per_sample_weights)
-        check_types(*inputs, dim_per_rank, batch_per_rank, out=out)
-        plan = _new_plan(world, key, *inputs)
-    plan.check_lookups(indices, offsets, per_sample_weights)
+        check()
+        plan = state.plans.make(key, lambda: _new_plan(world, key, weights))
+    return plan
+
+
+def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
+    completed = _completed(world, weights, key.lookups.num_offsets, *key.choices[:3])
+    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *completed, *key.choices[3:])
+
+
+def _place_of_result(
+    world: _world.World, plan: EmbeddingPlan, out: torch.Tensor | None
+) -> tuple[int, Callable[[], torch.Tensor]]:
+    """Return where in the heap it goes, and what makes the tensor behind the launch."""
     if out is not None:
         plan.check_output(out)
         increment_version(out)
-        plan.launch(world, indices, offsets, per_sample_weights, world.heap.offset_of(out, "out"))
-        return out
+        return world.heap.offset_of(out, "out"), lambda: out
     is_captured = world.workspace.is_capturing()
     slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
-    plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
-    return slot.tensor(plan.dtype, plan.output_shape)
-
-
-def _new_plan(
-    world: _world.World,
-    key: EmbeddingKey,
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-) -> EmbeddingPlan:
-    def build() -> EmbeddingPlan:
-        completed = _completed(world, weights, offsets, *key.choices[:3])
-        inputs = (weights, indices, offsets, per_sample_weights)
-        return EmbeddingPlan(world, key.team, key.tuning, *inputs, *completed, *key.choices[3:])
-
-    plan: EmbeddingPlan = OPERATOR.state(world).plans.make(key, build)
-    return plan
+    return slot.offset, lambda: slot.tensor(plan.dtype, plan.output_shape)
 
 
 # ---- torch operator ------------------------------------------------------------------------------------------------
@@ -308,19 +354,76 @@ def _fake(
     return indices.new_empty((rows, sum(dim_per_rank)), dtype=dtype)
 
 
+def _fake_from_sources(
+    weights: Sequence[torch.Tensor],
+    sources: torch.Tensor,
+    index_dtype: torch.dtype,
+    is_weighted: bool,
+    pooling: int,
+    dim_per_rank: Sequence[int],
+    batch_per_rank: Sequence[int],
+    dtype: torch.dtype,
+    mode: str,
+    bounds: str,
+    schedule: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    split_and_choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    return _fake(weights, sources, sources, None, *split_and_choices, out)
+
+
+def _check_from_sources(
+    weights: Sequence[torch.Tensor],
+    sources: torch.Tensor,
+    index_dtype: torch.dtype,
+    is_weighted: bool,
+    pooling: int,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    *others: object,
+    out: torch.Tensor | None,
+) -> None:
+    check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
+
+
+def _complete_from_sources(
+    weights: Sequence[torch.Tensor],
+    sources: torch.Tensor,
+    index_dtype: torch.dtype,
+    is_weighted: bool,
+    pooling: int,
+    *split_and_choices: Any,
+) -> tuple[Any, ...]:
+    completed = _complete(weights, sources, sources, None, *split_and_choices)
+    return (weights, sources, index_dtype, is_weighted, pooling, *completed[4:])
+
+
+_NO_GRADIENT = (
+    "embedding_all_to_all has a backward pass with an optimizer alone: pass optimizer=po.EmbeddingOptimizer(...), "
+    "call it under torch.no_grad(), or use embedding_bag + all_to_all_single"
+)
+_SPLIT_AND_CHOICES = (
+    "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
+)
 _operator = TorchOperator(
     "embedding_all_to_all",
-    "Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, SymInt[] dim_per_rank, "
-    "SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule",
+    f"Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, {_SPLIT_AND_CHOICES}",
     _run,
     check_types,
     complete=_complete,
     fake=_fake,
     outputs=("out",),
-    no_gradient=(
-        "embedding_all_to_all has a backward pass with an optimizer alone: pass optimizer=po.EmbeddingOptimizer(...), "
-        "call it under torch.no_grad(), or use embedding_bag + all_to_all_single"
-    ),
+    no_gradient=_NO_GRADIENT,
+)
+_operator_from_sources = TorchOperator(
+    "embedding_all_to_all_from_sources",
+    f"Tensor[] weights, Tensor sources, ScalarType index_dtype, bool is_weighted, SymInt pooling, {_SPLIT_AND_CHOICES}",
+    _run_from_sources,
+    _check_from_sources,
+    complete=_complete_from_sources,
+    fake=_fake_from_sources,
+    outputs=("out",),
+    no_gradient=_NO_GRADIENT,
 )
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from ..runtime import world as _world
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
-from .embedding_backward_plan import OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths, invert
+from .embedding_backward_plan import DECAYS, OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths
+from .embedding_inputs_lookups import Lookups
+from .embedding_inversion import Inverted, Rows, invert, invert_sources
 
 __all__ = ["EmbeddingOptimizer"]
 
-_DECAY_MODES = ("l2", "decoupled")
+_DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
 _VECTOR_BYTES = 16
 
 
@@ -94,15 +97,20 @@ class EmbeddingOptimizer:
         self._lr = torch.full((1,), lr, device=device)
         self._gradient_scale = torch.ones(1, device=device)
         self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
+        # What it holds in device memory.
+        self._own = (
+            self._lr,
+            self._gradient_scale,
+            self._steps,
+            *(state for of_table in self._states.values() for state in of_table),
+        )
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
-        modes = OPERATOR.description.constants
-        mode = modes[{"l2": "kL2", "decoupled": "kDecoupled"}[weight_decay_mode]] if weight_decay else modes["kNoDecay"]
+        self._decay = weight_decay_mode if weight_decay and algorithm == "rowwise_adagrad" else "none"
         self._constants = {
             "eps": eps,
             "weight_decay": weight_decay,
             "beta1": betas[0],
             "beta2": betas[1],
-            "decay_mode": mode,
         }
 
     @property
@@ -130,11 +138,6 @@ class EmbeddingOptimizer:
         powers = (float(value), self._constants["beta1"] ** value, self._constants["beta2"] ** value)
         self._steps.copy_(torch.tensor(powers))
 
-    def _own(self) -> tuple[torch.Tensor, ...]:
-        """Return what it holds in device memory: rate, scale, steps, and the states."""
-        states = (state for of_table in self._states.values() for state in of_table)
-        return (self._lr, self._gradient_scale, self._steps, *states)
-
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
         found = self._states.get(_identity(table))
@@ -149,7 +152,7 @@ class EmbeddingOptimizer:
             step_count: of what was loaded, the same on every PE.
         """
         self.step_count = step_count  # type: ignore[assignment]  # mypy knows one type for both
-        _world.current().workspace.changes.loaded(*self._tables, *self._own())
+        _world.current().workspace.changes.loaded(*self._tables, *self._own)
 
     def _state_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not isinstance(table, torch.Tensor) or table.dim() != 2:
@@ -166,14 +169,15 @@ class EmbeddingOptimizer:
         self,
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
+        indices: torch.Tensor | Lookups,
+        offsets: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None,
         split: Mapping[str, Any],
         choices: Mapping[str, str],
     ) -> torch.Tensor:
         """Call `embedding_all_to_all`, and keep what the backward pass needs."""
-        if list(map(_identity, weights)) != list(map(_identity, self._tables)):
+        world = _world.for_call()
+        if table_set(world, weights) is not table_set(world, self._tables):
             raise ValueError(
                 "weights: expected the optimizer's tables, in their order; make an optimizer for each list"
             )
@@ -186,9 +190,7 @@ class EmbeddingOptimizer:
         self,
         gradient: torch.Tensor,
         weights: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
+        inputs: _Inputs,
         split: Mapping[str, Any],
         mode: str,
         *,
@@ -198,9 +200,9 @@ class EmbeddingOptimizer:
         gradient = gradient.contiguous()
         if gradient.data_ptr() % _VECTOR_BYTES:
             gradient = gradient.clone()
-        dim_per_rank, batch_per_rank = completed_split(world, weights, offsets, split)
+        dim_per_rank, batch_per_rank = completed_split(world, weights, inputs.num_offsets, split)
         state = OPERATOR.state(world)
-        tables, is_weighted = table_set(world, weights), per_sample_weights is not None
+        tables = table_set(world, weights)
         widths = agree_on_widths(world, self._token, dim_per_rank, weights)
         key = BackwardKey(
             world.team,
@@ -212,26 +214,87 @@ class EmbeddingOptimizer:
             batch_per_rank,
             gradient.dtype,
             mode,
-            is_weighted,
+            inputs.is_weighted,
+            inputs.from_sources,
         )
         plans: Plans[BackwardPlan] = state.plans
-        states = [self.state(weight) for weight in weights]
+        own = self._own
         # A CUDA graph keeps what its launches read and write.
-        plan = plans.find(key, *weights, *self._own()) or plans.make(
-            key, lambda: BackwardPlan(world, key, weights, states, self._algorithm, self._constants)
-        )
-        inverted = invert(indices, offsets, plan.first_keys, plan.num_rows, plan.num_bags)
-        factor_gradients = (
-            torch.zeros_like(per_sample_weights) if wants_factors and per_sample_weights is not None else None
-        )
-        OPERATOR.begin_changes(world, tables=weights, states=[each for of_table in states for each in of_table])
-        rate, scale, steps, *_ = self._own()
-        plan.launch(gradient, inverted, per_sample_weights, factor_gradients, rate, scale, steps)
+        plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
+        inverted = inputs.invert(world, plan.rows, counts=mode == "mean")
+        factors = inputs.factors
+        factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
+        rate, scale, steps, *states = own
+        OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
+        plan.launch(gradient, inverted, factors, factor_gradients, rate, scale, steps)
         return factor_gradients
+
+    def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
+        states = [self.state(weight) for weight in weights]
+        return BackwardPlan(world, key, weights, states, self._algorithm, self._decay, self._constants)
 
 
 class _Token:
     """Stands for an optimizer."""
+
+
+@dataclass(frozen=True)
+class _OfBatch:
+    """The lookups of the global batch, side by side."""
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    factors: torch.Tensor | None
+
+    from_sources: ClassVar = False
+
+    @property
+    def num_offsets(self) -> int:
+        return self.offsets.numel()
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.factors is not None
+
+    def check(self) -> None:
+        """Nothing: torch has seen that they have not changed."""
+
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
+        return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted)
+
+
+@dataclass(frozen=True)
+class _OfExchange:
+    """The same, where an input exchange has left them."""
+
+    lookups: Lookups
+
+    from_sources: ClassVar = True
+
+    @property
+    def num_offsets(self) -> int:
+        return len(self.lookups.rows) * sum(self.lookups.batch_per_rank or ()) + 1
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.lookups.is_weighted
+
+    @property
+    def factors(self) -> torch.Tensor | None:
+        """Return all floats of the regions, among which the inversion has numbered the weights."""
+        if not self.is_weighted:
+            return None
+        memory = self.lookups.memory
+        return memory[: memory.numel() // 4 * 4].view(torch.float32)
+
+    def check(self) -> None:
+        self.lookups.check_is_here()
+
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
+        return invert_sources(world, rows, self.lookups, counts=counts)
+
+
+_Inputs = _OfBatch | _OfExchange
 
 
 def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
@@ -257,12 +320,14 @@ class _Recorded(torch.autograd.Function):
         optimizer: EmbeddingOptimizer,
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
+        indices: torch.Tensor | Lookups,
+        offsets: torch.Tensor | None,
         split: Mapping[str, Any],
         choices: Mapping[str, str],
     ) -> torch.Tensor:
-        context.save_for_backward(indices, offsets, per_sample_weights)
+        context.lookups = indices if isinstance(indices, Lookups) else None
+        if context.lookups is None:
+            context.save_for_backward(indices, offsets, per_sample_weights)
         context.optimizer, context.weights = optimizer, weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
@@ -277,8 +342,9 @@ class _Recorded(torch.autograd.Function):
                 "embedding_all_to_all: a second backward pass of one forward pass would update the tables twice; call "
                 "the operator again"
             )
+        inputs = _OfBatch(*context.saved_tensors) if context.lookups is None else _OfExchange(context.lookups)
+        inputs.check()
         context.is_done = True
-        indices, offsets, factors = context.saved_tensors
         wants_factors = context.needs_input_grad[1]
         if wants_factors and context.versions != [weight._version for weight in context.weights]:
             raise RuntimeError(
@@ -288,9 +354,7 @@ class _Recorded(torch.autograd.Function):
         found = context.optimizer._backward(
             gradients[0],
             context.weights,
-            indices,
-            offsets,
-            factors,
+            inputs,
             context.split,
             context.mode,
             wants_factors=wants_factors,

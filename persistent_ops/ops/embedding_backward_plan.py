@@ -1,4 +1,4 @@
-"""What one shape of embedding_all_to_all's backward needs again at every call: inverted lookups, kernel, and plan."""
+"""What one shape of embedding_all_to_all's backward needs again at every call: kernel and plan."""
 
 from __future__ import annotations
 
@@ -21,27 +21,22 @@ from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.world import World, upload
+from .embedding_inversion import Inverted, Rows
 from .table_set import TableSet
 
-__all__ = [
-    "OPERATOR",
-    "STEPS",
-    "BackwardKey",
-    "BackwardPlan",
-    "Inverted",
-    "Tuning",
-    "agree_on_widths",
-    "invert",
-    "kernel_request",
-]
+__all__ = ["DECAYS", "OPERATOR", "STEPS", "BackwardKey", "BackwardPlan", "Tuning", "agree_on_widths", "kernel_request"]
 
 STEPS = {"sgd": "kSgd", "adagrad": "kAdagrad", "rowwise_adagrad": "kRowwiseAdagrad", "adam": "kAdam"}
+DECAYS = {"none": "kNone", "l2": "kL2", "decoupled": "kDecoupled"}
 _NAME = "embedding_backward"
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
 _OUTGOING = "outgoing gradients"  # an area: copies of what is put to PEs that are not reachable
 _VECTOR_BYTES = 16
 _PIECE_BYTES = 16 << 10
 _THREADS = 256
+_HOST_LANES = 32
+_LANES = (8, 16, 32)  # of a tile
+_BLOCKS_PER_SM = {1: 3, 2: 3, 4: 2}  # by the chunks of a row that a lane has: its registers
 
 
 @dataclass(frozen=True)
@@ -49,13 +44,18 @@ class Tuning:
     """Choices that change speed and nothing else.
 
     Attributes:
-        work_groups: None for as many per SM as the backend has by default. All PEs must agree.
+        work_groups: None for as many as the GPU holds at once.
+        blocks_per_sm: for which the kernel is compiled; None for as many as its registers allow.
+        lanes: of a warp that have a row: 8, 16, or 32; None for half as many as the widest row has chunks of 16
+            bytes.
         pushing_work_groups: those that begin with what others wait for.
         slice_samples: samples of a table that are pushed at a time; None for 16 KB of them.
     """
 
     work_groups: int | None = None
-    pushing_work_groups: int = 32
+    blocks_per_sm: int | None = None
+    lanes: int | None = None
+    pushing_work_groups: int = 64
     slice_samples: int | None = None
 
 
@@ -69,7 +69,6 @@ OPERATOR = Operator(
             list(STEPS).index,
             lambda word: list(STEPS)[word] if 0 <= word < len(STEPS) else str(word),
         ),
-        "work_groups",
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
         Field.numbers("widths"),
@@ -96,6 +95,7 @@ class BackwardKey(NamedTuple):
         tuning: see `OperatorState`.
         dim_per_rank, batch_per_rank, dtype, mode, is_weighted: of the forward pass.
         widths: of every PE's tables.
+        from_sources: whether lookups are where an input exchange has left them.
     """
 
     team: Team
@@ -108,65 +108,69 @@ class BackwardKey(NamedTuple):
     dtype: torch.dtype
     mode: str
     is_weighted: bool
-
-
-# ---- lookups by row --------------------------------------------------------------------------------------------------
-
-
-class Inverted(NamedTuple):
-    """The lookups of a batch, sorted by row; see `Call` of the kernel. Those of a row keep their order.
-
-    Attributes:
-        keys, bags, lookups: of the sorted lookups, int64, int32, int64.
-        counts: `[T * B]`, float32: entries of a bag that are not skipped.
-    """
-
-    keys: torch.Tensor
-    bags: torch.Tensor
-    lookups: torch.Tensor
-    counts: torch.Tensor
-
-
-def invert(
-    indices: torch.Tensor, offsets: torch.Tensor, first_keys: torch.Tensor, num_rows: torch.Tensor, num_bags: int
-) -> Inverted:
-    """Sort lookups by row, without a host synchronisation; they may be any numbers, as in the forward pass.
-
-    Args:
-        indices, offsets: of `embedding_all_to_all`.
-        first_keys: `[T]`, int64: key of each table's row 0; a key more than rows belongs to it.
-        num_rows: `[T]`, int64.
-        num_bags: T * B.
-    """
-    places = torch.arange(indices.numel(), dtype=offsets.dtype, device=indices.device)
-    bags = torch.searchsorted(offsets[1:], places, right=True, out_int32=True)
-    if num_bags == 0:
-        return Inverted(places[:0].long(), bags[:0], places[:0].long(), torch.zeros(1, device=indices.device))
-    # What no bag has is skipped, as an index outside of its table is.
-    has_bag = (bags < num_bags) & (places >= offsets[0])
-    bags = bags.clamp(max=num_bags - 1)
-    tables = bags // (num_bags // first_keys.numel())
-    rows = num_rows[tables]
-    is_row = has_bag & (indices >= 0) & (indices < rows)
-    keys = first_keys[tables] + torch.where(is_row, indices, rows)
-    counts = torch.zeros(num_bags, device=indices.device).index_add_(0, bags, is_row.float())
-    keys, lookups = torch.sort(keys, stable=True)
-    return Inverted(keys, bags[lookups], lookups, counts)
+    from_sources: bool = False
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 
-def kernel_request(dtype: torch.dtype, step: str, *, mode: str, is_weighted: bool, is_aligned: bool) -> KernelRequest:
+class Tiles(NamedTuple):
+    """How rows lie in registers.
+
+    Attributes:
+        lanes: of a warp that have a row.
+        row_chunks: of 16 bytes, that they have at a time.
+        has_wide_rows: whether rows may have more.
+    """
+
+    lanes: int
+    row_chunks: int
+    has_wide_rows: bool
+
+    @classmethod
+    def of(cls, row_bytes: int, lanes: int | None = None) -> Tiles:
+        """Return the tiles for rows of at most so many bytes; `lanes`: see `Tuning`."""
+        chunks = -(-row_bytes // _VECTOR_BYTES)
+        lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
+        of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
+        return cls(lanes, of_lane * lanes, chunks > of_lane * lanes)
+
+    @classmethod
+    def on_host(cls, row_bytes: int) -> Tiles:
+        """Return the tiles of the host backend, where one lane has a row: fewer libraries."""
+        return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * _VECTOR_BYTES)
+
+
+def kernel_request(
+    dtype: torch.dtype,
+    step: str,
+    *,
+    mode: str,
+    is_weighted: bool,
+    is_aligned: bool,
+    tiles: Tiles,
+    decay: str = "none",
+    has_wide_keys: bool = False,
+    blocks_per_sm: int | None = None,
+) -> KernelRequest:
     """Return what is compiled for one combination of choices."""
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
+    scope = "po::embedding_backward::"
+    needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
+    needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
+    blocks = max(1, _BLOCKS_PER_SM[tiles.row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
-        "step": f"po::embedding_backward::Step::{STEPS[step]}",
-        "pooling": f"po::embedding_backward::Pooling::{pooling}",
+        "step": f"{scope}Step::{STEPS[step]}",
+        "pooling": f"{scope}Pooling::{pooling}",
+        "decay": f"{scope}Decay::{DECAYS[decay]}",
         "aligned": str(is_aligned).lower(),
+        "wide_keys": str(has_wide_keys).lower(),
+        "lanes": str(tiles.lanes),
+        "row_chunks": str(tiles.row_chunks),
+        "wide_rows": str(tiles.has_wide_rows).lower(),
         "threads": str(_THREADS),
-        "blocks_per_sm": "1",
+        "blocks_per_sm": str(blocks_per_sm or blocks),
     }
     return KernelRequest(_NAME, tuple(config.items()), _THREADS)
 
@@ -203,10 +207,12 @@ class BackwardPlan(Plan):
         weights: this PE's tables.
         states: of each table's storage: none, one, or two tensors.
         step: of STEPS.
-        constants: eps, weight_decay, beta1, beta2, decay_mode.
+        decay: of DECAYS.
+        constants: eps, weight_decay, beta1, beta2.
 
     Attributes:
-        first_keys, num_rows: see `invert`.
+        rows: of the tables.
+        changed: what launches change.
     """
 
     def __init__(
@@ -216,6 +222,7 @@ class BackwardPlan(Plan):
         weights: Sequence[torch.Tensor],
         states: Sequence[Sequence[torch.Tensor]],
         step: str,
+        decay: str,
         constants: dict[str, Any],
     ) -> None:
         self._world = world
@@ -242,6 +249,7 @@ class BackwardPlan(Plan):
                 members.append([])
             members[number].append(table)
         first_keys, next_key = [0] * len(weights), 0
+        number_in_group = {table: number for own in members for number, table in enumerate(own)}
         groups = []
         first_member = 0
         for own in members:
@@ -260,7 +268,7 @@ class BackwardPlan(Plan):
             )
             for table in own:
                 first_keys[table] = next_key
-            next_key += weight.shape[0] + 1
+            next_key += weight.shape[0]
             first_member += len(own)
         is_aligned = all(width * element % _VECTOR_BYTES == 0 for of_pe in widths for width in of_pe)
         is_aligned = is_aligned and all(weight.data_ptr() % _VECTOR_BYTES == 0 for weight in weights)
@@ -300,23 +308,30 @@ class BackwardPlan(Plan):
             self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
             self.areas = (_STAGING, _OUTGOING)
         is_host = world.backend.name == "host"
-        most_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
-        slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(most_bytes, 1))
+        order_of_tables = [number_in_group[table] for table in range(len(weights))] if key.from_sources else None
+        self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch, order_of_tables)
+        pushed_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
+        slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(pushed_bytes, 1))
+        row_bytes = max((width * element for width in widths[rank]), default=1)
+        tiles = Tiles.on_host(row_bytes) if is_host else Tiles.of(row_bytes, tuning.lanes)
         request = kernel_request(
             dtype,
             step,
             mode=key.mode,
             is_weighted=key.is_weighted,
-            is_aligned=is_aligned and not is_host,  # one library on the host, where it makes no difference
+            is_aligned=is_aligned and not is_host,
+            tiles=tiles,
+            decay=decay,
+            has_wide_keys=self.rows.key_dtype == torch.int64,
+            blocks_per_sm=tuning.blocks_per_sm,
         )
         self._kernel = world.load(request)
-        self._grid = tuning.work_groups or world.backend.num_sms
+        self._grid = tuning.work_groups or world.backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())
         contract = OPERATOR.contract(
             team,
             batch,
             dtype,
             step,
-            self._grid,
             tuple(key.batch_per_rank),
             tuple(key.dim_per_rank),
             tuple(width for of_pe in widths for width in (*of_pe, 0)),
@@ -327,10 +342,8 @@ class BackwardPlan(Plan):
         ]
         self._members = upload(world.backend, _packed([table for own in members for table in own] or [0]))
         self._batch_start = upload(world.backend, _packed(batch_start))
-        device = world.backend.device
-        self.first_keys = torch.tensor(first_keys, dtype=torch.int64, device=device)
-        self.num_rows = torch.tensor([weight.shape[0] for weight in weights], dtype=torch.int64, device=device)
-        self.num_bags = len(weights) * batch
+        self._slot_lookups = OPERATOR.description.constants["kSlotLookups"]
+        self._sum_elements = max((weight.shape[1] for weight in weights), default=1)
         self._struct: Any = structs["Plan"](
             team=world.workspace.team(contract),
             groups=self._uploaded[0].data_ptr(),
@@ -345,10 +358,17 @@ class BackwardPlan(Plan):
             pushed=self._pushed.data_ptr(),
             batch_start=self._batch_start.data_ptr(),
             batch=batch,
+            first_sample=batch_start[rank],
+            num_samples=samples,
             row_elements=column_start[-1],
+            sum_elements=self._sum_elements,
             **constants,
         )
         self._call = structs["Call"]()
+        self.changed = OPERATOR.changed_inputs(
+            tables=weights, states=[each for of_table in states for each in of_table]
+        )
+        self._slots = 0
         self.place()
 
     def place(self) -> None:
@@ -375,14 +395,25 @@ class BackwardPlan(Plan):
         steps: torch.Tensor,
     ) -> None:
         """Launch on the current stream."""
+        # A row with many lookups is added up in chunks, whose sums and counts are kept by where it begins.
+        slots = inverted.keys.numel() // self._slot_lookups + 2
+        if slots > self._slots:
+            if self._world.workspace.is_capturing():
+                raise RuntimeError(
+                    f"{_NAME}: a CUDA-graph capture meets more lookups than any call before; make one such call first"
+                )
+            self._chunks_done = self._world.workspace.zero_words(len(self._pushes) + slots)[len(self._pushes) :]
+            self._slots = slots
+        sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
         call = self._call
         call.gradient = gradient.data_ptr()
-        call.keys, call.bags = inverted.keys.data_ptr(), inverted.bags.data_ptr()
-        call.lookups, call.counts = inverted.lookups.data_ptr(), inverted.counts.data_ptr()
+        call.keys, call.bags, call.count = (each.data_ptr() for each in (inverted.keys, inverted.bags, inverted.count))
+        call.lookups = 0 if inverted.lookups is None else inverted.lookups.data_ptr()
+        call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()
         call.factors = 0 if factors is None else factors.data_ptr()
         call.factor_gradients = 0 if factor_gradients is None else factor_gradients.data_ptr()
-        call.num_lookups = inverted.keys.numel()
         call.rate, call.scale, call.steps = rate.data_ptr(), scale.data_ptr(), steps.data_ptr()
+        call.chunk_sums, call.chunks_done = sums.data_ptr(), self._chunks_done.data_ptr()
         self._world.workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call)
 
 

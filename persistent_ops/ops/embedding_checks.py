@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..runtime.dtypes import SCALARS
 from ..runtime.team import Team
 
-__all__ = ["MODES", "SCHEDULES", "check_choices", "check_split", "check_tables", "check_types"]
+if TYPE_CHECKING:
+    from .embedding_inputs_lookups import Lookups
+
+__all__ = [
+    "MODES",
+    "SCHEDULES",
+    "check_arrived",
+    "check_choices",
+    "check_split",
+    "check_tables",
+    "check_tables_and_split",
+    "check_types",
+]
 
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
@@ -27,6 +40,32 @@ def check_types(
     out: torch.Tensor | None,
 ) -> None:
     """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
+    check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 1:
+            raise ValueError(f"{name}: expected a contiguous 1-D tensor on {tensor.device}, got {tensor.dim()}-D")
+    if per_sample_weights is not None and not isinstance(per_sample_weights, torch.Tensor):
+        raise TypeError(f"per_sample_weights: expected a tensor, got {type(per_sample_weights).__name__}")
+
+
+def check_tables_and_split(
+    weights: Sequence[torch.Tensor],
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    out: torch.Tensor | None,
+) -> None:
+    """The same for what is not the lookups."""
+    _check_are_tables(weights)
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
+        if values is not None and not all(isinstance(value, int) for value in values):
+            raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
+
+
+def _check_are_tables(weights: Sequence[torch.Tensor]) -> None:
     if not isinstance(weights, (list, tuple)):
         raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
     for t, weight in enumerate(weights):
@@ -34,24 +73,43 @@ def check_types(
             raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
         if weight.dim() != 2:
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 1:
-            raise ValueError(f"{name}: expected a contiguous 1-D tensor on {tensor.device}, got {tensor.dim()}-D")
-    for name, given in (("per_sample_weights", per_sample_weights), ("out", out)):
-        if given is not None and not isinstance(given, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
-    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
-        if values is not None and not all(isinstance(value, int) for value in values):
-            raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
 
 
-def check_choices(mode: str, bounds: str, schedule: str, per_sample_weights: torch.Tensor | None) -> None:
+def check_arrived(
+    lookups: Lookups,
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
+    batch_per_rank: Sequence[int] | None,
+) -> None:
+    """Raise unless lookups of an input exchange can be read, and are of these tables."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("indices: lookups of an input exchange cannot be passed inside of torch.compile")
+    for name, given in (("offsets", offsets), ("per_sample_weights", per_sample_weights)):
+        if given is not None:
+            raise ValueError(f"{name}: they come with the lookups of an input exchange; pass None")
+    if lookups.batch_per_rank is None:
+        raise ValueError(
+            "indices: these lookups do not say how many samples each PE has brought; pass batch_per_rank to exchange()"
+        )
+    if batch_per_rank is not None and tuple(batch_per_rank) != lookups.batch_per_rank:
+        raise ValueError(
+            f"batch_per_rank: got {list(batch_per_rank)}, but the lookups are of {list(lookups.batch_per_rank)} samples"
+        )
+    _check_are_tables(weights)
+    rows = tuple(weight.shape[0] for weight in weights)
+    if rows != lookups.rows:
+        raise ValueError(
+            f"weights: tables of {list(rows)} rows, but the lookups are of slots of {list(lookups.rows)} rows"
+        )
+    lookups.check_is_here()
+
+
+def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:
     for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, _BOUNDS), ("schedule", schedule, SCHEDULES)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-    if per_sample_weights is not None and mode != "sum":
+    if is_weighted and mode != "sum":
         raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
 
 
@@ -74,7 +132,7 @@ def check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: to
 def check_split(
     team: Team,
     weights: Sequence[torch.Tensor],
-    offsets: torch.Tensor,
+    num_offsets: int,
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
 ) -> None:
@@ -88,8 +146,8 @@ def check_split(
             "in all"
         )
     expected = len(weights) * sum(batch_per_rank) + 1
-    if offsets.numel() != expected:
+    if num_offsets != expected:
         raise ValueError(
             f"offsets: expected T * B + 1 = {len(weights)} * {sum(batch_per_rank)} + 1 = {expected} elements, got "
-            f"{offsets.numel()}"
+            f"{num_offsets}"
         )

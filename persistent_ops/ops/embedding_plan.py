@@ -24,6 +24,7 @@ __all__ = [
     "OPERATOR",
     "EmbeddingKey",
     "EmbeddingPlan",
+    "LookupKind",
     "Tuning",
     "average_pooling",
 ]
@@ -96,6 +97,24 @@ OPERATOR = Operator(
 )
 
 
+class LookupKind(NamedTuple):
+    """What a plan has to know of a call's lookups.
+
+    Attributes:
+        index_dtype, offset_dtype, is_weighted: of the lookups.
+        num_offsets: T * B + 1.
+        pooling: see `average_pooling`.
+        from_sources: whether they are where an input exchange has left them.
+    """
+
+    index_dtype: torch.dtype
+    offset_dtype: torch.dtype
+    num_offsets: int
+    is_weighted: bool
+    pooling: int
+    from_sources: bool = False
+
+
 class EmbeddingKey(NamedTuple):
     """What tells plans apart.
 
@@ -104,19 +123,14 @@ class EmbeddingKey(NamedTuple):
         tables: this PE's.
         tuning: see `OperatorState`.
         choices: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
-        index_dtype, offset_dtype, num_offsets, is_weighted: of the lookups.
-        pooling: see `average_pooling`.
+        lookups: see `LookupKind`.
     """
 
     team: Team
     tables: TableSet
     tuning: Tuning | None
     choices: tuple[Any, ...]
-    index_dtype: torch.dtype
-    offset_dtype: torch.dtype
-    num_offsets: int
-    is_weighted: bool
-    pooling: int
+    lookups: LookupKind
 
 
 class EmbeddingPlan(Plan):
@@ -126,7 +140,8 @@ class EmbeddingPlan(Plan):
         world: of this PE.
         team: who exchanges.
         tuning: None for the default one.
-        weights, indices, offsets, per_sample_weights, mode, bounds, schedule: of `embedding_all_to_all`.
+        weights, mode, bounds, schedule: of `embedding_all_to_all`.
+        lookups: what kind they are.
         dim_per_rank, batch_per_rank, dtype: the same, completed.
     """
 
@@ -136,9 +151,7 @@ class EmbeddingPlan(Plan):
         team: Team,
         tuning: Tuning | None,
         weights: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
+        lookups: LookupKind,
         dim_per_rank: Sequence[int],
         batch_per_rank: Sequence[int],
         dtype: torch.dtype,
@@ -147,10 +160,10 @@ class EmbeddingPlan(Plan):
         schedule: str,
     ) -> None:
         self._device = world.backend.device
-        check_choices(mode, bounds, schedule, per_sample_weights)
+        check_choices(mode, bounds, schedule, is_weighted=lookups.is_weighted)
         check_tables(weights, dtype, self._device)
         self.dtype = dtype
-        check_split(team, weights, offsets, dim_per_rank, batch_per_rank)
+        check_split(team, weights, lookups.num_offsets, dim_per_rank, batch_per_rank)
         structs = OPERATOR.prepare(world).structs
         tuning = tuning or OPERATOR.default_tuning
         rank = team.rank
@@ -164,9 +177,7 @@ class EmbeddingPlan(Plan):
         batch_start = [0, *itertools.accumulate(batch_per_rank)]
         column_start = [dim * element for dim in (0, *itertools.accumulate(dim_per_rank))]
 
-        slice_samples = tuning.slice_samples or _slice_samples(
-            world, team, weights, batch_per_rank, average_pooling(indices.shape[0], offsets.numel() - 1)
-        )
+        slice_samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, lookups.pooling)
         if not 1 <= slice_samples <= _MAX_SLICE_SAMPLES:
             raise ValueError(f"slice_samples: expected 1 to {_MAX_SLICE_SAMPLES}, got {slice_samples}")
         if -(-max(batch_per_rank) // slice_samples) > world.workspace.max_ready_words:
@@ -180,16 +191,14 @@ class EmbeddingPlan(Plan):
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
 
         tables, shapes = _tables(weights, column_start[rank], row_bytes, world.backend.name)
-        threads = tuning.threads or _threads(shapes, per_sample_weights is not None)
+        threads = tuning.threads or _threads(shapes, lookups.is_weighted)
         num_sms = world.backend.num_sms
         self._grid = tuning.work_groups or num_sms * world.backend.default_blocks_per_sm
         blocks_per_sm = -(-self._grid // num_sms)
         kernel = world.load(
             _request(
                 self.dtype,
-                indices,
-                offsets,
-                per_sample_weights,
+                lookups,
                 mode,
                 shapes,
                 threads,
@@ -314,8 +323,15 @@ class EmbeddingPlan(Plan):
         call.indices = indices.data_ptr()
         call.offsets = offsets.data_ptr()
         call.weights = 0 if per_sample_weights is None else per_sample_weights.data_ptr()
-        call.num_indices = indices.shape[0]
+        call.num_indices, call.sources = indices.shape[0], 0
         call.output_offset = output_offset
+        world.workspace.launch(self._kernel, self._grid, self._address, call)
+
+    def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
+        """The same for lookups where an input exchange has left them; `sources`: of `Lookups`."""
+        call = self._call
+        call.indices, call.offsets, call.weights, call.num_indices = 0, 0, 0, 0
+        call.sources, call.output_offset = sources.data_ptr(), output_offset
         world.workspace.launch(self._kernel, self._grid, self._address, call)
 
 
@@ -396,24 +412,23 @@ def _tables(
 
 def _request(
     dtype: torch.dtype,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
+    lookups: LookupKind,
     mode: str,
     shapes: int,
     threads: int,
     rows_in_flight: int,
     blocks_per_sm: int,
 ) -> KernelRequest:
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if tensor.dtype not in INDEX_TYPES:
-            raise TypeError(f"{name}: expected int32 or int64, got {tensor.dtype}")
-    pooling = "kMean" if mode == "mean" else "kSum" if per_sample_weights is None else "kWeightedSum"
+    for name, given in (("indices", lookups.index_dtype), ("offsets", lookups.offset_dtype)):
+        if given not in INDEX_TYPES:
+            raise TypeError(f"{name}: expected int32 or int64, got {given}")
+    pooling = "kMean" if mode == "mean" else "kWeightedSum" if lookups.is_weighted else "kSum"
     config = {
         "scalar": SCALARS[dtype],
-        "index": INDEX_TYPES[indices.dtype],
-        "offset": INDEX_TYPES[offsets.dtype],
+        "index": INDEX_TYPES[lookups.index_dtype],
+        "offset": INDEX_TYPES[lookups.offset_dtype],
         "pooling": f"po::Pooling::{pooling}",
+        "sources": str(lookups.from_sources).lower(),
         "shapes": str(shapes),
         "rows_in_flight": str(rows_in_flight),
         "threads": str(threads),

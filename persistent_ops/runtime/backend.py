@@ -11,6 +11,7 @@ import torch
 from .description import description_of
 from .interruptible import Interruptible
 from .jit import KernelSource
+from .residency import Footprint, Sm
 
 __all__ = ["Backend", "Kernel", "KernelRequest"]
 
@@ -58,6 +59,12 @@ class KernelRequest:
 class Kernel(Protocol):
     """A loaded kernel."""
 
+    admitted_grid: int
+    """The most WGs with which it has been launched (`Workspace.admit`)."""
+
+    def footprint(self) -> Footprint:
+        """Return what WGs of this kernel take of an SM."""
+
     def max_blocks_per_sm(self) -> int:
         """Return how many WGs of this kernel one SM holds at once."""
 
@@ -78,6 +85,7 @@ class Backend(Protocol):
     peer_heaps: tuple[int, ...]
     """Address of each PE's heap as mapped here; 0 where it is not load/store reachable."""
     num_sms: int
+    sm: Sm
     default_blocks_per_sm: int
     arena_bytes: int
     """The most memory of its own that a WG can have, what the kernel declares included."""

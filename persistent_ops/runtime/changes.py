@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .errors import PersistentOpsError
 from .torch_private import storage_of_weak
 
-__all__ = ["Changes", "OnAbort"]
+__all__ = ["ChangedInputs", "Changes", "OnAbort"]
 
 _MANY = 1024
 
@@ -48,6 +48,27 @@ def _place_of(tensor: torch.Tensor) -> _Place:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
 
 
+class ChangedInputs:
+    """What each launch of a plan changes in place, looked at once for all of them.
+
+    Args:
+        tensors: by the name of an argument, contiguous; they keep their memory while the plan is used.
+        on_abort: by name, what an abort makes of them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sequence[torch.Tensor]], on_abort: Mapping[str, OnAbort]) -> None:
+        self.by_place: dict[_Place, _Input] = {}
+        for name, each in tensors.items():
+            for tensor in each:
+                place = _place_of(tensor)
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self.by_place[place] = _Input(name, on_abort[name], storage, place[1], tensor.nbytes)
+
+    def is_alive(self) -> bool:
+        """Return whether any of them is."""
+        return not all(each.storage.expired() for each in self.by_place.values())
+
+
 class Changes:
     """The inputs that launches of a world change.
 
@@ -57,29 +78,26 @@ class Changes:
 
     def __init__(self, is_capturing: Callable[[], bool]) -> None:
         self._is_capturing = is_capturing
-        self._under_way: dict[_Place, _Input] = {}  # by launches that may still give up
-        self._captured: dict[_Place, _Input] = {}  # by graphs, at every replay
+        self._under_way: set[ChangedInputs] = set()  # by launches that may still give up
+        self._captured: set[ChangedInputs] = set()  # by graphs, at every replay
         self._given_up: dict[_Place, _Input] = {}
 
-    def begin(self, name: str, tensor: torch.Tensor, on_abort: OnAbort) -> None:
-        """Note that the launch to come changes a contiguous tensor.
+    def begin(self, inputs: ChangedInputs) -> None:
+        """Note that the launch to come changes them.
 
         Raises:
-            PersistentOpsError: it has to be loaded anew.
+            PersistentOpsError: one of them has to be loaded anew.
         """
-        storage = tensor.untyped_storage()
-        place = _place_of(tensor)
-        refused = self._given_up.get(place)
-        if refused is not None and not refused.storage.expired():
-            raise PersistentOpsError(
-                f"{name}: a launch that was given up may have changed a part of this tensor; load it anew, and say so"
-            )
+        for place in self._given_up.keys() & inputs.by_place.keys():
+            if not self._given_up[place].storage.expired():
+                raise PersistentOpsError(
+                    f"{inputs.by_place[place].name}: a launch that was given up may have changed a part of this "
+                    "tensor; load it anew, and say so"
+                )
         noted = self._captured if self._is_capturing() else self._under_way
-        if place not in noted or noted[place].storage.expired():
-            if len(noted) > _MANY:
-                for dead in [each for each, found in noted.items() if found.storage.expired()]:
-                    del noted[dead]
-            noted[place] = _Input(name, on_abort, StorageWeakRef(storage), place[1], tensor.nbytes)
+        if len(noted) > _MANY:
+            noted.difference_update([each for each in noted if not each.is_alive()])
+        noted.add(inputs)
 
     def settle(self) -> None:
         """Take note that what has been launched has completed; what graphs change stays under way."""
@@ -87,7 +105,8 @@ class Changes:
 
     def give_up(self) -> None:
         """Take note that a launch was given up: those under way may be any of its, and what came behind it."""
-        self._given_up |= self._under_way | self._captured
+        for inputs in self._under_way | self._captured:
+            self._given_up |= inputs.by_place
         self._under_way.clear()
         if not self._is_capturing():
             self._poison()

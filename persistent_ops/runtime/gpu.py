@@ -22,6 +22,7 @@ from .interruptible import Interruptible
 from .jit import compile_cuda
 from .nvshmem_turns import turn_to_end, turn_to_start
 from .nvshmem_variables import NvshmemVariables
+from .residency import Footprint, Sm
 from .torch_private import current_raw_stream
 
 __all__ = ["GpuBackend"]
@@ -47,6 +48,7 @@ class _GpuKernel:
         _check_driver(outcome, request.name)
         self._function = outcome[1]
         self._configs: dict[tuple[int, int], driver.CUlaunchConfig] = {}
+        self.admitted_grid = 0
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
         self._parameters = (ctypes.c_void_p * 3)(ctypes.addressof(self._plan), 0, 0)  # the last: of one that traces
@@ -56,6 +58,23 @@ class _GpuKernel:
         request = self._request
         occupancy = self._kernel.occupancy
         return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
+
+    def footprint(self) -> Footprint:
+        attributes = driver.CUfunction_attribute
+        wanted = (attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+        values = []
+        for attribute in wanted:
+            outcome = driver.cuFuncGetAttribute(attribute, self._function)
+            _check_driver(outcome, f"resources of {self._request.name}")
+            values.append(int(outcome[1]))
+        registers, shared_bytes = values
+        return Footprint(
+            self._request.threads,
+            registers,
+            shared_bytes + self._request.arena_bytes,
+            self.max_blocks_per_sm(),
+            overlaps=self._request.overlaps_predecessor,
+        )
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
         stream = self._backend.stream()
@@ -139,6 +158,12 @@ class GpuBackend:
         self._shares_gpu = bool(warning)
         self.num_sms = int(properties.multi_processor_count)
         self.arena_bytes = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+        self.sm = Sm(
+            threads=_device_attribute("MAX_THREADS_PER_MULTIPROCESSOR", index),
+            registers=_device_attribute("MAX_REGISTERS_PER_MULTIPROCESSOR", index),
+            shared_bytes=_device_attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", index),
+            blocks=_device_attribute("MAX_BLOCKS_PER_MULTIPROCESSOR", index),
+        )
         self.heap_bytes = heap_bytes
         self._libraries: list[Any] = []
         self.waits = Interruptible()
@@ -296,6 +321,13 @@ def _choose_device(bootstrap: Bootstrap) -> int:
     if current is None:
         _own_choice = index
     return index
+
+
+def _device_attribute(name: str, index: int) -> int:
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    outcome = driver.cuDeviceGetAttribute(attribute, driver.CUdevice(index))
+    _check_driver(outcome, name)
+    return int(outcome[1])
 
 
 def _check_driver(outcome: tuple[Any, ...], what: str) -> None:

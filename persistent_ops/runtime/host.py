@@ -20,6 +20,7 @@ from .bootstrap import Bootstrap
 from .errors import BootstrapError
 from .interruptible import Interruptible
 from .jit import KernelSource, compile_host
+from .residency import Footprint, Sm
 
 __all__ = ["HostBackend"]
 
@@ -30,6 +31,10 @@ class _HostKernel:
         self._wg_size = wg_size
         self._waits = waits
         self._sink: ctypes.Structure | None = None
+        self.admitted_grid = 0
+
+    def footprint(self) -> Footprint:
+        return Footprint(self._wg_size, 0, 0, self.max_blocks_per_sm())
 
     def max_blocks_per_sm(self) -> int:
         return 64  # WGs are threads; the operating system shares the cores among them
@@ -69,6 +74,7 @@ class HostBackend:
 
     name = "host"
     num_sms = 1
+    sm = Sm()
     default_blocks_per_sm = 1
     arena_bytes = 1 << 30
 

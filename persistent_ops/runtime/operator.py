@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
 
-from .changes import OnAbort
+from .changes import ChangedInputs, OnAbort
 from .contract import Contract, Field, register
 from .description import Description, describe, description_of
 from .plans import OperatorState
@@ -102,20 +102,25 @@ class Operator:
             state = world.operator_state[self.name] = OperatorState(world, self)
         return state
 
-    def begin_changes(self, world: World, **tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Declare, right before the launch, what it changes: contiguous tensors for each name in `changes`.
+    def changed_inputs(self, **tensors: Sequence[torch.Tensor]) -> ChangedInputs:
+        """Return what launches of a plan change: contiguous tensors for each name in `changes`."""
+        return ChangedInputs(tensors, self.changes)
+
+    def begin_changes(self, world: World, inputs: ChangedInputs, tensors: Sequence[torch.Tensor]) -> None:
+        """Declare, right before the launch, what it changes.
+
+        Args:
+            world: of the launch.
+            inputs: see `changed_inputs`.
+            tensors: the same, as the caller has them; autograd sees that they change.
 
         Raises:
             PersistentOpsError: an earlier launch was given up; or such a one has changed a part of a tensor, which was
                 not loaded anew since (`Changes.loaded`).
         """
         world.workspace.raise_failure()  # of earlier launches, which did not touch these
-        for name, on_abort in self.changes.items():
-            given = tensors[name]
-            changed = given if isinstance(given, Sequence) else (given,)
-            for tensor in changed:
-                world.workspace.changes.begin(name, tensor, on_abort)
-            increment_version(changed)
+        world.workspace.changes.begin(inputs)
+        increment_version(tensors)
 
     def tuning(self, world: World) -> Any:
         """Return the tuning that holds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["StreamOrder"]
+__all__ = ["StreamOrder", "capture_of"]
 
 
 class StreamOrder:
@@ -32,17 +32,17 @@ class StreamOrder:
         """
         if torch.cuda.is_current_stream_capturing():
             here = torch.cuda.current_stream(self._device)
-            capture = _capture_of(stream)
+            capture = capture_of(stream)
             last = self._captured.get(capture)
             if last is None:
-                self._captured = {number: at for number, at in self._captured.items() if _capture_of(at[0]) == number}
+                self._captured = {number: at for number, at in self._captured.items() if capture_of(at[0]) == number}
             elif last[0] != stream:
                 _wait(here, last[1])  # it is still in this capture: a stream leaves one with the capture's end alone
             self._captured[capture] = (stream, here)
         elif self._eager is None or self._eager[0] != stream:
             here = torch.cuda.current_stream(self._device)
             if self._eager is not None:
-                if _capture_of(self._eager[0]):
+                if capture_of(self._eager[0]):
                     # An event recorded there now would draw this stream into the capture.
                     raise RuntimeError(
                         "the last launch outside of a CUDA graph was on a stream that is being captured now, and this "
@@ -58,7 +58,7 @@ def _wait(stream: torch.cuda.Stream, last: torch.cuda.Stream) -> None:
     stream.wait_event(event)
 
 
-def _capture_of(stream: int) -> int:
+def capture_of(stream: int) -> int:
     """Return the number of the capture that a stream is in, which no other capture has; 0 where it is in none."""
     from cuda.bindings import driver  # only where there are GPUs
 

@@ -27,6 +27,7 @@ __all__ = [
     "storage_of_weak",
     "storage_use_count",
     "without_dispatch_modes",
+    "wrapper_subclass",
 ]
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -87,4 +88,10 @@ TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 """Compares many tensors with shapes, strides and dtypes that they had once, in one call; None where torch lacks it.
 
 Public torch gives these of one tensor at a time, each as a new object of Python's: 0.2 us per table and call.
+"""
+
+wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+"""A tensor of a subclass with a shape and no memory of its own: a table of which a PE has some blocks.
+
+Public torch makes tensors with memory, and subclasses of those.
 """

@@ -1,6 +1,8 @@
 """Flags, epochs and error records of one world: what makes a launch of one operator follow another.
 
-One launch is in flight on a workspace at a time; `StreamOrder` sees to it where they come from several streams.
+One launch is in flight on a workspace at a time; `StreamOrder` sees to it where they come from several streams. A world
+has a workspace, and may open others, whose launches have epochs of their own and wait for none of those
+(`World.side_workspace`).
 """
 
 from __future__ import annotations
@@ -35,9 +37,26 @@ _KINDS = {"kTimeout": "timeout", "kContractMismatch": "contract", "kPeerLost": "
 
 
 class Workspace:
-    """See the module. Made collectively."""
+    """See the module. Made collectively.
 
-    def __init__(self, backend: Backend, bootstrap: Bootstrap, heap: SymmetricHeap, timeout: float) -> None:
+    Args:
+        backend, bootstrap, heap: of the world.
+        timeout: of a wait, in seconds.
+        ready_words: per sender: the most WGs, or slices for one peer, that a launch may have.
+        main: the world's first workspace, where this one is opened beside it; its launches are ordered with that one's
+            until `run_beside`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        bootstrap: Bootstrap,
+        heap: SymmetricHeap,
+        timeout: float,
+        *,
+        ready_words: int = _READY_WORDS,
+        main: Workspace | None = None,
+    ) -> None:
         description = describe(COMM)
         self._structs, self._constants = description.structs, description.constants
         self._epoch_shift = self._constants["kEpochShift"]
@@ -54,7 +73,8 @@ class Workspace:
         size = bootstrap.world_size
         # One per peer and two staging copies; behind them the same for a team of this PE alone.
         self._grants = heap.empty(((size + 2 + _ALONE_GRANTS) * self._grant_bytes // 8,), torch.int64)
-        self._ready = heap.empty((size * _READY_WORDS,), torch.int64)
+        self._ready_words = ready_words
+        self._ready = heap.empty((size * ready_words,), torch.int64)
         self._abort = heap.empty((size,), torch.int64)
         for flags in (self._grants, self._ready, self._abort):
             flags.zero_()
@@ -69,14 +89,17 @@ class Workspace:
         self._peer_heaps = backend.private_words(size + 1)
         self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64))
         self._failure: PersistentOpsError | None = None
-        self._order = StreamOrder(backend.device)
+        self._order: StreamOrder = StreamOrder(backend.device) if main is None else main._order
         self.is_capturing: Callable[[], bool] = _never
         """Whether the current stream is being captured into a CUDA graph."""
         self._is_asynchronous = backend.name == "cuda"
-        if self._is_asynchronous:
+        if main is not None:
+            self.is_capturing = lambda: main.is_capturing()
+        elif self._is_asynchronous:
             self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.admit: Callable[[Workspace, Kernel, int], None] = _admit_all
+        """Called before a kernel's first launch, and before its first one with so many WGs."""
         self.changes = Changes(self.is_capturing)
-        backend.waits.interrupted = self.interrupted
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
 
@@ -85,7 +108,7 @@ class Workspace:
     @property
     def max_ready_words(self) -> int:
         """The most WGs, or slices for one peer, that a launch may have."""
-        return _READY_WORDS
+        return self._ready_words
 
     def zero_words(self, count: int) -> torch.Tensor:
         """Return `count` words that every launch finds zero and leaves so (WG_Done bitmasks), as `recover` does."""
@@ -116,7 +139,7 @@ class Workspace:
             grants_offset=self._grants.data_ptr() - base + first_grant * self._grant_bytes,
             ready_offset=self._ready.data_ptr() - base,
             abort_offset=self._abort.data_ptr() - base,
-            ready_stride=_READY_WORDS,
+            ready_stride=self._ready_words,
             local=(self._local_alone if is_alone else self._local).data_ptr(),
             error=ctypes.addressof(self._error),
             input_error=ctypes.addressof(self._input_error),
@@ -140,12 +163,19 @@ class Workspace:
             if self._failure is not None or self._error.state:
                 self.raise_failure()
             if self._is_asynchronous:
+                if grid > kernel.admitted_grid:
+                    self.admit(self, kernel, grid)
+                    kernel.admitted_grid = grid
                 self._order.follow(self._backend.stream())
             kernel.launch(grid, plan, call)
         if not self._is_asynchronous and self._error.state:
             self.raise_failure()
         if raises_input_errors and self._input_error.state:
             self.raise_pending()
+
+    def run_beside(self, main: Workspace, *, is_beside: bool) -> None:
+        """Order launches with the main workspace's, or no longer; no launch of either may be in flight."""
+        self._order = StreamOrder(self._backend.device) if is_beside else main._order
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
@@ -304,6 +334,10 @@ class Workspace:
 
 def _never() -> bool:
     return False
+
+
+def _admit_all(workspace: Workspace, kernel: Kernel, grid: int) -> None:
+    """Let every kernel be launched: no other workspace's launches run beside."""
 
 
 def _contract_hash(words: tuple[int, ...]) -> int:

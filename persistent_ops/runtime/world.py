@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import logging
 import math
 import os
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +25,7 @@ from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
 from .plans import OperatorState
+from .residency import Residency
 from .team import ALONE, WORLD, Team
 from .torch_private import backward_pass
 from .workspace import Workspace
@@ -37,7 +40,7 @@ _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
 _DEFAULT_TIMEOUT_S = 120.0
 _DEFAULT_OPERATOR_TIMEOUT_S = 600.0
 _LONGEST_FAREWELL_S = 5.0
-_PATIENCE_S = 30.0  # of who leaves, for launches that still wait for peers
+_PATIENCE_S = 30.0  # of who leaves or recovers, for launches that still wait for peers
 
 _process_world: World | None = None
 _thread_worlds = threading.local()
@@ -45,6 +48,9 @@ _admitted = threading.local()  # the world whose operators this thread may call:
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
 _BARRIER = Operator("barrier", ())
+_BESIDE = Operator("agreement on launches side by side", (), has_kernel=False)
+_SIDE = Operator("opening of a workspace beside the world's own", (), has_kernel=False)
+_SIDE_READY_WORDS = 64
 
 
 @runtime_checkable
@@ -65,6 +71,12 @@ class World:
         self.size = bootstrap.world_size
         self.heap = SymmetricHeap(backend, bootstrap)
         self.workspace = Workspace(backend, bootstrap, self.heap, operator_timeout)
+        self._side_workspaces: dict[str, Workspace] = {}
+        self._residency = Residency(backend.sm, backend.num_sms)
+        self._runs_beside = False
+        self._told: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        self.workspace.admit = self._admit
+        backend.waits.interrupted = self._interrupted
         self.outputs = OutputPool(backend, self.heap)
         reachable = [int(base != 0) for base in backend.peer_heaps]
         matrix = [list(raw) for raw in bootstrap.exchange("reachable", bytes(reachable))]
@@ -84,8 +96,69 @@ class World:
         self._kernels: dict[KernelRequest, Kernel] = {}
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
-        self._watch = bootstrap.watch(self.workspace.peers_changed)
+        self._watch = bootstrap.watch(self._peers_changed)
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
+
+    # ---- workspaces --------------------------------------------------------------------------------------------------
+
+    @property
+    def workspaces(self) -> tuple[Workspace, ...]:
+        """All of them, the world's own first; in the same order on all PEs."""
+        return (self.workspace, *self._side_workspaces.values())
+
+    def side_workspace(self, name: str) -> Workspace:
+        """Return a workspace beside the world's own; collective the first time.
+
+        Its launches and those of the world's own are put in the order of the calls, until the PEs agree to run them
+        side by side. Errors are raised by calls on it, and by `check`.
+        """
+        side = self._side_workspaces.get(name)
+        if side is None:
+            self.meet(_SIDE.contract(self.team))
+            timeout, words = self.workspace.timeout, _SIDE_READY_WORDS
+            side = Workspace(self.backend, self.bootstrap, self.heap, timeout, ready_words=words, main=self.workspace)
+            side.admit = functools.partial(self._admit, name=name)
+            side.run_beside(self.workspace, is_beside=self._runs_beside)
+            self._side_workspaces[name] = side
+            side.peers_changed(*self._told)
+        return side
+
+    def agree_to_run_beside(self) -> bool:
+        """Let launches of all workspaces run side by side, if those so far find room together on every PE; collective.
+
+        One PE alone must not put them in order: that of the others may be another one (cuda/DESIGN.md, section 11).
+        """
+        if self.workspace.is_capturing():
+            raise RuntimeError("PEs cannot agree in a CUDA-graph capture on which launches run side by side")
+        self.meet(_BESIDE.contract(self.team))
+        self.backend.synchronize()
+        fits = self._residency.fits()
+        self._runs_beside = all(raw == b"1" for raw in self.bootstrap.exchange("beside", str(int(fits)).encode()))
+        for side in self._side_workspaces.values():
+            side.run_beside(self.workspace, is_beside=self._runs_beside)
+        return self._runs_beside
+
+    def _admit(self, workspace: Workspace, kernel: Kernel, grid: int, *, name: str = "") -> None:
+        """Take note of a launch to come; raise where it leaves no room beside, and the PEs have agreed that it does."""
+        self._residency.add(name, kernel.footprint(), grid)
+        if self._runs_beside and not self._residency.fits():
+            raise RuntimeError(
+                "this launch leaves no room on the GPU for those that were agreed to run beside it: call run_beside() "
+                "again, on all PEs, when every operator has been called once"
+            )
+
+    def _peers_changed(self, lost: frozenset[int], preparing: frozenset[int]) -> None:
+        self._told = lost, preparing
+        for workspace in self.workspaces:
+            workspace.peers_changed(lost, preparing)
+
+    @contextlib.contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """Let launches give up that wait while this context is open."""
+        with contextlib.ExitStack() as stack:
+            for workspace in self.workspaces:
+                stack.enter_context(workspace.interrupted())
+            yield
 
     def load(self, request: KernelRequest) -> Kernel:
         """Return a kernel, which may have to be compiled; peers that wait meanwhile do not count that time."""
@@ -139,22 +212,25 @@ class World:
         kernel, plan, call = self._barrier
         self.workspace.launch(kernel, 1, plan.data_ptr(), call)
 
-    def _barrier_of(self, contract: Contract) -> tuple[Kernel, torch.Tensor, ctypes.Structure]:
+    def _barrier_of(
+        self, contract: Contract, workspace: Workspace | None = None
+    ) -> tuple[Kernel, torch.Tensor, ctypes.Structure]:
         """Return a barrier's kernel, plan and call under a contract."""
         description = _BARRIER.prepare(self)
         kernel = self.load(KernelRequest("barrier", None, description.constants["kThreads"]))
-        plan = description.structs["Plan"](team=self.workspace.team(contract))
+        plan = description.structs["Plan"](team=(workspace or self.workspace).team(contract))
         return kernel, upload(self.backend, bytes(plan)), description.structs["Call"]()
 
-    def meet(self, contract: Contract) -> None:
-        """Wait, on the host too, for every PE to come to a launch under the same contract.
+    def meet(self, contract: Contract, workspace: Workspace | None = None) -> None:
+        """Wait, on the host too, for every PE to come to a launch under the same contract, in the same workspace.
 
         What follows may be collective on the host, where PEs that do not match would wait for each other in vain.
         """
-        kernel, plan, call = self._barrier_of(contract)
-        self.workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
+        workspace = workspace or self.workspace
+        kernel, plan, call = self._barrier_of(contract, workspace)
+        workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
         self.backend.synchronize()
-        self.workspace.raise_failure()
+        workspace.raise_failure()
 
     def barrier(self) -> None:
         """Wait, on the host too, until every PE has come here and this PE's launches before it have completed."""
@@ -165,13 +241,18 @@ class World:
     def check(self) -> None:
         """Wait for this PE's launches and raise what they reported."""
         self.backend.synchronize()
-        self.workspace.raise_failure()
-        self.workspace.changes.settle()
-        self.workspace.raise_pending()
+        for workspace in self.workspaces:
+            workspace.raise_failure()
+            workspace.changes.settle()
+        for workspace in self.workspaces:
+            workspace.raise_pending()
 
     def recover(self) -> None:
         """Start clean epochs after a failure; collective."""
-        self.workspace.recover()
+        if self._side_workspaces:  # a launch of one may wait for a PE that has come here for another one's
+            self.backend.synchronize(_PATIENCE_S)
+        for workspace in self.workspaces:
+            workspace.recover()
         for state in self.operator_state.values():
             own = state.own if isinstance(state, OperatorState) else state
             if isinstance(own, Forgetful):

@@ -240,8 +240,8 @@ class Pe final : public driver::BasePe<Plan, World> {
         offsets.push_back(static_cast<int64_t>(indices.size()));
       }
     }
-    const Call call{indices.data(), offsets.data(), nullptr, static_cast<int64_t>(indices.size()),
-                    output_offset(launch)};
+    const Call call{indices.data(),        offsets.data(), nullptr, static_cast<int64_t>(indices.size()),
+                    output_offset(launch), nullptr};
     launch_on_host<Kernel>(plan_of(launch), call);
   }
 

@@ -1,0 +1,123 @@
+// Gradients to the owners of the tables that they are for.
+#pragma once
+
+#include "kernels/embedding_backward/plan.cuh"
+#include "platform/streaming.cuh"
+
+namespace po::embedding_backward {
+
+// One warp of those that push.
+template <class Traits>
+class Pusher {
+ public:
+  using Storage = typename Traits::Scalar::Storage;
+
+  PO_FN Pusher(const Plan& plan, const Call& call) : plan_(plan), team_(plan.team), call_(call) {}
+
+  PO_FN void run(int number, int count) {
+    const int64_t num_tasks = plan_.num_pushes * plan_.num_slices;
+    PO_NO_UNROLL
+    for (int64_t task = number; task < num_tasks; task += count) {
+      const TaskTrace trace(true);
+      const Push& push = plan_.pushes[task / plan_.num_slices];
+      if (!has_credit(static_cast<int>(push.owner))) return;
+      copy(push, task % plan_.num_slices);
+      finish(push, plan_.pushed + task / plan_.num_slices);
+    }
+  }
+
+  // What was put from may be overwritten after this.
+  PO_FN void complete_puts() const {
+    if (has_put_) put_quiet(team_);  // @outgoing-quiet
+  }
+
+ private:
+  static constexpr int kElements = Traits::kElements;
+  static constexpr int kChunksAtOnce = 4;
+
+  // One lane decides for the warp: after an abort the lanes may see different credits.
+  PO_FN bool has_credit(int owner) {
+    if ((credited_ >> owner & 1) != 0) return true;  // @credit-before-pushes
+    const bool granted = warp_.rank() == 0 ? await_credit(team_, owner) : false;
+    if (!warp_.shuffle(granted, 0)) return false;
+    warp_.sync();
+    credited_ |= 1ull << owner;
+    return true;
+  }
+
+  PO_FN uint64_t row_bytes(const Push& push) const { return static_cast<uint64_t>(push.width) * sizeof(Storage); }
+  // Of this PE's samples of a table, in the owner's staging.
+  PO_FN uint64_t staged_offset(const Push& push) const {
+    return plan_.staging_offset + push.staged_offset + static_cast<uint64_t>(plan_.first_sample) * row_bytes(push);
+  }
+
+  // A lane's way through a piece: every 32nd chunk, rows in turn.
+  struct Place {
+    int row;
+    int chunk;
+  };
+
+  PO_FN void copy(const Push& push, int64_t slice) const {
+    const int64_t first = slice * plan_.slice_samples;
+    const int count = static_cast<int>(min_of(plan_.slice_samples, plan_.num_samples - first));
+    const auto owner = static_cast<int>(push.owner);
+    uint8_t* target = is_reachable(team_, owner) ? peer_address(team_, owner, staged_offset(push))
+                                                 : team_.heap + push.outgoing_offset;
+    const int width = static_cast<int>(push.width);
+    const int per_row = ceil_div(width, kElements);
+    const Place stride{warp_.size() / per_row, warp_.size() % per_row};
+    Place at{warp_.rank() / per_row, warp_.rank() % per_row};
+    PO_NO_UNROLL
+    while (at.row < count) {
+      Vector<kChunkBytes> chunks[kChunksAtOnce];
+      Place places[kChunksAtOnce];
+      PO_UNROLL
+      for (int i = 0; i < kChunksAtOnce; ++i) {
+        places[i] = at;
+        if (at.row < count) {
+          const int64_t source = (first + at.row) * plan_.row_elements + push.column + at.chunk * kElements;
+          chunks[i] = load_once<Storage, Traits::kIsAligned>(call_.gradient, source, width - at.chunk * kElements);
+        }
+        at.row += stride.row;
+        at.chunk += stride.chunk;
+        if (at.chunk >= per_row) {
+          at.chunk -= per_row;
+          ++at.row;
+        }
+      }
+      PO_UNROLL
+      for (int i = 0; i < kChunksAtOnce; ++i) {
+        if (places[i].row >= count) continue;
+        const int64_t element = (first + places[i].row) * push.width + places[i].chunk * kElements;
+        store_chunk<Storage, Traits::kIsAligned>(target, element, width - places[i].chunk * kElements, chunks[i]);
+      }
+    }
+  }
+
+  // Counts a piece. Who brings the last one tells the owner.
+  PO_FN void finish(const Push& push, uint64_t* pushed) {
+    // @pieces-of-lanes
+    warp_.sync();  // the pieces of all lanes are before the count
+    if (warp_.rank() != 0) return;
+    if (atomic_add_fetch_acq_rel_gpu(pushed, 1) != static_cast<uint64_t>(plan_.num_slices)) return;  // @table-pushed
+    *pushed = 0;
+    const auto owner = static_cast<int>(push.owner);
+    if (!is_reachable(team_, owner)) {
+      fence_acq_rel_sys();  // what all warps have copied, acquired through the count, is out for the network
+      put_nbi(team_, owner, staged_offset(push), team_.heap + push.outgoing_offset,
+              static_cast<uint64_t>(plan_.num_samples) * row_bytes(push));
+      put_fence(team_);  // @pushes-fence
+      has_put_ = true;
+    }
+    signal(team_, owner, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(push.table)), launch_flag(team_));
+  }
+
+  const Plan& plan_;
+  const Team& team_;
+  const Call& call_;
+  const Warp warp_{};
+  uint64_t credited_ = 0;  // bit p: PE p has granted this epoch's credit
+  bool has_put_ = false;
+};
+
+}  // namespace po::embedding_backward

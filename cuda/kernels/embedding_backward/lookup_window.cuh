@@ -1,0 +1,135 @@
+// Sorted lookups that a warp has in hand: where their gradients lie, and which rows begin among them.
+#pragma once
+
+#include "kernels/embedding_backward/plan.cuh"
+#include "platform/ballots.cuh"
+#include "platform/scan.cuh"
+
+namespace po::embedding_backward {
+
+// What the rates of a launch's steps are.
+struct Rates {
+  float rate;
+  float scale;  // of gradients
+  float correction1;
+  float correction2;
+};
+
+// A group as a warp that is at work in it needs it.
+struct GroupView {
+  uint8_t* rows;
+  float* state;
+  float* second;
+  int64_t first_key;
+  int64_t end_key;
+  int32_t width;
+  float inverse_width;
+  int32_t only_member;  // its table, or -1: there are several
+  Rates rates;
+};
+
+// In a WG's own memory, one for each warp.
+template <class Traits>
+struct LookupWindow {
+  // Behind a ticket's lookups there is room for the rest of the last row that begins among them.
+  static constexpr int kCapacity = kRangeLookups + kRangeLookups / 2;
+
+  GroupView group;
+  const uint8_t* gradients[kCapacity];       // where the lookup's bag has its columns
+  typename Traits::Key rows[kRangeLookups];  // that begin here
+  float factors[Traits::kHasFactors ? kCapacity : 1];
+  int32_t begins[kRangeLookups + 1];  // of these rows' lookups, and the end of the last one's
+};
+
+// What a window holds.
+struct Filled {
+  int num_rows;
+  bool is_open;  // the last row's lookups go on behind the window
+  int next;      // lookup behind those looked at
+};
+
+template <class Traits>
+class WindowFiller {
+ public:
+  using Window = LookupWindow<Traits>;
+  using Key = typename Traits::Key;
+  using Storage = typename Traits::Scalar::Storage;
+
+  PO_FN WindowFiller(const Plan& plan, const Call& call, Window& window, int count)
+      : plan_(plan), call_(call), window_(window), count_(count) {}
+
+  // Looks at the lookups from `begin` on that are the group's; rows that begin before `end` are found.
+  PO_FN Filled fill(int begin, int end) const {
+    const auto end_key = static_cast<Key>(window_.group.end_key);
+    Filled filled{0, false, end};
+    warp_.sync();  // the last ones have been read
+    PO_NO_UNROLL
+    for (int first = 0; first < Window::kCapacity; first += warp_.size()) {
+      const int i = first + warp_.rank();
+      const int at = begin + i;
+      const Key key = key_at(at, end_key);
+      const Key before = at == 0 ? -1 : key_at(at - 1, end_key);  // @row-begins
+      const bool begins = key != end_key && at < end && key != before;
+      if (key != end_key) place(at, i);
+      const int number = filled.num_rows + warp_.count_below(begins);
+      if (begins) {
+        window_.rows[number] = key - static_cast<Key>(window_.group.first_key);
+        window_.begins[number] = i;
+      }
+      filled.num_rows += warp_.count(begins);
+      // The first lookup of another row that does not begin here: the last one that does ends before it.
+      const int stop = warp_.first(!begins && key != before);
+      if (stop < warp_.size()) {
+        filled.next = min_of(filled.next, begin + first + stop);                // the group may end there
+        if (warp_.rank() == 0) window_.begins[filled.num_rows] = first + stop;  // @row-ends
+        warp_.sync();
+        return filled;
+      }
+    }
+    filled.is_open = filled.num_rows != 0;
+    warp_.sync();
+    return filled;
+  }
+
+  // Takes so many lookups of one row from `begin` on.
+  PO_FN void refill(int begin, int count) const {
+    // @window-read-by-lanes
+    warp_.sync();  // the last ones have been read
+    PO_NO_UNROLL
+    for (int i = warp_.rank(); i < count; i += warp_.size()) place(begin + i, i);
+    warp_.sync();
+  }
+
+ private:
+  // Behind the last lookup, and behind the group's, one that no row has.
+  PO_FN Key key_at(int at, Key end_key) const {
+    return at < count_ ? min_of(static_cast<const Key*>(call_.keys)[at], end_key) : end_key;
+  }
+
+  // Notes where a lookup's gradient is: in this PE's own, or in the staging.
+  PO_FN void place(int at, int i) const {
+    const int32_t bag = call_.bags[at];
+    const auto batch = static_cast<int32_t>(plan_.batch);
+    const GroupView& group = window_.group;
+    const int32_t number = group.only_member >= 0 ? group.only_member : bag / batch;
+    const Table& table = plan_.tables[number];
+    const int32_t sample = bag - number * batch;
+    const int64_t own = sample - plan_.first_sample;
+    const int64_t element = own >= 0 && own < plan_.num_samples ? own * plan_.row_elements + table.column
+                                                                : static_cast<int64_t>(sample) * group.width;
+    const uint8_t* tensor = own >= 0 && own < plan_.num_samples
+                                ? call_.gradient
+                                : plan_.team.heap + plan_.staging_offset + table.staged_offset;
+    window_.gradients[i] = tensor + element * static_cast<int64_t>(sizeof(Storage));
+    if constexpr (Traits::kPooling == Pooling::kWeightedSum) window_.factors[i] = call_.factors[call_.lookups[at]];
+    if constexpr (Traits::kPooling == Pooling::kMean) window_.factors[i] = 1.0f / call_.counts[bag];
+  }
+
+  const Plan& plan_;
+  const Call& call_;
+  Window& window_;
+  const int count_;
+  const BallotWarp warp_{};
+};
+
+}  // namespace po::embedding_backward

@@ -1,0 +1,143 @@
+// What a launch of embedding_backward is told: configuration, plan, call.
+#pragma once
+
+#include <type_traits>
+
+#include "comm/launch.cuh"
+#include "platform/groups.cuh"
+#include "platform/scalar.cuh"
+#include "sched/row_blocks.cuh"
+
+namespace po::embedding_backward {
+
+enum class Step { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
+enum class Pooling { kSum, kWeightedSum, kMean };
+enum class Decay { kNone, kL2, kDecoupled };
+
+struct Config {
+  DType scalar = DType::kFloat32;
+  Step step = Step::kSgd;
+  Pooling pooling = Pooling::kSum;
+  Decay decay = Decay::kNone;
+  bool aligned = true;    // all rows of tables, states, gradient and staging begin at multiples of 16 bytes
+  bool wide_keys = true;  // keys have 64 bits
+  int lanes = 32;         // of a warp that have a row: a tile
+  int row_chunks = 32;    // of 16 bytes, that a tile has in registers
+  bool wide_rows = true;  // there are rows with more
+  int threads = 256;
+  int blocks_per_sm = 2;
+};
+
+template <Config kConfig>
+struct Traits {
+  using Scalar = ScalarOf<kConfig.scalar>;
+  using Key = std::conditional_t<kConfig.wide_keys, int64_t, int32_t>;
+  using Tile = Lanes<kConfig.lanes>;
+  static constexpr Step kStep = kConfig.step;
+  static constexpr Pooling kPooling = kConfig.pooling;
+  static constexpr Decay kDecay = kConfig.decay;
+  static constexpr bool kIsAligned = kConfig.aligned;
+  static constexpr bool kHasFactors = kPooling != Pooling::kSum;
+  static constexpr bool kHasWideRows = kConfig.wide_rows;
+  static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Scalar::Storage));  // of a chunk
+  static constexpr int kLaneChunks = kConfig.row_chunks / Tile::kSize;
+  static constexpr int kPartElements = kConfig.row_chunks * kElements;  // of a row, that a tile has at a time
+  static constexpr int kThreads = kConfig.threads;
+  static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
+  static constexpr int kLookupsAtOnce = kLaneChunks == 1 ? 4 : 2;  // whose gradients are loaded together
+};
+
+inline constexpr Phase kPhaseGradients = make_phase(kFirstPhase);
+PO_CONSTANT(kPhaseGradients)
+
+// Places of sorted lookups are 32-bit numbers.
+inline constexpr int kChunkLookups = 256;  // of a row, that are added up by themselves
+inline constexpr int kRangeLookups = 64;   // of a ticket; rows whose lookups begin there are its warp's
+// Of the lookups that a slot for a chunk's sums stands for. A row with more than kChunkLookups lookups has as many slots as
+// chunks from that of its first lookup on, and a row behind it begins at a later slot.
+inline constexpr int kSlotLookups = 128;
+PO_CONSTANT(kSlotLookups)
+
+// ---- plan -----------------------------------------------------------------------------------------------------------
+
+// Rows that are updated together: a tensor, which may be several of this PE's tables.
+struct Group {
+  uint8_t* rows;
+  float* state;   // [num_rows] or [num_rows, width]
+  float* second;  // [num_rows, width]; Adam
+  int64_t num_rows;
+  int64_t width;  // elements
+  int64_t first_key;
+  int64_t first_member;
+  int64_t num_members;
+};
+PO_DESCRIBE(Group, rows, state, second, num_rows, width, first_key, first_member, num_members)
+
+struct Table {
+  int64_t column;          // element of a row of this PE's gradient where its columns begin
+  uint64_t staged_offset;  // of its gradients, from the staging's begin
+};
+PO_DESCRIBE(Table, column, staged_offset)
+
+// A table's columns, as they go to its owner.
+struct Push {
+  int64_t owner;
+  int64_t table;  // the owner's number of it
+  int64_t width;
+  int64_t column;
+  uint64_t staged_offset;
+  uint64_t outgoing_offset;  // in this PE's own heap, where the owner is not reachable
+};
+PO_DESCRIBE(Push, owner, table, width, column, staged_offset, outgoing_offset)
+
+struct Plan {
+  Team team;
+  const Group* groups;
+  const int64_t* members;  // tables of groups
+  const Table* tables;
+  const Push* pushes;
+  int64_t num_groups;
+  int64_t num_tables;
+  int64_t num_pushes;
+  int64_t slice_samples;  // of a piece that is pushed
+  int64_t num_slices;
+  int64_t pushing_wgs;
+  uint64_t* pushed;  // [num_pushes]: pieces that are on their way; 0 after every launch
+  const int64_t* batch_start;
+  int64_t batch;
+  int64_t first_sample;  // of this PE
+  int64_t num_samples;
+  int64_t row_elements;  // of this PE's gradient
+  uint64_t staging_offset;
+  int64_t sum_elements;  // of a chunk's sums: the widest row's
+  float eps;
+  float weight_decay;
+  float beta1;
+  float beta2;
+};
+PO_DESCRIBE(Plan, team, groups, members, tables, pushes, num_groups, num_tables, num_pushes, slice_samples, num_slices,
+            pushing_wgs, pushed, batch_start, batch, first_sample, num_samples, row_elements, staging_offset,
+            sum_elements, eps, weight_decay, beta1, beta2)
+
+// ---- call -----------------------------------------------------------------------------------------------------------
+
+struct Call {
+  const uint8_t* gradient;  // [samples of this PE, columns of all PEs]
+  // Of the lookups in this PE's tables, sorted by key, which is a row of a group.
+  const void* keys;        // int32 or int64
+  const int32_t* bags;     // table * batch + sample
+  const int32_t* lookups;  // which it was before; for what follows
+  const float* factors;
+  float* factor_gradients;  // null: not wanted
+  const float* counts;      // by bag: its lookups that are not skipped
+  const int64_t* count;     // of lookups
+  const float* rate;
+  const float* scale;     // of gradients; null: 1
+  float* steps;           // that have been made, and beta1 and beta2 to this power
+  float* chunk_sums;      // [lookups / kSlotLookups + 2, sum_elements]
+  uint64_t* chunks_done;  // [lookups / kSlotLookups + 2]: by the first slot of a row with several; 0 after every launch
+};
+PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, counts, count, rate, scale, steps,
+            chunk_sums, chunks_done)
+
+}  // namespace po::embedding_backward

@@ -1,0 +1,342 @@
+// One row: its gradients added up, and the optimizer's step. A tile of lanes has it, or a part of a wide one, in registers.
+#pragma once
+
+#include "kernels/embedding_backward/lookup_window.cuh"
+#include "platform/streaming.cuh"
+
+namespace po::embedding_backward {
+
+template <class Traits>
+class RowUpdate {
+ public:
+  using Window = LookupWindow<Traits>;
+  using Tile = typename Traits::Tile;
+  static constexpr int kElements = Traits::kElements;
+  static constexpr int kLaneChunks = Traits::kLaneChunks;
+  static constexpr bool kIsRowwise = Traits::kStep == Step::kRowwiseAdagrad;
+
+  // A lane's columns of a part.
+  struct Columns {
+    float values[kLaneChunks][kElements];
+  };
+
+  PO_FN RowUpdate(const Plan& plan, const Call& call) : plan_(plan), call_(call) {}
+
+  static PO_FN Rates rates(const Plan& plan, const Call& call) {
+    Rates rates{*call.rate, call.scale == nullptr ? 1.0f : *call.scale, 1.0f, 1.0f};
+    if constexpr (Traits::kStep == Step::kAdam) {
+      rates.correction1 = 1 - rounded_product(call.steps[1], plan.beta1);
+      rates.correction2 = 1 - rounded_product(call.steps[2], plan.beta2);
+    }
+    return rates;
+  }
+
+  PO_FN const Tile& tile() const { return tile_; }
+
+  static PO_FN int num_parts(const GroupView& view) {
+    return Traits::kHasWideRows ? ceil_div(view.width, Traits::kPartElements) : 1;
+  }
+
+  // Adds the gradients of the window's lookups first, ..., last - 1, in this order.
+  PO_FN void add_up(const GroupView& view, const Window& window, int part, int first, int last, Columns& sums) const {
+    constexpr int kBatch = Traits::kLookupsAtOnce;
+    PO_NO_UNROLL
+    for (int at = first; at < last; at += kBatch) {
+      Chunk loaded[kBatch][kLaneChunks];
+      PO_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (at + k >= last) continue;
+        const uint8_t* gradient = window.gradients[at + k];
+        PO_UNROLL
+        for (int i = 0; i < kLaneChunks; ++i) {
+          const int element = element_of(part, i);
+          loaded[k][i] = load_chunk<Storage, Traits::kIsAligned>(gradient, element, view.width - element);
+        }
+      }
+      PO_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (at + k >= last) continue;
+        const float factor = Traits::kHasFactors ? window.factors[at + k] : 1.0f;
+        PO_UNROLL
+        for (int i = 0; i < kLaneChunks; ++i) {
+          float values[kElements];
+          to_floats(loaded[k][i], values);
+          PO_UNROLL
+          for (int e = 0; e < kElements; ++e) {
+            sums.values[i][e] += Traits::kHasFactors ? rounded_product(values[e], factor) : values[e];
+          }
+        }
+      }
+    }
+  }
+
+  // A chunk's sums, kept for whoever adds up the row's.
+  PO_FN void store_sums(const GroupView& view, int part, float* target, const Columns& sums) const {
+    each_float(view, part, [&](int i, int offset, int element, int left) {
+      Chunk chunk;
+      __builtin_memcpy(&chunk, sums.values[i] + offset, sizeof(chunk));
+      store_chunk<uint32_t, Traits::kIsAligned>(reinterpret_cast<uint8_t*>(target), element, left, chunk);
+    });
+  }
+  PO_FN void add_stored(const GroupView& view, int part, const float* source, Columns& sums) const {
+    Columns stored;
+    load_floats(view, part, source, 0, stored);
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) sums.values[i][e] += stored.values[i][e];
+    }
+  }
+
+  // `sum_of(part, sums)` adds up a part's gradients, by all tiles that call this; `writes`: whether this one has the row.
+  // `kEarly`: the row is on its way meanwhile, which takes registers.
+  template <bool kEarly, class SumOf>
+  PO_FN void update(const GroupView& view, int64_t row, bool writes, const SumOf& sum_of) const {
+    float multiplier = 0.0f;
+    if constexpr (!Traits::kHasWideRows) {
+      Old old;
+      if constexpr (kEarly) old = load_old(view, row, 0);
+      Columns sums = {};
+      sum_of(0, sums);
+      if (!writes) return;
+      if constexpr (!kEarly) old = load_old(view, row, 0);
+      scale(view, sums);
+      if constexpr (kIsRowwise) multiplier = row_rate(view, row, add_squares(view, 0, old, sums, 0.0f));
+      step(view, row, 0, old, sums, multiplier);
+    } else {
+      const int count = num_parts(view);
+      if constexpr (kIsRowwise) {
+        float squares = 0.0f;
+        PO_NO_UNROLL
+        for (int part = 0; part < count; ++part) {
+          Columns sums = {};
+          sum_of(part, sums);
+          scale(view, sums);
+          squares = add_squares(view, part, load_old(view, row, part), sums, squares);
+        }
+        if (writes) multiplier = row_rate(view, row, squares);
+      }
+      PO_NO_UNROLL
+      for (int part = 0; part < count; ++part) {
+        Columns sums = {};
+        sum_of(part, sums);
+        if (!writes) continue;
+        scale(view, sums);
+        step(view, row, part, load_old(view, row, part), sums, multiplier);
+      }
+    }
+  }
+
+  // Of the window's lookups first, first + stride, ...: the bag's gradient times the row, before the row changes. The window's
+  // first lookup is number `begin` of the sorted ones.
+  PO_FN void differentiate_factors(const GroupView& view, int64_t row, const Window& window, int begin, int first,
+                                   int last, int stride) const {
+    PO_NO_UNROLL
+    for (int at = first; at < last; at += stride) {
+      float total = 0.0f;
+      PO_NO_UNROLL
+      for (int part = 0; part < num_parts(view); ++part) {
+        float sums[kLaneChunks];
+        PO_UNROLL
+        for (int i = 0; i < kLaneChunks; ++i) {
+          sums[i] = 0.0f;
+          const int element = element_of(part, i);
+          const int left = view.width - element;
+          float rows[kElements];
+          float gradients[kElements];
+          to_floats(load_chunk<Storage, Traits::kIsAligned>(view.rows, row * view.width + element, left), rows);
+          to_floats(load_chunk<Storage, Traits::kIsAligned>(window.gradients[at], element, left), gradients);
+          PO_UNROLL
+          for (int e = 0; e < kElements; ++e) {
+            if (is_column(e, left)) sums[i] += rounded_product(rows[e], gradients[e]);
+          }
+        }
+        total = sum_by_trees(tile_, sums, total);
+      }
+      if (tile_.rank() == 0) call_.factor_gradients[call_.lookups[begin + at]] = total;
+    }
+  }
+
+ private:
+  using Scalar = typename Traits::Scalar;
+  using Storage = typename Scalar::Storage;
+  using Chunk = Vector<kChunkBytes>;
+  static constexpr int kFloats = kChunkBytes / static_cast<int>(sizeof(float));
+  static constexpr bool kHasStates = Traits::kStep == Step::kAdagrad || Traits::kStep == Step::kAdam;
+  struct None {};
+
+  // A part of a row as it is before the step.
+  struct Old {
+    Chunk row[kLaneChunks];
+    std::conditional_t<kHasStates, Columns, None> state;
+    std::conditional_t<Traits::kStep == Step::kAdam, Columns, None> second;
+  };
+
+  PO_FN int element_of(int part, int i) const {
+    return (Traits::kHasWideRows ? part : 0) * Traits::kPartElements + (tile_.rank() + i * Tile::kSize) * kElements;
+  }
+
+  // Whether an element of a chunk is one of the row's; where rows are aligned, those of no column are zero.
+  static PO_FN bool is_column(int e, int left) { return Traits::kIsAligned || e < left; }
+
+  static PO_FN void to_floats(const Chunk& chunk, float (&floats)[kElements]) {
+    Storage values[kElements];
+    __builtin_memcpy(values, &chunk, sizeof(chunk));
+    PO_UNROLL
+    for (int e = 0; e < kElements; ++e) floats[e] = Scalar::to_float(values[e]);
+  }
+
+  // Calls `visit` for each 16 bytes of floats that a lane's columns are: chunk, its first float there, element of the row, and
+  // how many are left.
+  template <class Visit>
+  PO_FN void each_float(const GroupView& view, int part, const Visit& visit) const {
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      PO_UNROLL
+      for (int offset = 0; offset < kElements; offset += kFloats) {
+        const int element = element_of(part, i) + offset;
+        visit(i, offset, element, view.width - element);
+      }
+    }
+  }
+  PO_FN void load_floats(const GroupView& view, int part, const float* source, int64_t first, Columns& columns) const {
+    each_float(view, part, [&](int i, int offset, int element, int left) {
+      const auto* bytes = reinterpret_cast<const uint8_t*>(source);
+      const Chunk chunk = load_chunk<uint32_t, Traits::kIsAligned>(bytes, first + element, left);
+      __builtin_memcpy(columns.values[i] + offset, &chunk, sizeof(chunk));
+    });
+  }
+  PO_FN void store_floats(const GroupView& view, int i, int part, float* target, int64_t first,
+                          const float (&values)[kElements]) const {
+    PO_UNROLL
+    for (int offset = 0; offset < kElements; offset += kFloats) {
+      const int element = element_of(part, i) + offset;
+      Chunk chunk;
+      __builtin_memcpy(&chunk, values + offset, sizeof(chunk));
+      store_once<uint32_t, Traits::kIsAligned>(reinterpret_cast<uint8_t*>(target), first + element,
+                                               view.width - element, chunk);
+    }
+  }
+
+  PO_FN Old load_old(const GroupView& view, int64_t row, int part) const {
+    Old old;
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int element = element_of(part, i);
+      old.row[i] = load_once<Storage, Traits::kIsAligned>(view.rows, row * view.width + element, view.width - element);
+    }
+    if constexpr (kHasStates) load_floats(view, part, view.state, row * view.width, old.state);
+    if constexpr (Traits::kStep == Step::kAdam) {
+      load_floats(view, part, view.second, row * view.width, old.second);
+    }
+    return old;
+  }
+
+  static PO_FN void scale(const GroupView& view, Columns& sums) {
+    PO_UNROLL
+    for (auto& chunk : sums.values) {
+      PO_UNROLL
+      for (float& value : chunk) value *= view.rates.scale;
+    }
+  }
+
+  // Of the part's columns, with weight decay where that is a part of the gradient.
+  PO_FN float add_squares(const GroupView& view, int part, const Old& old, const Columns& sums, float total) const {
+    float squares[kLaneChunks];
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      squares[i] = 0.0f;
+      float rows[kElements];
+      if constexpr (Traits::kDecay == Decay::kL2) to_floats(old.row[i], rows);
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) {
+        float value = sums.values[i][e];
+        if constexpr (Traits::kDecay == Decay::kL2) value += rounded_product(plan_.weight_decay, rows[e]);
+        if (is_column(e, view.width - element_of(part, i))) squares[i] += rounded_product(value, value);
+      }
+    }
+    return sum_by_trees(tile_, squares, total);
+  }
+
+  // Adds to the row's state; returns by what its gradient is to be multiplied. One lane has the state.
+  PO_FN float row_rate(const GroupView& view, int64_t row, float squares) const {
+    float rate = 0.0f;
+    if (tile_.rank() == 0) {
+      float* state = view.state + row;
+      const float sum = *state + rounded_product(squares, view.inverse_width);
+      *state = sum;
+      rate = view.rates.rate / (square_root(sum) + plan_.eps);
+    }
+    return tile_.shuffle(rate, 0);
+  }
+
+  PO_FN void step(const GroupView& view, int64_t row, int part, const Old& old, const Columns& sums,
+                  float multiplier) const {
+    const int64_t first = row * view.width;
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int element = element_of(part, i);
+      float rows[kElements];
+      to_floats(old.row[i], rows);
+      if constexpr (Traits::kStep == Step::kSgd) {
+        PO_UNROLL
+        for (int e = 0; e < kElements; ++e) rows[e] -= rounded_product(view.rates.rate, sums.values[i][e]);
+      } else if constexpr (kIsRowwise) {
+        step_rowwise(view, sums.values[i], multiplier, rows);
+      } else {
+        step_by_element(view, i, part, first, old, sums.values[i], rows);
+      }
+      Storage rounded[kElements];
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) rounded[e] = Scalar::from_float(rows[e]);
+      Chunk chunk;
+      __builtin_memcpy(&chunk, rounded, sizeof(chunk));
+      store_once<Storage, Traits::kIsAligned>(view.rows, first + element, view.width - element, chunk);
+    }
+  }
+
+  PO_FN void step_rowwise(const GroupView& view, const float (&gradients)[kElements], float multiplier,
+                          float (&rows)[kElements]) const {
+    const float decay = Traits::kDecay == Decay::kNone ? 0.0f
+                        : Traits::kDecay == Decay::kL2 ? rounded_product(multiplier, plan_.weight_decay)
+                                                       : rounded_product(view.rates.rate, plan_.weight_decay);
+    PO_UNROLL
+    for (int e = 0; e < kElements; ++e) {
+      const float kept = Traits::kDecay == Decay::kNone ? rows[e] : rounded_product(1.0f - decay, rows[e]);
+      rows[e] = kept - rounded_product(multiplier, gradients[e]);
+    }
+  }
+
+  PO_FN void step_by_element(const GroupView& view, int i, int part, int64_t first, const Old& old,
+                             const float (&gradients)[kElements], float (&rows)[kElements]) const {
+    float states[kElements];
+    if constexpr (Traits::kStep == Step::kAdagrad) {
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) {
+        states[e] = old.state.values[i][e] + rounded_product(gradients[e], gradients[e]);
+        rows[e] -= rounded_product(view.rates.rate, gradients[e]) / (square_root(states[e]) + plan_.eps);
+      }
+    }
+    if constexpr (Traits::kStep == Step::kAdam) {
+      float seconds[kElements];
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) {
+        const float gradient = gradients[e];
+        states[e] = rounded_product(plan_.beta1, old.state.values[i][e]) + rounded_product(1 - plan_.beta1, gradient);
+        seconds[e] = rounded_product(plan_.beta2, old.second.values[i][e]) +
+                     rounded_product(rounded_product(1 - plan_.beta2, gradient), gradient);
+        const float spread = square_root(seconds[e] / view.rates.correction2) + plan_.eps;
+        const float change = states[e] / view.rates.correction1 / spread + rounded_product(plan_.weight_decay, rows[e]);
+        rows[e] -= rounded_product(view.rates.rate, change);
+      }
+      store_floats(view, i, part, view.second, first, seconds);
+    }
+    store_floats(view, i, part, view.state, first, states);
+  }
+
+  const Plan& plan_;
+  const Call& call_;
+  const Tile tile_{};
+};
+
+}  // namespace po::embedding_backward

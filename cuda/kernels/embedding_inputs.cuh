@@ -1,0 +1,133 @@
+// The exchange of a batch's lookups, one persistent launch of few WGs in a workspace of its own, so that it runs beside others.
+//
+// Each PE has the lookups of its own samples for all features; each owner of tables gets, from every PE, those of its tables,
+// in a region per PE of its symmetric heap. Protocol: (1) WG 0 grants every peer credit for the regions that this launch
+// fills. (2) Warps add up bags, chunk by chunk; WG 0 waits for all of them and finds where each feature begins, and so each
+// slot in each message. (3) Warps take pieces of messages, owners in turn from the next PE on, and store them in the owner's
+// region; who brings the last piece releases one sliceRdy word there. A message that is too long for its region is its header
+// alone. (4) WG 0 awaits all words and credits; the last WG to leave says where the lookups lie (LookupSource).
+//
+// Bags are never where the caller says, but where they are in a running sum of lengths, or a running maximum of offsets, cut off
+// at the number of values: neither falls, so nothing is written outside of a region, whatever was passed.
+#pragma once
+
+#include "kernels/inputs/messenger.cuh"
+#include "platform/entry.cuh"
+#include "platform/scalar.cuh"
+
+namespace po::embedding_inputs {
+
+// ---- configuration --------------------------------------------------------------------------------------------------
+
+struct Config {
+  IndexType value = IndexType::kInt64;  // of the lookups as they are passed
+  IndexType index = IndexType::kInt64;  // and as owners get them
+  IndexType bound = IndexType::kInt64;  // of lengths or offsets
+  bool lengths = true;                  // of bags; else where they begin
+  bool weighted = false;
+  int threads = 64;
+};
+
+template <Config kConfig>
+struct Traits {
+  using Value = IndexOf<kConfig.value>;
+  using Index = IndexOf<kConfig.index>;
+  using Bound = IndexOf<kConfig.bound>;
+  static constexpr bool kLengths = kConfig.lengths;
+  static constexpr bool kWeighted = kConfig.weighted;
+  static constexpr int kThreads = kConfig.threads;
+  // At most 64 registers per thread: with two warps a WG finds room beside two of the largest ones on an SM.
+  static constexpr int kBlocksPerSm = 1024 / kThreads;
+};
+
+// ---- arrival --------------------------------------------------------------------------------------------------------
+
+// One word from every PE, this one included.
+PO_FN void await_lookups(const WorkGroup& wg, const Team& team) {
+  for (int sender = wg.rank(); sender < team.size; sender += wg.size()) {
+    await_epoch(team, local_word(team, ready_word_offset(team, sender, 0)), kPhaseLookups, sender, 0);  // @inputs-await
+  }
+}
+
+// One thread, behind all others of the launch: says where the lookups are. Where the launch was given up there are none.
+template <class Traits>
+PO_FN void publish(const Plan& plan, const Call& call) {
+  const Team& team = plan.team;
+  const bool aborted = is_aborted(team);
+  const Owner& self = plan.owners[team.rank];
+  int64_t first_sample = 0;
+  int64_t full[4] = {-1, -1, 0, 0};
+  for (int pe = 0; pe < team.size; ++pe) {
+    const Sender& sender = plan.senders[pe];
+    const uint8_t* region = team.heap + call.regions_offset + sender.region_offset;
+    const auto* header = reinterpret_cast<const Header*>(region);
+    const Region parts =
+        region_of(self.num_slots, plan.max_samples, sender.capacity, sizeof(typename Traits::Index), Traits::kWeighted);
+    const bool is_here = !aborted && header->left_out == 0;
+    const int64_t samples = aborted ? 0 : header->samples;
+    LookupSource& source = call.sources[pe];
+    source.indices = region + parts.indices;
+    source.offsets = is_here ? static_cast<const void*>(region + sizeof(Header)) : plan.no_offsets;
+    source.weights = Traits::kWeighted ? reinterpret_cast<const float*>(region + parts.weights) : nullptr;
+    source.first_sample = first_sample;
+    source.samples = samples;
+    source.count = is_here ? header->count : 0;
+    source.capacity = sender.capacity;
+    source.left_out = aborted ? 0 : header->left_out;
+    source.first_lookup =
+        Traits::kWeighted ? static_cast<int64_t>((sender.region_offset + parts.weights) / sizeof(float)) : 0;
+    first_sample += samples;
+    if (aborted || header->full_owner < 0 || full[0] >= 0) continue;
+    full[0] = pe;
+    full[1] = header->full_owner;
+    full[2] = header->full_count;
+    full[3] = header->full_capacity;
+  }
+  if (call.report == nullptr) {
+    if (full[0] >= 0) report_input_error(team, kNoRoom, full[0], full[1], full[2], full[3]);
+    return;
+  }
+  Report& report = *call.report;
+  report.is_aborted = aborted ? 1 : 0;
+  report.full_source = full[0];
+  report.full_owner = full[1];
+  report.full_count = full[2];
+  report.full_capacity = full[3];
+  flag_store_release_sys(&report.state, call.report_number);
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+template <Config kConfig>
+struct Kernel {
+  using Traits = embedding_inputs::Traits<kConfig>;
+  using Plan = embedding_inputs::Plan;
+  using Call = embedding_inputs::Call;
+  using Shared = embedding_inputs::Shared;
+  static constexpr int kThreads = Traits::kThreads;
+  static constexpr int kBlocksPerSm = Traits::kBlocksPerSm;
+
+  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
+    const Plan& plan = shared.plan;
+    if (wg.rank() == 0) {
+      shared.plan.team.contract_hash = call.contract_hash;
+      shared.plan.team.contract[plan.contract_word] = call.contract_word;
+      const auto samples = static_cast<int32_t>(call.samples);
+      shared.chunks_per_feature = max_of(ceil_div(samples, static_cast<int32_t>(plan.chunk_bags)), 1);
+      for (uint64_t& failed : shared.failed) failed = 0;
+    }
+    begin_launch(shared.plan.team, wg);
+    if (wg.index() == 0) grant_credit(plan.team, wg, call.regions_offset);
+    if (Finder<Traits>(wg, shared, call).run()) {
+      Messenger<Traits> messenger(wg, shared, call);
+      messenger.run();
+      messenger.complete_puts();
+    }
+    if (wg.index() == 0) await_all_credits(plan.team, wg);
+    if (wg.index() == 0) await_lookups(wg, plan.team);
+    leave_launch(plan.team, wg, &shared.is_last, 0, 0);
+    if (shared.is_last != 0 && wg.rank() == 0) publish<Traits>(plan, call);
+  }
+};
+
+}  // namespace po::embedding_inputs

@@ -1,0 +1,235 @@
+// Writing messages into the owners' regions.
+#pragma once
+
+#include "kernels/inputs/finder.cuh"
+
+namespace po::embedding_inputs {
+
+// Looks once more at lookups from `source` on: errors are rare, so the loop that copies them remembers nothing.
+template <class Value>
+PO_NOINLINE void report_index(const Plan& plan, const Value* values, int64_t source, int32_t count, const Slot& slot) {
+  for (int32_t i = 0; i < count; ++i) {
+    const auto value = static_cast<int64_t>(values[i]);
+    if (value >= 0 && value < slot.num_rows) continue;
+    return report_bad_input(plan, kBadIndex, slot.feature, source + i, value, slot.num_rows);
+  }
+}
+
+// Sends a message from this PE's heap to an owner that is not reachable, whose credit is here.
+template <class Traits>
+PO_NOINLINE void put_message(const Plan& plan, const Call& call, const Message& message, int owner_number) {
+  const Team& team = plan.team;
+  const Owner& owner = message.owner;
+  constexpr auto kIndexBytes = static_cast<int64_t>(sizeof(typename Traits::Index));
+  const Region parts = region_of(owner.num_slots, plan.max_samples, owner.capacity, kIndexBytes, Traits::kWeighted);
+  const uint64_t region = granted_output(team, owner_number) + owner.region_offset;
+  const auto part = [&](uint64_t offset, int64_t bytes) {
+    if (bytes == 0) return;
+    const uint8_t* source = team.heap + owner.outgoing_offset + offset;
+    put_nbi(team, owner_number, region + offset, source, static_cast<uint64_t>(bytes));
+  };
+  fence_acq_rel_sys();  // what all warps have copied, acquired through the count, is out for the network
+  const int64_t num_offsets = message.is_left_out() ? 0 : owner.num_slots * call.samples + 1;
+  const int64_t count = message.is_left_out() ? 0 : message.count();
+  part(0, static_cast<int64_t>(sizeof(Header)) + num_offsets * static_cast<int64_t>(sizeof(int32_t)));
+  part(parts.indices, count * kIndexBytes);
+  if constexpr (Traits::kWeighted) part(parts.weights, count * static_cast<int64_t>(sizeof(float)));
+  put_fence(team);  // @inputs-fence
+}
+
+// One warp's share of all messages.
+template <class Traits>
+class Messenger {
+ public:
+  using Value = typename Traits::Value;
+  using Index = typename Traits::Index;
+  static constexpr int kElementsAtOnce = 8;  // that a lane loads together
+
+  PO_FN Messenger(const WorkGroup& wg, const Shared& shared, const Call& call)
+      : wg_(wg), plan_(shared.plan), team_(shared.plan.team), call_(call), bags_(shared, call) {}
+
+  PO_FN void run() {
+    const int32_t end = static_cast<int32_t>(plan_.longest[kPieces]) * team_.size;
+    const int32_t stride = wg_.num_warps() * wg_.count();
+    PO_NO_UNROLL
+    for (int32_t at = wg_.warp_index() * wg_.count() + wg_.index(); at < end; at += stride) {
+      const int owner = (team_.rank + 1 + at % team_.size) % team_.size;  // this PE last
+      const Message message(plan_, bags_.chunks_per_feature(), owner);
+      const int32_t piece = at / team_.size;
+      if (piece >= message.num_pieces) continue;
+      const TaskTrace trace(owner != team_.rank);
+      if (is_reachable(team_, owner) && !has_credit(owner)) return;
+      write_piece(message, place(message.owner, owner), piece);
+      finish(message, owner);
+    }
+  }
+
+  // What was put from may be overwritten after this.
+  PO_FN void complete_puts() const {
+    if (has_put_) put_quiet(team_);  // @inputs-quiet
+  }
+
+ private:
+  // One lane decides for the warp: after an abort the lanes may see different credits.
+  PO_FN bool has_credit(int owner) {
+    if (owner == team_.rank || (credited_ >> owner & 1) != 0) return true;  // @credit-before-inputs
+    const bool granted = warp_.rank() == 0 ? await_credit(team_, owner) : false;
+    if (!warp_.shuffle(granted, 0)) return false;
+    warp_.sync();  // the first lane's acquire is before what all lanes store
+    credited_ |= 1ull << owner;
+    return true;
+  }
+
+  PO_FN uint8_t* place(const Owner& owner, int number) const {
+    if (!is_reachable(team_, number)) return team_.heap + owner.outgoing_offset;
+    const uint64_t regions = number == team_.rank ? call_.regions_offset : granted_output(team_, number);
+    return peer_address(team_, number, regions + owner.region_offset);
+  }
+
+  PO_FN Region parts_of(const Owner& owner) const {
+    return region_of(owner.num_slots, plan_.max_samples, owner.capacity, sizeof(Index), Traits::kWeighted);
+  }
+
+  PO_FN void write_piece(const Message& message, uint8_t* region, int32_t piece) const {
+    auto* offsets = reinterpret_cast<int32_t*>(region + sizeof(Header));
+    if (piece == 0) {
+      if (warp_.rank() == 0) write_header(message, region, offsets);
+    } else if (piece <= message.num_chunks) {
+      write_offsets(message, offsets, piece - 1);
+    } else {
+      write_lookups(message, region, (piece - 1 - message.num_chunks) * static_cast<int32_t>(plan_.piece_lookups));
+    }
+  }
+
+  PO_FN void write_header(const Message& message, uint8_t* region, int32_t* offsets) const {
+    auto* header = reinterpret_cast<Header*>(region);
+    header->samples = call_.samples;
+    header->count = message.count();
+    header->left_out = message.is_left_out() ? message.count() : 0;
+    header->full_owner = plan_.longest[kFullOwner];
+    header->full_count = plan_.longest[kFullCount];
+    header->full_capacity = plan_.longest[kFullCapacity];
+    if (message.is_left_out()) return;
+    offsets[message.owner.num_slots * call_.samples] = static_cast<int32_t>(message.count());
+  }
+
+  // A chunk of the bags of a slot: where they begin in the message.
+  PO_FN void write_offsets(const Message& message, int32_t* offsets, int32_t piece) const {
+    const int32_t slot = piece / bags_.chunks_per_feature();
+    const int32_t part = piece % bags_.chunks_per_feature();
+    const auto feature = static_cast<int32_t>(plan_.slots[message.owner.first_slot + slot].feature);
+    const int64_t* chunks = plan_.chunks + feature * bags_.chunks_per_feature();
+    const int64_t moved = message.begins[slot] - chunks[0];
+    const int32_t count = bags_.num_bags(part);
+    const int32_t first_bag = bags_.first_bag(feature, part);
+    int32_t* target = offsets + int64_t{slot} * bags_.samples() + (first_bag - feature * bags_.samples());
+    int64_t before = chunks[part];
+    int64_t next = warp_.rank() < count ? bags_.length_or_end(first_bag + warp_.rank()) : 0;
+    PO_NO_UNROLL
+    for (int32_t first = 0; first < count; first += warp_.size()) {
+      const int32_t i = first + warp_.rank();
+      const int64_t value = i < count ? bags_.cut(next) : 0;
+      if (i + warp_.size() < count) next = bags_.length_or_end(first_bag + i + warp_.size());
+      const int64_t through = combined<Traits>(before, combined_through<Traits>(warp_, value));
+      const int64_t last = warp_.shuffle(through, max_of(warp_.rank() - 1, 0));
+      if (i < count) target[i] = static_cast<int32_t>(moved + bags_.cut(warp_.rank() == 0 ? before : last));
+      before = warp_.shuffle(through, warp_.size() - 1);
+    }
+  }
+
+  // Lookups from `first` on: of the slots that have some of them.
+  PO_FN void write_lookups(const Message& message, uint8_t* region, int32_t first) const {
+    const auto end = static_cast<int32_t>(min_of(first + plan_.piece_lookups, message.count()));
+    const Region parts = parts_of(message.owner);
+    int32_t slot = slot_of(message, first);
+    PO_NO_UNROLL
+    while (first < end) {
+      const auto slot_end = static_cast<int32_t>(message.begins[slot + 1]);
+      const int32_t run = min_of(slot_end, end) - first;
+      if (run > 0) {
+        const Slot& to = plan_.slots[message.owner.first_slot + slot];
+        const int64_t source = plan_.chunks[to.feature * bags_.chunks_per_feature()] + first - message.begins[slot];
+        copy_indices(reinterpret_cast<Index*>(region + parts.indices) + first, source, run, to);
+        if constexpr (Traits::kWeighted) {
+          const float* weights = call_.weights + source;
+          auto* target = reinterpret_cast<float*>(region + parts.weights) + first;
+          copy(target, run, [&](int32_t i) { return weights[i]; });
+        }
+        first += run;
+      }
+      ++slot;
+    }
+  }
+
+  // The last one that begins at a lookup or before.
+  PO_FN int32_t slot_of(const Message& message, int32_t lookup) const {
+    int32_t low = 0;
+    auto high = static_cast<int32_t>(message.owner.num_slots);
+    PO_NO_UNROLL
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      (message.begins[middle] <= lookup ? low : high) = middle;
+    }
+    return low;
+  }
+
+  // An index that is outside of the table becomes -1.
+  PO_FN void copy_indices(Index* target, int64_t source, int32_t count, const Slot& slot) const {
+    const auto* values = static_cast<const Value*>(call_.values) + source;
+    const auto num_rows = static_cast<uint64_t>(slot.num_rows);
+    bool is_bad = false;
+    copy(target, count, [&](int32_t i) {
+      const auto value = static_cast<int64_t>(values[i]);
+      const bool is_row = static_cast<uint64_t>(value) < num_rows;
+      is_bad |= !is_row;
+      return is_row ? static_cast<Index>(value) : Index{-1};
+    });
+    if (is_bad) report_index(plan_, values, source, count, slot);
+    warp_.sync();
+  }
+
+  // target[i] = element(i). A lane's elements lie a warp apart, so that a warp's stores fill lines, whatever the alignment.
+  template <class Element, class Make>
+  PO_FN void copy(Element* target, int32_t count, const Make& element) const {
+    const int32_t at_once = warp_.size() * kElementsAtOnce;
+    const int32_t whole = count - count % at_once;
+    PO_NO_UNROLL
+    for (int32_t i = warp_.rank(); i < whole; i += at_once) {
+      Element loaded[kElementsAtOnce];
+      PO_UNROLL
+      for (int k = 0; k < kElementsAtOnce; ++k) loaded[k] = element(i + k * warp_.size());
+      PO_UNROLL
+      for (int k = 0; k < kElementsAtOnce; ++k) target[i + k * warp_.size()] = loaded[k];
+    }
+    PO_NO_UNROLL
+    for (int32_t i = whole + warp_.rank(); i < count; i += warp_.size()) target[i] = element(i);
+  }
+
+  // Counts a piece. Who brings the last one sends the message, or says that it is there.
+  PO_FN void finish(const Message& message, int owner) {
+    // @inputs-of-lanes
+    warp_.sync();  // what all lanes have stored is before the count
+    if (warp_.rank() != 0) return;
+    const auto num_pieces = static_cast<uint64_t>(message.num_pieces);
+    if (atomic_add_fetch_acq_rel_gpu(plan_.sent + owner, 1) != num_pieces) return;  // @message-complete
+    plan_.sent[owner] = 0;
+    if (is_aborted(team_)) return;  // @inputs-unless-aborted
+    if (!is_reachable(team_, owner)) {
+      if (!await_credit(team_, owner)) return;  // @credit-before-input-puts
+      put_message<Traits>(plan_, call_, message, owner);
+      has_put_ = true;
+    }
+    signal(team_, owner, ready_word_offset(team_, team_.rank, 0), launch_flag(team_));
+  }
+
+  const WorkGroup& wg_;
+  const Plan& plan_;
+  const Team& team_;
+  const Call& call_;
+  const Bags<Traits> bags_;
+  const Warp warp_{};
+  uint64_t credited_ = 0;  // bit p: PE p has granted this epoch's credit
+  bool has_put_ = false;
+};
+
+}  // namespace po::embedding_inputs

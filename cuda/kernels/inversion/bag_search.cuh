@@ -1,0 +1,60 @@
+// Which bag has a place among the lookups: a binary search among the bags' ends, halved as torch.searchsorted does it, so that
+// ends that fall, which no search can be right about, have the same answer here and there.
+//
+// The answers rise with the place whatever the ends are: where two places part in the search, the lower one goes left.
+#pragma once
+
+#include "platform/counters.cuh"
+
+namespace po {
+
+// A step of the search: the part of [begin, end) behind its middle, or before it.
+PO_FN void halve(int32_t& begin, int32_t& end, bool goes_behind) {
+  if (begin >= end) return;
+  const int32_t middle = begin + (end - begin) / 2;
+  if (goes_behind) {
+    begin = middle + 1;
+  } else {
+    end = middle;
+  }
+}
+
+// How many of the ends are found to be at the place or before it: the place's bag, or `count` where it has none. One thread.
+template <class Offset>
+PO_FN int32_t find_bag(const Offset* ends, int32_t count, int64_t place) {
+  int32_t begin = 0;
+  int32_t end = count;
+  while (begin < end) halve(begin, end, static_cast<int64_t>(ends[begin + (end - begin) / 2]) <= place);
+  return begin;
+}
+
+// The same by a warp, in a fifth of the rounds: lanes look at all ends that the next halvings can come to. All lanes.
+template <class Offset>
+PO_FN int32_t find_bag(const Offset* ends, int32_t count, int64_t place, const Warp& warp) {
+  constexpr int kHalvings = kWarpSize == 1 ? 1 : 5;
+  // Node 1 is the next middle; from node n the search goes on to 2n before it, or 2n + 1 behind it.
+  const auto node = static_cast<uint32_t>(warp.rank() + 1);
+  int32_t begin = 0;
+  int32_t end = count;
+  PO_NO_UNROLL
+  while (begin < end) {
+    int32_t own_begin = begin;
+    int32_t own_end = end;
+    PO_UNROLL
+    for (int level = kHalvings - 1; level >= 0; --level) {
+      if (node >> level > 1) halve(own_begin, own_end, (node >> level & 1) != 0);
+    }
+    const int32_t middle = own_begin + (own_end - own_begin) / 2;
+    const uint32_t behind = ballot(warp, own_begin < own_end && static_cast<int64_t>(ends[middle]) <= place);
+    uint32_t at = 1;
+    PO_UNROLL
+    for (int level = 0; level < kHalvings; ++level) {
+      const uint32_t goes_behind = behind >> (at - 1) & 1;
+      halve(begin, end, goes_behind != 0);
+      at = 2 * at + goes_behind;
+    }
+  }
+  return begin;
+}
+
+}  // namespace po

@@ -1,0 +1,198 @@
+// What is sorted, and the memory of a launch that all its WGs share.
+#pragma once
+
+#include "comm/launch.cuh"
+#include "platform/counters.cuh"
+#include "platform/scalar.cuh"
+#include "platform/scan.cuh"
+#include "tile/lookup_source.cuh"
+
+#include <type_traits>
+
+namespace po::embedding_inversion {
+
+inline constexpr int kMaxSources = kMaxPes;
+inline constexpr int kMaxPasses = 8;
+inline constexpr int kMaxDigitBits = 9;
+
+// A lookup on its way to its place: 8 bytes where that is enough.
+struct alignas(8) SmallEntry {
+  using Key = uint32_t;
+  static constexpr bool kHasLookup = false;
+  Key key;
+  int32_t bag;
+};
+
+struct alignas(16) LargeEntry {
+  using Key = uint64_t;
+  static constexpr bool kHasLookup = true;
+  Key key;
+  int32_t bag;
+  int32_t lookup;  // place among the indices
+};
+PO_CONSTANT(sizeof(SmallEntry))
+PO_CONSTANT(sizeof(LargeEntry))
+
+// The key of a lookup that does not count: no row has it.
+template <class Entry>
+inline constexpr auto kNoKey = static_cast<typename Entry::Key>(-1);
+
+struct Plan {
+  Team team;
+  const int64_t* first_keys;  // [num_tables]
+  const int64_t* num_rows;    // [num_tables]
+  int64_t num_tables;
+  int64_t batch;           // bags of a table
+  const int32_t* members;  // [num_tables]: number of a table among those that have its rows; null: with one source
+  int64_t member_bits;     // of these; lookups of a row come by it first
+  int64_t num_passes;
+  uint64_t* words;  // see Words
+};
+PO_DESCRIBE(Plan, team, first_keys, num_rows, num_tables, batch, members, member_bits, num_passes, words)
+
+struct Call {
+  LookupSource source;          // where there is one
+  const LookupSource* sources;  // of samples that follow one another; null: that one
+  int64_t num_sources;
+  // Scratch, whatever it holds:
+  uint8_t* entries[2];   // each with room for whole tiles
+  uint32_t* tile_words;  // [num_passes][tiles][digits]
+  // Results; null where not wanted:
+  void* keys;
+  int32_t* bags;
+  int32_t* lookups;
+  uint32_t* counts;  // [num_tables * batch]; floats in the end
+  int64_t* count;
+};
+PO_DESCRIBE(Call, source, sources, num_sources, entries, tile_words, keys, bags, lookups, counts, count)
+
+// Zero before and after every launch.
+struct Words {
+  alignas(128) uint64_t num_met;                 // WGs that have come to a meeting, of all meetings
+  alignas(128) uint64_t num_tiles[kMaxSources];  // that have a lookup of a bag: a source's first ones
+  alignas(128) uint32_t histograms[kMaxPasses << kMaxDigitBits];
+};
+PO_DESCRIBE(Words, num_met, num_tiles, histograms)
+
+// ---- one WG ---------------------------------------------------------------------------------------------------------
+
+template <class Traits>
+struct Shared {
+  Plan plan;
+  uint64_t is_last;
+  uint64_t gave_up;
+  uint64_t falling_tile;  // where the entries of one are in which the ends of bags were last seen to fall
+  SumScratch scratch;
+  int32_t first_tiles[kMaxSources + 1];  // of each source
+  int32_t made_tiles[kMaxSources];
+  int32_t first_bags[Traits::kTilesAtOnce];
+  int32_t end_bags[Traits::kTilesAtOnce];
+  uint32_t first_places[Traits::kDigits];   // of each digit, in the result of the pass
+  uint32_t staged_places[Traits::kDigits];  // of each digit, in a tile
+  uint32_t shifts[Traits::kDigits];         // from places in a tile to those in the result
+};
+
+// A WG's arena: counters of each warp, one per digit, and a tile of entries. Where lookups are read: counters of each pass, and
+// ends of bags.
+PO_FN constexpr int64_t arena_bytes(int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry) {
+  return max_of<int64_t>(num_warps, kMaxPasses) * num_digits * 4 + tile_items * bytes_of_entry;
+}
+
+template <class Traits>
+class Arena {
+ public:
+  using Entry = typename Traits::Entry;
+
+  PO_FN explicit Arena(const WorkGroup& wg)
+      : counters_(reinterpret_cast<uint32_t*>(wg.arena())),
+        tile_(wg.arena() +
+              arena_bytes(PO_ON_DEVICE ? Traits::kThreads / kWarpSize : wg.num_warps(), 0, Traits::kDigits, 0)) {}
+
+  PO_FN uint32_t* counters(int number) const { return counters_ + number * Traits::kDigits; }
+  PO_FN Entry* tile() const { return reinterpret_cast<Entry*>(tile_); }
+  PO_FN int32_t* ends() const { return reinterpret_cast<int32_t*>(tile_); }
+  static PO_FN int max_ends(int tile_items) { return tile_items * static_cast<int>(sizeof(Entry) / sizeof(int32_t)); }
+
+ private:
+  uint32_t* counters_;
+  uint8_t* tile_;
+};
+
+// What the parts of the kernel have in common. There are fewer than 2^30 lookups, so places and tiles are 32-bit numbers.
+template <class Traits>
+struct Group {
+  const WorkGroup& wg;
+  Shared<Traits>& shared;
+  const Plan& plan;
+  const Call& call;
+  Arena<Traits> arena;
+  int32_t most_tiles;
+
+  PO_FN Group(const WorkGroup& wg_in, Shared<Traits>& shared_in, const Call& call_in)
+      : wg(wg_in), shared(shared_in), plan(shared_in.plan), call(call_in), arena(wg_in) {
+    most_tiles = shared.first_tiles[call.num_sources];
+  }
+
+  // One thread, before anybody has a group.
+  static PO_FN void number_tiles(const WorkGroup& wg, Shared<Traits>& shared, const Call& call) {
+    const int32_t tile_items = wg.size() * Traits::kItems;
+    int32_t first = 0;
+    for (int i = 0; i < call.num_sources; ++i) {
+      shared.first_tiles[i] = first;
+      first += ceil_div(static_cast<int32_t>(source_of(call, i).count), tile_items);
+    }
+    shared.first_tiles[call.num_sources] = first;
+  }
+
+  static PO_FN const LookupSource& source_of(const Call& call, int number) {
+    return call.sources == nullptr ? call.source : call.sources[number];
+  }
+
+  // On the GPU the compiler knows them.
+  PO_FN int num_threads() const { return PO_ON_DEVICE ? Traits::kThreads : wg.size(); }
+  PO_FN int num_warps() const { return num_threads() / kWarpSize; }
+  PO_FN int32_t tile_items() const { return num_threads() * Traits::kItems; }
+
+  PO_FN Words& words() const { return *reinterpret_cast<Words*>(plan.words); }
+
+  // An item of this thread, in a tile: those of a warp lie side by side.
+  PO_FN int32_t place_of(int item) const {
+    const Warp warp;
+    return (wg.warp_index() * Traits::kItems + item) * warp.size() + warp.rank();
+  }
+
+  PO_FN uint8_t* entries(int pass) const { return call.entries[pass % 2]; }
+
+  // [tiles][digits]
+  PO_FN uint32_t* tile_words(int pass) const {
+    return call.tile_words + static_cast<int64_t>(pass) * most_tiles * Traits::kDigits;
+  }
+
+  PO_FN void give_up() const { flag_store_relaxed_wg(&shared.gave_up, 1); }
+
+  // Whether no thread of the WG has given up, before this. Between two of these lies a sync, so all have the same answer.
+  PO_FN bool goes_on() const {
+    wg.sync();  // @inversion-all-done
+    return flag_load_relaxed_wg(&shared.gave_up) == 0;
+  }
+
+  // Comes to a meeting of all WGs, each of which sees behind it what all have written before.
+  PO_FN void come_to_meeting() const {
+    // @inversion-meet-sync
+    wg.sync();  // what all threads have written is before the count
+    if (wg.rank() == 0) atomic_add_fetch_acq_rel_gpu(&words().num_met, 1);
+  }
+
+  // Waits until all have come to the meeting of a number, from 1. False: gave up.
+  PO_FN bool await_meeting(int number) const {
+    if (wg.rank() == 0) {
+      const auto expected = static_cast<uint64_t>(number) * static_cast<uint64_t>(wg.count());
+      const uint64_t* met = &words().num_met;
+      // @inversion-meet-await
+      if (!await_own(plan.team, [&] { return flag_load_acquire_sys(met) >= expected; })) give_up();
+    }
+    return goes_on();
+  }
+};
+
+}  // namespace po::embedding_inversion

@@ -1,0 +1,228 @@
+// From indices and offsets to entries, and how many of their keys have which digit, in all passes.
+//
+// A tile is some lookups that lie side by side. Its bags are found by two searches, of its first place and of the place behind
+// it; the ends of the bags in between come into the WG's own memory, where each lookup looks for its own. If those ends rise,
+// that finds what a search among all ends does: the ends outside of them send every place of the tile the same way.
+#pragma once
+
+#include "kernels/inversion/bag_search.cuh"
+#include "kernels/inversion/entries.cuh"
+#include "platform/bits.cuh"
+
+namespace po::embedding_inversion {
+
+template <class Traits>
+class LookupKeys {
+ public:
+  using Entry = typename Traits::Entry;
+  using Key = typename Entry::Key;
+  using Index = typename Traits::Index;
+  using Offset = typename Traits::Offset;
+  static constexpr int kItems = Traits::kItems % 8 == 0 ? 8 : min_of(Traits::kItems, 4);  // of a thread, at a time
+  static_assert(Traits::kItems % kItems == 0, "a tile is whole numbers of these");
+  static constexpr int kDigits = Traits::kDigits;
+
+  PO_FN explicit LookupKeys(const Group<Traits>& group) : group_(group), wg_(group.wg) {}
+
+  // Makes the entries of this WG's tiles.
+  PO_FN void make() {
+    const auto num_counters = static_cast<int>(group_.plan.num_passes) * kDigits;
+    uint32_t* counters = group_.arena.counters(0);
+    for (int i = wg_.rank(); i < num_counters; i += group_.num_threads()) counters[i] = 0;
+    if (wg_.rank() == 0) group_.shared.falling_tile = 0;
+    const int32_t stride = wg_.count();
+    for (int32_t first = wg_.index(); first < group_.most_tiles; first += stride * Traits::kTilesAtOnce) {
+      find_bags(first, stride);
+      PO_NO_UNROLL
+      for (int i = 0; i < Traits::kTilesAtOnce; ++i) {
+        const int32_t tile = first + stride * i;
+        if (tile >= group_.most_tiles) break;
+        const int source = enter(tile);
+        const int32_t first_bag = group_.shared.first_bags[i];
+        if (first_bag == num_bags_) continue;  // nor has a tile of the source behind it a lookup of a bag
+        make_tile(first_bag, group_.shared.end_bags[i]);
+        if (wg_.rank() == 0) atomic_fetch_add_relaxed_gpu(&group_.words().num_tiles[source], 1);
+      }
+    }
+    wg_.sync();  // all have counted their digits
+    for (int i = wg_.rank(); i < num_counters; i += group_.num_threads()) {
+      if (counters[i] != 0) count_add_relaxed_gpu(group_.words().histograms + i, counters[i]);
+    }
+  }
+
+ private:
+  // Goes on with a tile. Returns the number of its source.
+  PO_FN int enter(int32_t tile) {
+    int number = 0;
+    while (tile >= group_.shared.first_tiles[number + 1]) ++number;
+    source_ = &Group<Traits>::source_of(group_.call, number);
+    num_bags_ = static_cast<int32_t>(group_.plan.num_tables * source_->samples);
+    begin_ = (tile - group_.shared.first_tiles[number]) * group_.tile_items();
+    entries_ = group_.entries(0) + static_cast<int64_t>(tile) * group_.tile_items() * static_cast<int>(sizeof(Entry));
+    return number;
+  }
+
+  PO_FN const Offset* ends() const { return static_cast<const Offset*>(source_->offsets) + 1; }
+
+  // The bags of the first place in each tile and of the place behind it.
+  PO_FN void find_bags(int32_t first, int32_t stride) {
+    const Warp warp;
+    wg_.sync();  // the last ones have been read
+    for (int i = wg_.warp_index(); i < 2 * Traits::kTilesAtOnce; i += group_.num_warps()) {
+      const int32_t tile = first + stride * (i / 2);
+      if (tile >= group_.most_tiles) break;
+      enter(tile);
+      const int32_t bag = find_bag(ends(), num_bags_, begin_ + i % 2 * group_.tile_items(), warp);
+      if (warp.rank() == 0) (i % 2 == 0 ? group_.shared.first_bags : group_.shared.end_bags)[i / 2] = bag;
+    }
+    wg_.sync();  // @inversion-bags-found
+  }
+
+  PO_FN void make_tile(int32_t first_bag, int32_t end_bag) {
+    const TaskTrace trace(false);
+    const int num_ends = end_bag - first_bag;
+    first_place_ = in_tile(static_cast<const Offset*>(source_->offsets)[0]);
+    Key rows[kItems];
+    load(0, rows);  // on their way with the ends
+    if (!bring_ends(first_bag, num_ends)) return make_tile_by_searches();
+    PO_NO_UNROLL
+    for (int item = 0; item < Traits::kItems; item += kItems) {
+      if (item != 0) load(item, rows);
+      int32_t bags[kItems];
+      find_among(num_ends, item, bags);
+      PO_UNROLL
+      for (int u = 0; u < kItems; ++u) finish(group_.place_of(item + u), rows[u], first_bag + bags[u]);
+    }
+  }
+
+  PO_FN void make_tile_by_searches() const {
+    PO_NO_UNROLL
+    for (int u = 0; u < Traits::kItems; ++u) {
+      const int32_t place = group_.place_of(u);
+      finish(place, row_at(place), find_bag(ends(), num_bags_, begin_ + place));
+    }
+  }
+
+  PO_FN void load(int item, Key (&rows)[kItems]) const {
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) rows[u] = row_at(group_.place_of(item + u));
+  }
+
+  // Of a lookup of the tile; one that no table has where the index does not fit.
+  PO_FN Key row_at(int32_t place) const {
+    if (begin_ + place >= source_->count) return kNoKey<Entry>;
+    const Index index = static_cast<const Index*>(source_->indices)[begin_ + place];
+    const auto row = static_cast<uint64_t>(static_cast<int64_t>(index));
+    return row < kNoKey<Entry> ? static_cast<Key>(row) : kNoKey<Entry>;
+  }
+
+  // Counted from the tile's first place. Where all its places are on one side of an offset, it does not matter how far it is.
+  PO_FN int32_t in_tile(Offset offset) const {
+    const int64_t place = static_cast<int64_t>(offset) - begin_;
+    return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(place, 0), group_.tile_items()));
+  }
+
+  // Whether the ends of a tile's bags are in the WG's own memory, and rise.
+  PO_FN bool bring_ends(int32_t first_bag, int num_ends) const {
+    const auto tile = reinterpret_cast<uint64_t>(entries_);  // stands for it
+    // @inversion-ends-read
+    wg_.sync();  // the ends of the last tile have been read, and the bags of this one
+    if (num_ends > Arena<Traits>::max_ends(group_.tile_items())) return false;
+    for (int i = wg_.rank(); i < num_ends; i += group_.num_threads()) {
+      const Offset* last = ends() + first_bag + i;
+      const int32_t end = in_tile(*last);
+      group_.arena.ends()[i] = end;
+      if (i + 1 < num_ends && in_tile(last[1]) < end) {
+        flag_store_relaxed_wg(&group_.shared.falling_tile, tile);
+      }
+    }
+    wg_.sync();  // @inversion-ends-brought
+    return flag_load_relaxed_wg(&group_.shared.falling_tile) != tile;
+  }
+
+  // How many of those ends are before this thread's items or at them, from `item` on; all side by side so that their looks overlap.
+  PO_FN void find_among(int num_ends, int item, int32_t (&found)[kItems]) const {
+    const int32_t* ends = group_.arena.ends();
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) found[u] = 0;
+    int step = 1;
+    while (2 * step <= num_ends) step *= 2;
+    PO_NO_UNROLL
+    for (; step > 0; step /= 2) {
+      PO_UNROLL
+      for (int u = 0; u < kItems; ++u) {
+        const int next = found[u] + step;
+        if (next <= num_ends && ends[next - 1] <= group_.place_of(item + u)) found[u] = next;
+      }
+    }
+  }
+
+  // `place`: in the tile. `bag`: of the source.
+  PO_FN void finish(int32_t place, Key row, int32_t bag) const {
+    const Plan& plan = group_.plan;
+    Entry entry{};
+    entry.key = kNoKey<Entry>;
+    int32_t batch_bag = -1;
+    if (bag < num_bags_ && place >= first_place_) {
+      const auto samples = static_cast<uint32_t>(source_->samples);
+      const uint32_t table = static_cast<uint32_t>(bag) / samples;
+      const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
+      batch_bag = static_cast<int32_t>(table * plan.batch + source_->first_sample) + sample;
+      if (row < static_cast<uint64_t>(plan.num_rows[table])) {
+        entry.key = static_cast<Key>(plan.first_keys[table]) + row;
+        if (plan.members != nullptr) entry.key = entry.key << plan.member_bits | static_cast<Key>(plan.members[table]);
+      }
+    }
+    entry.bag = batch_bag;
+    if constexpr (Entry::kHasLookup) entry.lookup = static_cast<int32_t>(source_->first_lookup) + begin_ + place;
+    constexpr int kBytes = sizeof(Entry);
+    Vector<kBytes> words;
+    __builtin_memcpy(&words, &entry, kBytes);
+    store_vector<kBytes>(entries_ + place * kBytes, words);
+    const bool counts = entry.key != kNoKey<Entry>;
+    count_digits(entry.key, counts);
+    if constexpr (Traits::kCounts) count_bag(batch_bag, counts);
+  }
+
+  PO_FN void count_digits(Key key, bool counts) const {
+    const Warp warp;
+    PO_NO_UNROLL
+    for (int pass = 0; pass < static_cast<int>(group_.plan.num_passes); ++pass) {
+      uint32_t* counters = group_.arena.counters(pass);
+      const uint32_t digit = Traits::digit_of(key, pass);
+      // The higher digits of neighbours are often the same.
+      const uint32_t first = warp.shuffle(digit, 0);  // @inversion-first-digit
+      const bool is_first = counts && digit == first;
+      if (warp.count(is_first) == warp.size()) {
+        if (warp.rank() == 0) count_add_relaxed_wg(counters + digit, static_cast<uint32_t>(warp.size()));
+      } else if (counts) {
+        count_add_relaxed_wg(counters + digit, 1);
+      }
+    }
+  }
+
+  // Lookups of a bag lie side by side: the first lane of each bag counts for the others.
+  PO_FN void count_bag(int32_t bag, bool counts) const {
+    const Warp warp;
+    const int32_t before = warp.shuffle(bag, max_of(warp.rank() - 1, 0));
+    const bool begins = warp.rank() == 0 || bag != before;
+    const uint64_t beginning = ballot(warp, begins);
+    const uint64_t counted = ballot(warp, counts);
+    if (!begins || bag < 0) return;
+    const uint64_t later = beginning & ~bits_below(warp.rank() + 1);
+    const int end = later == 0 ? warp.size() : lowest_bit(later);
+    const int count = count_bits(counted & bits_below(end) & ~bits_below(warp.rank()));
+    if (count != 0) count_add_relaxed_gpu(group_.call.counts + bag, static_cast<uint32_t>(count));
+  }
+
+  const Group<Traits>& group_;
+  const WorkGroup& wg_;
+  // Of the tile:
+  const LookupSource* source_ = nullptr;
+  int32_t num_bags_ = 0;     // of the source
+  int32_t begin_ = 0;        // in the source
+  int32_t first_place_ = 0;  // in the tile, that a bag may have
+  uint8_t* entries_ = nullptr;
+};
+
+}  // namespace po::embedding_inversion

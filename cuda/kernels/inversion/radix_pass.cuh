@@ -1,0 +1,256 @@
+// One pass of the sort: entries go to where those with a smaller digit, and those with the same one before them, leave them.
+//
+// How many have which digit is known of the whole; so a tile need only know how many of each digit the tiles before it have. It
+// tells its own numbers as soon as it has counted them, and adds up backwards what the tiles before have told, until one has
+// told the sum of all up to its own (decoupled look-back: Merrill and Garland 2016; Adinets and Merrill 2022). A number and
+// what it is of are one 32-bit word, so nothing need be ordered. A WG has every count()-th tile, in ascending order, and all WGs
+// are resident: the first tile that is not done is some WG's current one, and waits for nobody.
+#pragma once
+
+#include "kernels/inversion/entries.cuh"
+#include "platform/bits.cuh"
+
+namespace po::embedding_inversion {
+
+inline constexpr uint32_t kOfTile = 1u << 30;     // above the number: of the entries of the tile
+inline constexpr uint32_t kOfAll = 2u << 30;      // of those of all tiles up to it
+inline constexpr uint32_t kNumber = kOfTile - 1;  // and the most lookups that there may be
+PO_CONSTANT(kNumber)
+
+template <class Traits>
+class RadixPass {
+ public:
+  using Entry = typename Traits::Entry;
+  static constexpr int kItems = Traits::kItems;
+  static constexpr int kDigits = Traits::kDigits;
+
+  PO_FN RadixPass(const Group<Traits>& group, int pass)
+      : group_(group),
+        wg_(group.wg),
+        pass_(pass),
+        is_last_(pass + 1 == group.plan.num_passes),
+        tile_words_(group.tile_words(pass)) {}
+
+  // Returns how many entries there are in the result. All threads.
+  PO_FN int32_t place_digits() {
+    for (int i = wg_.rank(); pass_ == 0 && i < group_.call.num_sources; i += group_.num_threads()) {
+      group_.shared.made_tiles[i] = static_cast<int32_t>(group_.words().num_tiles[i]);  // a sync follows
+    }
+    const uint32_t* histogram = group_.words().histograms + pass_ * kDigits;
+    uint64_t own = 0;
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) own += histogram[digit];
+    uint64_t total;
+    auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
+      group_.shared.first_places[digit] = place;
+      place += histogram[digit];
+    }
+    return static_cast<int32_t>(total);
+  }
+
+  // Sorts this WG's tiles of entries that lie side by side, or as they were made. False: gave up.
+  PO_FN bool sort(int32_t num_entries) {
+    int32_t num_tiles = ceil_div(num_entries, group_.tile_items());
+    if (pass_ == 0) {
+      num_tiles = 0;
+      for (int i = 0; i < group_.call.num_sources; ++i) num_tiles += group_.shared.made_tiles[i];
+    }
+    Entry entries[kItems];
+    if (wg_.index() < num_tiles) load(wg_.index(), num_entries, entries);
+    PO_NO_UNROLL
+    for (int32_t tile = wg_.index(); tile < num_tiles; tile += wg_.count()) {
+      const TaskTrace trace(false);
+      const auto count = static_cast<int>(order(tile, entries));
+      const int32_t next = tile + wg_.count();
+      if (next < num_tiles) load(next, num_entries, entries);  // on their way meanwhile
+      if (!find_shifts(tile)) group_.give_up();
+      if (!group_.goes_on()) return false;
+      store(count);
+    }
+    return true;
+  }
+
+ private:
+  // The digits of this thread.
+  PO_FN int first_digit() const { return min_of(wg_.rank() * ceil_div(kDigits, group_.num_threads()), kDigits); }
+  PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
+
+  // Puts a tile's entries in the order of their digits, in the WG's own memory. Returns how many there are.
+  PO_FN uint64_t order(int32_t tile, const Entry (&entries)[kItems]) const {
+    uint32_t ranks[kItems];  // among the entries of the warp that have the digit
+    rank(entries, ranks);
+    wg_.sync();  // @inversion-ranked
+    const uint64_t count = count_digits(tile);
+    wg_.sync();  // @inversion-counted
+    stage(entries, ranks);
+    return count;
+  }
+
+  PO_FN void load(int32_t tile, int32_t num_entries, Entry (&entries)[kItems]) const {
+    constexpr int kBytes = sizeof(Entry);
+    const uint8_t* source = group_.entries(pass_);
+    const int32_t first = (pass_ == 0 ? made_tile(tile) : tile) * group_.tile_items();
+    const int32_t end = pass_ == 0 ? first + group_.tile_items() : num_entries;
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int32_t place = first + group_.place_of(u);
+      entries[u].key = kNoKey<Entry>;
+      if (place >= end) continue;
+      const Vector<kBytes> words = load_shared_vector<kBytes>(source + static_cast<int64_t>(place) * kBytes);
+      __builtin_memcpy(&entries[u], &words, kBytes);
+    }
+  }
+
+  // Where the tile of a number is, of those that were made.
+  PO_FN int32_t made_tile(int32_t number) const {
+    const Shared<Traits>& shared = group_.shared;
+    int source = 0;
+    for (; number >= shared.made_tiles[source]; ++source) number -= shared.made_tiles[source];
+    return shared.first_tiles[source] + number;
+  }
+
+  // Counts the digits of the warp's entries, in their order.
+  PO_FN void rank(const Entry (&entries)[kItems], uint32_t (&ranks)[kItems]) const {
+    const Warp warp;
+    const auto before = static_cast<uint32_t>(bits_below(warp.rank()));
+    uint32_t* counters = group_.arena.counters(wg_.warp_index());
+    for (int digit = warp.rank(); digit < kDigits; digit += warp.size()) counters[digit] = 0;
+    warp.sync();
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const bool is_there = entries[u].key != kNoKey<Entry>;
+      const uint32_t digit = Traits::digit_of(entries[u].key, pass_);
+      const uint32_t same = lanes_with(warp, digit, is_there);
+      const uint32_t earlier = counters[digit];
+      ranks[u] = earlier + static_cast<uint32_t>(count_bits(same & before));
+      warp.sync();  // @inversion-counters-read
+      if (is_there && (same & before) == 0) counters[digit] = earlier + static_cast<uint32_t>(count_bits(same));
+      warp.sync();
+    }
+  }
+
+  // The lanes, of those with an entry, that have the same digit as this one.
+  static PO_FN uint32_t lanes_with(const Warp& warp, uint32_t digit, bool is_there) {
+    uint32_t same = ballot(warp, is_there);
+    if constexpr (kWarpSize == 1) return same;
+    PO_UNROLL
+    for (int bit = 0; bit < Traits::kDigitBits; ++bit) {
+      const bool is_set = (digit >> bit & 1) != 0;
+      const uint32_t set = ballot(warp, is_set);
+      same &= is_set ? set : ~set;
+    }
+    return same;
+  }
+
+  // From counters of each warp to how many entries of the warps before it have the digit; tells how many the tile has of each,
+  // and finds their places in it. Returns the number of entries. A thread has some digits.
+  PO_FN uint64_t count_digits(int32_t tile) const {
+    uint64_t own = 0;
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
+      uint32_t count = 0;
+      PO_UNROLL
+      for (int warp = 0; warp < group_.num_warps(); ++warp) {
+        uint32_t& counter = group_.arena.counters(warp)[digit];
+        const uint32_t of_warp = counter;
+        counter = count;
+        count += of_warp;
+      }
+      // @inversion-tells-tile
+      count_store_relaxed_gpu(tile_word(tile, digit), (tile == 0 ? kOfAll : kOfTile) | count);
+      group_.shared.shifts[digit] = count;  // until find_shifts, of this thread alone
+      own += count;
+    }
+    uint64_t total;
+    auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
+      group_.shared.staged_places[digit] = place;
+      place += group_.shared.shifts[digit];
+    }
+    return total;
+  }
+
+  PO_FN void stage(const Entry (&entries)[kItems], const uint32_t (&ranks)[kItems]) const {
+    const uint32_t* earlier = group_.arena.counters(wg_.warp_index());
+    Entry* staged = group_.arena.tile();
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      if (entries[u].key == kNoKey<Entry>) continue;
+      const uint32_t digit = Traits::digit_of(entries[u].key, pass_);
+      staged[group_.shared.staged_places[digit] + earlier[digit] + ranks[u]] = entries[u];
+    }
+  }
+
+  // Where the entries of this thread's digits go. False: gave up.
+  PO_FN bool find_shifts(int32_t tile) const {
+    PO_NO_UNROLL
+    for (int digit = first_digit(); digit < end_digit(); ++digit) {
+      uint32_t earlier = 0;
+      if (tile != 0) {
+        if (!look_back(tile, digit, earlier)) return false;
+        const uint32_t count = group_.shared.shifts[digit];
+        count_store_relaxed_gpu(tile_word(tile, digit), kOfAll | (earlier + count));
+      }
+      group_.shared.shifts[digit] = group_.shared.first_places[digit] + earlier - group_.shared.staged_places[digit];
+    }
+    return true;
+  }
+
+  PO_FN uint32_t* tile_word(int32_t tile, int digit) const {
+    return tile_words_ + static_cast<int64_t>(tile) * kDigits + digit;
+  }
+
+  // Adds up how many entries of the tiles before have the digit. Asks for some tiles' words at a time.
+  PO_FN bool look_back(int32_t tile, int digit, uint32_t& sum) const {
+    constexpr int kWordsAtOnce = Traits::kWordsAtOnce;
+    int32_t next = tile - 1;
+    return await_own(group_.plan.team, [&] {
+      const uint32_t* last = tile_word(next, digit);
+      uint32_t words[kWordsAtOnce];
+      PO_UNROLL
+      for (int k = 0; k < kWordsAtOnce; ++k) words[k] = count_load_relaxed_gpu(last - min_of(k, next) * kDigits);
+      PO_UNROLL
+      for (int k = 0; k < kWordsAtOnce; ++k) {
+        if (words[k] < kOfTile) return false;  // @inversion-told
+        sum += words[k] & kNumber;
+        --next;
+        if (words[k] >= kOfAll) return true;  // tile 0 tells no other
+      }
+      return false;
+    });
+  }
+
+  PO_FN void store(int count) const {
+    const Entry* staged = group_.arena.tile();
+    const Call& call = group_.call;
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int i = u * group_.num_threads() + wg_.rank();
+      if (i >= count) continue;
+      const Entry entry = staged[i];
+      const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
+      if (is_last_) {
+        static_cast<typename Traits::Key*>(call.keys)[place] =
+            static_cast<typename Traits::Key>(entry.key >> group_.plan.member_bits);
+        call.bags[place] = entry.bag;
+        if constexpr (Traits::kLookups) call.lookups[place] = entry.lookup;
+      } else {
+        constexpr int kBytes = sizeof(Entry);
+        Vector<kBytes> words;
+        __builtin_memcpy(&words, &entry, kBytes);
+        store_vector<kBytes>(group_.entries(pass_ + 1) + static_cast<uint64_t>(place) * kBytes, words);
+      }
+    }
+  }
+
+  const Group<Traits>& group_;
+  const WorkGroup& wg_;
+  const int pass_;
+  const bool is_last_;
+  uint32_t* const tile_words_;
+};
+
+}  // namespace po::embedding_inversion

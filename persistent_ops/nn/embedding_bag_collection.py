@@ -1,0 +1,439 @@
+"""Embedding tables that are spread over the PEs, as a module that is trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import ops as _ops
+from ..ops.embedding_backward import EmbeddingOptimizer
+from ..ops.embedding_backward_plan import agree_on_widths
+from ..ops.embedding_inputs import EmbeddingInputs
+from ..ops.embedding_inputs_lookups import Lookups
+from ..runtime import world as _world
+from .embedding_bag_optimizer import EmbeddingBagOptimizer
+from .embedding_features import Features, KeyedEmbeddings, features_of
+from .embedding_tables import Group, TableConfig, place, placements_of, table_configs
+from .sharded_table import ShardedTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from typing_extensions import Self
+
+__all__ = ["ShardedEmbeddingBagCollection", "ignore_sharded_tables"]
+
+_CLIPPING = (
+    "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
+    "clamps single elements"
+)
+
+
+class ShardedEmbeddingBagCollection(torch.nn.Module):
+    """Pools the lookups of this PE's samples in tables of all PEs, and updates the tables in the backward pass.
+
+    Block k of the result's columns is ``pool(table_k[bag of feature k])``, in the order of `tables` and of their
+    features, whatever the placement and the number of PEs. Lookups go to the owners of the tables (`EmbeddingInputs`),
+    pooled rows come back and gradients go there (`embedding_all_to_all`, `EmbeddingOptimizer`); one call for all tables
+    of equal pooling and dtype.
+
+    Made by all PEs together, with the same arguments.
+
+    Args:
+        tables: `TableConfig`s, TorchRec's EmbeddingBagConfigs, or tuples of TableConfig's fields.
+        max_batch: the most samples that a PE passes.
+        lookups_per_sample: of each feature, by name, or one number for all: estimates, of which room for lookups and
+            balance come.
+        placement: "table_wise", a `TablePlacement`, a mapping of tables' names to these, or TorchRec's ShardingPlan.
+        algorithm: of `EmbeddingOptimizer`.
+        lr, eps, weight_decay, weight_decay_mode, betas: of it too.
+        gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
+            DistributedDataParallel takes of the dense part's.
+        max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
+        max_grad_norm: refused.
+        is_weighted: whether lookups have weights; all tables are pooled by "sum" then. They get no gradient.
+        seed: of the first rows, which are uniform in TableConfig's init_range and the same for any placement and world.
+        bounds: of `EmbeddingInputs`.
+        keyed_tensor: makes the result of a KeyedJaggedTensor of names, columns of each, and values; TorchRec's
+            KeyedTensor fits.
+
+    Attributes:
+        layout: which PE has what.
+        feature_names: F names, the order of inputs: as features occur first in the tables.
+        embedding_names, embedding_dims: of the result's blocks.
+        optimizer: see `EmbeddingBagOptimizer`.
+
+    Raises:
+        ValueError, TypeError: an argument; or the PEs passed different ones.
+        NotImplementedError: a placement or clipping that is not provided.
+        SymmetricHeapError: no room for lookups.
+        RuntimeError: `po.init()` has not been called.
+
+    Parameters are called ``embedding_bags.<table>.weight`` as in an EmbeddingBagCollection; on a PE they have what it
+    owns: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`. They require no gradient, so that other
+    optimizers leave them alone. DistributedDataParallel must do so too: `ignore_sharded_tables`. State dicts have
+    `TableShards` under these names; plain tensors `[R, D]` are loaded as well.
+
+    Source: TorchRec's ShardedEmbeddingBagCollection, whose names and orders these are.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[Any],
+        *,
+        max_batch: int,
+        lookups_per_sample: float | Mapping[str, float] = 1.0,
+        placement: Any = "table_wise",
+        algorithm: str = "sgd",
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        weight_decay_mode: str = "l2",
+        betas: tuple[float, float] = (0.9, 0.999),
+        gradient_scale: float | None = None,
+        max_gradient: float | None = None,
+        max_grad_norm: float | None = None,
+        is_weighted: bool = False,
+        seed: int = 0,
+        bounds: str = "fatal",
+        keyed_tensor: Callable[[list[str], list[int], torch.Tensor], Any] = KeyedEmbeddings,
+    ) -> None:
+        super().__init__()
+        if max_grad_norm is not None:
+            raise NotImplementedError(f"max_grad_norm: {_CLIPPING}")
+        if max_gradient is not None and not max_gradient > 0:
+            raise ValueError(f"max_gradient: expected a number above 0, got {max_gradient}")
+        self._world = world = _world.for_call()
+        configs = table_configs(tables)
+        if is_weighted and any(config.pooling != "sum" for config in configs):
+            raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
+        estimates = _estimates(configs, lookups_per_sample)
+        self.layout = place(configs, placements_of(configs, placement), estimates, world.size)
+        self.feature_names = list(self.layout.features)
+        self.embedding_names = list(self.layout.names)
+        self.embedding_dims = list(self.layout.dims)
+        self._is_weighted, self._keyed_tensor = is_weighted, keyed_tensor
+        self._clamp = None if max_gradient is None else max_gradient * world.size
+        options = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "weight_decay_mode": weight_decay_mode,
+            "betas": betas,
+        }
+        scale = 1.0 / world.size if gradient_scale is None else gradient_scale
+        self._inputs = self._make_inputs(max_batch, estimates, bounds)
+        self._agree([algorithm, options, scale, max_gradient, seed])
+        self.embedding_bags = torch.nn.ModuleDict(
+            {config.name: ShardedTable(self.layout, number, world) for number, config in enumerate(configs)}
+        )
+        self.reset_parameters(seed)
+        self._weights, optimizers = [], []
+        for group in self.layout.groups:
+            weights = [self._table(slot.table).slice(slot.slice) for slot in group.slots[world.rank]]
+            optimizer = EmbeddingOptimizer(weights, algorithm, **options)  # type: ignore[arg-type]
+            optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
+            agree_on_widths(world, optimizer._token, group.dim_per_rank, weights)
+            self._weights.append(weights)
+            optimizers.append(optimizer)
+        self._optimizers = optimizers
+        self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
+        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), optimizers)
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
+
+    @classmethod
+    def from_collection(cls, collection: Any, **options: Any) -> Self:
+        """Make one of an EmbeddingBagCollection, with its tables' rows, to be put in its place in a model.
+
+        Args:
+            collection: TorchRec's, whole on every PE, on any device; it is not changed and not kept.
+            options: keyword arguments of the class.
+        """
+        for kind in type(collection).__mro__:
+            if kind.__name__ in ("DistributedModelParallel", "ShardedEmbeddingBagCollection"):
+                raise NotImplementedError(
+                    f"collection: {kind.__name__} spreads tables by itself; pass the EmbeddingBagCollection that it is "
+                    "made of, and put the model's dense part under DistributedDataParallel"
+                )
+        is_weighted = getattr(collection, "is_weighted", lambda: False)()
+        made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
+        made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
+        return made
+
+    def embedding_bag_configs(self) -> list[TableConfig]:
+        """Return the tables' configs."""
+        return list(self.layout.configs)
+
+    def is_weighted(self) -> bool:
+        """Return whether lookups have weights."""
+        return self._is_weighted
+
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Draw all rows anew, those of a table from a generator of its own: the same for any placement and world."""
+        for number in range(len(self.layout.configs)):
+            self._table(number).draw(seed * 1_000_003 + 1 + number)
+
+    # ---- making ------------------------------------------------------------------------------------------------------
+
+    def _make_inputs(self, max_batch: int, estimates: Mapping[str, float], bounds: str) -> list[EmbeddingInputs]:
+        configs, features = self.layout.configs, self.layout.features
+        return [
+            EmbeddingInputs(
+                [[(slot.feature, configs[slot.table].num_embeddings) for slot in of_pe] for of_pe in group.slots],
+                num_features=len(features),
+                max_batch=max_batch,
+                lookups_per_sample=[estimates[name] for name in features],
+                is_weighted=self._is_weighted,
+                bounds=bounds,
+            )
+            for group in self.layout.groups
+        ]
+
+    def _agree(self, choices: Sequence[object]) -> None:
+        """Raise where PEs passed different arguments; they have met."""
+        told = hashlib.sha256(repr((self.layout, choices)).encode()).hexdigest()
+        digests = [raw.decode() for raw in self._world.bootstrap.exchange("embedding-bags", told.encode())]
+        other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
+        if other is not None:
+            raise ValueError(
+                f"tables, placement, algorithm and its options, seed: expected the same on all PEs, but PE {other} and "
+                f"PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
+            )
+
+    def _table(self, number: int) -> ShardedTable:
+        table = self.embedding_bags[self.layout.configs[number].name]
+        assert isinstance(table, ShardedTable)
+        return table
+
+    def _of_optimizer(self) -> dict[str, Any]:
+        groups = {slot.table: number for number, group in enumerate(self.layout.groups) for slot in group.columns}
+        found = {}
+        for number, config in enumerate(self.layout.configs):
+            table, optimizer = self._table(number), self._optimizers[groups[number]]
+            slices = [(each, table.slice(each), optimizer) for each in table.slices]
+            size = torch.Size((config.num_embeddings, config.embedding_dim))
+            found[config.name] = (table.weight, size, self.layout.placements[number].num_slices, slices)
+        return found
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        features: Any,
+        lengths: torch.Tensor | None = None,
+        *,
+        per_sample_weights: torch.Tensor | None = None,
+        batch_per_rank: Sequence[int] | None = None,
+    ) -> Any:
+        """Pool the lookups of this PE's B samples.
+
+        Args:
+            features: `[n]`, int32 or int64: values, feature by feature in the order of `feature_names`, in a feature
+                sample by sample; or a KeyedJaggedTensor.
+            lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
+            per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone.
+            batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
+                for what has come and copies it.
+
+        Returns:
+            `[B, sum of D]`, of the tables' dtype, the widest one where there are several; of a KeyedJaggedTensor that
+            in a KeyedTensor (see `keyed_tensor`).
+
+        Raises:
+            ValueError, TypeError: an argument's shape, dtype, device or layout.
+            NotImplementedError: a batch that varies from feature to feature; gradients of weights.
+            IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
+            PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
+
+        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call.
+        """
+        is_keyed = lengths is None
+        if lengths is not None:
+            given = Features(features, lengths, per_sample_weights)
+        else:
+            if per_sample_weights is not None:
+                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
+            given = features_of(features, self.feature_names)
+            given = given if self._is_weighted else given._replace(weights=None)
+        pooled = self._pooled(given, batch_per_rank)
+        return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled) if is_keyed else pooled
+
+    def _pooled(self, given: Features, batch_per_rank: Sequence[int] | None) -> torch.Tensor:
+        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
+        if not self._world.workspace.is_capturing():
+            self.optimizer.push_rate()
+        sent: list[Lookups] = []
+        pooled, problem, is_kept = [], None, False
+        self._make_room()
+        try:
+            for inputs in self._inputs:
+                sent.append(
+                    inputs.exchange(
+                        given.values,
+                        lengths=given.lengths,
+                        per_sample_weights=given.weights,
+                        batch_per_rank=batch_per_rank,
+                    )
+                )
+            for group, weights, optimizer, lookups in zip(
+                self.layout.groups, self._weights, self._optimizers, sent, strict=True
+            ):
+                try:
+                    lookups.wait()
+                except IndexError as error:  # told when the peers, which wait for this PE, have what they need
+                    problem = problem or error
+                pooled.append(_pool(group, weights, optimizer, lookups))
+            is_kept = batch_per_rank is not None and torch.is_grad_enabled()
+        finally:
+            if not is_kept:
+                for lookups in sent:
+                    lookups.release()
+        if is_kept:
+            self._keep(sent, pooled)
+        if problem is not None:
+            raise problem
+        result = self._in_order(pooled)
+        if self._clamp is not None and result.requires_grad:
+            most = self._clamp
+            result.register_hook(lambda gradient: gradient.clamp(-most, most))
+        return result
+
+    def _make_room(self) -> None:
+        """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
+        while len(self._kept) > 1:
+            for lookups in self._kept.pop(0):
+                lookups.release()
+
+    def _keep(self, sent: list[Lookups], pooled: Sequence[torch.Tensor]) -> None:
+        """Keep lookups until the backward pass, which reads them."""
+        self._kept.append(sent)
+        kept = self._kept
+
+        def release(lookups: Lookups) -> None:
+            lookups.release()
+            sent.remove(lookups)
+            if not sent:
+                kept[:] = [each for each in kept if each is not sent]
+
+        for lookups, result in zip(list(sent), pooled, strict=True):
+            assert result.grad_fn is not None
+            result.grad_fn.register_hook(lambda *_, lookups=lookups: release(lookups))
+
+    def _in_order(self, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put the groups' columns, which come by owners, in the order of tables and features."""
+        blocks = [
+            result.split([slot.width for slot in group.columns], dim=1)
+            for result, group in zip(pooled, self.layout.groups, strict=True)
+        ]
+        order = self.layout.outputs
+        if order == tuple((0, number) for number in range(len(blocks[0]))) and len(pooled) == 1:
+            return pooled[0]
+        return torch.cat([blocks[group][number] for group, number in order], dim=1)
+
+    # ---- what a module may be asked for ------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Let ``to(device)`` be called where nothing changes; kernels hold the tables' memory, so it cannot move."""
+        for name, parameter in self.named_parameters():
+            wanted = fn(parameter.detach().new_empty(0))
+            if (wanted.dtype, wanted.device) != (parameter.dtype, parameter.device):
+                raise NotImplementedError(
+                    f"{name}: tables stay {parameter.dtype} on {parameter.device}, and cannot become {wanted.dtype} on "
+                    f"{wanted.device}; say the dtype in TableConfig, and move the other modules"
+                )
+        return self
+
+    def extra_repr(self) -> str:
+        """Return placement and costs, for repr()."""
+        owners = {config.name: list(of) for config, of in zip(self.layout.configs, self.layout.owners, strict=True)}
+        return f"owners={owners}, bytes_per_sample={[round(cost) for cost in self.layout.costs]}"
+
+
+def ignore_sharded_tables(model: torch.nn.Module) -> None:
+    """Let DistributedDataParallel leave the tables of all `ShardedEmbeddingBagCollection`s in a model alone.
+
+    Otherwise it would write rank 0's part over the others'. Call it before ``DistributedDataParallel(model)``; where
+    the collection itself is wrapped, it is not needed.
+
+    Raises:
+        NotImplementedError: the model is in DistributedModelParallel.
+    """
+    for module in model.modules():
+        if any(kind.__name__ == "DistributedModelParallel" for kind in type(module).__mro__):
+            raise NotImplementedError(
+                "model: DistributedModelParallel spreads tables by itself; put the dense part under "
+                "DistributedDataParallel instead"
+            )
+    names = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, ShardedEmbeddingBagCollection)
+        for name, _ in module.named_parameters()
+    ]
+    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
+
+
+def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:
+    names = list(dict.fromkeys(name for config in configs for name in config.feature_names))
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, float(given))
+    if set(given) != set(names):
+        raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
+    return {name: float(given[name]) for name in names}
+
+
+def _pool(
+    group: Group, weights: Sequence[torch.Tensor], optimizer: EmbeddingOptimizer, lookups: Lookups
+) -> torch.Tensor:
+    """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
+
+    Bad lookups are skipped here, since the exchange has told.
+    """
+    if lookups.batch_per_rank is not None:
+        from_sources: torch.Tensor = _ops.embedding_all_to_all(
+            weights,
+            lookups,
+            mode=group.pooling,
+            dim_per_rank=group.dim_per_rank,
+            dtype=group.dtype,
+            bounds="ignore",
+            optimizer=optimizer,
+        )
+        return from_sources
+    indices, offsets, factors, batch_per_rank = _global_batch(lookups)
+    pooled: torch.Tensor = _ops.embedding_all_to_all(
+        weights,
+        indices,
+        offsets,
+        factors,
+        mode=group.pooling,
+        batch_per_rank=batch_per_rank,
+        dim_per_rank=group.dim_per_rank,
+        dtype=group.dtype,
+        bounds="ignore",
+        optimizer=optimizer,
+    )
+    return pooled
+
+
+def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
+    """Return indices, offsets and weights of the global batch, and each PE's samples; waits on the host."""
+    sources = [lookups.source(pe) for pe in range(len(lookups.sources))]
+    first = sources[0]
+    indices, weights, lengths = [first.indices[:0]], [], [first.offsets[:0]]
+    for slot in range(lookups.num_slots):
+        for source in sources:
+            ends = source.offsets[slot * source.samples : (slot + 1) * source.samples + 1]
+            begin, end = ends[[0, -1]].tolist()
+            indices.append(source.indices[begin:end])
+            lengths.append(ends.diff())
+            weights += [] if source.weights is None else [source.weights[begin:end]]
+    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+    is_weighted = first.weights is not None
+    factors = torch.cat([first.weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
+    return torch.cat(indices), offsets, factors, [source.samples for source in sources]

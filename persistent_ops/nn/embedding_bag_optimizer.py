@@ -1,0 +1,205 @@
+"""The optimizer of an embedding collection's tables, as schedulers and checkpoints expect one of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ops.embedding_backward import EmbeddingOptimizer
+from ..runtime import world as _world
+from .table_shards import TableShards
+
+__all__ = ["EmbeddingBagOptimizer"]
+
+_STATE_NAMES = ("momentum1", "exp_avg_sq")  # TorchRec's names of the first state and of Adam's second
+_OF_MODULE = (
+    "params",
+    "step",
+    "beta_powers",
+    "algorithm",
+    "column_slices",
+)  # of a saved group; not taken over as they are
+
+
+class EmbeddingBagOptimizer(torch.optim.Optimizer):
+    """Has the states of a `ShardedEmbeddingBagCollection`'s tables; rows are updated in the backward pass.
+
+    `step` and `zero_grad` therefore do nothing but bring ``param_groups[0]["lr"]`` to the device, where kernels, also
+    those of a CUDA graph, read it; so does the collection's forward pass outside of a capture. A scheduler of torch's
+    that is stepped behind `step()` gives step t the rate that it gives an optimizer of torch's.
+
+    The state dict has TorchRec's form: ``state["embedding_bags.<table>.weight"]["<table>.momentum1"]``, and
+    ``"<table>.exp_avg_sq"`` beside it for "adam", each a `TableShards`, there from the beginning. States of
+    "rowwise_adagrad" are `[R * slices]`. Through torch.distributed.checkpoint it is loaded in another world.
+
+    Args:
+        algorithm: of `po.EmbeddingOptimizer`.
+        options: of it too.
+        tables: of the collection, by name: the parameter, columns of the table, its number of slices, and of each that
+            this PE has its number, its rows and its optimizer.
+    """
+
+    _step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses
+
+    def __init__(
+        self,
+        algorithm: str,
+        options: Mapping[str, Any],
+        tables: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[tuple[int, Any, EmbeddingOptimizer]]]],
+        optimizers: Sequence[EmbeddingOptimizer],
+    ) -> None:
+        self._algorithm = algorithm
+        self._optimizers = list(optimizers)
+        self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
+        self._shards = {name: self._states_of(*table) for name, table in tables.items()}
+        self._saves_param_groups = True
+        self._pushed: Any = None
+        super().__init__([parameter for parameter, *_ in tables.values()], dict(options))
+        self.push_rate()
+
+    def _states_of(
+        self,
+        parameter: torch.nn.Parameter,
+        size: torch.Size,
+        num_slices: int,
+        slices: Sequence[tuple[int, Any, EmbeddingOptimizer]],
+    ) -> list[TableShards]:
+        is_rowwise = self._algorithm == "rowwise_adagrad"
+        rows, dim = size
+        whole = (rows * num_slices,) if is_rowwise else (rows, dim)
+        states = [
+            ((number * rows,) if is_rowwise else (0, number * dim // num_slices), optimizer.state(weight))
+            for number, weight, optimizer in slices
+        ]
+        return [
+            TableShards(
+                whole,
+                [(offsets, of_slice[kind]) for offsets, of_slice in states],
+                dtype=torch.float32,
+                device=parameter.device,
+            )
+            for kind in range({"sgd": 0, "adam": 2}.get(self._algorithm, 1))
+        ]
+
+    def push_rate(self) -> None:
+        """Bring the learning rate to the device, where it has changed."""
+        rate = self.param_groups[0]["lr"]
+        if isinstance(rate, torch.Tensor):
+            for optimizer in self._optimizers:
+                optimizer.lr.copy_(rate.detach().reshape(1))
+        elif rate != self._pushed:
+            for optimizer in self._optimizers:
+                optimizer.lr.fill_(rate)
+        self._pushed = None if isinstance(rate, torch.Tensor) else rate
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Bring the learning rate to the device; the backward pass has updated the tables.
+
+        Raises:
+            NotImplementedError: called by GradScaler, or with a closure.
+        """
+        if self.__dict__.pop("found_inf", None) is not None:  # GradScaler says so to those that look themselves
+            self.__dict__.pop("grad_scale", None)
+            raise NotImplementedError(
+                "GradScaler: the backward pass updates the tables before their gradients could be looked at for "
+                "infinities, so a step cannot be skipped; train in float32 or bfloat16 without it, or step the dense "
+                "part's optimizer with it, and divide by a fixed scale through gradient_scale"
+            )
+        if closure is not None:
+            raise NotImplementedError("closure: the backward pass updates the tables, so it cannot be evaluated again")
+        self.push_rate()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Bring the learning rate to the device; there are no gradients to forget."""
+        self.push_rate()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse parameters beside the collection's tables."""
+        if self.param_groups:
+            raise NotImplementedError("param_groups: the tables are one group, and other parameters need an optimizer")
+        super().add_param_group(param_group)
+
+    # ---- states ------------------------------------------------------------------------------------------------------
+
+    def save_param_groups(self, save: bool) -> None:
+        """Say whether state dicts have "param_groups": TorchRec's have none unless they are asked to.
+
+        Without it, torch.distributed.checkpoint loads what TorchRec has saved.
+        """
+        self._saves_param_groups = save
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return rates, the number of steps and all states, as shards over this PE's memory; waits on the host."""
+        state = {
+            f"embedding_bags.{name}.weight": {
+                f"{name}.{kind}": shards for kind, shards in zip(_STATE_NAMES, of_table, strict=False)
+            }
+            for name, of_table in self._shards.items()
+        }
+        if not self._saves_param_groups:
+            return {"state": state}
+        group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        group["params"] = list(state)
+        # As the kernel has multiplied them, so that what is loaded goes on with the same bits.
+        step, *group["beta_powers"] = self._optimizers[0]._steps.tolist()
+        group["step"] = int(step)
+        group["algorithm"] = self._algorithm
+        group["column_slices"] = [list(each) for each in self._column_slices.items()]
+        return {"state": state, "param_groups": [group]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take states over, and say that this makes good for a launch that was given up.
+
+        Args:
+            state_dict: whole states, or shards of this placement; without "param_groups", as TorchRec has it, rates
+                stay and steps begin at 0.
+
+        Raises:
+            ValueError: it is of another algorithm or other tables; or of another number of column slices, under
+                "rowwise_adagrad".
+        """
+        groups = state_dict.get("param_groups") or [{}]
+        saved = groups[0]
+        if saved.get("algorithm", self._algorithm) != self._algorithm:
+            raise ValueError(f"state_dict: of {saved['algorithm']!r}, but the optimizer is {self._algorithm!r}")
+        if self._algorithm == "adam" and "step" not in saved:
+            raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
+        for name, of_table in self._shards.items():
+            self._load_table(name, of_table, saved, state_dict.get("state", {}))
+        for name, value in saved.items():
+            if name not in _OF_MODULE:
+                self.param_groups[0][name] = value
+        step = int(saved.get("step", 0))
+        changes = _world.current().workspace.changes
+        for optimizer in self._optimizers:
+            optimizer.step_count = step  # type: ignore[assignment]  # mypy knows one type for both
+            if "beta_powers" in saved:
+                optimizer._steps[1:].copy_(torch.tensor(saved["beta_powers"]))
+            changes.loaded(*optimizer._own)
+        self._pushed = None
+        self.push_rate()
+
+    def _load_table(
+        self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        here = self._column_slices[name]
+        counts: dict[str, int] = dict(saved.get("column_slices", []))
+        if self._algorithm == "rowwise_adagrad" and counts.get(name, here) != here:
+            raise ValueError(
+                f"state_dict: {name} was trained in {counts[name]} column slices, and has {here}: a state of "
+                "'rowwise_adagrad' is a mean over the columns of a slice, so the number of slices must stay"
+            )
+        found = state.get(f"embedding_bags.{name}.weight", {})
+        for kind, shards in zip(_STATE_NAMES, of_table, strict=False):
+            key = f"{name}.{kind}"
+            if key not in found:
+                raise ValueError(f"state_dict: expected {key!r}, got {sorted(found)}")
+            try:
+                shards.copy_from(found[key])
+            except ValueError as error:
+                raise ValueError(
+                    f"state_dict: {key}: {error}"
+                    + " (the number of column slices must stay)" * (self._algorithm == "rowwise_adagrad")
+                ) from error

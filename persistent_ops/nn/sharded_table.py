@@ -1,0 +1,98 @@
+"""A PE's part of an embedding table, as a module that has it as a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..runtime import world as _world
+from .embedding_tables import Layout
+from .table_shards import TableShards
+
+__all__ = ["ShardedTable"]
+
+_DRAWN_ROWS_BYTES = 64 << 20  # of a table's first rows that are drawn at a time
+
+
+class ShardedTable(torch.nn.Module):
+    """What this PE has of a table.
+
+    Args:
+        layout: of all tables.
+        number: of this one.
+        world: of this PE.
+
+    Attributes:
+        slices: numbers of those that this PE has.
+        weight: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`.
+    """
+
+    def __init__(self, layout: Layout, number: int, world: _world.World) -> None:
+        super().__init__()
+        self._config, placement = layout.configs[number], layout.placements[number]
+        self.slices = layout.slices_of(number, world.rank)
+        self._width = self._config.embedding_dim // placement.num_slices
+        rows = self._config.num_embeddings
+        if placement.kind == "table_wise":
+            shape = [rows if self.slices else 0, self._width]
+        else:
+            shape = [len(self.slices), rows, self._width]
+        memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
+        self.weight = torch.nn.Parameter(memory, requires_grad=False)
+        self._blocks: list[torch.Tensor] = list(memory.view(-1, rows, self._width)) if self.slices else []
+        self._world = world
+
+    def slice(self, number: int) -> torch.Tensor:
+        """Return one of this PE's slices, `[R, D / slices]`."""
+        return self._blocks[self.slices.index(number)]
+
+    def shards(self) -> TableShards:
+        """Return the table, with this PE's part of it as blocks over its memory."""
+        config = self._config
+        return TableShards(
+            (config.num_embeddings, config.embedding_dim),
+            [((0, number * self._width), block) for number, block in zip(self.slices, self._blocks, strict=True)],
+            dtype=config.data_type,
+            device=self.weight.device,
+        )
+
+    def draw(self, seed: int) -> None:
+        """Draw the rows: of the whole table, since the generator gives numbers in its order."""
+        if not self.slices:
+            return
+        config, (low, high) = self._config, self._config.init_bounds
+        generator = torch.Generator().manual_seed(seed)
+        rows, dim = config.num_embeddings, config.embedding_dim
+        at_once = max(1, _DRAWN_ROWS_BYTES // (4 * dim))
+        for first in range(0, rows, at_once):
+            drawn = torch.empty(min(at_once, rows - first), dim).uniform_(low, high, generator=generator)
+            for number, block in zip(self.slices, self._blocks, strict=True):
+                block[first : first + len(drawn)].copy_(drawn.narrow(1, number * self._width, self._width))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.shards()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take the whole table or shards of this placement, and say that it makes good for a launch given up."""
+        name = prefix + "weight"
+        extra = [key for key in state_dict if key.startswith(prefix) and key != name]
+        unexpected_keys += extra if strict else []
+        if name not in state_dict:
+            missing_keys += [name] if strict else []
+            return
+        try:
+            self.shards().copy_from(state_dict[name])
+        except ValueError as error:
+            error_msgs.append(f"{name}: {error}")
+            return
+        self._world.workspace.changes.loaded(*self._blocks)

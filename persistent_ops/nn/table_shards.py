@@ -1,0 +1,137 @@
+"""A tensor of which every PE has some blocks, as torch.distributed.checkpoint takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..runtime.torch_private import wrapper_subclass
+
+__all__ = ["TableShards"]
+
+_aten = torch.ops.aten
+_MAPPED = {  # operators that apply to every block
+    _aten.detach.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+}
+
+
+class TableShards(torch.Tensor):
+    """A tensor whose blocks are spread over the PEs; this PE's may be none.
+
+    `torch.distributed.checkpoint` writes each PE's blocks and reads whatever blocks another placement or world asks
+    for, also into and from plain tensors, DTensors and ShardedTensors of the same global shape. Beside that it can be
+    detached, cloned, copied to another device, and copied into; there is no arithmetic.
+
+    Args:
+        size: of the whole tensor.
+        shards: this PE's blocks: where each begins in the whole, and the block. They are not copied.
+        dtype, device: of the blocks, for a PE that has none.
+    """
+
+    _shards: tuple[tuple[torch.Size, torch.Tensor], ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        size: Sequence[int],
+        shards: Sequence[tuple[Sequence[int], torch.Tensor]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> TableShards:
+        for offsets, block in shards:
+            inside = all(a >= 0 and a + n <= all_ for a, n, all_ in zip(offsets, block.shape, size, strict=True))
+            if not inside or block.dtype != dtype:
+                raise ValueError(
+                    f"shards: a block of {list(block.shape)}, {block.dtype}, at {list(offsets)} is not one of "
+                    f"{list(size)}, {dtype}"
+                )
+        made: TableShards = wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=device)
+        made._shards = tuple((torch.Size(offsets), block.detach()) for offsets, block in shards)
+        return made
+
+    @property
+    def shards(self) -> tuple[tuple[torch.Size, torch.Tensor], ...]:
+        """This PE's blocks, each behind where it begins."""
+        return self._shards
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        blocks = [f"{list(block.shape)} at {list(offsets)}" for offsets, block in self._shards]
+        return f"TableShards(size={list(self.shape)}, dtype={self.dtype}, shards={blocks})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _MAPPED:
+            whole = args[0]
+            blocks = [(offsets, function(block, *args[1:], **kwargs)) for offsets, block in whole._shards]
+            dtype = kwargs.get("dtype") or whole.dtype
+            device = blocks[0][1].device if blocks else torch.device(kwargs.get("device") or whole.device)
+            return TableShards(whole.shape, blocks, dtype=dtype, device=device)
+        if function is _aten.copy_.default:
+            args[0].copy_from(args[1])
+            return args[0]
+        raise NotImplementedError(
+            f"TableShards: {function} is not computed on a table that is spread over the PEs; use its shards"
+        )
+
+    def copy_from(self, source: torch.Tensor) -> None:
+        """Copy this PE's blocks from a tensor of the same global shape: whole, or with the same blocks on this PE.
+
+        Raises:
+            ValueError: the shape is another one, or `source` lacks a block that this PE has.
+        """
+        if source.shape != self.shape:
+            raise ValueError(f"expected a tensor of {list(self.shape)}, got {list(source.shape)}")
+        given = dict(source._shards) if isinstance(source, TableShards) else None
+        with torch.no_grad():
+            for offsets, block in self._shards:
+                if given is None:
+                    found = source
+                    for dim, (first, count) in enumerate(zip(offsets, block.shape, strict=True)):
+                        found = found.narrow(dim, first, count)
+                elif offsets in given and given[offsets].shape == block.shape:
+                    found = given[offsets]
+                else:
+                    raise ValueError(
+                        f"expected the block of {list(block.shape)} at {list(offsets)}, which these shards lack: they "
+                        "are of another placement or world; go through torch.distributed.checkpoint"
+                    )
+                if found.data_ptr() != block.data_ptr() or found.stride() != block.stride():
+                    block.copy_(found)
+
+    # ---- what torch.distributed.checkpoint asks ----------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets=offsets, sizes=block.shape) for offsets, block in self._shards]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for offsets, block in self._shards:
+            if offsets == index.offset:
+                return block
+        raise ValueError(f"{index.fqn}: this PE has no block at {index.offset}")

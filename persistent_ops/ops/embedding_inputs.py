@@ -1,0 +1,381 @@
+"""The exchange of a batch's lookups: from the PEs that loaded the samples to the PEs that own the tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ..runtime import world as _world
+from ..runtime.dtypes import INDEX_TYPES
+from ..runtime.errors import SymmetricHeapError
+from ..runtime.operator import Operator
+from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
+from .embedding_inputs_plan import OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
+
+__all__ = ["EmbeddingInputs"]
+
+_REGIONS = 2
+_BOUNDS = ("fatal", "ignore")
+_AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
+_ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
+
+
+class EmbeddingInputs:
+    """Brings lookups to the owners of tables, in a launch that may run beside others.
+
+    Each PE passes the lookups of its *own* samples, for all features; each owner gets, from every PE, those of its
+    tables, in a region per PE of its symmetric heap, without a host synchronisation. Regions are double: the next
+    batch arrives while this one's is read. Launches have a workspace of their own and few WGs, so that on a stream of
+    their own they may run beside the world's other launches (`run_beside`); otherwise all are put in the order of the
+    calls.
+
+    Made by all PEs together, with the same arguments.
+
+    Args:
+        slots: for each PE, in rank order, its tables in its order: (feature, rows) of each. A feature may go to several
+            slots, of one PE or of several. A PE may have none.
+        num_features: F, that every PE's lookups have.
+        max_batch: the most samples that a PE brings.
+        lookups_per_sample: of each feature, or one number for all: the room for lookups is this times `max_batch`.
+            Exact where every bag has the same length; otherwise an estimate, see `exchange`.
+        capacity: instead of that, `[world_size][world_size]`: lookups of each PE's message to each owner.
+        is_weighted: whether lookups have weights.
+        index_dtype: of the lookups in regions; None for int32 where all tables have fewer than 2^31 rows, else int64.
+        bounds: "fatal" raises IndexError for an index outside of its table, a negative length or an offset that falls
+            or leaves the values, on the PE that passed it; "ignore" skips silently.
+
+    Attributes:
+        index_dtype: see above.
+        capacity: lookups of each PE's message to each owner, as they are.
+
+    Raises:
+        ValueError, TypeError: an argument; or the PEs passed different ones.
+        SymmetricHeapError: no room for the regions on some PE.
+
+    Collective and blocking.
+    Source: TorchRec's distribution of a KeyedJaggedTensor (`KJTAllToAll`), whose layout this takes.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Sequence[tuple[int, int]]],
+        *,
+        num_features: int,
+        max_batch: int,
+        lookups_per_sample: float | Sequence[float] | None = None,
+        capacity: Sequence[Sequence[int]] | None = None,
+        is_weighted: bool = False,
+        index_dtype: torch.dtype | None = None,
+        bounds: str = "fatal",
+    ) -> None:
+        self._world = world = _world.for_call()
+        chosen = _checked_slots(slots, num_features, world.size)
+        rows = max((rows for of_pe in chosen for _, rows in of_pe), default=0)
+        index_dtype = index_dtype or (torch.int32 if rows < 2**31 else torch.int64)
+        _check_choices(max_batch, bounds, index_dtype, rows)
+        if (lookups_per_sample is None) == (capacity is None):
+            raise ValueError("lookups_per_sample, capacity: expected exactly one of them")
+        if capacity is None:
+            assert lookups_per_sample is not None
+            capacity = _estimated(chosen, num_features, max_batch, lookups_per_sample)
+        self._first_capacity = _checked_capacity(capacity, world.size)
+        self.index_dtype = index_dtype
+        self._bounds = bounds
+        self.workspace = world.side_workspace(WORKSPACE)
+        OPERATOR.prepare(world)
+        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, is_weighted, 0)
+        self._layout = self._layout._replace(number=self._agree())
+        self._generation = 0
+        self._next = 0
+        self._regions = [Region(world) for _ in range(_REGIONS)]
+        self._set_capacity(self._first_capacity)
+
+    @property
+    def capacity(self) -> tuple[tuple[int, ...], ...]:
+        return self._capacity
+
+    def _agree(self) -> int:
+        """Return which one this is in the world, the same on all PEs; raise where they passed something else."""
+        world = self._world
+        state = OPERATOR.state(world)
+        if state.own is None:
+            state.own = _Made()
+        made: _Made = state.own
+        world.meet(_AGREEMENT.contract(world.team), self.workspace)
+        mine = [made.count, repr((self._layout, self._first_capacity))]
+        told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs", json.dumps(mine).encode())]
+        made.count = max(count for count, _ in told) + 1
+        other = next((pe for pe, (_, text) in enumerate(told) if text != mine[1]), None)
+        if other is not None:
+            raise ValueError(
+                "slots, num_features, max_batch, capacity, is_weighted, index_dtype: expected the same on all PEs, got "
+                f"{mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
+            )
+        made.alive.add(self)
+        return made.count
+
+    def _set_capacity(self, capacity: tuple[tuple[int, ...], ...]) -> None:
+        """Make room for such messages in all regions; collective. What others hold of the last ones stays."""
+        world = self._world
+        nbytes = self._layout.region_offsets(world.rank, capacity)[-1]
+        problem = ""
+        try:
+            for region in self._regions:
+                region.make_room(nbytes)
+        except SymmetricHeapError as error:
+            problem = str(error)
+        world.backend.synchronize()  # nobody writes to them before they are zero
+        told = [raw.decode() for raw in world.bootstrap.exchange("embedding-inputs-room", problem.encode())]
+        refused = next((pe for pe, text in enumerate(told) if text), None)
+        if refused is not None:
+            raise SymmetricHeapError(f"room for lookups on PE {refused}: {told[refused]}")
+        self._capacity = capacity
+
+    # ---- the exchange ------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        values: torch.Tensor,
+        *,
+        lengths: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+        batch_per_rank: Sequence[int] | None = None,
+    ) -> Lookups:
+        """Send the lookups of this PE's B samples to the owners of their tables.
+
+        Bag (f, b) is ``values[o[f * B + b] : o[f * B + b + 1]]``, o being `offsets`, or the sums of `lengths` before.
+
+        Args:
+            values: `[n]`, int32 or int64, n < 2^31: feature by feature, and in a feature sample by sample.
+            lengths: `[F * B]`, int32 or int64: of the bags.
+            offsets: `[F * B + 1]`, the same: instead of lengths.
+            per_sample_weights: `[n]`, float32, exactly where `is_weighted`.
+            batch_per_rank: samples that each PE brings, in rank order, the same on every PE. None where the host does
+                not
+                know: then the sources alone tell, in device memory.
+
+        Returns:
+            A handle on what arrives. At most two are held at a time: `Lookups.release` gives one back.
+
+        Raises:
+            ValueError, TypeError: an argument; before anything is launched.
+            NotImplementedError: weights that require a gradient where gradients are recorded: none travels back.
+            RuntimeError: the lookups of the last call but one have not been released; the world has been left.
+            PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
+
+        The inputs must stay as they are until `Lookups.wait`. Where a message finds no room, no lookup of it is sent,
+        and every PE learns of it: `wait` makes more room on all and sends again. In a CUDA graph there is no more room
+        to be
+        had: po.check() raises CapacityError, and the message's bags are empty.
+
+        Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same dtypes.
+        Two regions take turns, also where calls are captured: a graph replays into those that it was captured with.
+        """
+        world = _world.for_call()
+        if world is not self._world:
+            raise RuntimeError("EmbeddingInputs: it was made in a world that has been left; make another one")
+        inputs = self._checked(values, lengths, offsets, per_sample_weights, batch_per_rank)
+        region = self._regions[self._next]
+        region.order_behind_readers()
+        lookups = Lookups(self, region, inputs, self._generation)
+        lookups._launch(is_captured=world.workspace.is_capturing())
+        region.is_held = True
+        self._next = (self._next + 1) % _REGIONS
+        return lookups
+
+    def run_beside(self) -> bool:
+        """Let exchanges run beside the world's other launches, if every PE's GPU has room for both.
+
+        Without it they take turns, in the order of the calls, whatever the streams: on some GPU neither might find room
+        until the other has ended. Call it when every operator has been called once with its largest shape, since it
+        looks at the kernels so far. One that is launched for the first time later, and leaves no room, raises
+        RuntimeError.
+
+        Returns:
+            Whether they do, the same on all PEs.
+
+        Collective and blocking, not in a CUDA-graph capture.
+        """
+        return _world.for_call().agree_to_run_beside()
+
+    def _checked(
+        self,
+        values: torch.Tensor,
+        lengths: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        batch_per_rank: Sequence[int] | None,
+    ) -> Given:
+        layout, world = self._layout, self._world
+        if (lengths is None) == (offsets is None):
+            raise ValueError("lengths, offsets: expected exactly one of them")
+        name = "offsets" if lengths is None else "lengths"
+        bounds = offsets if lengths is None else lengths
+        assert bounds is not None
+        for each, tensor in (("values", values), (name, bounds)):
+            self._check_tensor(each, tensor, tuple(INDEX_TYPES))
+        if (weights is not None) != layout.is_weighted:
+            raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
+        if weights is not None:
+            if weights.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    "per_sample_weights: gradients do not travel back to the PE that brought the weights; detach them, "
+                    "or pass the lookups of the global batch to po.embedding_all_to_all"
+                )
+            self._check_tensor("per_sample_weights", weights, (torch.float32,))
+            if weights.shape != values.shape:
+                raise ValueError(
+                    f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
+                )
+        num_bags = bounds.numel() - (lengths is None)
+        samples, rest = divmod(num_bags, layout.num_features)
+        if rest or num_bags < 0:
+            raise ValueError(
+                f"{name}: expected F * B{' + 1' * (lengths is None)} elements for F = {layout.num_features}, got "
+                f"{bounds.numel()}"
+            )
+        if samples > layout.max_batch:
+            raise ValueError(f"{name}: {samples} samples, but max_batch is {layout.max_batch}")
+        for each, tensor in (("values", values), (name, bounds)):
+            if tensor.numel() >= 2**31:
+                raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
+        split = None if batch_per_rank is None else tuple(batch_per_rank)
+        if split is not None:
+            is_split = len(split) == world.size and all(isinstance(n, int) for n in split)
+            if not is_split or not all(0 <= n <= layout.max_batch for n in split):
+                raise ValueError(
+                    f"batch_per_rank: expected {world.size} numbers of 0 to max_batch = {layout.max_batch}, got "
+                    f"{list(split)}"
+                )
+            if split[world.rank] != samples:
+                raise ValueError(
+                    f"batch_per_rank: entry {world.rank} is {split[world.rank]}, but {name} has {samples} samples"
+                )
+        return Given(values, bounds, weights, lengths is not None, samples, split)
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        device = self._world.backend.device
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
+            raise ValueError(
+                f"{name}: expected a contiguous 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}"
+            )
+
+    def _plan(self, inputs: Given, *used: object) -> InputsPlan:
+        world = self._world
+        state = OPERATOR.state(world)
+        dtypes = (inputs.values.dtype, inputs.bounds.dtype)
+        key = InputsKey(
+            world.team, self._layout, self._capacity, state.tuning, *dtypes, inputs.has_lengths, self._bounds
+        )
+        plan: InputsPlan | None = state.plans.find(key, *used)
+        return plan or state.plans.make(key, lambda: InputsPlan(world, self.workspace, key))
+
+    def _enlarge(self, sources: torch.Tensor) -> None:
+        """Make room for all messages of an exchange; collective."""
+        world, layout = self._world, self._layout
+        fields = fields_of_source()
+        counts = [max(of_pe[fields["count"]], of_pe[fields["left_out"]]) for of_pe in sources.tolist()]
+        world.meet(_ROOM.contract(world.team, layout.number), self.workspace)
+        told = [
+            json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs-count", json.dumps(counts).encode())
+        ]
+        capacity = tuple(
+            tuple(
+                had if told[owner][source] <= had else min(told[owner][source] * 5 // 4, 2**31 - 1)
+                for owner, had in enumerate(of_source)
+            )
+            for source, of_source in enumerate(self._capacity)
+        )
+        self._set_capacity(capacity)
+
+    def _forget(self) -> None:
+        """Go back to what all PEs agree on, behind a recovery: nothing is under way, and nothing held."""
+        self._generation += 1
+        self._capacity = self._first_capacity
+        self._next = 0
+        for region in self._regions:
+            region.forget()
+
+
+class _Made:
+    """All `EmbeddingInputs` of a world; `count`: how many PEs have made."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[EmbeddingInputs] = weakref.WeakSet()
+        self.count = 0
+
+    def forget(self) -> None:
+        for made in self.alive:
+            made._forget()
+
+
+# ---- what it can be made of ------------------------------------------------------------------------------------------
+
+
+def _checked_slots(
+    slots: Sequence[Sequence[tuple[int, int]]], num_features: int, size: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    if not isinstance(num_features, int) or num_features < 1:
+        raise ValueError(f"num_features: expected a whole number above 0, got {num_features!r}")
+    if len(slots) != size:
+        raise ValueError(f"slots: expected a list for each of {size} PEs, got {len(slots)}")
+    chosen = tuple(tuple((int(feature), int(rows)) for feature, rows in of_pe) for of_pe in slots)
+    for pe, of_pe in enumerate(chosen):
+        for feature, rows in of_pe:
+            if not 0 <= feature < num_features:
+                raise ValueError(f"slots: PE {pe} has feature {feature}, expected 0 to {num_features - 1}")
+            if not 0 <= rows < 2**32 - 1:
+                raise ValueError(f"slots: PE {pe} has a table of {rows} rows, expected 0 to 2^32 - 2")
+    return chosen
+
+
+def _check_choices(max_batch: int, bounds: str, index_dtype: torch.dtype, rows: int) -> None:
+    if not isinstance(max_batch, int) or not 0 <= max_batch < 2**31:
+        raise ValueError(f"max_batch: expected a whole number of 0 to 2^31 - 1, got {max_batch!r}")
+    if bounds not in _BOUNDS:
+        raise ValueError(f"bounds: expected one of {_BOUNDS}, got {bounds!r}")
+    if index_dtype not in INDEX_TYPES:
+        raise TypeError(f"index_dtype: expected int32 or int64, got {index_dtype}")
+    if index_dtype == torch.int32 and rows >= 2**31:
+        raise ValueError(f"index_dtype: int32 does not hold the indices of a table of {rows} rows")
+
+
+def _checked_capacity(capacity: Sequence[Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
+    chosen = tuple(tuple(int(number) for number in of_source) for of_source in capacity)
+    if len(chosen) != size or any(len(of_source) != size for of_source in chosen):
+        raise ValueError(f"capacity: expected {size} x {size} numbers, got {[len(row) for row in chosen]}")
+    for source, of_source in enumerate(chosen):
+        for owner, number in enumerate(of_source):
+            if not 0 <= number < 2**31:
+                raise ValueError(
+                    f"capacity: from PE {source} to PE {owner} expected 0 to 2^31 - 1 lookups, got {number}"
+                )
+    return chosen
+
+
+def _estimated(
+    slots: Sequence[Sequence[tuple[int, int]]],
+    num_features: int,
+    max_batch: int,
+    lookups_per_sample: float | Sequence[float],
+) -> list[list[int]]:
+    """Return the capacity of each PE's message to each owner."""
+    if isinstance(lookups_per_sample, (int, float)):
+        lookups_per_sample = [lookups_per_sample] * num_features
+    if len(lookups_per_sample) != num_features or not all(0 <= each < math.inf for each in lookups_per_sample):
+        raise ValueError(
+            f"lookups_per_sample: expected {num_features} numbers of at least 0, one per feature, got "
+            f"{lookups_per_sample}"
+        )
+    of_owner = [math.ceil(max_batch * sum(lookups_per_sample[feature] for feature, _ in of_pe)) for of_pe in slots]
+    return [of_owner for _ in slots]

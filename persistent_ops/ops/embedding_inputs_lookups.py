@@ -1,0 +1,309 @@
+"""What an exchange of lookups brings: regions of the heap that take turns, and handles on what lies in them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..runtime import world as _world
+from ..runtime.errors import PeerTimeoutError
+from ..runtime.stream_order import capture_of
+from ..runtime.world import World
+from .embedding_inputs_plan import OPERATOR
+
+if TYPE_CHECKING:
+    from .embedding_inputs import EmbeddingInputs
+
+__all__ = ["Given", "LookupSource", "Lookups", "Moment", "Region", "fields_of_source"]
+
+_LOOKS = 32
+_GIVEN_UP = "embedding_inputs: this exchange was given up before po.recover()"
+
+
+@dataclass(frozen=True)
+class LookupSource:
+    """The lookups that one PE has brought for this PE's tables, as tensors over its region.
+
+    Attributes:
+        first_sample: of the PE's samples in the global batch.
+        samples: B_s, how many there are.
+        offsets: `[T * B_s + 1]`, int32, slot-major, for this PE's T slots.
+        indices: `[capacity]`, int32 or int64; those behind the last offset are undefined. -1: skipped.
+        weights: the same, float32, or None.
+        count: lookups that are here.
+        capacity: lookups that there is room for.
+    """
+
+    first_sample: int
+    samples: int
+    offsets: torch.Tensor
+    indices: torch.Tensor
+    weights: torch.Tensor | None
+    count: int
+    capacity: int
+
+
+class Given(NamedTuple):
+    """What a PE passes to an exchange."""
+
+    values: torch.Tensor
+    bounds: torch.Tensor
+    weights: torch.Tensor | None
+    has_lengths: bool
+    samples: int
+    batch_per_rank: tuple[int, ...] | None
+
+
+class Moment:
+    """A place in a stream: what was launched there before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event()
+        self.stream = torch.cuda.current_stream(device)
+        self._device = device
+        self._capture = capture_of(self.stream.cuda_stream)
+        self.event.record(self.stream)
+
+    def order_behind(self) -> None:
+        """Let the current stream wait for it, unless one of the two is in another capture: see `StreamOrder`."""
+        here = torch.cuda.current_stream(self._device)
+        if here != self.stream and capture_of(here.cuda_stream) == self._capture:
+            here.wait_event(self.event)
+
+
+class Region:
+    """This PE's room for the lookups of one batch, from all PEs.
+
+    Attributes:
+        memory, offset: in this PE's part of the heap.
+        sources: `[size, ...]`, int64: LookupSource of the kernels.
+        num_launches: that were to fill it.
+        is_held: whether lookups are there that have not been released.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._nbytes = 0
+        self.is_held = False
+        self.num_launches = 0
+        self._released: Moment | None = None
+        description = OPERATOR.description
+        self._words = ctypes.sizeof(description.structs["LookupSource"]) // 8
+        self._mailbox = world.backend.host_visible_bytes(ctypes.sizeof(description.structs["Report"]))
+        self.report: Any = description.structs["Report"].from_address(self._mailbox.data_ptr())
+
+    def make_room(self, nbytes: int) -> None:
+        if nbytes <= self._nbytes:
+            return
+        world = self._world
+        slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
+        self.memory, self.offset, self._nbytes = slot.tensor(torch.uint8, (nbytes,)), slot.offset, nbytes
+        self.memory.zero_()  # any offset that is ever read here is one that a kernel has written, or 0
+        words = world.backend.private_words(world.size * self._words)
+        self.sources = words.view(world.size, self._words)
+
+    def order_behind_readers(self) -> None:
+        """Order what the current stream does next behind the last one."""
+        if self.is_held:
+            raise RuntimeError(
+                "embedding_inputs: the lookups of the last call but one have not been released; call release() behind "
+                "the launches that read them, before the region is filled again"
+            )
+        if self._released is not None:
+            self._released.order_behind()
+
+    def release(self) -> None:
+        self.is_held = False
+        if self._world.backend.name == "cuda":
+            self._released = Moment(self._world.backend.device)
+
+    def forget(self) -> None:
+        self.is_held, self._released = False, None
+
+
+class Lookups:
+    """A batch's lookups on their way to this PE's tables, or here.
+
+    `wait` comes before the launches that read them, `release` behind the last one; as a context, both are called. Each
+    on the stream of those launches. ``po.embedding_all_to_all(tables, lookups, ...)`` reads them, and so does its
+    backward pass: release them behind ``backward()``, or behind the call where no gradients are recorded. A backward
+    pass that finds them released raises RuntimeError and changes nothing.
+
+    Attributes:
+        batch_per_rank: of `exchange`.
+        sources: `[world_size, 9]`, int64, in device memory: for each PE in rank order the fields of `LookupSource` in
+            cuda/tile/lookup_source.cuh, which kernels read: addresses of indices, offsets and weights, first_sample,
+            samples, count, capacity, left_out, first_lookup.
+        num_slots: T, of this PE.
+        rows: of each slot's table.
+        index_dtype: of the indices.
+        is_weighted: whether they have weights.
+    """
+
+    def __init__(self, inputs: EmbeddingInputs, region: Region, given: Given, generation: int) -> None:
+        self._inputs, self._region, self._generation = inputs, region, generation
+        self._given: Given | None = given
+        self._memory = region.memory
+        self._arrived: Moment | None = None
+        self._is_released = False
+        self._is_ordered = False
+        self._is_captured = False
+        self.batch_per_rank = given.batch_per_rank
+        self.sources = region.sources
+        self.rows = tuple(rows for _, rows in inputs._layout.slots[inputs._world.rank])
+        self.num_slots = len(self.rows)
+        self.is_weighted = inputs._layout.is_weighted
+        self.index_dtype = inputs.index_dtype
+
+    def _launch(self, *, is_captured: bool) -> None:
+        inputs, region, given = self._inputs, self._region, self._given
+        assert given is not None
+        self._memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
+        self._capacities = tuple(of_source[inputs._world.rank] for of_source in inputs.capacity)
+        self._plan = plan = inputs._plan(given, self._memory, self.sources)  # sources may point into its memory
+        report = 0 if is_captured else ctypes.addressof(region.report)
+        region.num_launches += 1
+        self._report_number = region.num_launches
+        split = given.batch_per_rank or ()
+        plan.launch(
+            given.values,
+            given.bounds,
+            given.weights,
+            given.samples,
+            split,
+            region.offset,
+            self.sources,
+            report,
+            self._report_number,
+        )
+        if inputs._world.backend.name == "cuda":
+            self._arrived = Moment(inputs._world.backend.device)
+        if is_captured:
+            self._given = None
+
+    def wait(self) -> None:
+        """Order what the current stream does next behind the arrival.
+
+        Outside of CUDA graphs it looks at what the exchange reports, and waits on the host until it has ended, which
+        in a loop that sends a batch ahead is long over; where a message found no room it makes more and sends again.
+
+        Raises:
+            IndexError: an input of this PE is bad, see `EmbeddingInputs`; the lookups are here all the same.
+            PeerTimeoutError, ContractMismatchError: the exchange was given up.
+            SymmetricHeapError: no room for more lookups; the exchange is given up on all PEs.
+
+        Collective, in the same order on all PEs as other calls.
+        """
+        self._check_generation()
+        if self._is_released:
+            raise RuntimeError("embedding_inputs: these lookups have been released")
+        if self._given is not None:
+            self._resolve()
+        if self._arrived is not None:
+            self._arrived.order_behind()
+        self._is_ordered = True
+        if not self._is_captured:
+            self._inputs.workspace.raise_pending()
+
+    def release(self) -> None:
+        """Say that no launch behind those of the current stream reads them: their region may be filled again."""
+        if self._is_released or self._generation != self._inputs._generation:
+            return
+        self._is_released = True
+        if self._given is not None and self._arrived is not None:  # it may not have ended
+            for tensor in (self._given.values, self._given.bounds, self._given.weights):
+                if tensor is not None:
+                    tensor.record_stream(self._arrived.stream)
+        self._given = None
+        self._region.release()
+
+    def __enter__(self) -> Lookups:
+        self.wait()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def source(self, rank: int) -> LookupSource:
+        """Return what a PE has brought, for tests; waits on the host, and outside of a capture alone."""
+        self._check_generation()
+        layout, fields = self._inputs._layout, fields_of_source()
+        words = self.sources[rank].tolist()
+        samples, capacity = words[fields["samples"]], words[fields["capacity"]]
+
+        def view(name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+            nbytes = count * dtype.itemsize
+            first = words[fields[name]] - self._memory.data_ptr()
+            return self._memory[first : first + nbytes].view(dtype)
+
+        num_offsets = self.num_slots * samples + 1
+        is_here = 0 <= words[fields["offsets"]] - self._memory.data_ptr() < self._memory.numel()
+        offsets = view("offsets", torch.int32, num_offsets) if is_here else self._memory.new_zeros(num_offsets).int()
+        weights = view("weights", torch.float32, capacity) if layout.is_weighted else None
+        indices = view("indices", self.index_dtype, capacity)
+        first_sample, count = words[fields["first_sample"]], words[fields["count"]]
+        return LookupSource(first_sample, samples, offsets, indices, weights, count, capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Return how many lookups there is room for, from all PEs."""
+        return sum(self._capacities)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Return how many lookups of each PE there is room for."""
+        return self._capacities
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Return what the sources' addresses lie in, `[nbytes]`, uint8: PE 0's region first."""
+        return self._memory
+
+    def check_is_here(self) -> None:
+        """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""
+        self._check_generation()
+        if self._inputs._world is not _world.for_call():
+            raise RuntimeError("embedding_inputs: these lookups are of a world that has been left")
+        if self._is_released:
+            raise RuntimeError(
+                "embedding_inputs: these lookups have been released, and their region may be filled again; call "
+                "release() behind the last launch that reads them, the backward pass where gradients are recorded"
+            )
+        if not self._is_ordered:
+            raise RuntimeError("embedding_inputs: call wait() before the launches that read these lookups")
+
+    def _check_generation(self) -> None:
+        if self._generation != self._inputs._generation:
+            raise PeerTimeoutError(_GIVEN_UP)
+
+    def _resolve(self) -> None:
+        """Wait for the report; where there was no room, make it and launch again."""
+        while True:
+            report = self._await_report()
+            if report.full_source < 0:
+                break
+            self._inputs._enlarge(self.sources)
+            self._launch(is_captured=False)
+        self._given = None
+
+    def _await_report(self) -> Any:
+        report, number, looks = self._region.report, self._report_number, 0
+        while report.state != number:
+            looks += 1  # asking for the launch's end costs more than a look
+            is_over = self._arrived is None or (looks % _LOOKS == 0 and self._arrived.event.query())
+            if is_over and report.state != number:
+                self._inputs.workspace.raise_failure()
+                raise PeerTimeoutError(_GIVEN_UP)
+        if report.is_aborted:
+            self._inputs.workspace.raise_failure()
+            raise PeerTimeoutError(_GIVEN_UP)
+        return report
+
+
+def fields_of_source() -> dict[str, int]:
+    """Return which word of a source has which field."""
+    struct = OPERATOR.description.structs["LookupSource"]
+    return {name: getattr(struct, name).offset // 8 for name, *_ in struct._fields_}

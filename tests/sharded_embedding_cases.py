@@ -1,0 +1,174 @@
+"""Collections of tables for tests, batches for them, and a model of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import persistent_ops as po
+from persistent_ops.nn import TableConfig, TablePlacement
+
+__all__ = ["CASES", "Batch", "Case", "Reference", "batch_of", "gradient_of", "samples_of"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collection.
+
+    Attributes:
+        tables: of it.
+        placement: of it.
+        algorithm: of its optimizer.
+        is_weighted: whether lookups have weights.
+        max_length: of a bag.
+        index_dtype: of values and lengths.
+    """
+
+    name: str
+    tables: Sequence[TableConfig]
+    placement: Any = "table_wise"
+    algorithm: str = "sgd"
+    is_weighted: bool = False
+    max_length: int = 5
+    index_dtype: torch.dtype = torch.int64
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def features(self) -> list[str]:
+        return list(dict.fromkeys(name for table in self.tables for name in table.feature_names))
+
+    def make(self, **options: Any) -> po.nn.ShardedEmbeddingBagCollection:
+        """Make it; collective."""
+        chosen = {"max_batch": 16, "lookups_per_sample": 3.0, "lr": 0.5, "seed": 3, **self.options, **options}
+        return po.nn.ShardedEmbeddingBagCollection(
+            self.tables,
+            placement=self.placement,
+            algorithm=self.algorithm,
+            is_weighted=self.is_weighted,
+            **chosen,
+        )
+
+
+_PLAIN = [
+    TableConfig("a", 40, 8, ["x"]),
+    TableConfig("b", 7, 4, ["y"]),
+    TableConfig("c", 3, 12, ["z"]),
+    TableConfig("d", 50, 4, ["w"]),
+]
+_SHARED = [
+    TableConfig("a", 30, 8, ["x", "y"]),
+    TableConfig("b", 9, 4, ["z", "x"]),
+    TableConfig("c", 1, 16, ["y"]),
+]
+_MIXED = [
+    TableConfig("a", 30, 8, ["x"], "mean"),
+    TableConfig("b", 9, 4, ["y"]),
+    TableConfig("c", 12, 16, ["z"], "mean"),
+    TableConfig("d", 12, 8, ["x"], "sum", torch.bfloat16),
+    TableConfig("e", 5, 4, ["w"]),
+]
+_SLICED = {"a": TablePlacement("column_wise", 2), "c": TablePlacement("column_wise", 4)}
+CASES = [
+    Case("plain", _PLAIN),
+    Case("one table", _PLAIN[:1], index_dtype=torch.int32),
+    Case("shared", _SHARED),
+    Case("mixed", _MIXED),
+    Case("weighted", _PLAIN, is_weighted=True),
+    Case("on the last", _PLAIN, {name: TablePlacement(ranks=(-1,)) for name in "abcd"}),
+    Case("slices", _SHARED, _SLICED),
+    Case("slices, mixed", _MIXED, _SLICED, index_dtype=torch.int32),
+    Case("adagrad", _SHARED, _SLICED, "adagrad"),
+]
+
+
+def samples_of(rank: int, step: int) -> int:
+    """Return how many samples a PE has in a step; sometimes none."""
+    return 0 if (rank, step) == (0, 1) else 2 + (3 * rank + step) % 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One PE's lookups."""
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+    weights: torch.Tensor | None
+
+
+def batch_of(case: Case, rank: int, step: int) -> Batch:
+    """Return a PE's lookups, on the CPU."""
+    rng = torch.Generator().manual_seed(100 * step + rank)
+    samples = samples_of(rank, step)
+    names = case.features()
+    lengths = torch.randint(0, case.max_length + 1, (len(names) * samples,), generator=rng)
+    rows = [min(table.num_embeddings for table in case.tables if name in table.feature_names) for name in names]
+    limits = torch.tensor(rows).repeat_interleave(samples).repeat_interleave(lengths)
+    values = torch.randint(0, 1 << 30, limits.shape, generator=rng) % limits
+    weights = torch.randint(-3, 4, limits.shape, generator=rng).float() if case.is_weighted else None
+    return Batch(values.to(case.index_dtype), lengths.to(case.index_dtype), weights)
+
+
+def gradient_of(case: Case, rank: int, step: int) -> torch.Tensor:
+    """Return the gradient of a PE's result: whole numbers."""
+    rng = torch.Generator().manual_seed(7000 + 100 * step + rank)
+    columns = sum(table.embedding_dim * len(table.feature_names) for table in case.tables)
+    return torch.randint(-4, 5, (samples_of(rank, step), columns), generator=rng).float()
+
+
+class Reference:
+    """The tables in one process, with embedding_bag and torch.optim.
+
+    Attributes:
+        tables: by name, float32.
+    """
+
+    def __init__(self, case: Case, lr: float = 0.5, seed: int = 3) -> None:
+        self._case = case
+        self.tables: dict[str, torch.Tensor] = {}
+        for number, table in enumerate(case.tables):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + 1 + number)
+            bound = 1.0 / math.sqrt(table.num_embeddings)
+            drawn = torch.empty(table.num_embeddings, table.embedding_dim).uniform_(-bound, bound, generator=generator)
+            self.tables[table.name] = drawn.to(table.data_type).float().requires_grad_()
+        options = {} if case.algorithm == "sgd" else {"eps": 1e-8}
+        kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[case.algorithm]
+        self.optimizer = kind(self.tables.values(), lr=lr, **options)  # type: ignore[operator]
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return the pooled rows, float32."""
+        names = self._case.features()
+        per_feature = batch.lengths.long().unflatten(0, (len(names), -1))
+        counts = per_feature.sum(1).tolist()
+        split = dict(zip(names, batch.values.long().split(counts), strict=True))
+        weights = None if batch.weights is None else dict(zip(names, batch.weights.split(counts), strict=True))
+        pooled = []
+        for table in self._case.tables:
+            for name in table.feature_names:
+                pooled.append(
+                    F.embedding_bag(
+                        split[name],
+                        self.tables[table.name],
+                        F.pad(per_feature[names.index(name)].cumsum(0), (1, 0)),
+                        mode=table.pooling,
+                        per_sample_weights=None if weights is None else weights[name],
+                        include_last_offset=True,
+                    )
+                )
+        return torch.cat(pooled, 1)
+
+    def step(self, world: int, step: int, scale: float = 1.0) -> None:
+        """Train with all PEs' samples."""
+        self.optimizer.zero_grad()
+        for rank in range(world):
+            result = self.forward(batch_of(self._case, rank, step))
+            result.backward(gradient_of(self._case, rank, step) * scale)
+        self.optimizer.step()
+        for table in self._case.tables:
+            if table.data_type != torch.float32:
+                tensor = self.tables[table.name]
+                with torch.no_grad():
+                    tensor.copy_(tensor.to(table.data_type).float())

@@ -1,0 +1,389 @@
+"""Forward and backward pass of lookups where an input exchange has left them: bits, order of calls, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, Outcome, Trial, difference
+from embedding_backward_cases import CASES, FEW, Case, Inputs, Model, columns_of, make_gradient, make_inputs
+from embedding_cases import Case as Shape
+from embedding_cases import split_of
+from graphs import NUM_INPUTS, Call, GraphSuite
+from worlds import error_of, in_world
+
+import persistent_ops as po
+from persistent_ops.ops.embedding_backward_plan import OPERATOR
+
+# ---- a batch, as the PEs have it that bring it -----------------------------------------------------------------------
+
+
+def _slots(case: Case, world: int) -> list[list[tuple[int, int]]]:
+    """Return every PE's; each table has a feature of its own."""
+    slots, feature = [], 0
+    for rank in range(world):
+        num_tables = len(make_inputs(case, rank, world, 0).tables)
+        slots.append([(feature + table, case.shape.rows) for table in range(num_tables)])
+        feature += num_tables
+    return slots
+
+
+def _brought(case: Case, iteration: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return what this PE brings of the batch: values, offsets and weights."""
+    rank, world = po.rank(), po.world_size()
+    split = split_of(case.shape, world)
+    batch, first = sum(split), sum(split[:rank])
+    values, lengths, weights = [], [], []
+    for owner in range(world):
+        inputs = make_inputs(case, owner, world, iteration)
+        for table in range(len(inputs.tables)):
+            begin = table * batch + first
+            ends = inputs.offsets[begin : begin + split[rank] + 1].long()
+            values.append(inputs.indices[ends[0] : ends[-1]])
+            lengths.append(ends.diff())
+            weights += [] if inputs.factors is None else [inputs.factors[ends[0] : ends[-1]]]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0).to(case.shape.offset_dtype)
+    return torch.cat(values), offsets, torch.cat(weights) if weights else None
+
+
+def _make(case: Case, **options: Any) -> po.EmbeddingInputs:
+    """Collective."""
+    world = po.world_size()
+    slots = _slots(case, world)
+    choices = {
+        "lookups_per_sample": case.shape.max_pooling,
+        "index_dtype": case.shape.index_dtype,
+        "bounds": "ignore" if case.bad else "fatal",
+        **options,
+    }
+    return po.EmbeddingInputs(
+        slots,
+        num_features=sum(map(len, slots)),
+        max_batch=max(split_of(case.shape, world)),
+        is_weighted=case.shape.is_weighted,
+        **choices,
+    )
+
+
+def _exchange(inputs: po.EmbeddingInputs, case: Case, iteration: int) -> po.Lookups:
+    values, offsets, weights = (
+        None if each is None else each.to(po.device()) for each in _brought(case, iteration)
+    )  # fmt: skip
+    assert values is not None
+    split = split_of(case.shape, po.world_size())
+    return inputs.exchange(values, offsets=offsets, per_sample_weights=weights, batch_per_rank=split)
+
+
+def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Inputs) -> torch.Tensor:
+    indices, offsets, factors = (None if each is None else each.to(po.device()) for each in inputs[1:])
+    assert indices is not None
+    world = po.world_size()
+    with torch.no_grad():
+        return po.embedding_all_to_all(
+            tables,
+            indices,
+            offsets,
+            factors,
+            mode=case.shape.mode,
+            batch_per_rank=split_of(case.shape, world),
+            dim_per_rank=columns_of(case, world),
+            dtype=case.shape.dtype,
+            bounds="ignore",
+        )
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+class _Steps(Trial):
+    """A training; the next batch arrives between the forward and the backward pass of one."""
+
+    held: ClassVar[Sequence[int]] = ()
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        OPERATOR.tune(po.runtime.world.current(), case.tuning)
+        self._inputs = _make(case)
+        self._arriving: tuple[int, po.Lookups] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        case, rank, world = self._case, po.rank(), po.world_size()
+        tables = [table.to(po.device(), copy=True) for table in make_inputs(case, rank, world, 0).tables]
+        self._tables = [tables[0]] * 2 if case.shape.same_table else tables
+        self._optimizer = po.EmbeddingOptimizer(self._tables, case.algorithm, lr=0.1, **dict(case.options))
+        self._optimizer.gradient_scale.fill_(case.scale)
+        self._model = Model(case, rank, world)
+
+    def ways(self, turn: int) -> Sequence[Hashable]:
+        return (0,)
+
+    def _lookups(self, iteration: int) -> po.Lookups:
+        if self._arriving is None:
+            return _exchange(self._inputs, self._case, iteration)
+        number, lookups = self._arriving
+        assert number == iteration
+        return lookups
+
+    def call(self, turn: int, iteration: int, way: Any) -> Outcome:
+        if turn and iteration == 0:
+            self._begin()
+        case, rank, world = self._case, po.rank(), po.world_size()
+        split, lr = split_of(case.shape, world), 0.1 / (1 + iteration)
+        self._optimizer.lr.fill_(lr)
+        with self._lookups(iteration) as lookups:
+            wanted = _pool_global_batch(case, self._tables, make_inputs(case, rank, world, iteration))
+            result = po.embedding_all_to_all(
+                self._tables,
+                lookups,
+                mode=case.shape.mode,
+                dim_per_rank=columns_of(case, world),
+                dtype=case.shape.dtype,
+                optimizer=self._optimizer,
+            )
+            after = (iteration + 1) % NUM_ITERATIONS
+            self._arriving = after, _exchange(self._inputs, case, after)
+            first = sum(split[:rank])
+            gradient = make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device())
+            result.backward(gradient)
+        self._model.step(iteration, 0, lr)
+        pairs = [(result.detach(), wanted), *zip(self._tables, self._model.tables, strict=True)]
+        num_tensors = 1 if case.shape.same_table else len(self._tables)
+        for table, states in zip(self._tables[:num_tensors], self._model.states, strict=False):
+            pairs += zip(self._optimizer.state(table), states, strict=True)
+        problems = [f"tensor {n}: {found}" for n, pair in enumerate(pairs) if (found := difference(*pair))]
+        return Outcome([tensor.clone() for tensor, _ in pairs], problems[0] if problems else None)
+
+    def close(self) -> None:
+        assert self._arriving is not None
+        with self._arriving[1]:
+            pass
+        OPERATOR.tune(po.runtime.world.current(), None)
+
+
+_SHARED = Shape("shared by sources", same_table=True, rows=5, max_pooling=40, batch=lambda world: [9, 2, 7, 4][:world])
+_ONE_SHARED = dataclasses.replace(_SHARED, name="weighted, shared by sources", is_weighted=True, dtype=torch.bfloat16)
+_MORE = [
+    Case("adagrad, a table of two slots", _SHARED, "adagrad"),
+    Case("rowwise, weights of a table of two slots", _ONE_SHARED, "rowwise_adagrad"),
+]
+
+
+_NAMES = (
+    "no samples",
+    "empty bags only",
+    "same table twice",
+    "int32 both",
+    "uneven",
+    "mixed and odd widths",
+    "mean",
+    "weighted",
+    "skipped",
+)
+_CASES = [case for case in CASES if any(name in case.name for name in _NAMES)] + _MORE
+
+
+class TestBits(BitsSuite):
+    trial = _Steps
+    halved_by = torch.float32
+    heap_bytes = 64 << 20
+    is_the_same_on_all_pes = False
+    worlds: ClassVar = {
+        "1": CaseWorld(1, _CASES),
+        "2": CaseWorld(2, _CASES),
+        "3": CaseWorld(3, FEW + _MORE),
+        "4": CaseWorld(4, _CASES),
+        "3-staged": CaseWorld(3, _CASES, {"transport": "staged"}),
+        "2-wg4": CaseWorld(2, _CASES, {"host_options": {"wg_size": 4}}),
+    }
+
+
+# ---- the order of calls ----------------------------------------------------------------------------------------------
+
+_PLAIN = Case("order of calls", Shape("plain", batch=lambda world: [5, 2, 8, 3][:world], is_weighted=True))
+
+
+def _tables_of(case: Case) -> list[torch.Tensor]:
+    return [table.to(po.device(), copy=True) for table in make_inputs(case, po.rank(), po.world_size(), 0).tables]
+
+
+def _of_no_room() -> list[str]:
+    """A batch that finds no room arrives, in regions that are larger, while another one is between its two passes."""
+    case, rank, world = _PLAIN, po.rank(), po.world_size()
+    inputs = _make(case, lookups_per_sample=0.5)
+    tables = _tables_of(case)
+    optimizer = po.EmbeddingOptimizer(tables, lr=0.1)
+    model = Model(case, rank, world)
+    problems = []
+    first = sum(split_of(case.shape, world)[:rank])
+    arriving, had = _exchange(inputs, case, 0), inputs.capacity
+    for iteration in range(3):
+        with arriving as lookups:
+            wanted = _pool_global_batch(case, tables, make_inputs(case, rank, world, iteration))
+            result = po.embedding_all_to_all(tables, lookups, optimizer=optimizer)
+            arriving = _exchange(inputs, case, iteration + 1)
+            arriving.wait()
+            gradient = make_gradient(case, world, iteration, 0)[first : first + len(result)]
+            result.backward(gradient.to(po.device()))
+        model.step(iteration, 0, 0.1)
+        pairs = [(result.detach(), wanted), *zip(tables, model.tables, strict=True)]
+        problems += [found for pair in pairs if (found := difference(*pair))]
+    arriving.release()
+    po.check()
+    return problems if inputs.capacity != had else ["there was room"]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_more_room_between_the_passes_of_a_batch(backend: str, world: int) -> None:
+    assert in_world(_of_no_room, world, backend) == [[]] * world
+
+
+def _out_of_order() -> list[Any]:
+    """Lookups that are not here, or no longer, are refused; nothing is launched, and the next calls are right."""
+    case, rank, world = _PLAIN, po.rank(), po.world_size()
+    inputs, tables = _make(case), _tables_of(case)
+    optimizer = po.EmbeddingOptimizer(tables, lr=0.1)
+    first = sum(split_of(case.shape, world)[:rank])
+
+    def pool(lookups: po.Lookups) -> torch.Tensor:
+        return po.embedding_all_to_all(tables, lookups, optimizer=optimizer)
+
+    lookups = _exchange(inputs, case, 0)
+    told = [error_of(lambda: pool(lookups))]
+    with lookups:
+        result = pool(lookups)
+    gradient = make_gradient(case, world, 0, 0)[first : first + len(result)].to(po.device())
+    told += [error_of(lambda: result.backward(gradient)), error_of(lambda: pool(lookups))]
+    unchanged = all(map(torch.equal, tables, _tables_of(case)))
+    with _exchange(inputs, case, 0) as again:
+        pool(again).backward(gradient)
+    model = Model(case, rank, world)
+    model.step(0, 0, 0.1)
+    right = [difference(*pair) for pair in zip(tables, model.tables, strict=True)]
+    before = _exchange(inputs, case, 0)
+    before.wait()
+    po.recover()
+    told.append(error_of(lambda: pool(before)))
+    po.check()
+    return [[name for name, _, _ in told], [text for _, text, _ in told], unchanged, right]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_lookups_that_are_not_here(backend: str, world: int) -> None:
+    for names, texts, unchanged, right in in_world(_out_of_order, world, backend):
+        assert names == ["RuntimeError"] * 3 + ["PeerTimeoutError"]
+        assert [text in told for text, told in zip(("wait()", "release()", "release()"), texts, strict=False)] == [
+            True
+        ] * 3
+        assert unchanged and right == [None, None]
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def _graph_call(case: Case, way: str) -> Call:
+    """The exchange and a forward pass of what it brings; buffers are larger than the lookups."""
+    rank, world = po.rank(), po.world_size()
+    inputs, tables = _make(case, bounds="ignore"), _tables_of(case)
+    split, dims = split_of(case.shape, world), columns_of(case, world)
+    given, wants = [], []
+    for turn in range(NUM_INPUTS):
+        values, offsets, _ = _brought(case, turn)
+        buffer = torch.zeros((len(offsets) - 1) * case.shape.max_pooling, dtype=values.dtype)
+        buffer[: len(values)] = values
+        given.append([buffer, offsets])
+        wants.append([_pool_global_batch(case, tables, make_inputs(case, rank, world, turn)).cpu()])
+
+    def act(values: torch.Tensor, offsets: torch.Tensor, *, way: str) -> torch.Tensor:
+        with torch.no_grad(), inputs.exchange(values, offsets=offsets, batch_per_rank=split) as lookups:
+            return po.embedding_all_to_all(
+                tables, lookups, mode=case.shape.mode, dim_per_rank=dims, dtype=case.dtype, schedule=way
+            )
+
+    return Call(case.name, way, act, given, wants)
+
+
+class TestGraphs(GraphSuite):
+    operator = "embedding_inputs"  # the first one of a call
+    cases = tuple(
+        Case(f"graphs of {shape.name}", shape)
+        for shape in (
+            Shape("lookups", batch=lambda world: 11),
+            Shape("means", dims=lambda rank: (16,) * (rank % 2), mode="mean"),
+            Shape("int32 lookups", index_dtype=torch.int32, offset_dtype=torch.int32, dtype=torch.bfloat16),
+        )
+    )
+    ways = ("communication_aware", "oblivious")
+    growing: ClassVar = [
+        Case(f"lookups, batch of {n}", Shape(f"lookups, batch of {n}", batch=lambda world, n=n: n))
+        for n in (3, 30, 300, 9)
+    ]
+    heap_bytes = 64 << 20
+
+    @classmethod
+    def call(cls, case: Case, way: str) -> Call:
+        return _graph_call(case, way)
+
+    @classmethod
+    def more_calls(cls) -> list[Call]:
+        return [_graph_call(cls.cases[0], "communication_aware")]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _refused() -> dict[str, tuple[str, str]]:
+    case = _PLAIN
+    inputs, tables = _make(case), _tables_of(case)
+    values, offsets, weights = _brought(case, 0)
+    assert weights is not None
+    seen = {}
+    with inputs.exchange(values, offsets=offsets, per_sample_weights=weights) as unknown:
+        seen["no split"] = error_of(lambda: po.embedding_all_to_all(tables, unknown))[:2]
+    required = weights.clone().requires_grad_()
+    seen["a gradient"] = error_of(lambda: inputs.exchange(values, offsets=offsets, per_sample_weights=required))[:2]
+    with _exchange(inputs, case, 0) as lookups:
+        calls: dict[str, Callable[[], Any]] = {
+            "offsets": lambda: po.embedding_all_to_all(tables, lookups, offsets),
+            "weights": lambda: po.embedding_all_to_all(tables, lookups, None, weights),
+            "another split": lambda: po.embedding_all_to_all(tables, lookups, batch_per_rank=[3]),
+            "a table too many": lambda: po.embedding_all_to_all([*tables, tables[0]], lookups),
+            "fewer rows": lambda: po.embedding_all_to_all([tables[0], tables[1][:-1]], lookups),
+            "no tables": lambda: po.embedding_all_to_all(3, lookups),  # type: ignore[arg-type]
+            "a mean": lambda: po.embedding_all_to_all(tables, lookups, mode="mean"),
+            "no offsets": lambda: po.embedding_all_to_all(tables, values),
+        }
+        seen |= {name: error_of(call)[:2] for name, call in calls.items()}
+        recording = [table.requires_grad_() for table in _tables_of(case)]
+        seen["no optimizer"] = error_of(lambda: po.embedding_all_to_all(recording, lookups).sum().backward())[:2]
+        out = po.empty(split_of(case.shape, 1)[0], sum(columns_of(case, 1)))
+        with torch.no_grad():
+            into = po.embedding_all_to_all(tables, lookups, out=out)
+        wanted = _pool_global_batch(case, tables, make_inputs(case, 0, 1, 0))
+        seen["out"] = (str(into is out), difference(out, wanted) or "")
+    po.check()
+    return seen
+
+
+def test_what_is_refused() -> None:
+    (seen,) = in_world(_refused, 1, "host")
+    told = {
+        "no split": ("ValueError", "batch_per_rank"),
+        "a gradient": ("NotImplementedError", "per_sample_weights"),
+        "offsets": ("ValueError", "offsets"),
+        "weights": ("ValueError", "per_sample_weights"),
+        "another split": ("ValueError", "batch_per_rank"),
+        "a table too many": ("ValueError", "slots"),
+        "fewer rows": ("ValueError", "slots"),
+        "no tables": ("TypeError", "weights"),
+        "a mean": ("ValueError", "per_sample_weights"),
+        "no offsets": ("TypeError", "offsets"),
+        "no optimizer": ("NotImplementedError", "optimizer"),
+    }
+    assert seen.pop("out") == ("True", "")
+    assert seen.keys() == told.keys()
+    for name, (error, text) in told.items():
+        assert seen[name][0] == error and text in seen[name][1], f"{name}: {seen[name]}"

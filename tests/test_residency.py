@@ -1,0 +1,218 @@
+"""Launches of two workspaces: which find room beside one another on a GPU, and which take turns."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from worlds import in_world
+
+import persistent_ops as po
+from persistent_ops.ops.embedding_inputs_plan import WORKSPACE
+from persistent_ops.runtime import residency
+from persistent_ops.runtime.residency import Footprint, Residency, Sm, room_beside, room_on_gpu
+from persistent_ops.runtime.workspace import Workspace
+
+H200 = Sm(threads=2048, registers=65536, shared_bytes=228 << 10, blocks=32)
+# As tests/kernel_resources.py has them compiled: threads, registers, bytes of shared memory, WGs that an SM holds.
+INPUTS = Footprint(64, 64, 376, 16)
+FORWARD = Footprint(256, 114, 344, 2)
+BACKWARD = Footprint(256, 96, 376, 2)
+BARRIER = Footprint(64, 40, 300, 21)
+
+
+@pytest.mark.parametrize(
+    ("resident", "count", "room"),
+    [
+        (FORWARD, 2, 1),  # 61440 of 65536 registers are taken
+        (FORWARD, 1, 4),  # 1408 bytes of the least memory that an SM is divided for, 8 KiB
+        (FORWARD, 0, 16),
+        (BACKWARD, 1, 4),
+        (Footprint(256, 128, 344, 2), 2, 0),  # no register is left
+        (Footprint(1024, 32, 0, 2), 2, 0),  # no thread
+        (Footprint(32, 16, 0, 32), 32, 0),  # no block
+        (Footprint(128, 64, 15 << 10, 2), 2, 0),  # 32 KiB of memory are taken, for which the SM may be divided
+        (FORWARD._replace(overlaps=True), 1, 0),
+    ],
+)
+def test_room_on_an_sm(resident: Footprint, count: int, room: int) -> None:
+    assert room_beside(H200, resident, count, INPUTS) == room
+
+
+def test_room_is_what_is_left() -> None:
+    """So many WGs fit beside, and one more does not, in some resource."""
+    numbers = random.Random(3)
+    for _ in range(500):
+        held = numbers.randint(1, 4)
+        resident = Footprint(numbers.choice((64, 128, 256)), numbers.randint(16, 128), numbers.randint(0, 9000), held)
+        own = Footprint(numbers.choice((32, 64, 128)), numbers.randint(16, 64), numbers.randint(0, 3000), 16)
+        room = room_beside(H200, resident, held, own)
+        taken = held * resident.shared_of_wg
+        divided = next(kib << 10 for kib in residency._DIVISIONS if kib << 10 >= taken)
+
+        def fits(count: int) -> bool:
+            return (
+                held * resident.threads + count * own.threads <= H200.threads  # noqa: B023
+                and held * resident.registers_of_wg + count * own.registers_of_wg <= H200.registers  # noqa: B023
+                and taken + count * own.shared_of_wg <= divided  # noqa: B023
+                and held + count <= H200.blocks  # noqa: B023
+                and count <= own.most  # noqa: B023
+            )
+
+        assert not fits(room + 1)
+        assert room == 0 or fits(room)
+
+
+def test_room_on_a_gpu_is_that_of_the_worst_way_to_lie() -> None:
+    """No less than nothing of what is found by trying all ways, and all of it where SMs are alike."""
+    numbers = random.Random(7)
+    for _ in range(200):
+        most = numbers.randint(1, 3)
+        resident = Footprint(256, numbers.randint(40, 80), numbers.randint(0, 3000), most)
+        own = Footprint(64, numbers.randint(16, 64), numbers.randint(0, 1000), 16)
+        grid = numbers.randint(0, 4 * most)
+        ways = (way for way in itertools.product(range(most + 1), repeat=4) if sum(way) <= grid)
+        worst = min(sum(room_beside(H200, resident, count, own) for count in way) for way in ways)
+        found = room_on_gpu(H200, 4, resident, grid, own)
+        assert found <= worst
+        if grid == 4 * most:
+            assert found == 4 * min(room_beside(H200, resident, count, own) for count in range(most + 1))
+
+
+def _residency(*main: tuple[Footprint, int]) -> Residency:
+    found = Residency(H200, 132)
+    for footprint, grid in main:
+        found.add("", footprint, grid)
+    return found
+
+
+def test_what_fits_a_gpu() -> None:
+    found = _residency((FORWARD, 264), (BACKWARD, 132), (BARRIER, 1))
+    assert found.fits()
+    found.add("inputs", INPUTS, 16)
+    assert found.fits()
+    found.add("inputs", INPUTS, 132)
+    assert found.fits(), "one on each SM"
+    found.add("more", INPUTS, 1)
+    assert not found.fits(), "one more than there is room for"
+    other = _residency((FORWARD, 264))
+    other.add("inputs", INPUTS._replace(threads=128), 1)
+    assert not other.fits()
+    other = _residency((Footprint(256, 128, 344, 2), 264))
+    other.add("inputs", INPUTS, 1)
+    assert not other.fits()
+    other = _residency((Footprint(256, 128, 344, 2), 264 - 4))
+    other.add("inputs", INPUTS, 16)
+    assert other.fits(), "two SMs are left, or halves of four"
+
+
+def test_launches_that_fit_become_resident_in_whatever_order() -> None:
+    """WGs of both come to lie as a random scheduler puts them: neither keeps the other out for good."""
+    numbers = random.Random(5)
+    num_sms = 6
+    for _ in range(300):
+        resident = Footprint(numbers.choice((128, 256)), numbers.randint(80, 126), 344, 2)
+        found = Residency(H200, num_sms)
+        found.add("", resident, 2 * num_sms)
+        found.add("inputs", INPUTS, 5)
+        if not found.fits():
+            continue
+        beside = [0] * num_sms
+        main = [0] * num_sms
+        waiting = [1] * 5 + [0] * (2 * num_sms)
+        numbers.shuffle(waiting)
+        for is_beside in waiting:  # the main launch's WGs may find no room: those of the other one always do
+            free = [
+                sm
+                for sm in range(num_sms)
+                if main[sm] * resident.registers_of_wg + beside[sm] * INPUTS.registers_of_wg
+                <= H200.registers - (INPUTS if is_beside else resident).registers_of_wg
+                and (is_beside or main[sm] < resident.most)
+            ]
+            assert free or not is_beside
+            if free:
+                (beside if is_beside else main)[numbers.choice(free)] += 1
+        assert sum(beside) == 5
+
+
+# ---- a world's workspaces --------------------------------------------------------------------------------------------
+
+
+class _Kernel:
+    """A kernel that does nothing."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        self._footprint = footprint
+        self.admitted_grid = 0
+
+    def footprint(self) -> Footprint:
+        return self._footprint
+
+    def launch(self, grid: int, plan: int, call: Any) -> None:
+        pass
+
+
+def _admitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Launch as on GPUs; return whether the two workspaces have one order, step by step."""
+    followed: list[tuple[object, int]] = []
+
+    class Order:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def follow(self, stream: int) -> None:
+            followed.append((self, stream))
+
+    monkeypatch.setattr("persistent_ops.runtime.workspace.StreamOrder", Order)
+    world = po.runtime.world.current()
+    main = world.workspace
+    main._order = Order(world.backend.device)  # type: ignore[assignment]
+    world._residency = Residency(H200, 132)
+    side = world.side_workspace(WORKSPACE)
+    for workspace in (main, side):
+        workspace._is_asynchronous = True
+
+    def is_one_order(workspace: Workspace, kernel: _Kernel, grid: int) -> bool:
+        workspace.launch(kernel, grid, 0, None)  # type: ignore[arg-type]
+        return main._order is side._order and followed[-1][0] is workspace._order
+
+    forward, large = _Kernel(FORWARD), _Kernel(Footprint(256, 128, 344, 2))
+    seen: list[Any] = [is_one_order(main, forward, 264), is_one_order(side, _Kernel(INPUTS), 16)]
+    monkeypatch.setattr(world, "meet", lambda contract: None)
+    seen += [world.agree_to_run_beside(), is_one_order(main, forward, 264), is_one_order(side, _Kernel(INPUTS), 16)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="leaves no room.*call run_beside"):
+            main.launch(large, 264, 0, None)  # type: ignore[arg-type]
+    seen += [is_one_order(main, forward, 264), world.agree_to_run_beside(), is_one_order(main, large, 264)]
+    seen += [is_one_order(side, _Kernel(INPUTS), 16), len(world.workspaces)]
+    main.is_capturing = lambda: True
+    with pytest.raises(RuntimeError, match="capture"):
+        world.agree_to_run_beside()
+    main.is_capturing = lambda: False
+    for workspace in (main, side):
+        workspace._is_asynchronous = False
+    return seen
+
+
+def test_workspaces_take_turns_until_all_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = in_world(_admitted, 1, "host", monkeypatch)
+    assert seen == [[True, True, True, False, False, False, False, True, True, 2]]
+
+
+def test_an_overlapping_kernel_takes_turns() -> None:
+    found = _residency((FORWARD._replace(overlaps=True), 1))
+    assert found.fits()
+    found.add("inputs", INPUTS, 16)
+    assert not found.fits()
+
+
+def test_orders_of_kernels_do_not_matter() -> None:
+    kernels = [("", FORWARD, 264), ("inputs", INPUTS, 16), ("", Footprint(256, 128, 344, 2), 264)]
+    for order in itertools.permutations(kernels):
+        found = Residency(H200, 132)
+        for name, footprint, grid in order:
+            found.add(name, footprint, grid)
+        assert not found.fits()

@@ -1,0 +1,239 @@
+"""State dicts of embedding collections through torch.distributed.checkpoint: saved by some PEs, loaded by others."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from kept_pes import in_processes
+from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of
+from worlds import in_world
+
+import persistent_ops as po
+from persistent_ops.nn import TablePlacement, TableShards
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
+
+_ADAGRAD = next(case for case in CASES if case.name == "adagrad")
+_STEPS, _MORE = 3, 2
+
+
+def _case(algorithm: str, slices: int = 2) -> Case:
+    placement = {**_ADAGRAD.placement, "a": TablePlacement("column_wise", slices)}
+    return replace(_ADAGRAD, algorithm=algorithm, placement=placement)
+
+
+def _parts(module: Any) -> dict[str, Any]:
+    return {"tables": module.state_dict(), "optimizer": module.optimizer.state_dict()}
+
+
+def _train(module: Any, case: Case, steps: range) -> None:
+    for step in steps:
+        module.optimizer.zero_grad()
+        batch = batch_of(case, po.rank(), step)
+        result = module(batch.values.to(po.device()), batch.lengths.to(po.device()))
+        result.backward(gradient_of(case, po.rank(), step).to(po.device()))
+        module.optimizer.step()
+
+
+def _blocks(module: Any) -> dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]:
+    """Return this PE's blocks of every table and state."""
+    tables, optimizer = module.state_dict(), module.optimizer.state_dict()
+    named = dict(tables)
+    for of_table in optimizer["state"].values():
+        named |= of_table
+    return {
+        name: [(tuple(offsets), block.cpu().clone()) for offsets, block in shards.shards]
+        for name, shards in named.items()
+    }
+
+
+def _saved(backend: str, folder: str, case: Case, steps: int) -> dict[str, Any]:
+    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
+    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        module = case.make(gradient_scale=1.0)
+        _train(module, case, range(steps))
+        po.check()
+        dcp.save(_parts(module), checkpoint_id=folder)
+        blocks = _blocks(module)
+    po.finalize()
+    return blocks
+
+
+def _loaded(backend: str, folder: str, case: Case, more: int) -> Any:
+    """Load, and train on; return blocks, or what is refused."""
+    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
+    problem = ""
+    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        module = case.make(gradient_scale=1.0, seed=99, lr=9.0)  # other rows and rates, which must not stay
+        parts = _parts(module)
+        try:
+            dcp.load(parts, checkpoint_id=folder)
+            module.load_state_dict(parts["tables"])
+            module.optimizer.load_state_dict(parts["optimizer"])
+        except (dcp.CheckpointException, ValueError) as error:
+            problem = str(error)
+        else:
+            _train(module, case, range(_STEPS, _STEPS + more))
+            po.check()
+        blocks = _blocks(module)
+    po.finalize()
+    return problem or blocks
+
+
+def _whole(of_pes: list[dict[str, Any]], name: str, shape: torch.Size) -> torch.Tensor:
+    """Put the PEs' blocks together; NaN where nobody has any."""
+    whole = torch.full(shape, float("nan"))
+    for of_pe in of_pes:
+        for offsets, block in of_pe[name]:
+            whole[tuple(slice(a, a + n) for a, n in zip(offsets, block.shape, strict=True))] = block.float()
+    return whole
+
+
+def _check(of_pes: list[dict[str, Any]], reference: Reference) -> None:
+    for name, table in reference.tables.items():
+        found = _whole(of_pes, f"embedding_bags.{name}.weight", table.shape)
+        torch.testing.assert_close(found, table.detach(), rtol=2e-5, atol=2e-5)
+        if f"{name}.momentum1" in of_pes[0]:
+            sums = reference.optimizer.state[table]["sum"]
+            torch.testing.assert_close(_whole(of_pes, f"{name}.momentum1", sums.shape), sums, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["adagrad", "sgd"])
+def test_saved_on_four_and_loaded_elsewhere(backend: str, algorithm: str, tmp_path: Path) -> None:
+    case = _case(algorithm)
+    folder = str(tmp_path / "saved")
+    saved = in_processes(_saved, 4, backend, folder, case, _STEPS, timeout=200)
+    reference = Reference(case)
+    for step in range(_STEPS):
+        reference.step(4, step)
+    _check(saved, reference)
+    for world in (2, 1):
+        trained_on = copy.deepcopy(reference)
+        for step in range(_STEPS, _STEPS + _MORE):
+            trained_on.step(world, step)
+        _check(in_processes(_loaded, world, backend, folder, case, _MORE, timeout=200), trained_on)
+    _check_plain(folder, saved, reference)
+
+
+def _check_plain(folder: str, saved: list[dict[str, Any]], reference: Reference) -> None:
+    """Load into plain tensors, as an EmbeddingBagCollection's state dict has them, in one process."""
+    tables = {f"embedding_bags.{name}.weight": torch.zeros_like(each) for name, each in reference.tables.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load({"tables": tables}, checkpoint_id=folder, no_dist=True)
+    for name, table in tables.items():
+        assert torch.equal(table, _whole(saved, name, table.shape)), name
+
+
+def test_before_the_first_step(backend: str, tmp_path: Path) -> None:
+    case, folder = _case("rowwise_adagrad"), str(tmp_path / "saved")
+    saved = in_processes(_saved, 2, backend, folder, case, 0, timeout=200)
+    (found,) = in_processes(_loaded, 1, backend, folder, case, 0, timeout=200)
+    for name, shape in (("a.momentum1", (2 * 30,)), ("b.momentum1", (9,)), ("c.momentum1", (4,))):
+        assert torch.equal(_whole(saved, name, torch.Size(shape)), torch.zeros(shape)), name
+        assert torch.equal(_whole([found], name, torch.Size(shape)), torch.zeros(shape)), name
+    rows = Reference(replace(case, algorithm="sgd"))
+    for name, table in rows.tables.items():
+        assert torch.equal(_whole([found], f"embedding_bags.{name}.weight", table.shape), table), name
+
+
+def test_another_number_of_slices(backend: str, tmp_path: Path) -> None:
+    """Means over columns cannot be cut anew; what is kept by element can."""
+    for algorithm in ("rowwise_adagrad", "adagrad"):
+        folder = str(tmp_path / algorithm)
+        saved = in_processes(_saved, 2, backend, folder, _case(algorithm), _STEPS, timeout=200)
+        found = in_processes(_loaded, 2, backend, folder, _case(algorithm, slices=4), 0, timeout=200)
+        if algorithm == "rowwise_adagrad":
+            assert all("a.momentum1" in told and "Size mismatch" in told for told in found), found
+            continue
+        for name, size in (("embedding_bags.a.weight", (30, 8)), ("a.momentum1", (30, 8))):
+            shape = torch.Size(size)
+            assert torch.equal(_whole(found, name, shape), _whole(saved, name, shape)), name
+
+
+# ---- without torch.distributed.checkpoint ----------------------------------------------------------------------------
+
+
+def _refused() -> dict[str, str]:
+    seen = {}
+    case = _case("rowwise_adagrad")
+    module = case.make()
+    tables, states = module.state_dict(), module.optimizer.state_dict()
+
+    def tried(name: str, load: Any, state: Any, kind: type[Exception]) -> None:
+        with pytest.raises(kind) as caught:
+            load(state)
+        seen[name] = str(caught.value)
+
+    of_four = _case("rowwise_adagrad", slices=4).make()
+    tried("slices", module.optimizer.load_state_dict, of_four.optimizer.state_dict(), ValueError)
+    of_four.optimizer.save_param_groups(False)
+    assert "param_groups" not in of_four.optimizer.state_dict()
+    tried("shape of slices", module.optimizer.load_state_dict, of_four.optimizer.state_dict(), ValueError)
+    other = {**states, "param_groups": [{**states["param_groups"][0], "algorithm": "adam"}]}
+    tried("algorithm", module.optimizer.load_state_dict, other, ValueError)
+    tried("no states", module.optimizer.load_state_dict, {"state": {}}, ValueError)
+    tried("a table too few", module.load_state_dict, dict(list(tables.items())[1:]), RuntimeError)
+    tried("a table too many", module.load_state_dict, {**tables, "embedding_bags.e.weight": 0}, RuntimeError)
+    small = {**tables, "embedding_bags.a.weight": torch.zeros(2, 2)}
+    tried("a shape", module.load_state_dict, small, RuntimeError)
+    if po.rank() == 0:
+        first = TableShards((30, 8), [((1, 0), torch.zeros(29, 4))], dtype=torch.float32, device=torch.device("cpu"))
+        tried("other blocks", module.load_state_dict, {**tables, "embedding_bags.a.weight": first}, RuntimeError)
+    return seen
+
+
+def test_what_cannot_be_loaded(backend: str) -> None:
+    wanted = {
+        "slices": "a was trained in 4 column slices, and has 2",
+        "shape of slices": "the number of column slices must stay",
+        "algorithm": "of 'adam', but the optimizer is 'rowwise_adagrad'",
+        "no states": "expected 'a.momentum1'",
+        "a table too few": "embedding_bags.a.weight",
+        "a table too many": "embedding_bags.e.weight",
+        "a shape": "expected a tensor of [30, 8], got [2, 2]",
+        "other blocks": "go through torch.distributed.checkpoint",
+    }
+    for seen in in_world(_refused, 2, backend):
+        assert {*seen} | {"other blocks"} == {*wanted}
+        for name, told in seen.items():
+            assert wanted[name] in told, f"{name}: {told}"
+
+
+def _in_memory() -> list[bool]:
+    """Copies of state dicts bring everything back, with one step behind them undone; whole tensors do too."""
+    case = _case("adam")
+    module = case.make()
+    _train(module, case, range(2))
+    kept = copy.deepcopy(_parts(module))
+    before = _blocks(module)
+    rate = kept["optimizer"]["param_groups"][0]["lr"]
+    module.optimizer.param_groups[0]["lr"] = 7.0
+    _train(module, case, range(2, 3))
+    again = _blocks(module)
+    module.load_state_dict(kept["tables"])
+    module.optimizer.load_state_dict(kept["optimizer"])
+    loaded = _blocks(module)
+    module.optimizer.param_groups[0]["lr"] = 7.0
+    _train(module, case, range(2, 3))  # the count of steps has come back too, so these are the same bits
+    whole = {name: torch.full(shards.shape, 2.0) for name, shards in module.state_dict().items()}
+    repeated = _blocks(module)
+    module.load_state_dict(whole)
+    filled = all(bool((block == 2).all()) for shards in module.state_dict().values() for _, block in shards.shards)
+
+    def same(a: Any, b: Any) -> bool:
+        return all(torch.equal(x, y) for name in a for (_, x), (_, y) in zip(a[name], b[name], strict=True))
+
+    return [same(before, loaded), same(again, repeated), not same(before, again), rate == 0.5, filled]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_copies_in_memory(backend: str, world: int) -> None:
+    assert in_world(_in_memory, world, backend) == [[True] * 5] * world

@@ -1,0 +1,332 @@
+"""Embedding collections as TorchRec's users know them: its inputs, results, plans; what is refused; placements."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of
+from worlds import error_of, in_world
+
+import persistent_ops as po
+from persistent_ops.nn import KeyedEmbeddings, TablePlacement, ignore_sharded_tables
+from persistent_ops.nn.embedding_tables import place, placements_of, table_configs
+
+_SHARED = next(case for case in CASES if case.name == "shared")
+_WEIGHTED = next(case for case in CASES if case.name == "weighted")
+
+# ---- stand-ins for TorchRec's ----------------------------------------------------------------------------------------
+
+
+class PoolingType(enum.Enum):
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+class DataType(enum.Enum):
+    FP32 = "FP32"
+    BF16 = "BF16"
+    INT8 = "INT8"
+
+
+def _config(name: str, rows: int, dim: int, features: list[str], **more: Any) -> Any:
+    """Return what has EmbeddingBagConfig's attributes."""
+    given = {"data_type": DataType.FP32, "pooling": PoolingType.SUM, "weight_init_min": None, "weight_init_max": None}
+    return SimpleNamespace(
+        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, **{**given, **more}
+    )
+
+
+class Jagged:
+    """What has KeyedJaggedTensor's methods, with lookups in some order of features."""
+
+    def __init__(self, keys: list[str], values: list[torch.Tensor], lengths: list[torch.Tensor], weights: Any) -> None:
+        self._parts = keys, values, lengths, weights
+        self.is_variable = False
+
+    def keys(self) -> list[str]:
+        return self._parts[0]
+
+    def values(self) -> torch.Tensor:
+        return torch.cat(self._parts[1])
+
+    def lengths(self) -> torch.Tensor:
+        return torch.cat(self._parts[2])
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        return None if self._parts[3] is None else torch.cat(self._parts[3])
+
+    def variable_stride_per_key(self) -> bool:
+        return self.is_variable
+
+    def permute(self, order: list[int]) -> Jagged:
+        return Jagged(*[None if part is None else [part[n] for n in order] for part in self._parts])  # type: ignore[arg-type]
+
+
+def _jagged(case: Case, rank: int, step: int, order: list[int]) -> Jagged:
+    batch, names = batch_of(case, rank, step), case.features()
+    lengths = batch.lengths.unflatten(0, (len(names), -1))
+    counts = lengths.sum(1).tolist()
+    weights = None if batch.weights is None else list(batch.weights.to(po.device()).split(counts))
+    parts = (list(batch.values.to(po.device()).split(counts)), list(lengths.to(po.device())))
+    return Jagged(names, *parts, weights).permute(order)
+
+
+def _of_jagged(name: str) -> list[Any]:
+    case = next(case for case in CASES if case.name == name)
+    module, reference = case.make(gradient_scale=1.0), Reference(case)
+    seen = []
+    for step, order in enumerate(([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0, 3])):
+        order = [number for number in order if number < len(case.features())]
+        result = module(_jagged(case, po.rank(), step, order))
+        assert isinstance(result, KeyedEmbeddings)
+        wanted = reference.forward(batch_of(case, po.rank(), step)).detach()
+        right = torch.allclose(result.values().detach().cpu(), wanted, rtol=2e-5, atol=2e-5)
+        at = 0
+        for key, dim in zip(result.keys(), result.length_per_key(), strict=True):
+            block = result.values()[:, at : at + dim]
+            right &= torch.equal(result[key], block) and torch.equal(result.to_dict()[key], block)
+            at += dim
+        assert result.offset_per_key()[-1] == at == result.values().shape[1] and result.key_dim() == 1
+        result.values().backward(gradient_of(case, po.rank(), step).to(po.device()))
+        reference.step(po.world_size(), step)
+        seen.append(right)
+    return [seen, result.keys()]
+
+
+@pytest.mark.parametrize("name", ["shared", "weighted"])
+def test_keyed_jagged_tensors(backend: str, name: str) -> None:
+    keys = {"shared": ["x@a", "y@a", "z", "x@b", "y@c"], "weighted": ["x", "y", "z", "w"]}[name]
+    assert in_world(_of_jagged, 2, backend, name) == [[[True] * 3, keys]] * 2
+
+
+class _Collection:
+    """What has EmbeddingBagCollection's methods."""
+
+    def __init__(self) -> None:
+        self._configs = [
+            _config("a", 11, 8, ["x"], pooling=PoolingType.MEAN),
+            _config("b", 5, 4, ["y"], data_type=DataType.BF16, weight_init_max=0.5),
+        ]
+
+    def embedding_bag_configs(self) -> list[Any]:
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        shapes = {each.name: (each.num_embeddings, each.embedding_dim) for each in self._configs}
+        return {
+            f"embedding_bags.{name}.weight": torch.arange(shape[0] * shape[1]).float().view(shape)
+            for name, shape in shapes.items()
+        }
+
+
+class _Parameter:
+    """What has ParameterSharding's attributes."""
+
+    def __init__(self, kind: str, ranks: list[int], widths: list[int]) -> None:
+        self.sharding_type, self.ranks = kind, ranks
+        self.sharding_spec = SimpleNamespace(shards=[SimpleNamespace(shard_sizes=[1, width]) for width in widths])
+
+
+def _from_collection() -> list[Any]:
+    plan = {
+        "other.path": {"c": None},
+        "model.ebc": {"a": _Parameter("column_wise", [1, 0], [4, 4]), "b": _Parameter("table_wise", [1], [4])},
+    }
+    collection = _Collection()
+    placement = SimpleNamespace(plan=plan)
+    module = po.nn.ShardedEmbeddingBagCollection.from_collection(collection, max_batch=4, placement=placement)
+    whole = collection.state_dict()
+    here = {}
+    for name, shards in module.state_dict().items():
+        for (row, column), block in shards.shards:
+            wanted = whole[name][row : row + block.shape[0], column : column + block.shape[1]]
+            assert torch.equal(block.cpu().float(), wanted)
+        here[name] = [tuple(offsets) for offsets, _ in shards.shards]
+    configs = module.embedding_bag_configs()
+    names = [name for name, _ in module.named_parameters()]
+    return [here, names, configs[0].pooling, configs[1].data_type, configs[1].init_bounds[1], module.is_weighted()]
+
+
+def test_in_place_of_a_collection(backend: str) -> None:
+    first, second = in_world(_from_collection, 2, backend)
+    names = ["embedding_bags.a.weight", "embedding_bags.b.weight"]
+    assert first == [{names[0]: [(0, 4)], names[1]: []}, names, "mean", torch.bfloat16, 0.5, False]
+    assert second[0] == {names[0]: [(0, 0)], names[1]: [(0, 0)]}
+
+
+# ---- placement -------------------------------------------------------------------------------------------------------
+
+
+def test_the_costliest_are_placed_first() -> None:
+    configs = table_configs([("a", 9, 64, ["x"]), ("b", 9, 16, ["y"]), ("c", 9, 16, ["z"]), ("d", 9, 8, ["x", "z"])])
+    lookups = {"x": 1.0, "y": 3.0, "z": 1.0}
+    layout = place(configs, placements_of(configs, "table_wise"), lookups, 2)
+    assert layout.owners == ((0,), (1,), (1,), (0,))  # 256, 192, 64 and 64 bytes
+    assert layout.costs == (320.0, 256.0)
+    sliced = {"a": TablePlacement("column_wise", 4), "d": TablePlacement(ranks=(2,))}
+    layout = place(configs, placements_of(configs, sliced), lookups, 3)
+    assert layout.owners == ((1, 1, 2, 1), (0,), (2,), (2,))
+    assert layout.features == ("x", "y", "z") and layout.names == ("x@a", "y", "z@c", "x@d", "z@d")
+    assert sum(map(len, layout.groups[0].slots)) == 8 and layout.groups[0].dim_per_rank == (16, 48, 48)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+_PLAIN = [("a", 10, 8, ["x"]), ("b", 5, 4, ["y"])]
+_MADE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "replicated": ({"placement": "replicated"}, "NotImplementedError", "'replicated', of a, is not provided"),
+    "auto": ({"placement": {"b": "auto"}}, "NotImplementedError", "no measured cost"),
+    "row_wise": ({"placement": {"b": _Parameter("row_wise", [0], [])}}, "NotImplementedError", "'row_wise', of b"),
+    "no number": ({"placement": "column_wise"}, "ValueError", "num_slices="),
+    "uneven": ({"placement": {"a": TablePlacement("column_wise", 3)}}, "ValueError", "8 columns of a do not divide"),
+    "uneven plan": (
+        {"placement": {"a": _Parameter("column_wise", [0, 0], [6, 2])}},
+        "NotImplementedError",
+        "[6, 2] columns",
+    ),
+    "nobody": ({"placement": {"a": TablePlacement(ranks=(1,))}}, "ValueError", "a is on PE 1"),
+    "slices of a whole": ({"placement": {"a": TablePlacement(num_slices=2)}}, "ValueError", "a is table_wise"),
+    "ranks of others": ({"placement": {"a": TablePlacement("column_wise", 2, (0,))}}, "ValueError", "2 slices, but"),
+    "unknown": ({"placement": {"c": "table_wise"}}, "ValueError", "['c']"),
+    "a number": ({"placement": 3}, "TypeError", "ShardingPlan, got int"),
+    "no plan of it": ({"placement": SimpleNamespace(plan={"m": {"c": 1}})}, "ValueError", "one module"),
+    "another plan": ({"placement": {"a": 3}}, "TypeError", "got int"),
+    "no tables": ({"tables": []}, "ValueError", "at least one"),
+    "names": ({"tables": [_PLAIN[0], _PLAIN[0]]}, "ValueError", "occur once"),
+    "dots": ({"tables": [("a.b", 3, 4, ["x"])]}, "ValueError", "without dots"),
+    "no rows": ({"tables": [("a", 0, 4, ["x"])]}, "ValueError", "above 0"),
+    "features": ({"tables": [("a", 2, 4, "xy")]}, "ValueError", "names of features"),
+    "pooling": ({"tables": [_config("a", 2, 4, ["x"], pooling=PoolingType.NONE)]}, "ValueError", "pooling"),
+    "dtype": ({"tables": [_config("a", 2, 4, ["x"], data_type=DataType.INT8)]}, "TypeError", "float32, float16"),
+    "virtual": (
+        {"tables": [_config("a", 2, 4, ["x"], use_virtual_table=True)]},
+        "NotImplementedError",
+        "virtual tables",
+    ),
+    "no config": ({"tables": [3]}, "TypeError", "got int"),
+    "norm": ({"max_grad_norm": 1.0}, "NotImplementedError", "max_grad_norm"),
+    "clamp": ({"max_gradient": 0.0}, "ValueError", "max_gradient"),
+    "estimates": ({"lookups_per_sample": {"x": 1.0}}, "ValueError", "lookups_per_sample"),
+    "weighted mean": ({"tables": [("a", 2, 4, ["x"], "mean")], "is_weighted": True}, "ValueError", "is_weighted"),
+    "algorithm": ({"algorithm": "lamb"}, "ValueError", "algorithm"),
+}
+
+
+def _refused() -> dict[str, tuple[str, str]]:
+    seen = {}
+    make = po.nn.ShardedEmbeddingBagCollection
+    for name, (changed, _, _) in _MADE.items():
+        given = {"tables": _PLAIN, "max_batch": 4, **changed}
+        seen[name] = error_of(lambda given=given: make(given.pop("tables"), **given))[:2]  # type: ignore[misc]
+    return seen
+
+
+def test_what_it_cannot_be_made_of() -> None:
+    (seen,) = in_world(_refused, 1, "host")
+    for name, (_, kind, told) in _MADE.items():
+        assert seen[name][0] == kind and told in seen[name][1], f"{name}: {seen[name]}"
+
+
+def _called() -> dict[str, tuple[str, str]]:
+    module = _SHARED.make()
+    values, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    jagged = _jagged(_SHARED, 0, 0, [0, 1, 2])
+    variable = _jagged(_SHARED, 0, 0, [0, 1, 2])
+    variable.is_variable = True
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    model = torch.nn.Module()
+    model.inner = type("DistributedModelParallel", (torch.nn.Module,), {})()
+    sharded = type("ShardedEmbeddingBagCollection", (), {})()
+    weighted = _WEIGHTED.make()
+    factors = torch.ones(4, requires_grad=True)
+    four = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    tried = {
+        "variable": lambda: module(variable),
+        "values alone": lambda: module(values),
+        "a feature too few": lambda: module(jagged.permute([0, 1])),
+        "weights beside": lambda: module(jagged, per_sample_weights=values.float()),
+        "weights": lambda: module(values, lengths, per_sample_weights=values.float()),
+        "no weights": lambda: weighted(*four),
+        "gradients of weights": lambda: weighted(*four, per_sample_weights=factors),
+        "bad index": lambda: module(values + 1000, lengths),
+        "too many samples": lambda: module(values.repeat(30), lengths.repeat(30)),
+        "scaler": lambda: scaler.step(module.optimizer),
+        "closure": lambda: module.optimizer.step(lambda: 0.0),
+        "another group": lambda: module.optimizer.add_param_group({"params": [torch.zeros(1)]}),
+        "half": module.half,
+        "meta": lambda: torch.nn.Sequential(module).to("meta"),
+        "parallel": lambda: ignore_sharded_tables(model),
+        "sharded": lambda: type(module).from_collection(sharded, max_batch=4),
+        "twice": lambda: (result := module(values, lengths).sum(), result.backward(), result.backward()),
+    }
+    seen = {name: error_of(action)[:2] for name, action in tried.items()}
+    module.to(po.device()).float()
+    seen["after all that"] = (str(tuple(module(values, lengths).shape)), "")
+    return seen
+
+
+def test_what_it_cannot_be_called_with() -> None:
+    wanted = {
+        "variable": ("NotImplementedError", "variable batch per feature"),
+        "values alone": ("TypeError", "got Tensor alone"),
+        "a feature too few": ("ValueError", "lacks ['z']"),
+        "weights beside": ("ValueError", "its own"),
+        "weights": ("ValueError", "is_weighted"),
+        "no weights": ("ValueError", "is_weighted"),
+        "gradients of weights": ("NotImplementedError", "require no gradient"),
+        "bad index": ("IndexError", "index 1000"),
+        "too many samples": ("ValueError", "max_batch"),
+        "scaler": ("NotImplementedError", "GradScaler"),
+        "closure": ("NotImplementedError", "closure"),
+        "another group": ("NotImplementedError", "param_groups"),
+        "half": ("NotImplementedError", "embedding_bags.a.weight"),
+        "meta": ("NotImplementedError", "cannot become torch.float32 on meta"),
+        "parallel": ("NotImplementedError", "DistributedModelParallel"),
+        "sharded": ("NotImplementedError", "ShardedEmbeddingBagCollection"),
+        "twice": ("RuntimeError", ""),
+        "after all that": ("(1, 40)", ""),
+    }
+    (seen,) = in_world(_called, 1, "host")
+    assert set(seen) == set(wanted)
+    for name, (kind, told) in wanted.items():
+        assert seen[name][0] == kind and told in seen[name][1], f"{name}: {seen[name]}"
+
+
+def _disagreed() -> list[Any]:
+    other = [("a", 10, 8, ["x"]), ("b", 5, 4 + 4 * po.rank(), ["y"])]
+    name, text, _ = error_of(lambda: po.nn.ShardedEmbeddingBagCollection(other, max_batch=4))
+    rate = error_of(lambda: po.nn.ShardedEmbeddingBagCollection(_PLAIN, max_batch=4, lr=0.1 * (1 + po.rank())))
+    module = _SHARED.make()
+    batch = batch_of(_SHARED, po.rank(), 0)
+    return [name, "the same on all PEs" in text, rate[0], list(module(batch.values, batch.lengths).shape)[1]]
+
+
+def test_pes_that_pass_different_tables(backend: str) -> None:
+    assert in_world(_disagreed, 2, backend) == [["ValueError", True, "ValueError", 40]] * 2
+
+
+def _bad_on_one() -> list[Any]:
+    """One PE passes an index that no table has: it is told, and the peers get their results."""
+    module = _SHARED.make()
+    batch = batch_of(_SHARED, po.rank(), 0)
+    values = batch.values.clone()
+    if po.rank() == 1:
+        values[0] = 10_000
+    told = error_of(lambda: module(values, batch.lengths))[0]
+    wanted = Reference(_SHARED).forward(batch).detach()
+    with torch.no_grad():
+        again = module(batch.values, batch.lengths)
+    return [told, torch.allclose(again.cpu(), wanted, rtol=2e-5, atol=2e-5)]
+
+
+def test_a_bad_index_is_told_where_it_was_passed() -> None:
+    assert in_world(_bad_on_one, 3, "host") == [["", True], ["IndexError", True], ["", True]]

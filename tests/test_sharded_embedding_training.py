@@ -1,0 +1,169 @@
+"""Embedding collections in a training: DLRM beside one process, schedulers, DistributedDataParallel, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kept_pes import in_processes
+from sharded_embedding_cases import CASES, Reference, batch_of, gradient_of, samples_of
+from test_dlrm_training import CPU, HOTNESS, ROWS, SIZES, Plan, training_of
+from torch.nn.parallel import DistributedDataParallel
+from worlds import in_world
+
+import persistent_ops as po
+from persistent_ops.nn import TableConfig, TablePlacement, ignore_sharded_tables
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+# ---- a DLRM ----------------------------------------------------------------------------------------------------------
+
+
+def _dlrm_tables() -> po.nn.ShardedEmbeddingBagCollection:
+    return po.nn.ShardedEmbeddingBagCollection(
+        [TableConfig(f"t{n}", rows, SIZES.dims[n], [f"f{n}"]) for n, rows in enumerate(ROWS)],
+        max_batch=4096,
+        lookups_per_sample={f"f{n}": hotness for n, hotness in enumerate(HOTNESS)},
+        placement={"t2": TablePlacement("column_wise", 2)},
+        algorithm="adagrad",
+        lr=0.05,
+        seed=1,
+    )
+
+
+def _dlrm(folder: str, resumes: bool) -> tuple[list[float], list[dict[str, float]], int]:
+    po.init("host", heap_size=64 << 20)
+    try:
+        torch.set_num_threads(1)
+        with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
+            training = training_of(301, 900, 60, embedding=_dlrm_tables())
+            if resumes:
+                training.resume(Path(folder))
+            history = training.run(Plan(epochs=2 if resumes else 1, evaluate_every=4, folder=Path(folder)))
+            po.check()
+            return history.losses, history.evaluations, training.step
+    finally:
+        po.finalize()
+
+
+@pytest.mark.host
+def test_a_dlrm_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    """One epoch on three PEs, some of which have none of the last batch's sample; another one on two."""
+    history = training_of(301, 900, 60).run(Plan(epochs=2, evaluate_every=4))
+    assert {each[2] for each in in_processes(_dlrm, 3, str(tmp_path), False, timeout=200)} == {6}
+    for losses, evaluations, steps in in_processes(_dlrm, 2, str(tmp_path), True, timeout=200):
+        assert steps == 12 and losses == pytest.approx(history.losses, rel=2e-5)
+        by_step = {each["step"]: each for each in evaluations}
+        for wanted in history.evaluations:
+            assert by_step[wanted["step"]] == pytest.approx(wanted, rel=5e-5)
+
+
+# ---- rates and scales ------------------------------------------------------------------------------------------------
+
+_SHARED = next(case for case in CASES if case.name == "slices")
+
+
+def _scheduled(zeroes_behind: bool, as_tensor: bool) -> list[str]:
+    """Train under a scheduler, with the gradients' mean over the PEs; return the tables that differ from torch's."""
+    module, reference = _SHARED.make(), Reference(_SHARED)
+    kinds = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (module.optimizer, reference.optimizer)]
+    if as_tensor:
+        module.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    for step in range(5):
+        if not zeroes_behind:
+            module.optimizer.zero_grad()
+        batch = batch_of(_SHARED, po.rank(), step)
+        result = module(batch.values.to(po.device()), batch.lengths.to(po.device()))
+        result.backward(gradient_of(_SHARED, po.rank(), step).to(po.device()))
+        module.optimizer.step()
+        if zeroes_behind:
+            module.optimizer.zero_grad()
+        reference.step(po.world_size(), step, 1 / po.world_size())
+        for kind in kinds:
+            kind.step()
+    po.check()
+    wrong = []
+    for name, table in reference.tables.items():
+        for (_, column), block in module.state_dict()[f"embedding_bags.{name}.weight"].shards:
+            wanted = table.detach()[:, column : column + block.shape[1]]
+            if not torch.allclose(block.cpu(), wanted, rtol=2e-5, atol=2e-5):
+                wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(("zeroes_behind", "as_tensor"), [(False, False), (True, False), (True, True)])
+def test_rates_are_those_of_torch_under_its_schedulers(backend: str, zeroes_behind: bool, as_tensor: bool) -> None:
+    assert in_world(_scheduled, 3, backend, zeroes_behind, as_tensor) == [[]] * 3
+
+
+def _clamped() -> list[bool]:
+    module, plain = _SHARED.make(max_gradient=0.25), _SHARED.make()
+    before = {name: shards.clone() for name, shards in module.state_dict().items()}
+    batch = batch_of(_SHARED, po.rank(), 0)
+    gradient = gradient_of(_SHARED, po.rank(), 0)
+    most = 0.25 * po.world_size()  # of what is divided by the number of PEs
+    module(batch.values, batch.lengths).backward(gradient)
+    plain(batch.values, batch.lengths).backward(gradient.clamp(-most, most))
+    right = []
+    for name, shards in module.state_dict().items():
+        for (_, found), (_, wanted), (_, old) in zip(
+            shards.shards, plain.state_dict()[name].shards, before[name].shards, strict=True
+        ):
+            right.append(torch.equal(found, wanted) and not torch.equal(found, old))
+    assert float(gradient.abs().max()) > most
+    return right
+
+
+def test_elements_of_gradients_are_clamped() -> None:
+    found = in_world(_clamped, 2, "host")
+    assert all(map(all, found)) and sum(map(len, found)) == 7
+
+
+# ---- under DistributedDataParallel -----------------------------------------------------------------------------------
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = torch.nn.ModuleList([_SHARED.make()])
+        self.top = torch.nn.Linear(sum(self.tables[0].embedding_dims), 1)  # type: ignore[arg-type]
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.top(self.tables[0](values, lengths))  # type: ignore[no-any-return]
+
+
+def _under_ddp() -> list[Any]:
+    po.init("host", heap_size=64 << 20)
+    try:
+        with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
+            torch.manual_seed(5)
+            model = _Model()
+            ignore_sharded_tables(model)
+            before = {name: shards.clone() for name, shards in model.tables[0].state_dict().items()}
+            ddp = DistributedDataParallel(model)
+            kept = all(
+                torch.equal(a, b)
+                for name, shards in model.tables[0].state_dict().items()
+                for (_, a), (_, b) in zip(shards.shards, before[name].shards, strict=True)
+            )
+            for step in range(3):
+                batch = batch_of(_SHARED, po.rank(), step)
+                (ddp(batch.values, batch.lengths).sum() / max(1, samples_of(po.rank(), step))).backward()
+                model.tables[0].optimizer.step()  # type: ignore[union-attr, operator]
+            gradient = model.top.weight.grad
+            assert gradient is not None
+            po.check()
+            return [kept, sorted(name for name, each in model.named_parameters() if each.requires_grad), gradient]
+    finally:
+        po.finalize()
+
+
+@pytest.mark.host
+def test_ddp_leaves_tables_alone() -> None:
+    first, second = in_processes(_under_ddp, 2, timeout=200)
+    assert first[:2] == second[:2] == [True, ["top.bias", "top.weight"]]
+    assert torch.equal(first[2], second[2])
