@@ -300,11 +300,11 @@ class Workspace:
 
     # ---- recovery --------------------------------------------------------------------------------------------------
 
-    def recover(self) -> None:
-        """Start clean epochs after a failure; collective."""
+    def recover(self, patience: float) -> None:
+        """Start clean epochs after a failure; collective. `patience`: seconds to wait for the peers."""
         self._backend.synchronize()
         epoch = int(self._local[0])
-        epochs = [int(raw) for raw in self._bootstrap.exchange("recover", str(epoch).encode())]
+        epochs = [int(raw) for raw in self._bootstrap.exchange("recover", str(epoch).encode(), timeout=patience)]
         # No PE runs a kernel any more. What their signals still have under way must land before the words are cleared.
         self._backend.quiet()
         self._bootstrap.exchange("recover-quiet", b"")

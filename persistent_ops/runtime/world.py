@@ -251,8 +251,10 @@ class World:
         """Start clean epochs after a failure; collective."""
         if self._side_workspaces:  # a launch of one may wait for a PE that has come here for another one's
             self.backend.synchronize(_PATIENCE_S)
+        # A peer's launches in different workspaces know nothing of each other: they give up one after the other.
+        patience = self.bootstrap.timeout * len(self.workspaces)
         for workspace in self.workspaces:
-            workspace.recover()
+            workspace.recover(patience)
         for state in self.operator_state.values():
             own = state.own if isinstance(state, OperatorState) else state
             if isinstance(own, Forgetful):
