@@ -307,7 +307,8 @@ def _disagreed() -> list[Any]:
     rate = error_of(lambda: po.nn.ShardedEmbeddingBagCollection(_PLAIN, max_batch=4, lr=0.1 * (1 + po.rank())))
     module = _SHARED.make()
     batch = batch_of(_SHARED, po.rank(), 0)
-    return [name, "the same on all PEs" in text, rate[0], list(module(batch.values, batch.lengths).shape)[1]]
+    values, lengths = batch.values.to(po.device()), batch.lengths.to(po.device())
+    return [name, "the same on all PEs" in text, rate[0], list(module(values, lengths).shape)[1]]
 
 
 def test_pes_that_pass_different_tables(backend: str) -> None:
