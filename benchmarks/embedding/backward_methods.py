@@ -84,9 +84,7 @@ class OurBackward:
         self._optimizer._backward(
             self._gradients[number],
             self._tables,
-            drawn.indices,
-            drawn.offsets,
-            None,
+            embedding_backward._OfBatch(drawn.indices, drawn.offsets, None),
             self._split,
             "sum",
             wants_factors=False,
@@ -138,10 +136,7 @@ class OurBackward:
             widths=(key.widths[rank],),  # type: ignore[attr-defined]
             batch_per_rank=(self._config.batch,),
         )
-        states = [self._optimizer.state(table) for table in self._tables]
-        optimizer = self._optimizer
-        chosen = (optimizer._algorithm, optimizer._decay, optimizer._constants)
-        return BackwardPlan(self._world, alone, self._tables, states, *chosen)
+        return self._optimizer._plan(self._world, alone, self._tables)
 
 
 @contextmanager

@@ -249,8 +249,7 @@ def _run(
 ) -> torch.Tensor:
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
-    pooling = average_pooling(indices.numel(), offsets.numel() - 1)
-    kind = LookupKind(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+    kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
 
     def check() -> None:
         check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out=out)

@@ -114,6 +114,14 @@ class LookupKind(NamedTuple):
     pooling: int
     from_sources: bool = False
 
+    @classmethod
+    def of_batch(
+        cls, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> LookupKind:
+        """Return the kind of the global batch's lookups, side by side as `embedding_all_to_all` takes them."""
+        pooling = average_pooling(indices.numel(), offsets.numel() - 1)
+        return cls(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+
 
 class EmbeddingKey(NamedTuple):
     """What tells plans apart.
