@@ -62,22 +62,30 @@ class Embedding:
     index: torch.dtype = torch.int64
     offset: torch.dtype = torch.int64
     from_sources: bool = False
+    wire: str | None = None
 
     @property
     def name(self) -> str:
         integers = f"{self.index}/{self.offset}".replace("torch.", "") + ", by source" * self.from_sources
-        return f"embedding_all_to_all {self.arch} {self.dtype} {self.pooling}, shapes {self.shapes:#04x}, {integers}"
+        wire = f", {self.wire} on the wire" if self.wire else ""
+        shapes = f"shapes {self.shapes:#04x}"
+        return f"embedding_all_to_all {self.arch} {self.dtype} {self.pooling}{wire}, {shapes}, {integers}"
 
     @property
     def threads(self) -> int:
-        return _threads(self.shapes, self.pooling == "weighted sum")
+        narrowing = DTYPES[self.dtype].itemsize // self._wire.itemsize
+        return _threads(self.shapes, self.pooling == "weighted sum", narrowing)
 
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
         lookups = LookupKind(self.index, self.offset, 1, self.pooling == "weighted sum", 1, self.from_sources)
         mode = "mean" if self.pooling == "mean" else "sum"
-        dtype, rows = DTYPES[self.dtype], Tuning().rows_in_flight
-        return _request(dtype, lookups, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
+        rows = Tuning().rows_in_flight
+        return _request(DTYPES[self.dtype], self._wire, lookups, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
+
+    @property
+    def _wire(self) -> torch.dtype:
+        return DTYPES[self.wire or self.dtype]
 
 
 @dataclass(frozen=True)
