@@ -100,10 +100,12 @@ class EmbeddingBackward:
     is_aligned: bool = True
     has_wide_keys: bool = False
     arch: str = "sm_90"
+    wire: str | None = None
 
     @property
     def name(self) -> str:
         parts = [f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}, {self.width} columns"]
+        parts += [f"{self.wire} on the wire"] if self.wire else []
         parts += [f"decay {self.decay}"] if self.decay != "none" else []
         flags = {"unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
         return ", ".join((*parts, *(name for name, is_so in flags.items() if is_so)))
@@ -115,13 +117,15 @@ class EmbeddingBackward:
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
         mode = "mean" if self.pooling == "mean" else "sum"
+        wire_dtype = DTYPES[self.wire or self.dtype]
         return backward_kernel_request(
             DTYPES[self.dtype],
+            wire_dtype,
             self.step,
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
-            tiles=Tiles.of(self.width * DTYPES[self.dtype].itemsize),
+            tiles=Tiles.of(self.width * wire_dtype.itemsize),
             decay=self.decay,
             has_wide_keys=self.has_wide_keys,
         )

@@ -201,8 +201,6 @@ class EmbeddingOptimizer:
         if gradient.data_ptr() % _VECTOR_BYTES:
             gradient = gradient.clone()
         dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
-        if dtype != gradient.dtype:
-            raise NotImplementedError("wire_dtype: the backward pass needs the dtype of the tables")
         state = OPERATOR.state(world)
         tables = table_set(world, weights)
         widths = agree_on_widths(world, self._token, dim_per_rank, weights)
@@ -214,6 +212,7 @@ class EmbeddingOptimizer:
             dim_per_rank,
             widths,
             batch_per_rank,
+            dtype,
             gradient.dtype,
             mode,
             inputs.is_weighted,
