@@ -325,6 +325,7 @@ class Training:
             inputs.offsets.to(po.device()),
             batch_per_rank=split,
             dim_per_rank=columns_of(self._case, self._world),
+            wire_dtype=self._case.shape.wire,
             optimizer=self.optimizer,
         )
         first = sum(split[: self._rank])

@@ -381,6 +381,12 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
+    narrow_shapes = (SHAPES[0], *SHAPES[2:])  # those that plans choose where the wire is narrower than the tables
+    for pooling, shape in itertools.product(POOLINGS, (*narrow_shapes, sum(narrow_shapes))):
+        yield Embedding("float32", pooling, shape, wire="bfloat16")
+    yield Embedding(
+        "float32", "sum", SHAPES[2], index=torch.int32, offset=torch.int32, from_sources=True, wire="bfloat16"
+    )
     # Widths: a chunk or two, one, two and four chunks a lane, and more than registers hold.
     widths = itertools.cycle((8, 32, 256, 512, 4096))
     for dtype, step, pooling in itertools.product(DTYPES, STEPS, POOLINGS):
@@ -392,6 +398,12 @@ def _rest() -> Iterator[Combination]:
     for dtype, step in itertools.product(("float32", "bfloat16"), STEPS):
         yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
         yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)
+    for (step, pooling), width in zip(itertools.product(STEPS, POOLINGS), itertools.cycle((256, 32, 512, 1024, 4096))):
+        yield EmbeddingBackward("float32", step, pooling, width, wire="bfloat16")
+    for step, width, decay in (("sgd", 1024, "none"), ("rowwise_adagrad", 256, "none"), ("rowwise_adagrad", 512, "l2")):
+        yield EmbeddingBackward("float32", step, "sum", width, decay, wire="bfloat16")
+        yield EmbeddingBackward("float32", step, "sum", width, decay, False, wire="bfloat16")
+        yield EmbeddingBackward("float32", step, "weighted sum", width, decay, has_wide_keys=True, wire="bfloat16")
     for digit_bits, counts in itertools.product((8, 9), (False, True)):
         for items in (8, 4, 2):
             yield EmbeddingInversion(items, digit_bits, counts=counts)

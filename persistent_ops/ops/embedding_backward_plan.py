@@ -161,7 +161,10 @@ def kernel_request(
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
     needs_registers += wire_dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
-    blocks = max(1, _BLOCKS_PER_SM[tiles.row_chunks // tiles.lanes] - needs_registers)
+    chunks = tiles.row_chunks // tiles.lanes  # of a lane
+    if wire_dtype.itemsize < dtype.itemsize and chunks > 1:
+        needs_registers = max(needs_registers, 1)  # rows have more bytes than their gradients
+    blocks = max(1, _BLOCKS_PER_SM[chunks] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
         "wire": SCALARS[wire_dtype],
