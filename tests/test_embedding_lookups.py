@@ -91,6 +91,7 @@ def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Input
             batch_per_rank=split_of(case.shape, world),
             dim_per_rank=columns_of(case, world),
             dtype=case.shape.dtype,
+            wire_dtype=case.shape.wire,
             bounds="ignore",
         )
 
@@ -142,6 +143,7 @@ class _Steps(Trial):
                 mode=case.shape.mode,
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
+                wire_dtype=case.shape.wire,
                 optimizer=self._optimizer,
             )
             after = (iteration + 1) % NUM_ITERATIONS

@@ -217,6 +217,12 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "estimates": ({"lookups_per_sample": {"x": 1.0}}, "ValueError", "lookups_per_sample"),
     "weighted mean": ({"tables": [("a", 2, 4, ["x"], "mean")], "is_weighted": True}, "ValueError", "is_weighted"),
     "algorithm": ({"algorithm": "lamb"}, "ValueError", "algorithm"),
+    "wire": ({"wire_dtype": torch.float16}, "TypeError", "wire_dtype"),
+    "wire of 16-bit tables": (
+        {"tables": [("a", 2, 4, ["x"], "sum", torch.bfloat16)], "wire_dtype": torch.bfloat16},
+        "TypeError",
+        "wire_dtype",
+    ),
 }
 
 

@@ -50,6 +50,7 @@ def make_plan(
         dim_per_rank=(config.tables * config.dim,) * team.size,
         batch_per_rank=(config.batch // team.size,) * team.size,
         dtype=config.torch_dtype,
+        wire_dtype=config.torch_dtype,
         mode="sum",
         bounds="fatal",
         schedule=schedule,

@@ -55,6 +55,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
         max_grad_norm: refused.
         is_weighted: whether lookups have weights; all tables are pooled by "sum" then. They get no gradient.
+        wire_dtype: bfloat16 halves the bytes that pooled rows of float32 tables, and their gradients, travel in; their
+            part of the result has that dtype (`embedding_all_to_all`). Tables of 16 bits stay as they are.
         seed: of the first rows, which are uniform in TableConfig's init_range and the same for any placement and world.
         bounds: of `EmbeddingInputs`.
         keyed_tensor: makes the result of a KeyedJaggedTensor of names, columns of each, and values; TorchRec's
@@ -97,6 +99,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_gradient: float | None = None,
         max_grad_norm: float | None = None,
         is_weighted: bool = False,
+        wire_dtype: torch.dtype | None = None,
         seed: int = 0,
         bounds: str = "fatal",
         keyed_tensor: Callable[[list[str], list[int], torch.Tensor], Any] = KeyedEmbeddings,
@@ -110,6 +113,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         configs = table_configs(tables)
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
+        if wire_dtype is not None:
+            _check_wire(configs, wire_dtype)
+        self._wire_dtype = wire_dtype
         estimates = _estimates(configs, lookups_per_sample)
         self.layout = place(configs, placements_of(configs, placement), estimates, world.size)
         self.feature_names = list(self.layout.features)
@@ -126,7 +132,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         }
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
-        self._agree([algorithm, options, scale, max_gradient, seed])
+        self._agree([algorithm, options, scale, max_gradient, wire_dtype, seed])
         self.embedding_bags = torch.nn.ModuleDict(
             {config.name: ShardedTable(self.layout, number, world) for number, config in enumerate(configs)}
         )
@@ -199,8 +205,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
         if other is not None:
             raise ValueError(
-                f"tables, placement, algorithm and its options, seed: expected the same on all PEs, but PE {other} and "
-                f"PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
+                f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but PE "
+                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
             )
 
     def _table(self, number: int) -> ShardedTable:
@@ -239,8 +245,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 for what has come and copies it.
 
         Returns:
-            `[B, sum of D]`, of the tables' dtype, the widest one where there are several; of a KeyedJaggedTensor that
-            in a KeyedTensor (see `keyed_tensor`).
+            `[B, sum of D]`, of the tables' dtype or, of float32 tables, `wire_dtype`; where these are several, what
+            torch promotes them to. Of a KeyedJaggedTensor that in a KeyedTensor (see `keyed_tensor`).
 
         Raises:
             ValueError, TypeError: an argument's shape, dtype, device or layout.
@@ -286,7 +292,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     lookups.wait()
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
-                pooled.append(_pool(group, weights, optimizer, lookups))
+                pooled.append(_pool(group, weights, optimizer, lookups, self._wire_dtype))
             is_kept = batch_per_rank is not None and torch.is_grad_enabled()
         finally:
             if not is_kept:
@@ -387,13 +393,23 @@ def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float
     return {name: float(given[name]) for name in names}
 
 
+def _check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:
+    if wire_dtype != torch.bfloat16 or all(config.data_type != torch.float32 for config in configs):
+        raise TypeError(f"wire_dtype: expected None, or torch.bfloat16 where tables are of float32, got {wire_dtype}")
+
+
 def _pool(
-    group: Group, weights: Sequence[torch.Tensor], optimizer: EmbeddingOptimizer, lookups: Lookups
+    group: Group,
+    weights: Sequence[torch.Tensor],
+    optimizer: EmbeddingOptimizer,
+    lookups: Lookups,
+    wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
 
     Bad lookups are skipped here, since the exchange has told.
     """
+    wire_dtype = wire_dtype if group.dtype == torch.float32 else None
     if lookups.batch_per_rank is not None:
         from_sources: torch.Tensor = _ops.embedding_all_to_all(
             weights,
@@ -401,6 +417,7 @@ def _pool(
             mode=group.pooling,
             dim_per_rank=group.dim_per_rank,
             dtype=group.dtype,
+            wire_dtype=wire_dtype,
             bounds="ignore",
             optimizer=optimizer,
         )
@@ -415,6 +432,7 @@ def _pool(
         batch_per_rank=batch_per_rank,
         dim_per_rank=group.dim_per_rank,
         dtype=group.dtype,
+        wire_dtype=wire_dtype,
         bounds="ignore",
         optimizer=optimizer,
     )

@@ -37,6 +37,7 @@ def embedding_all_to_all(
     batch_per_rank: Sequence[int] | None = None,
     dim_per_rank: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
     bounds: str = "fatal",
     schedule: str = "communication_aware",
     optimizer: EmbeddingOptimizer | None = None,
@@ -45,7 +46,7 @@ def embedding_all_to_all(
 
     Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[bag (t, start_r + b)])``, where
     start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the order
-    of the indices, and rounded once: the same bits on every run, world size and schedule.
+    of the indices, and rounded once, to nearest: the same bits on every run, world size and schedule.
 
     Args:
         weights: this PE's T tables, each `[R_t, D_t]`, contiguous, all of one dtype (float32, float16 or bfloat16), the
@@ -66,7 +67,11 @@ def embedding_all_to_all(
         dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on
             the host, the first time that they meet these tables; every PE must then pass None, new tables must be new
             on all PEs, and none may have T = 0.
-        dtype: of the tables and the result; None takes it from the tables, or float32 where T is 0.
+        dtype: of the tables; None takes it from them, or float32 where T is 0.
+        wire_dtype: of pooled rows on their way and in the result, and of the gradients that come back: the tables' (as
+            None says), or bfloat16 where that is float32. That halves the bytes between PEs; each element, this PE's
+            own samples included, differs from the fp32 sum by at most 2^-8 of it. Gradients are added up, and tables
+            and states updated, in fp32. The same on every PE.
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
@@ -74,7 +79,7 @@ def embedding_all_to_all(
             per_sample_weights their gradient where they require one. Ignored where gradients are not recorded.
 
     Returns:
-        `[batch_per_rank[rank], sum of dim_per_rank]` on this PE's device, dtype of the tables. Without `out` it is a
+        `[batch_per_rank[rank], sum of dim_per_rank]` on this PE's device, of the wire's dtype. Without `out` it is a
         buffer of a pool in the symmetric heap: it stays unchanged while any tensor shares it, and its memory is used
         again afterwards; there is no copy. Results that are held therefore count against `heap_size`. A buffer handed
         out during a CUDA-graph capture is written by every replay and stays with the graph until `po.finalize()`.
@@ -105,10 +110,15 @@ def embedding_all_to_all(
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
-        split = {"batch_per_rank": batch_per_rank, "dim_per_rank": dim_per_rank, "dtype": dtype}
+        split = {
+            "batch_per_rank": batch_per_rank,
+            "dim_per_rank": dim_per_rank,
+            "dtype": dtype,
+            "wire_dtype": wire_dtype,
+        }
         return optimizer.record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
     result: torch.Tensor
-    choices_of_call = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
     if isinstance(indices, Lookups):
         sources = indices.sources
         pooling = average_pooling(indices.capacity, len(weights) * sum(indices.batch_per_rank or ()))
@@ -129,6 +139,7 @@ def _complete(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
     *choices: str,
 ) -> tuple[Any, ...]:
     """Fill in what the dispatcher is to see."""
@@ -137,7 +148,7 @@ def _complete(
         dim_per_rank = _dims_at_compile_time(*weights)
     elif dim_per_rank is None and num_dispatch_modes():
         dim_per_rank = _exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
-    completed = _completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype)
+    completed = _completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype, wire_dtype)
     return (weights, indices, offsets, per_sample_weights, *completed, *choices)
 
 
@@ -148,7 +159,8 @@ def _completed(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
-) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
+    wire_dtype: torch.dtype | None,
+) -> tuple[Sequence[int], Sequence[int], torch.dtype, torch.dtype]:
     """Fill in what the caller left to the operator. Collective where `dim_per_rank` is None and the tables are new."""
     if dim_per_rank is None:
         dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
@@ -156,17 +168,15 @@ def _completed(
         batch_per_rank = _even_split(len(weights), num_offsets, world.size)
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
-    return dim_per_rank, batch_per_rank, dtype
+    return dim_per_rank, batch_per_rank, dtype, dtype if wire_dtype is None else wire_dtype
 
 
 def completed_split(
     world: _world.World, weights: Sequence[torch.Tensor], num_offsets: int, split: Mapping[str, Any]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return dim_per_rank and batch_per_rank of a call."""
-    dims, batches, _ = _completed(
-        world, weights, num_offsets, split["dim_per_rank"], split["batch_per_rank"], split["dtype"]
-    )
-    return tuple(dims), tuple(batches)
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return dim_per_rank, batch_per_rank and dtype of a call."""
+    dims, batches, dtype, _ = _completed(world, weights, num_offsets, **split)
+    return tuple(dims), tuple(batches), dtype
 
 
 def table_set(world: _world.World, weights: Sequence[torch.Tensor]) -> TableSet:
@@ -242,6 +252,7 @@ def _run(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
     mode: str,
     bounds: str,
     schedule: str,
@@ -254,7 +265,8 @@ def _run(
     def check() -> None:
         check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out=out)
 
-    plan = _plan(world, weights, kind, (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule), check)
+    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    plan = _plan(world, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
     place, result = _place_of_result(world, plan, out)
     plan.launch(world, indices, offsets, per_sample_weights, place)
@@ -270,6 +282,7 @@ def _run_from_sources(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
     mode: str,
     bounds: str,
     schedule: str,
@@ -284,7 +297,8 @@ def _run_from_sources(
     def check() -> None:
         check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
 
-    plan = _plan(world, weights, kind, (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule), check)
+    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    plan = _plan(world, weights, kind, choices, check)
     place, result = _place_of_result(world, plan, out)
     plan.launch_from(world, sources, place)
     return result()
@@ -314,8 +328,8 @@ def _plan(
 
 
 def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
-    completed = _completed(world, weights, key.lookups.num_offsets, *key.choices[:3])
-    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *completed, *key.choices[3:])
+    completed = _completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
+    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *completed, *key.choices[4:])
 
 
 def _place_of_result(
@@ -342,6 +356,7 @@ def _fake(
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
     dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     mode: str,
     bounds: str,
     schedule: str,
@@ -350,7 +365,7 @@ def _fake(
     if mode not in MODES or schedule not in SCHEDULES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}; schedule: one of {SCHEDULES}, got {schedule!r}")
     rows = batch_per_rank[_world.current().rank]
-    return indices.new_empty((rows, sum(dim_per_rank)), dtype=dtype)
+    return indices.new_empty((rows, sum(dim_per_rank)), dtype=wire_dtype)
 
 
 def _fake_from_sources(
@@ -362,12 +377,13 @@ def _fake_from_sources(
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
     dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     mode: str,
     bounds: str,
     schedule: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    split_and_choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
     return _fake(weights, sources, sources, None, *split_and_choices, out)
 
 
@@ -402,7 +418,8 @@ _NO_GRADIENT = (
     "call it under torch.no_grad(), or use embedding_bag + all_to_all_single"
 )
 _SPLIT_AND_CHOICES = (
-    "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
+    "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str mode, str bounds, "
+    "str schedule"
 )
 _operator = TorchOperator(
     "embedding_all_to_all",

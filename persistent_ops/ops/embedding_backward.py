@@ -200,7 +200,7 @@ class EmbeddingOptimizer:
         gradient = gradient.contiguous()
         if gradient.data_ptr() % _VECTOR_BYTES:
             gradient = gradient.clone()
-        dim_per_rank, batch_per_rank = completed_split(world, weights, inputs.num_offsets, split)
+        dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
         state = OPERATOR.state(world)
         tables = table_set(world, weights)
         widths = agree_on_widths(world, self._token, dim_per_rank, weights)
@@ -212,6 +212,7 @@ class EmbeddingOptimizer:
             dim_per_rank,
             widths,
             batch_per_rank,
+            dtype,
             gradient.dtype,
             mode,
             inputs.is_weighted,
