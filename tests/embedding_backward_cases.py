@@ -22,6 +22,7 @@ __all__ = [
     "FEW",
     "SMALL",
     "Case",
+    "Gradients",
     "Inputs",
     "Model",
     "Training",
@@ -29,6 +30,7 @@ __all__ = [
     "columns_of",
     "make_gradient",
     "make_inputs",
+    "sparse_problem",
 ]
 
 _CHUNK = 256
@@ -292,6 +294,18 @@ class Model:
             spread = _root(second[touched] / (1 - self._powers[1])) + eps
             w = w - rate * (mean / spread + decay * w)
         table[touched] = w.to(table.dtype)
+
+
+def sparse_problem(
+    table: torch.Tensor, gradient: torch.Tensor | None, wanted: tuple[torch.Tensor, torch.Tensor]
+) -> str | None:
+    """Return what is wrong with a table's sparse gradient, or None."""
+    if gradient is None or not gradient.is_sparse or not gradient.is_coalesced() or gradient.shape != table.shape:
+        return f"not a coalesced gradient of the table: {gradient}"
+    rows, values = wanted
+    return difference(gradient.values(), values.to(table.dtype)) or (
+        None if torch.equal(gradient.indices().cpu(), rows[None]) else "other rows"
+    )
 
 
 # ---- a training ------------------------------------------------------------------------------------------------------

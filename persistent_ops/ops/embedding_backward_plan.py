@@ -198,8 +198,16 @@ def identity(table: torch.Tensor) -> tuple[int, ...]:
     return (table.data_ptr(), *table.shape)
 
 
-def agree_on_widths(world: World, optimizer: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
-    """Return the columns of every PE's tables. Collective the first time that an optimizer is used.
+def agree_on_widths(world: World, which: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
+    """Return the columns of every PE's tables. Collective the first time that `which` is used.
+
+    Without an optimizer a PE that has no tables cannot tell when the others' are new: there the PEs agree every time.
+
+    Args:
+        world: of this PE.
+        which: stands for an optimizer; of tables that have none, their set.
+        dims: sum of the columns of each PE's.
+        weights: this PE's tables.
 
     Raises:
         ValueError: they do not add up to the dims.
@@ -208,14 +216,14 @@ def agree_on_widths(world: World, optimizer: object, dims: tuple[int, ...], weig
     if state.own is None:
         state.own = weakref.WeakKeyDictionary()
     known: weakref.WeakKeyDictionary[object, Widths] = state.own
-    if optimizer not in known:
+    if which not in known or (isinstance(which, TableSet) and 0 in dims):
         own = [weight.shape[1] for weight in weights]
         told = [own]
         if world.size > 1:
             world.meet(_WIDTHS.contract(world.team))
             told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-widths", json.dumps(own).encode())]
-        known[optimizer] = tuple(map(tuple, told))
-    widths = known[optimizer]
+        known[which] = tuple(map(tuple, told))
+    widths = known[which]
     if tuple(map(sum, widths)) != dims:
         raise ValueError(f"dim_per_rank: {list(dims)}, but the PEs' tables have {widths} columns")
     return widths
