@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
-from persistent_ops.ops.embedding_backward_plan import STEPS, Tiles
+from persistent_ops.ops.embedding_backward_plan import GRADIENT, STEPS, Tiles
 from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
 from persistent_ops.ops.embedding_inputs_plan import Tuning as InputsTuning
 from persistent_ops.ops.embedding_inputs_plan import kernel_request as inputs_kernel_request
@@ -361,6 +361,7 @@ Combination = (
     Embedding | EmbeddingBackward | EmbeddingInversion | EmbeddingInputs | Barrier | Gemv | Sparse | AllReduce | Traced
 )
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+_UPDATES = [step for step in STEPS if step != GRADIENT]
 
 
 def _lets_in(arch: str) -> str:
@@ -389,13 +390,13 @@ def _rest() -> Iterator[Combination]:
     )
     # Widths: a chunk or two, one, two and four chunks a lane, and more than registers hold.
     widths = itertools.cycle((8, 32, 256, 512, 4096))
-    for dtype, step, pooling in itertools.product(DTYPES, STEPS, POOLINGS):
+    for dtype, step, pooling in itertools.product(DTYPES, _UPDATES, POOLINGS):
         yield EmbeddingBackward(dtype, step, pooling)
         yield EmbeddingBackward(dtype, step, pooling, next(widths))
     for dtype, decay in itertools.product(DTYPES, ("l2", "decoupled")):
         yield EmbeddingBackward(dtype, "rowwise_adagrad", "sum", 256, decay)
         yield EmbeddingBackward(dtype, "rowwise_adagrad", "weighted sum", 512, decay, has_wide_keys=True)
-    for dtype, step in itertools.product(("float32", "bfloat16"), STEPS):
+    for dtype, step in itertools.product(("float32", "bfloat16"), _UPDATES):
         yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
         yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)
     for (step, pooling), width in zip(itertools.product(STEPS, POOLINGS), itertools.cycle((256, 32, 512, 1024, 4096))):
@@ -404,6 +405,11 @@ def _rest() -> Iterator[Combination]:
         yield EmbeddingBackward("float32", step, "sum", width, decay, wire="bfloat16")
         yield EmbeddingBackward("float32", step, "sum", width, decay, False, wire="bfloat16")
         yield EmbeddingBackward("float32", step, "weighted sum", width, decay, has_wide_keys=True, wire="bfloat16")
+    for dtype, pooling in itertools.product(DTYPES, POOLINGS):
+        yield EmbeddingBackward(dtype, GRADIENT, pooling)
+        yield EmbeddingBackward(dtype, GRADIENT, pooling, next(widths))
+    yield EmbeddingBackward("float32", GRADIENT, "weighted sum", 512, is_aligned=False)
+    yield EmbeddingBackward("bfloat16", GRADIENT, "weighted sum", 512, has_wide_keys=True)
     for digit_bits, counts in itertools.product((8, 9), (False, True)):
         for items in (8, 4, 2):
             yield EmbeddingInversion(items, digit_bits, counts=counts)

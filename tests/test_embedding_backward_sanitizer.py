@@ -16,13 +16,21 @@ _DRIVER = r"""
 
 namespace {
 
+#ifndef STEP
+#define STEP kSgd
+#endif
+
 using namespace po::embedding_backward;
 #ifndef DRIVER_WIRE
 #define DRIVER_WIRE kFloat32
 #endif
 
-constexpr Config kConfig{
-    .scalar = po::DType::kFloat32, .wire = po::DType::DRIVER_WIRE, .aligned = false, .wide_rows = false};
+constexpr Config kConfig{.scalar = po::DType::kFloat32,
+                         .wire = po::DType::DRIVER_WIRE,
+                         .step = Step::STEP,
+                         .aligned = false,
+                         .wide_rows = false};
+constexpr bool kUpdates = kConfig.step != Step::kGradient;
 using Wire = po::ScalarOf<kConfig.wire>;
 using Backward = Kernel<kConfig>;
 
@@ -59,7 +67,7 @@ class Pe final : public driver::BasePe<Plan> {
       members.push_back(t);
       rows.emplace_back(static_cast<size_t>(num_rows * width), 1.0f);
       groups.push_back({reinterpret_cast<uint8_t*>(rows.back().data()), nullptr, nullptr, num_rows, width,
-                        t * num_rows, t, 1});
+                        t * num_rows, t, 1, t * num_rows * width});
       for (int hop = 1; hop < size && samples() != 0; ++hop) {
         const int owner = (rank + hop) % size;
         const uint64_t outgoing = take(static_cast<uint64_t>(samples() * width) * sizeof(Wire::Storage));
@@ -146,7 +154,30 @@ class Pe final : public driver::BasePe<Plan> {
     call.chunks_done = chunks_done.data();
     call.rate = &rate;
     call.steps = steps;
+    // Sums of all rows, or, in every second launch, of those that lookups have.
+    std::vector<float> sums(static_cast<size_t>(num_tables * num_rows * width), 0.0f);
+    std::vector<int64_t> places;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      places.push_back(i == 0 ? 0 : places.back() + (keys[i] != keys[i - 1] ? width : 0));
+    }
+    if (!kUpdates) {
+      call.sums = sums.data();
+      call.places = launch % 2 == 1 ? places.data() : nullptr;
+    }
     launch_on_host<Backward>(used, call);
+    if (!kUpdates) make_step(keys, sums, call.places);
+  }
+
+  // What a step with the kernel's sums makes of the rows.
+  void make_step(const std::vector<int64_t>& keys, const std::vector<float>& sums, const int64_t* places) {
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (i != 0 && keys[i] == keys[i - 1]) continue;
+      const int64_t first = places == nullptr ? keys[i] * width : places[i];
+      for (int64_t c = 0; c < width; ++c) {
+        rows[static_cast<size_t>(keys[i] / num_rows)][static_cast<size_t>(keys[i] % num_rows * width + c)] -=
+            0.5f * sums[static_cast<size_t>(first + c)];
+      }
+    }
   }
 
   void expect(int64_t launch) {
@@ -275,10 +306,23 @@ MUTATIONS = {
     "no_fence_behind_pushes": Mutation((Drop("pushes-fence"),), STAGED, RACE),
     "outgoing_gradients_are_overwritten": Mutation((Drop("outgoing-quiet"),), ALTERNATING_STAGED, RACE),
     "a_launch_ends_before_all_gradients_are_here": Mutation((Drop("all-gradients"),), ALTERNATING, RACE),
+    "rows_have_one_place": Mutation(
+        (Swap("place-of-the-row", "call_.places[first]", "call_.places[0]"),), PLAIN, RACE, "gradient"
+    ),
 }
 
 
 class TestEmbeddingBackward(SanitizerSuite):
-    builds: ClassVar = {"sgd": Build(), "narrow": Build(("-DDRIVER_WIRE=kBFloat16",))}
-    cases: ClassVar = {"sgd": CASES, "narrow": {name: CASES[name] for name in NARROW}}
+    builds: ClassVar = {
+        "sgd": Build(),
+        "narrow": Build(("-DDRIVER_WIRE=kBFloat16",)),
+        "gradient": Build(("-DSTEP=kGradient",)),
+    }
+    cases: ClassVar = {
+        "sgd": CASES,
+        "narrow": {name: CASES[name] for name in NARROW},
+        "gradient": {
+            name: CASES[name] for name in ("plain", "alone", "rows_in_several_ranges", "rows_of_chunks", "staged")
+        },
+    }
     driver: ClassVar = Driver(_DRIVER, builds, cases, MUTATIONS, "sgd")

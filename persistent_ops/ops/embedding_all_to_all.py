@@ -12,7 +12,7 @@ from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
 from ..runtime.torch_library import TorchOperator
-from ..runtime.torch_private import num_dispatch_modes, without_dispatch_modes
+from ..runtime.torch_private import function_transform, num_dispatch_modes, without_dispatch_modes
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
 from .embedding_inputs_lookups import Lookups
 from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
@@ -41,6 +41,7 @@ def embedding_all_to_all(
     bounds: str = "fatal",
     schedule: str = "communication_aware",
     optimizer: EmbeddingOptimizer | None = None,
+    requires_grad: bool = False,
 ) -> torch.Tensor:
     """Pool the bags of this PE's tables and send every PE the rows of its part of the batch, in one kernel.
 
@@ -76,13 +77,24 @@ def embedding_all_to_all(
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
         optimizer: of these tables: the backward pass through the result updates them (`EmbeddingOptimizer`), and gives
-            per_sample_weights their gradient where they require one. Ignored where gradients are not recorded.
+            per_sample_weights their gradient where they require one. Ignored where gradients are not recorded. None:
+            tables that require a gradient get a sparse one, see below.
+        requires_grad: without optimizer, whether the result requires a gradient though no table and no
+            per_sample_weights of this PE do. All PEs take part in a backward pass, or none: one whose T is 0, or whose
+            tables require no gradient, must say so here where others' do.
 
     Returns:
         `[batch_per_rank[rank], sum of dim_per_rank]` on this PE's device, of the wire's dtype. Without `out` it is a
         buffer of a pool in the symmetric heap: it stays unchanged while any tensor shares it, and its memory is used
         again afterwards; there is no copy. Results that are held therefore count against `heap_size`. A buffer handed
         out during a CUDA-graph capture is written by every replay and stays with the graph until `po.finalize()`.
+
+    Without an optimizer, a table's gradient is coalesced COO, `[R, D]`, of its dtype: the sorted rows that bags have
+    and their summed gradients over the global batch, in fp32 in the fixed order of `EmbeddingOptimizer`'s, rounded
+    once. Of a tensor that occurs twice there is one, the sum of both. Any optimizer of torch's takes it (SGD,
+    SparseAdam, Adagrad). This backward pass waits on the host; it is collective, the same as with an optimizer, and the
+    first one for new tables, or every one where T is 0 on some PE, lets the PEs agree on the host: tables must be new
+    on all PEs that have some.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype, device or layout; before anything is launched.
@@ -91,9 +103,10 @@ def embedding_all_to_all(
         IndexError: see `bounds`. On "cuda" it comes with the next operator or `po.check()`, since the launch is
             asynchronous.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else; the same.
-        NotImplementedError: in a backward pass without `optimizer`, or `out` where gradients are recorded; with
-            `Lookups`, inside of torch.compile.
-        RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for.
+        NotImplementedError: `out` where gradients are recorded; in a backward pass of what torch.compile, torch.func
+            or torch.ops have called; with `Lookups`, inside of torch.compile.
+        RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for; a
+            backward pass without `optimizer` in a CUDA-graph capture.
 
     Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
@@ -106,7 +119,9 @@ def embedding_all_to_all(
         batch_per_rank = indices.batch_per_rank
     elif offsets is None:
         raise TypeError("offsets: only None where lookups come from an input exchange")
-    if optimizer is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (
+        optimizer is not None or _gives_gradients(weights, per_sample_weights, requires_grad)
+    ):
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
@@ -116,7 +131,8 @@ def embedding_all_to_all(
             "dtype": dtype,
             "wire_dtype": wire_dtype,
         }
-        return optimizer.record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
+        record = _record_sparse() if optimizer is None else optimizer.record
+        return record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
     result: torch.Tensor
     choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
     if isinstance(indices, Lookups):
@@ -129,6 +145,24 @@ def embedding_all_to_all(
     arguments = (weights, indices, offsets, per_sample_weights, *choices_of_call)
     result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), weights)
     return result
+
+
+def _gives_gradients(
+    weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None, requires_grad: bool
+) -> bool:
+    """Return whether the backward pass of a call without an optimizer is the package's: torch has seen its Python."""
+    if torch.compiler.is_compiling() or num_dispatch_modes() or function_transform() is not None:
+        return False
+    try:
+        return requires_grad or any(each.requires_grad for each in (*weights, per_sample_weights) if each is not None)
+    except (AttributeError, TypeError):
+        return False  # the operator says what is wrong with them
+
+
+def _record_sparse() -> Callable[..., torch.Tensor]:
+    from .embedding_gradients import record_sparse  # which is built on this module
+
+    return record_sparse
 
 
 def _complete(
@@ -414,8 +448,9 @@ def _complete_from_sources(
 
 
 _NO_GRADIENT = (
-    "embedding_all_to_all has a backward pass with an optimizer alone: pass optimizer=po.EmbeddingOptimizer(...), "
-    "call it under torch.no_grad(), or use embedding_bag + all_to_all_single"
+    "embedding_all_to_all has a backward pass as a plain call of po.embedding_all_to_all alone, not inside of "
+    "torch.compile, torch.func or through torch.ops: call it outside, with or without "
+    "optimizer=po.EmbeddingOptimizer(...), or under torch.no_grad(), or use embedding_bag + all_to_all_single"
 )
 _SPLIT_AND_CHOICES = (
     "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str mode, str bounds, "

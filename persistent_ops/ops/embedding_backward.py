@@ -13,12 +13,22 @@ import torch
 from ..runtime import world as _world
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
-from .embedding_backward_plan import DECAYS, OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths
+from .embedding_backward_plan import (
+    DECAYS,
+    GRADIENT,
+    OPERATOR,
+    STEPS,
+    BackwardKey,
+    BackwardPlan,
+    agree_on_widths,
+    identity,
+)
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 
-__all__ = ["EmbeddingOptimizer"]
+__all__ = ["EmbeddingOptimizer", "Inputs", "aligned", "backward_key", "record"]
 
+_ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
 _VECTOR_BYTES = 16
 
@@ -75,8 +85,8 @@ class EmbeddingOptimizer:
         weight_decay_mode: str = "l2",
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
-        if algorithm not in STEPS:
-            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, STEPS))}, got {algorithm!r}")
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, _ALGORITHMS))}, got {algorithm!r}")
         if weight_decay_mode not in _DECAY_MODES:
             raise ValueError(f"weight_decay_mode: expected one of {_DECAY_MODES}, got {weight_decay_mode!r}")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
@@ -92,7 +102,7 @@ class EmbeddingOptimizer:
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
-            self._states.setdefault(_identity(table), self._state_of(table))
+            self._states.setdefault(identity(table), self._state_of(table))
         _check_overlap(self._tables)
         self._lr = torch.full((1,), lr, device=device)
         self._gradient_scale = torch.ones(1, device=device)
@@ -140,7 +150,7 @@ class EmbeddingOptimizer:
 
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
-        found = self._states.get(_identity(table))
+        found = self._states.get(identity(table))
         if found is None:
             raise ValueError("table: it is not one of the optimizer's")
         return found
@@ -175,50 +185,39 @@ class EmbeddingOptimizer:
         split: Mapping[str, Any],
         choices: Mapping[str, str],
     ) -> torch.Tensor:
-        """Call `embedding_all_to_all`, and keep what the backward pass needs."""
+        """Call `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
         world = _world.for_call()
         if table_set(world, weights) is not table_set(world, self._tables):
             raise ValueError(
                 "weights: expected the optimizer's tables, in their order; make an optimizer for each list"
             )
-        result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
-            self._placeholder, per_sample_weights, self, forward, tuple(weights), indices, offsets, split, choices
+        return record(
+            self._backward,
+            self._placeholder,
+            forward,
+            weights,
+            indices,
+            offsets,
+            per_sample_weights,
+            split,
+            choices,
+            once="would update the tables twice",
         )
-        return result
 
     def _backward(
         self,
         gradient: torch.Tensor,
         weights: Sequence[torch.Tensor],
-        inputs: _Inputs,
+        inputs: Inputs,
         split: Mapping[str, Any],
         mode: str,
         *,
         wants_factors: bool,
-    ) -> torch.Tensor | None:
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world = _world.for_call()
-        gradient = gradient.contiguous()
-        if gradient.data_ptr() % _VECTOR_BYTES:
-            gradient = gradient.clone()
-        dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
-        state = OPERATOR.state(world)
-        tables = table_set(world, weights)
-        widths = agree_on_widths(world, self._token, dim_per_rank, weights)
-        key = BackwardKey(
-            world.team,
-            tables,
-            self._token,
-            state.tuning,
-            dim_per_rank,
-            widths,
-            batch_per_rank,
-            dtype,
-            gradient.dtype,
-            mode,
-            inputs.is_weighted,
-            inputs.from_sources,
-        )
-        plans: Plans[BackwardPlan] = state.plans
+        gradient = aligned(gradient)
+        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode)
+        plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         own = self._own
         # A CUDA graph keeps what its launches read and write.
         plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
@@ -227,8 +226,8 @@ class EmbeddingOptimizer:
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
         rate, scale, steps, *states = own
         OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
-        plan.launch(gradient, inverted, factors, factor_gradients, rate, scale, steps)
-        return factor_gradients
+        plan.launch(gradient, inverted, factors, factor_gradients, rate=rate, scale=scale, steps=steps)
+        return (), factor_gradients
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
         states = [self.state(weight) for weight in weights]
@@ -295,7 +294,48 @@ class _OfExchange:
         return invert_sources(world, rows, self.lookups, counts=counts)
 
 
-_Inputs = _OfBatch | _OfExchange
+Inputs = _OfBatch | _OfExchange
+
+
+def aligned(gradient: torch.Tensor) -> torch.Tensor:
+    """Return it contiguous and at a multiple of 16 bytes."""
+    gradient = gradient.contiguous()
+    return gradient.clone() if gradient.data_ptr() % _VECTOR_BYTES else gradient
+
+
+def backward_key(
+    world: _world.World,
+    optimizer: object | None,
+    wire_dtype: torch.dtype,
+    weights: Sequence[torch.Tensor],
+    inputs: Inputs,
+    split: Mapping[str, Any],
+    mode: str,
+) -> BackwardKey:
+    """Return what the backward pass of a call has a plan for. Collective where the PEs have not agreed on widths.
+
+    Args:
+        world: of this PE.
+        optimizer: stands for one; None: there is none.
+        wire_dtype: of the gradient.
+        weights, inputs, split, mode: of the forward pass.
+    """
+    dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
+    tables = table_set(world, weights)
+    return BackwardKey(
+        world.team,
+        tables,
+        optimizer,
+        OPERATOR.state(world).tuning,
+        dim_per_rank,
+        agree_on_widths(world, optimizer or tables, dim_per_rank, weights),
+        batch_per_rank,
+        dtype,
+        wire_dtype,
+        mode,
+        inputs.is_weighted,
+        inputs.from_sources,
+    )
 
 
 def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
@@ -306,30 +346,68 @@ def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
             raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")
 
 
-def _identity(table: torch.Tensor) -> tuple[int, ...]:
-    return (table.data_ptr(), *table.shape)
+def record(
+    backward: Callable[..., tuple[Sequence[torch.Tensor | None], torch.Tensor | None]],
+    placeholder: torch.Tensor,
+    forward: Callable[..., torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor | Lookups,
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
+    split: Mapping[str, Any],
+    choices: Mapping[str, str],
+    *,
+    once: str | None = None,
+) -> torch.Tensor:
+    """Call `embedding_all_to_all`, and keep what its backward pass needs.
+
+    Args:
+        backward: called as ``backward(gradient, weights, inputs, split, mode, wants_factors=...)``; returns gradients
+            of the tables, one for each or none at all, and that of per_sample_weights.
+        placeholder: requires a gradient, so that the backward pass comes on every PE; it gets none.
+        forward: the operator.
+        weights, indices, offsets, per_sample_weights, split, choices: its arguments.
+        once: what a second backward pass would do, where that is refused.
+    """
+    # Autograd sees the tables that a gradient may come for.
+    tables = () if once else tuple(weights)
+    result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
+        placeholder,
+        per_sample_weights,
+        (backward, once),
+        forward,
+        tuple(weights),
+        indices,
+        offsets,
+        split,
+        choices,
+        *tables,
+    )
+    return result
 
 
 class _Recorded(torch.autograd.Function):
-    """A call of embedding_all_to_all whose backward pass updates its tables."""
+    """A call of embedding_all_to_all with a backward pass; see `record`."""
 
     @staticmethod
     def forward(
         context: Any,
         placeholder: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
-        optimizer: EmbeddingOptimizer,
+        backward: tuple[Callable[..., Any], str | None],
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
         indices: torch.Tensor | Lookups,
         offsets: torch.Tensor | None,
         split: Mapping[str, Any],
         choices: Mapping[str, str],
+        *tables: torch.Tensor,
     ) -> torch.Tensor:
         context.lookups = indices if isinstance(indices, Lookups) else None
         if context.lookups is None:
             context.save_for_backward(indices, offsets, per_sample_weights)
-        context.optimizer, context.weights = optimizer, weights
+        context.passes_back, context.once = backward
+        context.weights = weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
         context.versions = [weight._version for weight in weights]
@@ -338,10 +416,10 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if context.is_done:
+        if context.is_done and context.once:
             raise RuntimeError(
-                "embedding_all_to_all: a second backward pass of one forward pass would update the tables twice; call "
-                "the operator again"
+                f"embedding_all_to_all: a second backward pass of one forward pass {context.once}; call the operator "
+                "again"
             )
         inputs = _OfBatch(*context.saved_tensors) if context.lookups is None else _OfExchange(context.lookups)
         inputs.check()
@@ -352,7 +430,7 @@ class _Recorded(torch.autograd.Function):
                 "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "
                 "per_sample_weights cannot be computed; make the backward pass first"
             )
-        found = context.optimizer._backward(
+        of_tables, of_factors = context.passes_back(
             gradients[0],
             context.weights,
             inputs,
@@ -360,4 +438,7 @@ class _Recorded(torch.autograd.Function):
             context.mode,
             wants_factors=wants_factors,
         )
-        return None, found, None, None, None, None, None, None, None
+        return None, of_factors, *[None] * _NUM_OTHERS, *of_tables
+
+
+_NUM_OTHERS = 7  # arguments between per_sample_weights and the tables
