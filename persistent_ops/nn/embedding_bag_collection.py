@@ -14,14 +14,19 @@ from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
+from .automatic_placement import decided
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, features_of
-from .embedding_tables import Group, TableConfig, place, placements_of, table_configs
+from .embedding_tables import TableConfig, table_configs
+from .placement_costs import Workload, measured_rates
 from .sharded_table import ShardedTable
+from .table_layout import Group, Layout, bytes_read, place
+from .table_placements import AUTO, placements_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from rich.table import Table
     from typing_extensions import Self
 
 __all__ = ["ShardedEmbeddingBagCollection", "ignore_sharded_tables"]
@@ -47,7 +52,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_batch: the most samples that a PE passes.
         lookups_per_sample: of each feature, by name, or one number for all: estimates, of which room for lookups and
             balance come.
-        placement: "table_wise", a `TablePlacement`, a mapping of tables' names to these, or TorchRec's ShardingPlan.
+        placement: "table_wise", "auto", a `TablePlacement`, a mapping of tables' names to these, or TorchRec's
+            ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
         algorithm: of `EmbeddingOptimizer`.
         lr, eps, weight_decay, weight_decay_mode, betas: of it too.
         gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
@@ -111,7 +117,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
         estimates = _estimates(configs, lookups_per_sample)
-        self.layout = place(configs, placements_of(configs, placement), estimates, world.size)
+        self.layout = _layout(world, configs, placement, estimates, max_batch, algorithm)
+        if self.layout.replicated:
+            raise NotImplementedError("placement: 'replicated' has no backward pass; use 'table_wise' or 'auto'")
+        self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
         self.embedding_dims = list(self.layout.dims)
@@ -162,6 +171,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
         made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
         return made
+
+    def placement_table(self) -> Table:
+        """Return which PE has what, and what it costs, as a table for ``rich.print``."""
+        from .placement_report import placement_table
+
+        return placement_table(self.layout, self._lookups_per_sample)
 
     def embedding_bag_configs(self) -> list[TableConfig]:
         """Return the tables' configs."""
@@ -349,8 +364,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return placement and costs, for repr()."""
-        owners = {config.name: list(of) for config, of in zip(self.layout.configs, self.layout.owners, strict=True)}
-        return f"owners={owners}, bytes_per_sample={[round(cost) for cost in self.layout.costs]}"
+        layout = self.layout
+        owners = {
+            config.name: "all" if layout.is_replicated(number) else list(layout.owners[number])
+            for number, config in enumerate(layout.configs)
+        }
+        return f"owners={owners}, {layout.costs.unit}={[float(f'{load:.3g}') for load in layout.loads]}"
 
 
 def ignore_sharded_tables(model: torch.nn.Module) -> None:
@@ -376,6 +395,23 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
     ]
     ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
+
+
+def _layout(
+    world: _world.World,
+    configs: Sequence[TableConfig],
+    placement: Any,
+    estimates: Mapping[str, float],
+    max_batch: int,
+    algorithm: str,
+) -> Layout:
+    """Return which PE has what; collective where costs are to be measured."""
+    placements = placements_of(configs, placement)
+    if all(each.kind != AUTO for each in placements):
+        return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
+    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm)
+    placements = decided(configs, placements, workload)
+    return place(configs, placements, workload.costs(configs, placements), world.size)
 
 
 def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:

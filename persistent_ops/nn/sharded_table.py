@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
-from .embedding_tables import Layout
+from .table_layout import Layout
 from .table_shards import TableShards
 
 __all__ = ["ShardedTable"]
