@@ -171,6 +171,18 @@ def _root(values: torch.Tensor) -> torch.Tensor:
     return values.double().sqrt().float()
 
 
+class Gradients(NamedTuple):
+    """Exact bits of what an optimizer's step begins with, on a PE.
+
+    Attributes:
+        sums: of each tensor that is a table, the rows that lookups have, `[U]`, sorted, and their sums, `[U, D]`.
+        factors: the gradient of the factors.
+    """
+
+    sums: list[tuple[torch.Tensor, torch.Tensor]]
+    factors: torch.Tensor | None
+
+
 class Model:
     """The exact bits of a PE's tables, states and factors' gradients."""
 
@@ -189,6 +201,14 @@ class Model:
 
     def step(self, iteration: int, step: int, lr: float) -> torch.Tensor | None:
         """Make a step; return the gradient of the factors."""
+        self._powers = self._powers * torch.tensor(self._options.get("betas", (0.9, 0.999)))
+        found = self.gradients(iteration, step)
+        for number, (touched, sums) in enumerate(found.sums):
+            self._update(number, touched, sums, lr)
+        return found.factors
+
+    def gradients(self, iteration: int, step: int) -> Gradients:
+        """Return what a step begins with."""
         case, shape = self._case, self._case.shape
         inputs = make_inputs(case, self._rank, self._world, iteration)
         batch = sum(split_of(shape, self._world))
@@ -200,7 +220,6 @@ class Model:
         is_row = (indices >= 0) & (indices < shape.rows)
         counts = torch.zeros(max(len(lengths), 1)).index_add_(0, bags, is_row.float())
         factor_gradients = None if inputs.factors is None else torch.zeros_like(inputs.factors)
-        self._powers = self._powers * torch.tensor(self._options.get("betas", (0.9, 0.999)))
         rows_of, values_of = [], []
         for number, table in enumerate(self.tables):
             width = table.shape[1]
@@ -215,11 +234,8 @@ class Model:
             rows_of.append(indices[chosen])
             values_of.append(values)
         if shape.same_table:
-            self._update(0, torch.cat(rows_of), torch.cat(values_of), lr)
-        else:
-            for number, (rows, values) in enumerate(zip(rows_of, values_of, strict=True)):
-                self._update(number, rows, values, lr)
-        return factor_gradients
+            rows_of, values_of = [torch.cat(rows_of)], [torch.cat(values_of)]
+        return Gradients([*map(self._sum_up, rows_of, values_of)], factor_gradients)
 
     def _dots(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return self._over_columns(rows * values)
@@ -241,15 +257,18 @@ class Model:
             total = total + chunks[:, number, 0]
         return total
 
-    def _update(self, number: int, rows: torch.Tensor, values: torch.Tensor, lr: float) -> None:
-        """Update one tensor with what its lookups bring, in their order."""
-        table, states = self.tables[number], self.states[number]
+    def _sum_up(self, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows that lookups have, sorted, and the sums of what these bring, in their order."""
         touched, slots, counts = rows.unique(return_inverse=True, return_counts=True)
         order = slots.argsort(stable=True)
         occurrence = torch.empty_like(slots)
         occurrence[order] = torch.arange(len(slots)) - (counts.cumsum(0) - counts)[slots[order]]
         chunks, chunk_of = (slots * 4096 + occurrence // _CHUNK).unique(return_inverse=True)
-        sums = _in_order(chunks // 4096, _in_order(chunk_of, values)) * self._case.scale
+        return touched, _in_order(chunks // 4096, _in_order(chunk_of, values)) * self._case.scale
+
+    def _update(self, number: int, touched: torch.Tensor, sums: torch.Tensor, lr: float) -> None:
+        """Update rows of one tensor."""
+        table, states = self.tables[number], self.states[number]
         w, options, algorithm = table[touched].float(), self._options, self._case.algorithm
         rate, eps, decay = torch.tensor(lr), torch.tensor(1e-8), torch.tensor(options.get("weight_decay", 0.0))
         is_l2 = options.get("weight_decay_mode", "l2") == "l2"

@@ -1,5 +1,6 @@
 // Backward of embedding_all_to_all together with the optimizer's step, one persistent launch: gradients travel to the tables'
-// owners, those of a row are summed over the global batch, and the row is updated.
+// owners, those of a row are summed over the global batch, and the row is updated. Or the sum itself is written (kGradient), for
+// whoever makes the step later.
 //
 // Each PE has the gradient of its part of the batch, for all tables, and the lookups of the global batch in its own tables,
 // sorted by row. Protocol: (1) WG 0 grants every peer credit to write this PE's staging, [table][batch][columns]. (2) The first
@@ -87,7 +88,7 @@ class Reducer {
       if constexpr (Traits::kPooling == Pooling::kWeightedSum) {
         if (call_.factor_gradients != nullptr) row_.differentiate_factors(view, row, window_, begin, first, last, 1);
       }
-      row_.template update<true>(view, row, true,
+      row_.template finish<true>(view, row, begin + first, true,
                                  [&](int part, Columns& sums) { row_.add_up(view, window_, part, first, last, sums); });
     }
   }
@@ -100,7 +101,7 @@ class Reducer {
     const int end = end_of(begin, window_.group.first_key + row);
     if (end - begin > kChunkLookups) return add_chunk(row, begin, end, 0);
     differentiate(row, begin, end);
-    row_.template update<false>(window_.group, row, row_.tile().index() == 0,
+    row_.template finish<false>(window_.group, row, begin, row_.tile().index() == 0,
                                 [&](int part, Columns& sums) { add_streamed(part, begin, end, sums); });
   }
 
@@ -132,7 +133,7 @@ class Reducer {
     }
     differentiate(row, first, last);
     if (!is_last_chunk(slot, ceil_div(end - begin, kChunkLookups))) return;
-    row_.template update<false>(window_.group, row, is_first_tile, [&](int part, Columns& sums) {
+    row_.template finish<false>(window_.group, row, begin, is_first_tile, [&](int part, Columns& sums) {
       PO_NO_UNROLL
       for (int i = 0; begin + i * kChunkLookups < end; ++i) {
         row_.add_stored(window_.group, part, sums_of(slot + i), sums);
@@ -197,7 +198,7 @@ class Reducer {
     if (warp_.rank() == 0) {
       const auto width = static_cast<int32_t>(group.width);
       view = {group.rows,
-              group.state,
+              Traits::kStep == Step::kGradient ? row_sums_of(group) : group.state,
               group.second,
               group.first_key,
               group.first_key + group.num_rows,
@@ -209,6 +210,10 @@ class Reducer {
     warp_.sync();
     is_in_group_ = true;
     return true;
+  }
+
+  PO_FN float* row_sums_of(const Group& group) const {
+    return call_.places == nullptr ? call_.sums + group.first_sum : call_.sums;
   }
 
   // The last one that begins at the key or before.
@@ -295,9 +300,11 @@ struct Kernel {
     if (wg.index() == 0) await_all_gradients(wg, plan);  // @all-gradients
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
     if (shared.is_last == 0 || wg.rank() != 0 || is_aborted(plan.team)) return;
-    call.steps[0] += 1;  // behind all who read them
-    call.steps[1] *= plan.beta1;
-    call.steps[2] *= plan.beta2;
+    if constexpr (Traits::kStep != Step::kGradient) {
+      call.steps[0] += 1;  // behind all who read them
+      call.steps[1] *= plan.beta1;
+      call.steps[2] *= plan.beta2;
+    }
   }
 };
 

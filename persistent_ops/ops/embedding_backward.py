@@ -13,12 +13,22 @@ import torch
 from ..runtime import world as _world
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
-from .embedding_backward_plan import DECAYS, OPERATOR, STEPS, BackwardKey, BackwardPlan, agree_on_widths
+from .embedding_backward_plan import (
+    DECAYS,
+    GRADIENT,
+    OPERATOR,
+    STEPS,
+    BackwardKey,
+    BackwardPlan,
+    agree_on_widths,
+    identity,
+)
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 
 __all__ = ["EmbeddingOptimizer"]
 
+_ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
 _VECTOR_BYTES = 16
 
@@ -75,8 +85,8 @@ class EmbeddingOptimizer:
         weight_decay_mode: str = "l2",
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
-        if algorithm not in STEPS:
-            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, STEPS))}, got {algorithm!r}")
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, _ALGORITHMS))}, got {algorithm!r}")
         if weight_decay_mode not in _DECAY_MODES:
             raise ValueError(f"weight_decay_mode: expected one of {_DECAY_MODES}, got {weight_decay_mode!r}")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
@@ -92,7 +102,7 @@ class EmbeddingOptimizer:
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
-            self._states.setdefault(_identity(table), self._state_of(table))
+            self._states.setdefault(identity(table), self._state_of(table))
         _check_overlap(self._tables)
         self._lr = torch.full((1,), lr, device=device)
         self._gradient_scale = torch.ones(1, device=device)
@@ -140,7 +150,7 @@ class EmbeddingOptimizer:
 
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
-        found = self._states.get(_identity(table))
+        found = self._states.get(identity(table))
         if found is None:
             raise ValueError("table: it is not one of the optimizer's")
         return found
@@ -226,7 +236,7 @@ class EmbeddingOptimizer:
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
         rate, scale, steps, *states = own
         OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
-        plan.launch(gradient, inverted, factors, factor_gradients, rate, scale, steps)
+        plan.launch(gradient, inverted, factors, factor_gradients, rate=rate, scale=scale, steps=steps)
         return factor_gradients
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
@@ -303,10 +313,6 @@ def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
     for (_, end, *_), (begin, *_) in itertools.pairwise(each for each in ranges if each[0] != each[1]):
         if begin < end:
             raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")
-
-
-def _identity(table: torch.Tensor) -> tuple[int, ...]:
-    return (table.data_ptr(), *table.shape)
 
 
 class _Recorded(torch.autograd.Function):

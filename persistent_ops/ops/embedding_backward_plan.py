@@ -24,9 +24,27 @@ from ..runtime.world import World, upload
 from .embedding_inversion import Inverted, Rows
 from .table_set import TableSet
 
-__all__ = ["DECAYS", "OPERATOR", "STEPS", "BackwardKey", "BackwardPlan", "Tuning", "agree_on_widths", "kernel_request"]
+__all__ = [
+    "DECAYS",
+    "GRADIENT",
+    "OPERATOR",
+    "STEPS",
+    "BackwardKey",
+    "BackwardPlan",
+    "Tuning",
+    "agree_on_widths",
+    "identity",
+    "kernel_request",
+]
 
-STEPS = {"sgd": "kSgd", "adagrad": "kAdagrad", "rowwise_adagrad": "kRowwiseAdagrad", "adam": "kAdam"}
+GRADIENT = "gradient"  # the step that writes rows' sums and leaves tables alone
+STEPS = {
+    "sgd": "kSgd",
+    "adagrad": "kAdagrad",
+    "rowwise_adagrad": "kRowwiseAdagrad",
+    "adam": "kAdam",
+    GRADIENT: "kGradient",
+}
 DECAYS = {"none": "kNone", "l2": "kL2", "decoupled": "kDecoupled"}
 _NAME = "embedding_backward"
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
@@ -91,7 +109,7 @@ class BackwardKey(NamedTuple):
     Attributes:
         team: who exchanges.
         tables: this PE's.
-        optimizer: stands for the optimizer whose states are updated.
+        optimizer: stands for the optimizer whose states are updated; None: there is none, under GRADIENT.
         tuning: see `OperatorState`.
         dim_per_rank, batch_per_rank, dtype, mode, is_weighted: of the forward pass.
         widths: of every PE's tables.
@@ -100,7 +118,7 @@ class BackwardKey(NamedTuple):
 
     team: Team
     tables: TableSet
-    optimizer: object
+    optimizer: object | None
     tuning: Tuning | None
     dim_per_rank: tuple[int, ...]
     widths: Widths
@@ -175,6 +193,11 @@ def kernel_request(
     return KernelRequest(_NAME, tuple(config.items()), _THREADS)
 
 
+def identity(table: torch.Tensor) -> tuple[int, ...]:
+    """Return what tables that are one tensor have in common."""
+    return (table.data_ptr(), *table.shape)
+
+
 def agree_on_widths(world: World, optimizer: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
     """Return the columns of every PE's tables. Collective the first time that an optimizer is used.
 
@@ -205,13 +228,14 @@ class BackwardPlan(Plan):
         world: of this PE.
         key: see above.
         weights: this PE's tables.
-        states: of each table's storage: none, one, or two tensors.
+        states: of each table's storage: none, one, or two tensors; none under GRADIENT.
         step: of STEPS.
         decay: of DECAYS.
-        constants: eps, weight_decay, beta1, beta2.
+        constants: eps, weight_decay, beta1, beta2, where the step has them.
 
     Attributes:
         rows: of the tables.
+        groups: the tensors that tables are, in the order of their keys, each with its tables.
         changed: what launches change.
     """
 
@@ -244,14 +268,14 @@ class BackwardPlan(Plan):
         numbers: dict[tuple[int, ...], int] = {}
         members: list[list[int]] = []
         for table, weight in enumerate(weights):
-            number = numbers.setdefault((weight.data_ptr(), *weight.shape), len(numbers))
+            number = numbers.setdefault(identity(weight), len(numbers))
             if number == len(members):
                 members.append([])
             members[number].append(table)
         first_keys, next_key = [0] * len(weights), 0
         number_in_group = {table: number for own in members for number, table in enumerate(own)}
         groups = []
-        first_member = 0
+        first_member = first_sum = 0
         for own in members:
             weight, state = weights[own[0]], states[own[0]]
             groups.append(
@@ -264,12 +288,15 @@ class BackwardPlan(Plan):
                     first_key=next_key,
                     first_member=first_member,
                     num_members=len(own),
+                    first_sum=first_sum,
                 )
             )
             for table in own:
                 first_keys[table] = next_key
             next_key += weight.shape[0]
             first_member += len(own)
+            first_sum += weight.numel()
+        self.groups = members
         is_aligned = all(width * element % _VECTOR_BYTES == 0 for of_pe in widths for width in of_pe)
         is_aligned = is_aligned and all(weight.data_ptr() % _VECTOR_BYTES == 0 for weight in weights)
 
@@ -301,9 +328,10 @@ class BackwardPlan(Plan):
                     self._outgoing_bytes += -(-samples * width * element // _VECTOR_BYTES) * _VECTOR_BYTES
                 self._pushes.append(push)
         self._areas = OPERATOR.state(world).areas
-        room = 0 if size == 1 else max(sum(of_pe) for of_pe in widths) * batch * element
-        self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: _ROOM.contract(team, room))
-        self.areas = (_STAGING,)
+        if size > 1:
+            room = max(sum(of_pe) for of_pe in widths) * batch * element
+            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: _ROOM.contract(team, room))
+            self.areas = (_STAGING,)
         if self._outgoing_bytes:
             self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
             self.areas = (_STAGING, _OUTGOING)
@@ -365,15 +393,17 @@ class BackwardPlan(Plan):
             **constants,
         )
         self._call = structs["Call"]()
+        updated = [] if step == GRADIENT else weights
         self.changed = OPERATOR.changed_inputs(
-            tables=weights, states=[each for of_table in states for each in of_table]
+            tables=updated, states=[each for of_table in states for each in of_table]
         )
         self._slots = 0
         self.place()
 
     def place(self) -> None:
         self.held = [self._areas[name] for name in self.areas]
-        self._struct.staging_offset = self._areas[_STAGING].offset
+        if _STAGING in self.areas:
+            self._struct.staging_offset = self._areas[_STAGING].offset
         pushes = []
         for push in self._pushes:
             copied = type(push).from_buffer_copy(push)
@@ -390,11 +420,17 @@ class BackwardPlan(Plan):
         inverted: Inverted,
         factors: torch.Tensor | None,
         factor_gradients: torch.Tensor | None,
-        rate: torch.Tensor,
-        scale: torch.Tensor,
-        steps: torch.Tensor,
+        **of_step: torch.Tensor | None,
     ) -> None:
-        """Launch on the current stream."""
+        """Launch on the current stream.
+
+        Args:
+            gradient: `[samples of this PE, columns of all PEs]`, contiguous.
+            inverted: the lookups.
+            factors, factor_gradients: of lookups, float32, or None.
+            of_step: what the step alone has, by its name in the kernel's Call: rate, scale and steps; or, under
+                GRADIENT, scale, sums, places and touched.
+        """
         # A row with many lookups is added up in chunks, whose sums and counts are kept by where it begins.
         slots = inverted.keys.numel() // self._slot_lookups + 2
         if slots > self._slots:
@@ -412,7 +448,8 @@ class BackwardPlan(Plan):
         call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()
         call.factors = 0 if factors is None else factors.data_ptr()
         call.factor_gradients = 0 if factor_gradients is None else factor_gradients.data_ptr()
-        call.rate, call.scale, call.steps = rate.data_ptr(), scale.data_ptr(), steps.data_ptr()
+        for name, tensor in of_step.items():
+            setattr(call, name, 0 if tensor is None else tensor.data_ptr())
         call.chunk_sums, call.chunks_done = sums.data_ptr(), self._chunks_done.data_ptr()
         self._world.workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call)
 

@@ -18,7 +18,7 @@ struct Rates {
 // A group as a warp that is at work in it needs it.
 struct GroupView {
   uint8_t* rows;
-  float* state;
+  float* state;  // kGradient: where its sums are, or those of all touched rows
   float* second;
   int64_t first_key;
   int64_t end_key;

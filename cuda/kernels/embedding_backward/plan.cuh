@@ -10,7 +10,8 @@
 
 namespace po::embedding_backward {
 
-enum class Step { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
+// kGradient: a row's sum is written, to Call::sums; rows are read for the gradients of factors alone.
+enum class Step { kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kGradient };
 enum class Pooling { kSum, kWeightedSum, kMean };
 enum class Decay { kNone, kL2, kDecoupled };
 
@@ -70,8 +71,9 @@ struct Group {
   int64_t first_key;
   int64_t first_member;
   int64_t num_members;
+  int64_t first_sum;  // in Call::sums, where that has all rows
 };
-PO_DESCRIBE(Group, rows, state, second, num_rows, width, first_key, first_member, num_members)
+PO_DESCRIBE(Group, rows, state, second, num_rows, width, first_key, first_member, num_members, first_sum)
 
 struct Table {
   int64_t column;          // element of a row of this PE's gradient where its columns begin
@@ -136,8 +138,12 @@ struct Call {
   float* steps;           // that have been made, and beta1 and beta2 to this power
   float* chunk_sums;      // [lookups / kSlotLookups + 2, sum_elements]
   uint64_t* chunks_done;  // [lookups / kSlotLookups + 2]: by the first slot of a row with several; 0 after every launch
+  // kGradient
+  float* sums;            // of all rows, group after group; or of those that lookups have
+  const int64_t* places;  // by a row's first lookup, where its sums begin; null: sums are of all rows
+  float* touched;         // by key: 1 is written where a row has lookups; null: not wanted
 };
 PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, counts, count, rate, scale, steps,
-            chunk_sums, chunks_done)
+            chunk_sums, chunks_done, sums, places, touched)
 
 }  // namespace po::embedding_backward

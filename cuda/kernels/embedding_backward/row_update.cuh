@@ -1,4 +1,4 @@
-// One row: its gradients added up, and the optimizer's step. A tile of lanes has it, or a part of a wide one, in registers.
+// One row: its gradients added up, and the optimizer's step, or the sum alone. A tile of lanes has it, or a part of a wide one, in registers.
 #pragma once
 
 #include "kernels/embedding_backward/lookup_window.cuh"
@@ -14,6 +14,7 @@ class RowUpdate {
   static constexpr int kElements = Traits::kElements;
   static constexpr int kLaneChunks = Traits::kLaneChunks;
   static constexpr bool kIsRowwise = Traits::kStep == Step::kRowwiseAdagrad;
+  static constexpr bool kUpdates = Traits::kStep != Step::kGradient;
 
   // A lane's columns of a part.
   struct Columns {
@@ -23,7 +24,7 @@ class RowUpdate {
   PO_FN RowUpdate(const Plan& plan, const Call& call) : plan_(plan), call_(call) {}
 
   static PO_FN Rates rates(const Plan& plan, const Call& call) {
-    Rates rates{*call.rate, call.scale == nullptr ? 1.0f : *call.scale, 1.0f, 1.0f};
+    Rates rates{kUpdates ? *call.rate : 0.0f, call.scale == nullptr ? 1.0f : *call.scale, 1.0f, 1.0f};
     if constexpr (Traits::kStep == Step::kAdam) {
       rates.correction1 = 1 - rounded_product(call.steps[1], plan.beta1);
       rates.correction2 = 1 - rounded_product(call.steps[2], plan.beta2);
@@ -88,42 +89,15 @@ class RowUpdate {
     }
   }
 
-  // `sum_of(part, sums)` adds up a part's gradients, by all tiles that call this; `writes`: whether this one has the row.
-  // `kEarly`: the row is on its way meanwhile, which takes registers.
+  // What becomes of a row whose first lookup is number `first` of the sorted ones. `sum_of(part, sums)` adds up a part's
+  // gradients, by all tiles that call this; `writes`: whether this one has the row. `kEarly`: the row is on its way
+  // meanwhile, which takes registers.
   template <bool kEarly, class SumOf>
-  PO_FN void update(const GroupView& view, int64_t row, bool writes, const SumOf& sum_of) const {
-    float multiplier = 0.0f;
-    if constexpr (!Traits::kHasWideRows) {
-      Old old;
-      if constexpr (kEarly) old = load_old(view, row, 0);
-      Columns sums = {};
-      sum_of(0, sums);
-      if (!writes) return;
-      if constexpr (!kEarly) old = load_old(view, row, 0);
-      scale(view, sums);
-      if constexpr (kIsRowwise) multiplier = row_rate(view, row, add_squares(view, 0, old, sums, 0.0f));
-      step(view, row, 0, old, sums, multiplier);
+  PO_FN void finish(const GroupView& view, int64_t row, int first, bool writes, const SumOf& sum_of) const {
+    if constexpr (kUpdates) {
+      update<kEarly>(view, row, writes, sum_of);
     } else {
-      const int count = num_parts(view);
-      if constexpr (kIsRowwise) {
-        float squares = 0.0f;
-        PO_NO_UNROLL
-        for (int part = 0; part < count; ++part) {
-          Columns sums = {};
-          sum_of(part, sums);
-          scale(view, sums);
-          squares = add_squares(view, part, load_old(view, row, part), sums, squares);
-        }
-        if (writes) multiplier = row_rate(view, row, squares);
-      }
-      PO_NO_UNROLL
-      for (int part = 0; part < count; ++part) {
-        Columns sums = {};
-        sum_of(part, sums);
-        if (!writes) continue;
-        scale(view, sums);
-        step(view, row, part, load_old(view, row, part), sums, multiplier);
-      }
+      write_sums(view, row, first, writes, sum_of);
     }
   }
 
@@ -230,6 +204,58 @@ class RowUpdate {
       load_floats(view, part, view.second, row * view.width, old.second);
     }
     return old;
+  }
+
+  template <bool kEarly, class SumOf>
+  PO_FN void update(const GroupView& view, int64_t row, bool writes, const SumOf& sum_of) const {
+    float multiplier = 0.0f;
+    if constexpr (!Traits::kHasWideRows) {
+      Old old;
+      if constexpr (kEarly) old = load_old(view, row, 0);
+      Columns sums = {};
+      sum_of(0, sums);
+      if (!writes) return;
+      if constexpr (!kEarly) old = load_old(view, row, 0);
+      scale(view, sums);
+      if constexpr (kIsRowwise) multiplier = row_rate(view, row, add_squares(view, 0, old, sums, 0.0f));
+      step(view, row, 0, old, sums, multiplier);
+    } else {
+      const int count = num_parts(view);
+      if constexpr (kIsRowwise) {
+        float squares = 0.0f;
+        PO_NO_UNROLL
+        for (int part = 0; part < count; ++part) {
+          Columns sums = {};
+          sum_of(part, sums);
+          scale(view, sums);
+          squares = add_squares(view, part, load_old(view, row, part), sums, squares);
+        }
+        if (writes) multiplier = row_rate(view, row, squares);
+      }
+      PO_NO_UNROLL
+      for (int part = 0; part < count; ++part) {
+        Columns sums = {};
+        sum_of(part, sums);
+        if (!writes) continue;
+        scale(view, sums);
+        step(view, row, part, load_old(view, row, part), sums, multiplier);
+      }
+    }
+  }
+
+  template <class SumOf>
+  PO_FN void write_sums(const GroupView& view, int64_t row, int first, bool writes, const SumOf& sum_of) const {
+    const int64_t place = call_.places == nullptr ? row * view.width : call_.places[first];  // @place-of-the-row
+    PO_NO_UNROLL
+    for (int part = 0; part < num_parts(view); ++part) {
+      Columns sums = {};
+      sum_of(part, sums);
+      if (!writes) continue;
+      scale(view, sums);
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) store_floats(view, i, part, view.state, place, sums.values[i]);
+    }
+    if (writes && call_.touched != nullptr && tile_.rank() == 0) call_.touched[view.first_key + row] = 1.0f;
   }
 
   static PO_FN void scale(const GroupView& view, Columns& sums) {
