@@ -13,7 +13,7 @@ from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePl
 
 __all__ = ["decided"]
 
-_LARGEST_REPLICA_BYTES = 0
+_LARGEST_REPLICA_BYTES = 8 << 20  # 16384 rows of 128 floats
 _VECTOR_BYTES = 16
 _NARROWEST_SLICE_BYTES = 64  # two sectors of memory; narrower rows are read at a waste
 _MOST_SLICES_PER_PE = 2

@@ -19,6 +19,7 @@ from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, features_of
 from .embedding_tables import TableConfig, table_configs
 from .placement_costs import Workload, measured_rates
+from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
 from .table_layout import Group, Layout, bytes_read, place
 from .table_placements import AUTO, placements_of
@@ -52,8 +53,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_batch: the most samples that a PE passes.
         lookups_per_sample: of each feature, by name, or one number for all: estimates, of which room for lookups and
             balance come.
-        placement: "table_wise", "auto", a `TablePlacement`, a mapping of tables' names to these, or TorchRec's
-            ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
+        placement: "table_wise", "replicated", "auto", a `TablePlacement`, a mapping of tables' names to these, or
+            TorchRec's ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
         algorithm: of `EmbeddingOptimizer`.
         lr, eps, weight_decay, weight_decay_mode, betas: of it too.
         gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
@@ -118,8 +119,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
         estimates = _estimates(configs, lookups_per_sample)
         self.layout = _layout(world, configs, placement, estimates, max_batch, algorithm)
-        if self.layout.replicated:
-            raise NotImplementedError("placement: 'replicated' has no backward pass; use 'table_wise' or 'auto'")
         self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -136,8 +135,20 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
         self._agree([algorithm, options, scale, max_gradient, seed])
+        self._replicas = None
+        if self.layout.replicated:
+            self._replicas = ReplicatedTables(
+                world,
+                self.layout,
+                max_batch,
+                is_weighted=is_weighted,
+                bounds=bounds,
+                algorithm=algorithm,
+                options=options,
+                scale=scale,
+            )
         self.embedding_bags = torch.nn.ModuleDict(
-            {config.name: ShardedTable(self.layout, number, world) for number, config in enumerate(configs)}
+            {config.name: self._make_table(number) for number, config in enumerate(configs)}
         )
         self.reset_parameters(seed)
         self._weights, optimizers = [], []
@@ -150,7 +161,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             optimizers.append(optimizer)
         self._optimizers = optimizers
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
-        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), optimizers)
+        of_replicas = [] if self._replicas is None else self._replicas.optimizers
+        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), [*optimizers, *of_replicas])
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 
     @classmethod
@@ -218,6 +230,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 f"PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
             )
 
+    def _make_table(self, number: int) -> ShardedTable:
+        if self._replicas is not None and self.layout.is_replicated(number):
+            return ShardedTable(self.layout, number, self._world, self._replicas.table(number))
+        return ShardedTable(self.layout, number, self._world)
+
     def _table(self, number: int) -> ShardedTable:
         table = self.embedding_bags[self.layout.configs[number].name]
         assert isinstance(table, ShardedTable)
@@ -227,8 +244,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         groups = {slot.table: number for number, group in enumerate(self.layout.groups) for slot in group.columns}
         found = {}
         for number, config in enumerate(self.layout.configs):
-            table, optimizer = self._table(number), self._optimizers[groups[number]]
-            slices = [(each, table.slice(each), optimizer) for each in table.slices]
+            table = self._table(number)
+            if self._replicas is not None and self.layout.is_replicated(number):
+                slices = [(0, self._replicas.states(number))]
+            else:
+                optimizer = self._optimizers[groups[number]]
+                slices = [(each, optimizer.state(table.slice(each))) for each in table.slices]
             size = torch.Size((config.num_embeddings, config.embedding_dim))
             found[config.name] = (table.weight, size, self.layout.placements[number].num_slices, slices)
         return found
@@ -281,6 +302,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
         if not self._world.workspace.is_capturing():
             self.optimizer.push_rate()
+        replicas = self._replicas
+        own = None if replicas is None else replicas.begin(given)
         sent: list[Lookups] = []
         pooled, problem, is_kept = [], None, False
         self._make_room()
@@ -309,6 +332,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     lookups.release()
         if is_kept:
             self._keep(sent, pooled)
+        if replicas is not None and own is not None:
+            pooled += replicas.pool(own)
         if problem is not None:
             raise problem
         result = self._in_order(pooled)
@@ -342,7 +367,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Put the groups' columns, which come by owners, in the order of tables and features."""
         blocks = [
             result.split([slot.width for slot in group.columns], dim=1)
-            for result, group in zip(pooled, self.layout.groups, strict=True)
+            for result, group in zip(pooled, [*self.layout.groups, *self.layout.replicated], strict=True)
         ]
         order = self.layout.outputs
         if order == tuple((0, number) for number in range(len(blocks[0]))) and len(pooled) == 1:

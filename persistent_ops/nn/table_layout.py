@@ -31,7 +31,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Tables of equal pooling and dtype, which one call of the operator takes.
+    """Tables of equal pooling and dtype, which one call of the operator takes; replicated ones also of equal width.
 
     Attributes:
         pooling, dtype: of the tables.
@@ -153,15 +153,14 @@ def place(
         return [Slot(table, number, features.index(name), width) for name in config.feature_names]
 
     def groups(tables: Sequence[int], owners_of: Mapping[int, Sequence[int]], size: int) -> list[Group]:
-        made = []
-        for key in dict.fromkeys((configs[table].pooling, configs[table].data_type) for table in tables):
-            of_pes: list[list[Slot]] = [[] for _ in range(size)]
-            for table in tables:
-                if (configs[table].pooling, configs[table].data_type) == key:
-                    for number, owner in enumerate(owners_of[table]):
-                        of_pes[owner] += slots(table, number)
-            made.append(Group(*key, tuple(map(tuple, of_pes))))
-        return made
+        made: dict[tuple[str, torch.dtype, int | None], list[list[Slot]]] = {}
+        for table in tables:
+            config = configs[table]
+            width = config.embedding_dim if placements[table].kind == REPLICATED else None
+            of_pes = made.setdefault((config.pooling, config.data_type, width), [[] for _ in range(size)])
+            for number, owner in enumerate(owners_of[table]):
+                of_pes[owner] += slots(table, number)
+        return [Group(pooling, dtype, tuple(map(tuple, of_pes))) for (pooling, dtype, _), of_pes in made.items()]
 
     of_spread = groups(spread, {table: owners[table] for table in spread}, world_size)
     of_replicated = groups(replicated, dict.fromkeys(replicated, (0,)), 1)

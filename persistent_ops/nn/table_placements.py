@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .embedding_tables import TableConfig, plain_name
 
 __all__ = ["AUTO", "COLUMN_WISE", "REPLICATED", "TABLE_WISE", "TablePlacement", "placements_of"]
@@ -93,6 +95,11 @@ def _placement(config: TableConfig, given: Any) -> TablePlacement:
         raise ValueError(f"placement: {config.embedding_dim} columns of {name} do not divide into {count} slices")
     if kind != COLUMN_WISE and count != 1:
         raise ValueError(f"placement: {name} is {kind}, and has {count} slices")
+    if kind == REPLICATED and config.data_type == torch.float16:
+        raise NotImplementedError(
+            f"placement: {name} is float16, whose range sums of gradients may exceed; replicated tables are float32 or "
+            "bfloat16"
+        )
     if ranks is not None and kind in (REPLICATED, AUTO):
         raise ValueError(f"placement: {name} is {kind}, and has ranks {ranks}")
     if ranks is not None and len(ranks) != count:
