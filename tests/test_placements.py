@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from persistent_ops.runtime import world as po_world
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
 
-_RATES = Rates(memory=4e12, link=3e11, launch=1e-5)
+_RATES = Rates(memory=4e12, link=3e11, launch=5e-6)
 
 
 def _chosen(
@@ -32,10 +33,11 @@ def _chosen(
     rates: Rates = _RATES,
     given: Any = "auto",
     dtype: torch.dtype = torch.float32,
+    batch: int = 4096,
 ) -> tuple[dict[str, TablePlacement], Layout]:
-    """Place tables of (rows, columns, lookups per sample) for 4096 samples of every PE."""
+    """Place tables of (rows, columns, lookups per sample) for some samples of every PE."""
     configs = [TableConfig(name, rows, dim, [name], "sum", dtype) for name, (rows, dim, _) in tables.items()]
-    workload = Workload(rates, world, 4096, {name: lookups for name, (_, _, lookups) in tables.items()}, algorithm)
+    workload = Workload(rates, world, batch, {name: lookups for name, (_, _, lookups) in tables.items()}, algorithm)
     placements = decided(configs, placements_of(configs, given), workload)
     return dict(zip(tables, placements, strict=True)), place(
         configs, placements, workload.costs(configs, placements), world
@@ -66,6 +68,30 @@ def test_rows_that_are_narrow_or_would_not_be_aligned_stay_whole(dim: int) -> No
     assert set(chosen.values()) == {TablePlacement()}
     chosen, _ = _chosen({"hot": (10_000_000, 48, 100.0), "other": (10_000_000, 48, 1.0)}, 2)
     assert chosen["hot"] == TablePlacement("column_wise", 2)
+
+
+def test_small_tables_are_replicated_where_that_pays() -> None:
+    tables = {"large": (10_000_000, 128, 5.0), **{f"s{n}": (200 * n + 3, 128, 1.0) for n in range(12)}}
+    chosen, layout = _chosen(tables, 4)
+    assert all((placement.kind == "replicated") is (name != "large") for name, placement in chosen.items())
+    assert layout.replicated[0].dim_per_rank == (12 * 128,) and layout.owners[1] == ()
+    kinds = {
+        dtype: _chosen(tables, 4, dtype=dtype, batch=16384)[0]["s0"].kind for dtype in (torch.float16, torch.bfloat16)
+    }
+    assert kinds == {torch.float16: "table_wise", torch.bfloat16: "replicated"}
+    slow = replace(_RATES, launch=1.0)  # launches cost more than they save
+    assert set(_chosen(tables, 4, "rowwise_adagrad", slow)[0].values()) == {TablePlacement()}
+    assert set(_chosen(tables, 1)[0].values()) == {TablePlacement()}
+
+
+def test_how_large_a_replica_may_be() -> None:
+    """By its rows' sums against the rows that travel otherwise, and at most 8 MiB."""
+    tables = {"large": (10_000_000, 128, 1.0), "middle": (11_000, 128, 1.0), "most": (17_000, 128, 1.0)}
+    kinds = {
+        batch: [each.kind for each in _chosen(tables, 4, "rowwise_adagrad", batch=batch)[0].values()]
+        for batch in (4096, 65536)
+    }
+    assert kinds == {4096: ["table_wise"] * 3, 65536: ["table_wise", "replicated", "table_wise"]}
 
 
 def test_what_is_given_counts() -> None:

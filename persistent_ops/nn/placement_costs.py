@@ -25,7 +25,7 @@ _ROW = 128  # elements of a row that is measured
 _TABLE_BYTES = {"cuda": 256 << 20, "host": 32 << 20}  # beyond caches
 _GATHERED_BYTES = {"cuda": 64 << 20, "host": 4 << 20}
 _SUMMED_BYTES = {"cuda": 16 << 20, "host": 1 << 20}
-_ROUNDS = 5
+_ROUNDS, _CALLS = 5, 3
 _REPLICA_LAUNCHES = 5  # beside those of spread tables: lookup, sort, sums, their all-reduce, update
 _INDEX_BYTES = 4  # as lookups travel, for tables below 2^31 rows
 _FLOAT_BYTES = 4
@@ -141,12 +141,13 @@ def _link_rate_and_launch(world: World) -> tuple[float, float]:
 
 
 def _seconds(world: World, action: Callable[[], object]) -> float:
-    """Return the median time of an action that has run before."""
+    """Return the median time of an action that has run before, among others like it."""
     taken = []
     for _ in range(_ROUNDS + 1):
         world.backend.synchronize()
         start = time.perf_counter()
-        action()
+        for _ in range(_CALLS):
+            action()
         world.backend.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append((time.perf_counter() - start) / _CALLS)
     return max(statistics.median(taken[1:]), 1e-9)
