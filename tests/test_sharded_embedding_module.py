@@ -13,7 +13,9 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.nn import KeyedEmbeddings, TablePlacement, ignore_sharded_tables
-from persistent_ops.nn.embedding_tables import place, placements_of, table_configs
+from persistent_ops.nn.embedding_tables import table_configs
+from persistent_ops.nn.table_layout import Layout, bytes_read, place
+from persistent_ops.nn.table_placements import placements_of
 
 _SHARED = next(case for case in CASES if case.name == "shared")
 _WEIGHTED = next(case for case in CASES if case.name == "weighted")
@@ -130,8 +132,10 @@ class _Collection:
 class _Parameter:
     """What has ParameterSharding's attributes."""
 
-    def __init__(self, kind: str, ranks: list[int], widths: list[int]) -> None:
+    def __init__(self, kind: str, ranks: list[int], widths: list[int], **more: Any) -> None:
         self.sharding_type, self.ranks = kind, ranks
+        self.compute_kernel = "fused"
+        self.__dict__ |= more
         self.sharding_spec = SimpleNamespace(shards=[SimpleNamespace(shard_sizes=[1, width]) for width in widths])
 
 
@@ -165,14 +169,19 @@ def test_in_place_of_a_collection(backend: str) -> None:
 # ---- placement -------------------------------------------------------------------------------------------------------
 
 
+def _placed(configs: Any, placement: Any, lookups: dict[str, float], world: int) -> Layout:
+    placements = placements_of(configs, placement)
+    return place(configs, placements, bytes_read(configs, placements, lookups, world), world)
+
+
 def test_the_costliest_are_placed_first() -> None:
     configs = table_configs([("a", 9, 64, ["x"]), ("b", 9, 16, ["y"]), ("c", 9, 16, ["z"]), ("d", 9, 8, ["x", "z"])])
     lookups = {"x": 1.0, "y": 3.0, "z": 1.0}
-    layout = place(configs, placements_of(configs, "table_wise"), lookups, 2)
+    layout = _placed(configs, "table_wise", lookups, 2)
     assert layout.owners == ((0,), (1,), (1,), (0,))  # 256, 192, 64 and 64 bytes
-    assert layout.costs == (320.0, 256.0)
+    assert layout.loads == (320.0, 256.0)
     sliced = {"a": TablePlacement("column_wise", 4), "d": TablePlacement(ranks=(2,))}
-    layout = place(configs, placements_of(configs, sliced), lookups, 3)
+    layout = _placed(configs, sliced, lookups, 3)
     assert layout.owners == ((1, 1, 2, 1), (0,), (2,), (2,))
     assert layout.features == ("x", "y", "z") and layout.names == ("x@a", "y", "z@c", "x@d", "z@d")
     assert sum(map(len, layout.groups[0].slots)) == 8 and layout.groups[0].dim_per_rank == (16, 48, 48)
@@ -182,9 +191,28 @@ def test_the_costliest_are_placed_first() -> None:
 
 _PLAIN = [("a", 10, 8, ["x"]), ("b", 5, 4, ["y"])]
 _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
-    "replicated": ({"placement": "replicated"}, "NotImplementedError", "'replicated', of a, is not provided"),
-    "auto": ({"placement": {"b": "auto"}}, "NotImplementedError", "no measured cost"),
     "row_wise": ({"placement": {"b": _Parameter("row_wise", [0], [])}}, "NotImplementedError", "'row_wise', of b"),
+    "grid_shard": ({"placement": {"a": "grid_shard"}}, "NotImplementedError", "'grid_shard', of a"),
+    "host memory": (
+        {"placement": {"b": _Parameter("table_wise", [0], [4], compute_kernel="fused_uvm")}},
+        "NotImplementedError",
+        "compute_kernel 'fused_uvm', of b",
+    ),
+    "rounding": (
+        {"placement": {"b": _Parameter("table_wise", [0], [4], stochastic_rounding=True)}},
+        "NotImplementedError",
+        "stochastic_rounding of b",
+    ),
+    "ranks of replicas": (
+        {"placement": {"a": TablePlacement("replicated", ranks=(0,))}},
+        "ValueError",
+        "a is replicated, and has ranks",
+    ),
+    "slices of replicas": (
+        {"placement": {"a": TablePlacement("replicated", 2)}},
+        "ValueError",
+        "a is replicated, and has 2 slices",
+    ),
     "no number": ({"placement": "column_wise"}, "ValueError", "num_slices="),
     "uneven": ({"placement": {"a": TablePlacement("column_wise", 3)}}, "ValueError", "8 columns of a do not divide"),
     "uneven plan": (

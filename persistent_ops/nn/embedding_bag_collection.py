@@ -14,14 +14,20 @@ from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
+from .automatic_placement import decided
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, features_of
-from .embedding_tables import Group, TableConfig, place, placements_of, table_configs
+from .embedding_tables import TableConfig, table_configs
+from .placement_costs import Workload, measured_rates
+from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
+from .table_layout import Group, Layout, bytes_read, place
+from .table_placements import AUTO, placements_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from rich.table import Table
     from typing_extensions import Self
 
 __all__ = ["ShardedEmbeddingBagCollection", "ignore_sharded_tables"]
@@ -47,7 +53,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_batch: the most samples that a PE passes.
         lookups_per_sample: of each feature, by name, or one number for all: estimates, of which room for lookups and
             balance come.
-        placement: "table_wise", a `TablePlacement`, a mapping of tables' names to these, or TorchRec's ShardingPlan.
+        placement: "table_wise", "replicated", "auto", a `TablePlacement`, a mapping of tables' names to these, or
+            TorchRec's ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
         algorithm: of `EmbeddingOptimizer`.
         lr, eps, weight_decay, weight_decay_mode, betas: of it too.
         gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
@@ -117,7 +124,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             _check_wire(configs, wire_dtype)
         self._wire_dtype = wire_dtype
         estimates = _estimates(configs, lookups_per_sample)
-        self.layout = place(configs, placements_of(configs, placement), estimates, world.size)
+        self.layout = _layout(world, configs, placement, estimates, max_batch, algorithm)
+        self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
         self.embedding_dims = list(self.layout.dims)
@@ -133,8 +141,20 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
         self._agree([algorithm, options, scale, max_gradient, wire_dtype, seed])
+        self._replicas = None
+        if self.layout.replicated:
+            self._replicas = ReplicatedTables(
+                world,
+                self.layout,
+                max_batch,
+                is_weighted=is_weighted,
+                bounds=bounds,
+                algorithm=algorithm,
+                options=options,
+                scale=scale,
+            )
         self.embedding_bags = torch.nn.ModuleDict(
-            {config.name: ShardedTable(self.layout, number, world) for number, config in enumerate(configs)}
+            {config.name: self._make_table(number) for number, config in enumerate(configs)}
         )
         self.reset_parameters(seed)
         self._weights, optimizers = [], []
@@ -147,7 +167,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             optimizers.append(optimizer)
         self._optimizers = optimizers
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
-        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), optimizers)
+        of_replicas = [] if self._replicas is None else self._replicas.optimizers
+        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), [*optimizers, *of_replicas])
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 
     @classmethod
@@ -168,6 +189,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
         made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
         return made
+
+    def placement_table(self) -> Table:
+        """Return which PE has what, and what it costs, as a table for ``rich.print``."""
+        from .placement_report import placement_table
+
+        return placement_table(self.layout, self._lookups_per_sample)
 
     def embedding_bag_configs(self) -> list[TableConfig]:
         """Return the tables' configs."""
@@ -206,8 +233,14 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if other is not None:
             raise ValueError(
                 f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but PE "
-                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
+                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: "
+                f"{(self.layout, *choices)}"
             )
+
+    def _make_table(self, number: int) -> ShardedTable:
+        if self._replicas is not None and self.layout.is_replicated(number):
+            return ShardedTable(self.layout, number, self._world, self._replicas.table(number))
+        return ShardedTable(self.layout, number, self._world)
 
     def _table(self, number: int) -> ShardedTable:
         table = self.embedding_bags[self.layout.configs[number].name]
@@ -218,8 +251,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         groups = {slot.table: number for number, group in enumerate(self.layout.groups) for slot in group.columns}
         found = {}
         for number, config in enumerate(self.layout.configs):
-            table, optimizer = self._table(number), self._optimizers[groups[number]]
-            slices = [(each, table.slice(each), optimizer) for each in table.slices]
+            table = self._table(number)
+            if self._replicas is not None and self.layout.is_replicated(number):
+                slices = [(0, self._replicas.states(number))]
+            else:
+                optimizer = self._optimizers[groups[number]]
+                slices = [(each, optimizer.state(table.slice(each))) for each in table.slices]
             size = torch.Size((config.num_embeddings, config.embedding_dim))
             found[config.name] = (table.weight, size, self.layout.placements[number].num_slices, slices)
         return found
@@ -272,6 +309,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
         if not self._world.workspace.is_capturing():
             self.optimizer.push_rate()
+        replicas = self._replicas
+        own = None if replicas is None else replicas.begin(given)
         sent: list[Lookups] = []
         pooled, problem, is_kept = [], None, False
         self._make_room()
@@ -300,6 +339,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     lookups.release()
         if is_kept:
             self._keep(sent, pooled)
+        if replicas is not None and own is not None:
+            pooled += [self._as_on_the_wire(each) for each in replicas.pool(own)]
         if problem is not None:
             raise problem
         result = self._in_order(pooled)
@@ -307,6 +348,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             most = self._clamp
             result.register_hook(lambda gradient: gradient.clamp(-most, most))
         return result
+
+    def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Round what this PE has pooled itself as that of tables elsewhere is."""
+        is_narrowed = self._wire_dtype is not None and pooled.dtype == torch.float32
+        return pooled.to(self._wire_dtype) if is_narrowed else pooled
 
     def _make_room(self) -> None:
         """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
@@ -333,7 +379,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Put the groups' columns, which come by owners, in the order of tables and features."""
         blocks = [
             result.split([slot.width for slot in group.columns], dim=1)
-            for result, group in zip(pooled, self.layout.groups, strict=True)
+            for result, group in zip(pooled, [*self.layout.groups, *self.layout.replicated], strict=True)
         ]
         order = self.layout.outputs
         if order == tuple((0, number) for number in range(len(blocks[0]))) and len(pooled) == 1:
@@ -355,8 +401,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return placement and costs, for repr()."""
-        owners = {config.name: list(of) for config, of in zip(self.layout.configs, self.layout.owners, strict=True)}
-        return f"owners={owners}, bytes_per_sample={[round(cost) for cost in self.layout.costs]}"
+        layout = self.layout
+        owners = {
+            config.name: "all" if layout.is_replicated(number) else list(layout.owners[number])
+            for number, config in enumerate(layout.configs)
+        }
+        return f"owners={owners}, {layout.costs.unit}={[float(f'{load:.3g}') for load in layout.loads]}"
 
 
 def ignore_sharded_tables(model: torch.nn.Module) -> None:
@@ -382,6 +432,23 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
     ]
     ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
+
+
+def _layout(
+    world: _world.World,
+    configs: Sequence[TableConfig],
+    placement: Any,
+    estimates: Mapping[str, float],
+    max_batch: int,
+    algorithm: str,
+) -> Layout:
+    """Return which PE has what; collective where costs are to be measured."""
+    placements = placements_of(configs, placement)
+    if all(each.kind != AUTO for each in placements):
+        return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
+    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm)
+    placements = decided(configs, placements, workload)
+    return place(configs, placements, workload.costs(configs, placements), world.size)
 
 
 def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
+from ..runtime.team import Team
 from ..runtime.torch_library import TorchOperator
 from ..runtime.torch_private import function_transform, num_dispatch_modes, without_dispatch_modes
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
@@ -21,7 +22,7 @@ from .table_set import TableSet, TableSets
 if TYPE_CHECKING:
     from .embedding_backward import EmbeddingOptimizer
 
-__all__ = ["embedding_all_to_all", "reference"]
+__all__ = ["embedding_all_to_all", "pool_alone", "reference"]
 
 _WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", (), has_kernel=False)
 
@@ -165,6 +166,54 @@ def _record_sparse() -> Callable[..., torch.Tensor]:
     return record_sparse
 
 
+def pool_alone(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None = None,
+    *,
+    mode: str = "sum",
+    bounds: str = "fatal",
+) -> torch.Tensor:
+    """Pool the bags of samples that are all this PE's own, on this PE alone.
+
+    Row b is ``cat over t of pool(weights_t[bag (t, b)])``. No gradient is recorded.
+
+    Args:
+        weights: T tables `[R_t, D_t]`, at least one, as for `embedding_all_to_all`.
+        indices: `[n]`, int32 or int64.
+        offsets: `[T * B + 1]`, int32 or int64, feature-major.
+        per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
+        mode: "sum" or "mean".
+        bounds: as of `embedding_all_to_all`; with "ignore" the last offset may come before the last index.
+
+    Returns:
+        `[B, sum of D]`, as of `embedding_all_to_all`.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device or layout.
+        SymmetricHeapError: no room for the result.
+        IndexError: see `bounds`.
+
+    Not collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
+    """
+    world = _world.for_call()
+    pooling = average_pooling(indices.numel(), offsets.numel() - 1)
+    kind = LookupKind(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+    dims, batch = sum(weight.shape[1] for weight in weights), (offsets.numel() - 1) // len(weights)
+
+    def check() -> None:
+        check_types(weights, indices, offsets, per_sample_weights, (dims,), (batch,), out=None)
+
+    dtype = weights[0].dtype
+    choices = ((dims,), (batch,), dtype, dtype, mode, bounds, SCHEDULES[0])
+    plan = _plan(world, world.alone, weights, kind, choices, check)
+    plan.check_lookups(indices, offsets, per_sample_weights)
+    place, result = _place_of_result(world, plan, None)
+    plan.launch(world, indices, offsets, per_sample_weights, place)
+    return result()
+
+
 def _complete(
     weights: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -300,7 +349,7 @@ def _run(
         check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out=out)
 
     choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
-    plan = _plan(world, weights, kind, choices, check)
+    plan = _plan(world, world.team, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
     place, result = _place_of_result(world, plan, out)
     plan.launch(world, indices, offsets, per_sample_weights, place)
@@ -332,7 +381,7 @@ def _run_from_sources(
         check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
 
     choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
-    plan = _plan(world, weights, kind, choices, check)
+    plan = _plan(world, world.team, weights, kind, choices, check)
     place, result = _place_of_result(world, plan, out)
     plan.launch_from(world, sources, place)
     return result()
@@ -340,6 +389,7 @@ def _run_from_sources(
 
 def _plan(
     world: _world.World,
+    team: Team,
     weights: Sequence[torch.Tensor],
     kind: LookupKind,
     choices: tuple[Any, ...],
@@ -353,7 +403,7 @@ def _plan(
         dim_per_rank = tuple(dim_per_rank)
     if batch_per_rank is not None:
         batch_per_rank = tuple(batch_per_rank)
-    key = EmbeddingKey(world.team, tables, state.tuning, (dim_per_rank, batch_per_rank, *others), kind)
+    key = EmbeddingKey(team, tables, state.tuning, (dim_per_rank, batch_per_rank, *others), kind)
     plan: EmbeddingPlan | None = state.plans.find(key)
     if plan is None:
         check()
