@@ -92,6 +92,7 @@ class Training:
         is_compiled: whether the dense part goes through torch.compile; evaluations do not.
 
     Attributes:
+        batches, device: see above.
         history: of the training, also of what was done before it was resumed.
         step: steps so far.
         position: of the next batch.
@@ -124,9 +125,9 @@ class Training:
         self._model = model
         self._embedding = embedding
         self._optimizer = optimizer
-        self._batches = batches
+        self.batches = batches
         self._evaluation = evaluation
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._identity = {"batches": batches.identity(), "sizes": model.sizes.identity(), **(identity or {})}
         self._num_pes = dist.get_world_size() if dist.is_initialized() else 1
         self._schedule = schedule
@@ -139,7 +140,7 @@ class Training:
             self._gradients = DenseGradients(self._dense)
         if is_compiled:
             self._dense = torch.compile(self._dense)
-        self._sender = Sender(embedding, self._num_pes, self._device)
+        self._sender = Sender(embedding, self._num_pes, self.device)
         self._shares: list[torch.Tensor] = []
         self.history = History()
         self.step = 0
@@ -160,7 +161,7 @@ class Training:
         end = self._end(plan)
         if self.position >= end:
             raise ValueError(f"the plan ends with step {self._step_of(end)}, and {self.step} have been done")
-        with contextlib.closing(self._batches.stream(self.position, end, self._device)) as stream:
+        with contextlib.closing(self.batches.stream(self.position, end, self.device)) as stream:
             while self.position < end:
                 self._run_span(stream, self._steps_until_due(plan, end), plan, show)
                 self._look_up(plan, is_last=self.position == end)
@@ -201,7 +202,7 @@ class Training:
         self._model.train(False)
         self._embedding.train(False)
         scores, labels = [], []
-        stream = self._evaluation.stream((0, 0), (1, 0), self._device)
+        stream = self._evaluation.stream((0, 0), (1, 0), self.device)
         try:
             with torch.no_grad(), self._autocast(), contextlib.closing(stream):
                 for batch, size in self._sized(stream, self._evaluation, (0, 0), self._evaluation.num_batches):
@@ -234,7 +235,7 @@ class Training:
 
     def resume(self, folder: Path) -> None:
         """Go on from the latest checkpoint of a folder; ValueError where there is none, or one of another training."""
-        found = checkpoint.load(folder, self._identity, self._embedding, self._device)
+        found = checkpoint.load(folder, self._identity, self._embedding, self.device)
         self._model.load_state_dict(found.model)
         self._optimizer.load_state_dict(found.optimizer)
         self.step, self.position = found.step, (found.epoch, found.batch)
@@ -252,9 +253,9 @@ class Training:
     ) -> None:
         """Make steps between which nothing but losses is looked at."""
         begin = time.perf_counter()
-        for share in self.steps(self._sized(stream, self._batches, self.position, num_steps)):
+        for share in self.steps(self._sized(stream, self.batches, self.position, num_steps)):
             self._shares.append(share)
-            self.position = self._batches.after(self.position)
+            self.position = self.batches.after(self.position)
             num_steps -= 1
             if num_steps == 0 or len(self._shares) >= plan.losses_every:
                 summed = self._sum_losses()  # the host waits here
@@ -284,7 +285,7 @@ class Training:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._precision == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=self._precision)
+        return torch.autocast(self.device.type, dtype=self._precision)
 
     def _rate_groups(self) -> list[dict[str, Any]]:
         return [*self._optimizer.param_groups, *self._embedding.optimizer.param_groups]
@@ -337,11 +338,11 @@ class Training:
         return len(sums)
 
     def _end(self, plan: Plan) -> Position:
-        steps = plan.epochs * self._batches.num_batches
-        return divmod(min(steps, plan.most_steps or steps), self._batches.num_batches)
+        steps = plan.epochs * self.batches.num_batches
+        return divmod(min(steps, plan.most_steps or steps), self.batches.num_batches)
 
     def _step_of(self, position: Position) -> int:
-        return position[0] * self._batches.num_batches + position[1]
+        return position[0] * self.batches.num_batches + position[1]
 
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:
