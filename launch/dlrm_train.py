@@ -26,6 +26,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from dlrm.data import check_data
 from dlrm.options import ALGORITHMS, FORMATS, MODELS, PRECISIONS, Options
 from dlrm.report import draw_if_possible
 from dlrm.schedule import Schedule
@@ -75,6 +76,7 @@ def _run(options: Options, pes: int | None, limit: float) -> tuple[dict[str, Any
         if pes not in (None, environment.world_size):
             raise ValueError(f"--pes: {environment.launcher} started {environment.world_size} processes; leave it out")
         return run_pe(options), environment.rank == 0
+    check_data(options)
     gpus = torch.cuda.device_count() if options.backend != "host" else 0
     num_pes = pes or gpus or min(max(os.cpu_count() or 2, 2), _MAX_HOST_PES)
     return po.launch(run_pe, num_pes, options, timeout=limit)[0], True

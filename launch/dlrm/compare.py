@@ -6,6 +6,7 @@ import functools
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,9 @@ def compare(options: Options, data: Data, world: World, group: str) -> dict[str,
     for name in in_turn(walks, _ROUNDS):
         world.barrier()
         begin = time.perf_counter()
-        shares[name] += itertools.islice(walks[name], burst)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse invariant checks")  # of torch's optimizers
+            shares[name] += itertools.islice(walks[name], burst)
         world.check()
         world.backend.synchronize()
         seconds[name].append((time.perf_counter() - begin) / burst)

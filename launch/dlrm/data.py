@@ -15,7 +15,7 @@ from .options import Options
 from .raw import RawFile
 from .records import Source, Span
 
-__all__ = ["Data", "open_data"]
+__all__ = ["Data", "check_data", "open_data"]
 
 _MAPPED_BLOCK = 64  # samples of a mapped file that stay together when the order is drawn: one read brings them
 
@@ -62,6 +62,18 @@ def open_data(options: Options) -> Data:
     except OSError as error:
         raise ValueError(f"data: {error}") from error
     return _synthetic(options)
+
+
+def check_data(options: Options) -> None:
+    """Look at what can be looked at quickly, before PEs are started: one of them tells, and not each.
+
+    Raises:
+        ValueError: see `open_data`.
+    """
+    if options.format != "criteo":
+        open_data(options)
+    elif not _path(options).is_file():
+        raise ValueError(f"data: expected a file, got {options.data!r}")
 
 
 def _path(options: Options) -> Path:

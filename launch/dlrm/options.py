@@ -41,19 +41,19 @@ class Preset:
 
 MODELS = {
     "small": Preset(
-        dim=8,
-        sizes={"bottom": (32, 8), "top": (32, 16, 1), "cross_layers": 2, "cross_rank": 16},
+        dim=16,
+        sizes={"bottom": (64, 16), "top": (64, 32, 1), "cross_layers": 3, "cross_rank": 32},
         num_rows=(40, 3, 60, 20),
         hotness=(1, 1, 3, 2),
         slices={},
         defaults={
-            "batch": 512,
+            "batch": 1024,
             "epochs": 2,
-            "samples": 200_000,
+            "samples": 300_000,
             "evaluation_samples": 30_000,
             "learning_rate": 0.02,
-            "table_learning_rate": 0.05,
-            "evaluate_every": 195,
+            "table_learning_rate": 0.1,
+            "evaluate_every": 100,
             "checkpoint_every": 400,
             "max_rows": 2000,
         },

@@ -93,8 +93,9 @@ def _print_compared(report: dict[str, Any], console: Console) -> None:
     compared = report["compared"]
     differences, own = disagreements(compared), compared["seconds"][OWN]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("tables by", "ms per step", f"x {OWN}", "first loss", "last loss", "largest difference"):
-        table.add_column(name, justify="left" if name == "tables by" else "right")
+    table.add_column("tables by", no_wrap=True)
+    for name in ("ms per step", "x time", "first loss", "last loss", "difference"):
+        table.add_column(name, justify="right")
     for name, losses in compared["losses"].items():
         seconds = compared["seconds"][name]
         difference = f"{differences[name]:.1g}" if name in differences else ""
