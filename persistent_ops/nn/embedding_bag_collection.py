@@ -16,7 +16,7 @@ from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from .automatic_placement import decided
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
-from .embedding_features import Features, KeyedEmbeddings, features_of
+from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
 from .embedding_tables import TableConfig, table_configs
 from .placement_costs import Workload, measured_rates
 from .replicated_tables import ReplicatedTables
@@ -167,6 +167,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             optimizers.append(optimizer)
         self._optimizers = optimizers
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
+        self._ahead: SentFeatures | None = None
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
         self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), [*optimizers, *of_replicas])
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
@@ -263,6 +264,64 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
+    def input_dist(
+        self,
+        features: Any,
+        lengths: torch.Tensor | None = None,
+        *,
+        per_sample_weights: torch.Tensor | None = None,
+        batch_per_rank: Sequence[int] | None = None,
+    ) -> SentFeatures:
+        """Send the lookups of this PE's B samples, ahead of the forward pass that pools them.
+
+        They travel while the device does what else it has: in a training, call it for the next batch behind the forward
+        pass of this one. Called on a stream of its own, it waits for that alone, and for the launches before it.
+
+        Args: those of `forward`. They must stay as they are until the forward pass.
+
+        Returns:
+            What `forward` takes in place of `features`; at most one at a time.
+
+        Raises:
+            RuntimeError: what was sent before has neither been pooled nor released.
+            ValueError, TypeError, NotImplementedError: see `forward`.
+
+        Collective, on the current stream. Where forward passes wait for their backward passes, the last one alone keeps
+        its lookups.
+        """
+        if self._ahead is not None and not self._ahead.is_over:
+            raise RuntimeError(
+                "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
+            )
+        is_keyed = lengths is None
+        if lengths is not None:
+            given = Features(features, lengths, per_sample_weights)
+        else:
+            if per_sample_weights is not None:
+                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
+            given = features_of(features, self.feature_names)
+            given = given if self._is_weighted else given._replace(weights=None)
+        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
+        self._make_room()
+        own = None if self._replicas is None else self._replicas.begin(given)
+        sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
+        try:
+            for inputs in self._inputs:
+                sent.lookups.append(
+                    inputs.exchange(
+                        given.values,
+                        lengths=given.lengths,
+                        per_sample_weights=given.weights,
+                        batch_per_rank=batch_per_rank,
+                    )
+                )
+        except BaseException:
+            sent.release()
+            raise
+        self._ahead = sent
+        return sent
+
     def forward(
         self,
         features: Any,
@@ -275,7 +334,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
         Args:
             features: `[n]`, int32 or int64: values, feature by feature in the order of `feature_names`, in a feature
-                sample by sample; or a KeyedJaggedTensor.
+                sample by sample; or a KeyedJaggedTensor; or, alone, what `input_dist` returned for either.
             lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
             per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone.
             batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
@@ -288,42 +347,32 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Raises:
             ValueError, TypeError: an argument's shape, dtype, device or layout.
             NotImplementedError: a batch that varies from feature to feature; gradients of weights.
+            RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed.
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
         Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call.
         """
-        is_keyed = lengths is None
-        if lengths is not None:
-            given = Features(features, lengths, per_sample_weights)
-        else:
-            if per_sample_weights is not None:
-                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
-            given = features_of(features, self.feature_names)
-            given = given if self._is_weighted else given._replace(weights=None)
-        pooled = self._pooled(given, batch_per_rank)
-        return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled) if is_keyed else pooled
+        if not isinstance(features, SentFeatures):
+            features = self.input_dist(
+                features, lengths, per_sample_weights=per_sample_weights, batch_per_rank=batch_per_rank
+            )
+        elif any(each is not None for each in (lengths, per_sample_weights, batch_per_rank)):
+            raise ValueError("lengths, per_sample_weights, batch_per_rank: they were given to input_dist")
+        elif features is not self._ahead:
+            raise RuntimeError("features: expected what the last call of this module's input_dist returned")
+        pooled = self._pooled(features)
+        if not features.is_keyed:
+            return pooled
+        return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled)
 
-    def _pooled(self, given: Features, batch_per_rank: Sequence[int] | None) -> torch.Tensor:
-        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
-        if not self._world.workspace.is_capturing():
-            self.optimizer.push_rate()
-        replicas = self._replicas
-        own = None if replicas is None else replicas.begin(given)
-        sent: list[Lookups] = []
+    def _pooled(self, features: SentFeatures) -> torch.Tensor:
+        sent = features.take()
+        self._ahead = None
         pooled, problem, is_kept = [], None, False
-        self._make_room()
         try:
-            for inputs in self._inputs:
-                sent.append(
-                    inputs.exchange(
-                        given.values,
-                        lengths=given.lengths,
-                        per_sample_weights=given.weights,
-                        batch_per_rank=batch_per_rank,
-                    )
-                )
+            if not self._world.workspace.is_capturing():
+                self.optimizer.push_rate()
             for group, weights, optimizer, lookups in zip(
                 self.layout.groups, self._weights, self._optimizers, sent, strict=True
             ):
@@ -332,15 +381,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
                 pooled.append(_pool(group, weights, optimizer, lookups, self._wire_dtype))
-            is_kept = batch_per_rank is not None and torch.is_grad_enabled()
+            is_kept = features.knows_split and torch.is_grad_enabled()
         finally:
             if not is_kept:
                 for lookups in sent:
                     lookups.release()
         if is_kept:
             self._keep(sent, pooled)
-        if replicas is not None and own is not None:
-            pooled += [self._as_on_the_wire(each) for each in replicas.pool(own)]
+        if self._replicas is not None and features.own is not None:
+            pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
         if problem is not None:
             raise problem
         result = self._in_order(pooled)
