@@ -169,7 +169,7 @@ def test_pooled_rows_are_sums_in_the_order_of_features(dtype: torch.dtype) -> No
     assert torch.equal(module.tables["a"].detach()[1:4], a[1:4])
     assert sorted(module.state_dict()) == ["tables.a", "tables.b"]
     nothing = torch.zeros(0, dtype=dtype)
-    assert module(nothing, nothing).shape == (0, 5)
+    assert module((nothing, nothing)).shape == (0, 5)
 
 
 def test_first_rows_depend_on_seed_and_table() -> None:
