@@ -131,8 +131,9 @@ def _decided_together() -> tuple[Any, ...]:
         _TABLES,
         max_batch=64,
         lookups_per_sample=lookups,
-        placement={each.name: placement for each, placement in zip(_TABLES, module.layout.placements, strict=True)},
+        placement=module.placements(),
     )
+    assert again.placements() == module.placements() and again.layout.owners == module.layout.owners
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(module.placement_table(), again.placement_table())
     return rates, module.layout.placements, module.layout.owners, module.layout.loads, console.export_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +15,14 @@ from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
-from .automatic_placement import decided
+from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, features_of
-from .embedding_tables import TableConfig, table_configs
-from .placement_costs import Workload, measured_rates
+from .embedding_tables import TableConfig, lookup_estimates, table_configs
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
-from .table_layout import Group, Layout, bytes_read, place
-from .table_placements import AUTO, placements_of
+from .table_layout import Group
+from .table_placements import TablePlacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -117,8 +117,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         configs = table_configs(tables)
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
-        estimates = _estimates(configs, lookups_per_sample)
-        self.layout = _layout(world, configs, placement, estimates, max_batch, algorithm)
+        estimates = lookup_estimates(configs, lookups_per_sample)
+        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm)
         self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -183,6 +183,14 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
         made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
         return made
+
+    def placements(self) -> dict[str, TablePlacement]:
+        """Return where the tables lie, by name; passed as `placement`, it puts them there again."""
+        layout = self.layout
+        return {
+            config.name: replace(placement, ranks=layout.owners[number] or None)
+            for number, (config, placement) in enumerate(zip(layout.configs, layout.placements, strict=True))
+        }
 
     def placement_table(self) -> Table:
         """Return which PE has what, and what it costs, as a table for ``rich.print``."""
@@ -420,32 +428,6 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
     ]
     ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
-
-
-def _layout(
-    world: _world.World,
-    configs: Sequence[TableConfig],
-    placement: Any,
-    estimates: Mapping[str, float],
-    max_batch: int,
-    algorithm: str,
-) -> Layout:
-    """Return which PE has what; collective where costs are to be measured."""
-    placements = placements_of(configs, placement)
-    if all(each.kind != AUTO for each in placements):
-        return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
-    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm)
-    placements = decided(configs, placements, workload)
-    return place(configs, placements, workload.costs(configs, placements), world.size)
-
-
-def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:
-    names = list(dict.fromkeys(name for config in configs for name in config.feature_names))
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, float(given))
-    if set(given) != set(names):
-        raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
-    return {name: float(given[name]) for name in names}
 
 
 def _pool(
