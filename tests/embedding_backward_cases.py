@@ -22,6 +22,7 @@ __all__ = [
     "FEW",
     "SMALL",
     "Case",
+    "Gradients",
     "Inputs",
     "Model",
     "Training",
@@ -29,6 +30,7 @@ __all__ = [
     "columns_of",
     "make_gradient",
     "make_inputs",
+    "sparse_problem",
 ]
 
 _CHUNK = 256
@@ -75,6 +77,9 @@ _OF_MANY_LOOKUPS = (
 )
 _ONE_PART = Shape("one part", dims=lambda rank: (512, 64))
 _TILES = Shape("tiles", dims=lambda rank: (128, 64))
+_NARROW = dataclasses.replace(_TILES, name="narrow", wire=torch.bfloat16)
+_NARROW_SHAPES = [name for name in _SHAPES if name.startswith("bf16 on the wire, ")]
+_NARROW_WIDE = dataclasses.replace(_WIDE, name="narrow wide", rows=12, is_weighted=True, wire=torch.bfloat16)
 _DECAY = (("weight_decay", 0.01),)
 _VARIED = "mixed and odd widths, one PE without tables"
 CASES = [
@@ -98,6 +103,10 @@ CASES = [
     *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in _OF_MANY_LOOKUPS),
     Case("adagrad, rows of one part", _ONE_PART, "adagrad"),
     *(Case(f"rowwise, tiles of {n} lanes", _TILES, "rowwise_adagrad", tuning=Tuning(lanes=n)) for n in (8, 16, 32)),
+    *(Case(f"{algorithm}, bf16 on the wire", _NARROW, algorithm) for algorithm in ("sgd", "adagrad", "adam")),
+    Case("rowwise, bf16 on the wire, L2", _NARROW, "rowwise_adagrad", _DECAY, scale=0.25),
+    *(Case(f"rowwise, {name}", _SHAPES[name], "rowwise_adagrad") for name in _NARROW_SHAPES),
+    Case("adagrad, bf16 on the wire, wide weighted rows", _NARROW_WIDE, "adagrad", bad=5),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
 ]  # fmt: skip
@@ -145,7 +154,7 @@ def make_gradient(case: Case, world: int, iteration: int, step: int) -> torch.Te
     """Return the gradient of the whole batch, for the tables of all PEs."""
     columns = sum(columns_of(case, world))
     rng = _seed(case.name, "gradient", iteration, step)
-    return torch.randn(sum(split_of(case.shape, world)), columns, generator=rng).to(case.shape.dtype)
+    return torch.randn(sum(split_of(case.shape, world)), columns, generator=rng).to(case.shape.result_dtype)
 
 
 def columns_of(case: Case, world: int) -> list[int]:
@@ -242,7 +251,7 @@ class Model:
 
     def _over_columns(self, values: torch.Tensor) -> torch.Tensor:
         """Add up a row's values as a warp does: elements of a chunk, chunks of a block as a tree, blocks."""
-        elements = 16 // self._case.shape.dtype.itemsize
+        elements = 16 // self._case.shape.result_dtype.itemsize
         block = elements * _BLOCK_CHUNKS
         padded = torch.nn.functional.pad(values, (0, -values.shape[1] % block)).view(
             len(values), -1, _BLOCK_CHUNKS, elements
@@ -294,6 +303,18 @@ class Model:
         table[touched] = w.to(table.dtype)
 
 
+def sparse_problem(
+    table: torch.Tensor, gradient: torch.Tensor | None, wanted: tuple[torch.Tensor, torch.Tensor]
+) -> str | None:
+    """Return what is wrong with a table's sparse gradient, or None."""
+    if gradient is None or not gradient.is_sparse or not gradient.is_coalesced() or gradient.shape != table.shape:
+        return f"not a coalesced gradient of the table: {gradient}"
+    rows, values = wanted
+    return difference(gradient.values(), values.to(table.dtype)) or (
+        None if torch.equal(gradient.indices().cpu(), rows[None]) else "other rows"
+    )
+
+
 # ---- a training ------------------------------------------------------------------------------------------------------
 
 SMALL = Shape("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19)
@@ -337,6 +358,7 @@ class Training:
             inputs.offsets.to(po.device()),
             batch_per_rank=split,
             dim_per_rank=columns_of(self._case, self._world),
+            wire_dtype=self._case.shape.wire,
             optimizer=self.optimizer,
         )
         first = sum(split[: self._rank])

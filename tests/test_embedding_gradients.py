@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
-from embedding_backward_cases import CASES, Case, Model, make_gradient, make_inputs
+from embedding_backward_cases import CASES, FEW, Case, Model, columns_of, make_gradient, make_inputs, sparse_problem
+from embedding_cases import Case as Shape
+from embedding_cases import split_of
 from graphs import Graph
 from worlds import error_of, in_world
 
@@ -170,3 +174,213 @@ def test_what_sums_of_all_rows_refuse(backend: str) -> None:
     assert seen.keys() == told.keys()
     for name, (error, text) in told.items():
         assert seen[name][0] == error and text in seen[name][1], f"{name}: {seen[name]}"
+
+
+# ---- of the rows that lookups have -----------------------------------------------------------------------------------
+
+
+def _leaves(case: Case) -> list[torch.Tensor]:
+    tables = [table.to(po.device(), copy=True).requires_grad_() for table in make_inputs(case, po.rank(), 1, 0).tables]
+    return [tables[0]] * 2 if case.shape.same_table else tables
+
+
+def _own_part(case: Case, iteration: int) -> torch.Tensor:
+    """Return the gradient of this PE's samples."""
+    split = split_of(case.shape, po.world_size())
+    first = sum(split[: po.rank()])
+    return make_gradient(case, po.world_size(), iteration, 0)[first : first + split[po.rank()]].to(po.device())
+
+
+def _pool(case: Case, tables: Sequence[torch.Tensor], iteration: int, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Call the operator; return its result and the factors, which require a gradient."""
+    world = po.world_size()
+    inputs = make_inputs(case, po.rank(), world, iteration)
+    factors = None if inputs.factors is None else inputs.factors.to(po.device(), copy=True).requires_grad_()
+    result = po.embedding_all_to_all(
+        tables,
+        inputs.indices.to(po.device()),
+        inputs.offsets.to(po.device()),
+        factors,
+        mode=case.shape.mode,
+        batch_per_rank=split_of(case.shape, world),
+        dim_per_rank=columns_of(case, world),
+        dtype=case.dtype,
+        bounds="ignore",
+        requires_grad=not tables,
+        **options,
+    )
+    return result, factors
+
+
+class _SparseTrial(Trial):
+    """Sparse gradients of tables, and those of factors."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        OPERATOR.tune(po.runtime.world.current(), case.tuning)
+        self._tables = _leaves(case)
+        self._model = Model(case, po.rank(), po.world_size())
+
+    def ways(self, turn: int) -> Sequence[Hashable]:
+        return (0,)
+
+    def call(self, turn: int, iteration: int, way: Any) -> Outcome:
+        result, factors = _pool(self._case, self._tables, iteration)
+        for table in self._tables:
+            table.grad = None
+        result.backward(_own_part(self._case, iteration))
+        wanted = self._model.gradients(iteration, 0)
+        tables = self._tables[:1] if self._case.shape.same_table else self._tables
+        found = (
+            sparse_problem(table, table.grad, of_table) for table, of_table in zip(tables, wanted.sums, strict=True)
+        )
+        problem = next((each for each in found if each), None)
+        if factors is not None:
+            assert factors.grad is not None and wanted.factors is not None
+            problem = problem or difference(factors.grad, wanted.factors)
+        gradients = [table.grad.values().clone() for table in tables if table.grad is not None]
+        return Outcome([*gradients, *([] if factors is None else [factors.grad])], problem)
+
+    def close(self) -> None:
+        OPERATOR.tune(po.runtime.world.current(), None)
+
+
+_SPARSE = [dataclasses.replace(case, scale=1.0) for case in CASES]
+_FEW_SPARSE = [dataclasses.replace(case, scale=1.0) for case in FEW]
+
+
+class TestSparseBits(BitsSuite):
+    trial = _SparseTrial
+    halved_by = torch.float32
+    heap_bytes = 64 << 20
+    is_the_same_on_all_pes = False
+    worlds: ClassVar = {
+        "1": CaseWorld(1, _SPARSE),
+        "2": CaseWorld(2, _SPARSE),
+        "3": CaseWorld(3, _SPARSE),
+        "3-staged": CaseWorld(3, _FEW_SPARSE, {"transport": "staged"}),
+        "2-wg4": CaseWorld(2, _FEW_SPARSE, {"host_options": {"wg_size": 4}}),
+    }
+
+
+# ---- against torch ---------------------------------------------------------------------------------------------------
+
+_OPTIMIZERS = {"SGD": torch.optim.SGD, "SparseAdam": torch.optim.SparseAdam, "Adagrad": torch.optim.Adagrad}
+
+
+def _against_torch(name: str, is_whole: bool) -> list[float]:
+    """Six steps of an optimizer of torch's, beside one process with sparse embedding_bag; return the differences.
+
+    The first table is of two features.
+    """
+    rank, world = po.rank(), po.world_size()
+    shape = Shape("sparse, torch", dims=lambda rank: (8, 8), batch=lambda world: 14)
+    case = Case(f"sparse, torch {name}", shape, "sgd")
+    begin = make_inputs(case, rank, world, 0).tables[0]
+    begin = begin.mul(8).round() if is_whole else begin
+    own, wanted = (torch.nn.Parameter(begin.to(device, copy=True)) for device in (po.device(), "cpu"))
+    of_own, of_wanted = (_OPTIMIZERS[name]([table], lr=0.5) for table in (own, wanted))
+    split = split_of(shape, world)
+    batch, first = sum(split), sum(split[:rank])
+    for step in range(6):
+        inputs = make_inputs(case, rank, world, step)
+        gradient = make_gradient(case, world, step, 0)
+        gradient = gradient.mul(4).round() if is_whole else gradient
+        lookups = (inputs.indices.to(po.device()), inputs.offsets.to(po.device()))
+        of_own.zero_grad()
+        result = po.embedding_all_to_all([own, own], *lookups, batch_per_rank=split)
+        result.backward(gradient[first : first + split[rank]].to(po.device()))
+        of_own.step()
+        of_wanted.zero_grad()
+        columns = []
+        for number in range(2):
+            bounds = inputs.offsets[number * batch : (number + 1) * batch + 1]
+            chosen = inputs.indices[bounds[0] : bounds[-1]]
+            bag = torch.nn.functional.embedding_bag
+            columns.append(bag(chosen, wanted, bounds - bounds[0], mode="sum", sparse=True, include_last_offset=True))
+        of_own_tables = gradient[:, sum(columns_of(case, world)[:rank]) :][:, :16]
+        torch.cat(columns, 1).backward(of_own_tables)
+        of_wanted.step()
+    return [float((own.detach().cpu() - wanted.detach()).abs().max())]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole"), [("SGD", True), ("SGD", False), ("SparseAdam", False), ("Adagrad", False)]
+)
+@pytest.mark.parametrize("world", [1, 3])
+def test_steps_of_torchs_optimizers(backend: str, name: str, is_whole: bool, world: int) -> None:
+    tolerance = 0.0 if is_whole else 1e-5
+    for errors in in_world(_against_torch, world, backend, name, is_whole):
+        assert errors[0] <= tolerance
+
+
+# ---- which gradients there are ---------------------------------------------------------------------------------------
+
+_WEIGHTED = Case("which gradients", Shape("which", is_weighted=True, batch=lambda world: 9))
+
+
+def _chosen() -> dict[str, Any]:
+    """A table that requires none, PEs where none does, a pass that comes twice, and torch.autograd.grad."""
+    tables = _leaves(_WEIGHTED)
+    wanted = Model(_WEIGHTED, po.rank(), po.world_size()).gradients(0, 0)
+    own = _own_part(_WEIGHTED, 0)
+    tables[0].requires_grad_(False)
+    result, factors = _pool(_WEIGHTED, tables, 0)
+    result.backward(own, retain_graph=True)
+    seen: dict[str, Any] = {
+        "none": tables[0].grad is None,
+        "one": sparse_problem(tables[1], tables[1].grad, wanted.sums[1]),
+        "factors": difference(factors.grad, wanted.factors),
+    }
+    result.backward(own)
+    assert tables[1].grad is not None
+    rows, values = wanted.sums[1]
+    dense = torch.zeros(tables[1].shape).index_copy_(0, rows, 2 * values)
+    seen["twice"] = difference(tables[1].grad.to_dense(), dense)
+    given = torch.autograd.grad(_pool(_WEIGHTED, tables, 0)[0], tables[1], own)
+    seen["grad"] = sparse_problem(tables[1], given[0], wanted.sums[1])
+    # PE 1 has no table that requires a gradient.
+    frozen = [table.detach() for table in tables] if po.rank() else tables
+    detached = [
+        None if each is None else each.detach().to(po.device()) for each in make_inputs(_WEIGHTED, po.rank(), 2, 0)[1:]
+    ]
+    tables[1].grad = None
+    split = split_of(_WEIGHTED.shape, 2)
+    result = po.embedding_all_to_all(frozen, *detached, batch_per_rank=split, requires_grad=True)
+    result.backward(own)
+    if po.rank() == 0:
+        seen["frozen elsewhere"] = sparse_problem(tables[1], tables[1].grad, wanted.sums[1])
+    plain = po.embedding_all_to_all(frozen, *detached, batch_per_rank=split)
+    seen["not recorded"] = plain.requires_grad == any(table.requires_grad for table in frozen)
+    return seen
+
+
+def test_which_tensors_get_gradients(backend: str) -> None:
+    for seen in in_world(_chosen, 2, backend):
+        assert seen.pop("none") is True and seen.pop("not recorded") is True
+        assert not any(seen.values()), seen
+
+
+def _sparse_refusals() -> list[tuple[str, str, float]]:
+    tables = _leaves(_WEIGHTED)
+    result, _ = _pool(_WEIGHTED, tables, 0)
+    own = _own_part(_WEIGHTED, 0)
+    out = po.empty(9, result.shape[1])[: len(result)]
+    found = [
+        error_of(lambda: Graph(lambda: result.backward(own, retain_graph=True))),
+        error_of(lambda: _pool(_WEIGHTED, tables, 0, out=out)),
+    ]
+    result.backward(own)
+    with torch.no_grad():
+        tables[0].add_(1.0)
+    result, _ = _pool(_WEIGHTED, tables, 0)
+    with torch.no_grad():
+        tables[0].add_(1.0)
+    return [*found, error_of(lambda: result.backward(own))]
+
+
+def test_what_sparse_gradients_refuse(backend: str) -> None:
+    for captured, out, changed in in_world(_sparse_refusals, 2, backend):
+        assert captured[0] == "RuntimeError" and "capture" in captured[1] and "waits on the host" in captured[1]
+        assert out[0] == "NotImplementedError" and out[1].startswith("out: ")
+        assert changed[0] == "RuntimeError" and "tables have changed" in changed[1]

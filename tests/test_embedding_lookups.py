@@ -9,7 +9,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, Outcome, Trial, difference
-from embedding_backward_cases import CASES, FEW, Case, Inputs, Model, columns_of, make_gradient, make_inputs
+from embedding_backward_cases import (
+    CASES,
+    FEW,
+    Case,
+    Inputs,
+    Model,
+    columns_of,
+    make_gradient,
+    make_inputs,
+    sparse_problem,
+)
 from embedding_cases import Case as Shape
 from embedding_cases import split_of
 from graphs import NUM_INPUTS, Call, GraphSuite
@@ -91,6 +101,7 @@ def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Input
             batch_per_rank=split_of(case.shape, world),
             dim_per_rank=columns_of(case, world),
             dtype=case.shape.dtype,
+            wire_dtype=case.shape.wire,
             bounds="ignore",
         )
 
@@ -142,6 +153,7 @@ class _Steps(Trial):
                 mode=case.shape.mode,
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
+                wire_dtype=case.shape.wire,
                 optimizer=self._optimizer,
             )
             after = (iteration + 1) % NUM_ITERATIONS
@@ -198,6 +210,59 @@ class TestBits(BitsSuite):
         "4": CaseWorld(4, _CASES),
         "3-staged": CaseWorld(3, _CASES, {"transport": "staged"}),
         "2-wg4": CaseWorld(2, _CASES, {"host_options": {"wg_size": 4}}),
+    }
+
+
+class _Sparse(_Steps):
+    """The same without an optimizer: tables stay, and get sparse gradients."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        for table in self._tables:
+            table.requires_grad_()
+
+    def call(self, turn: int, iteration: int, way: Any) -> Outcome:
+        case, rank, world = self._case, po.rank(), po.world_size()
+        split = split_of(case.shape, world)
+        with self._lookups(iteration) as lookups:
+            result = po.embedding_all_to_all(
+                self._tables,
+                lookups,
+                mode=case.shape.mode,
+                dim_per_rank=columns_of(case, world),
+                dtype=case.shape.dtype,
+                requires_grad=not self._tables,
+            )
+            after = (iteration + 1) % NUM_ITERATIONS
+            self._arriving = after, _exchange(self._inputs, case, after)
+            first = sum(split[:rank])
+            for table in self._tables:
+                table.grad = None
+            result.backward(make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device()))
+        wanted = self._model.gradients(iteration, 0).sums
+        tables = self._tables[:1] if case.shape.same_table else self._tables
+        problems = [sparse_problem(table, table.grad, sums) for table, sums in zip(tables, wanted, strict=True)]
+        gradients = [table.grad.values().clone() for table in tables if table.grad is not None]
+        return Outcome(gradients, next(filter(None, problems), None))
+
+
+_OF_SPARSE = ("same table twice", "int32 both", "mixed and odd widths", "mean", "weighted", "skipped entries")
+_SPARSE = [
+    dataclasses.replace(case, scale=1.0)
+    for case in (*CASES, *_MORE)
+    if any(name in case.name for name in _OF_SPARSE) or case in _MORE
+]
+
+
+class TestSparseBits(BitsSuite):
+    trial = _Sparse
+    halved_by = torch.float32
+    heap_bytes = 64 << 20
+    is_the_same_on_all_pes = False
+    worlds: ClassVar = {
+        "1": CaseWorld(1, _SPARSE),
+        "2": CaseWorld(2, _SPARSE),
+        "3-staged": CaseWorld(3, _SPARSE, {"transport": "staged"}),
     }
 
 
@@ -357,8 +422,6 @@ def _refused() -> dict[str, tuple[str, str]]:
             "no offsets": lambda: po.embedding_all_to_all(tables, values),
         }
         seen |= {name: error_of(call)[:2] for name, call in calls.items()}
-        recording = [table.requires_grad_() for table in _tables_of(case)]
-        seen["no optimizer"] = error_of(lambda: po.embedding_all_to_all(recording, lookups).sum().backward())[:2]
         out = po.empty(split_of(case.shape, 1)[0], sum(columns_of(case, 1)))
         with torch.no_grad():
             into = po.embedding_all_to_all(tables, lookups, out=out)
@@ -381,7 +444,6 @@ def test_what_is_refused() -> None:
         "no tables": ("TypeError", "weights"),
         "a mean": ("ValueError", "per_sample_weights"),
         "no offsets": ("TypeError", "offsets"),
-        "no optimizer": ("NotImplementedError", "optimizer"),
     }
     assert seen.pop("out") == ("True", "")
     assert seen.keys() == told.keys()

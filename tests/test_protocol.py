@@ -140,6 +140,9 @@ class TestFaults(ProtocolSuite):
         "dtype": _other(
             Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19, dtype=torch.bfloat16),
         ),
+        "wire_dtype": _other(
+            Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19, wire=torch.bfloat16),
+        ),
         "barrier": Mismatch(po.barrier, ["barrier(world_size=3)"]),
     }
     deaths = (("killed", "communication_aware"), ("stopped", "communication_aware"))

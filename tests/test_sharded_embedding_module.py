@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of
+from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of, samples_of
 from worlds import error_of, in_world
 
 import persistent_ops as po
@@ -245,6 +245,12 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "estimates": ({"lookups_per_sample": {"x": 1.0}}, "ValueError", "lookups_per_sample"),
     "weighted mean": ({"tables": [("a", 2, 4, ["x"], "mean")], "is_weighted": True}, "ValueError", "is_weighted"),
     "algorithm": ({"algorithm": "lamb"}, "ValueError", "algorithm"),
+    "wire": ({"wire_dtype": torch.float16}, "TypeError", "wire_dtype"),
+    "wire of 16-bit tables": (
+        {"tables": [("a", 2, 4, ["x"], "sum", torch.bfloat16)], "wire_dtype": torch.bfloat16},
+        "TypeError",
+        "wire_dtype",
+    ),
 }
 
 
@@ -335,7 +341,8 @@ def _disagreed() -> list[Any]:
     rate = error_of(lambda: po.nn.ShardedEmbeddingBagCollection(_PLAIN, max_batch=4, lr=0.1 * (1 + po.rank())))
     module = _SHARED.make()
     batch = batch_of(_SHARED, po.rank(), 0)
-    return [name, "the same on all PEs" in text, rate[0], list(module(batch.values, batch.lengths).shape)[1]]
+    values, lengths = batch.values.to(po.device()), batch.lengths.to(po.device())
+    return [name, "the same on all PEs" in text, rate[0], list(module(values, lengths).shape)[1]]
 
 
 def test_pes_that_pass_different_tables(backend: str) -> None:
@@ -358,3 +365,73 @@ def _bad_on_one() -> list[Any]:
 
 def test_a_bad_index_is_told_where_it_was_passed() -> None:
     assert in_world(_bad_on_one, 3, "host") == [["", True], ["IndexError", True], ["", True]]
+
+
+# ---- lookups ahead ---------------------------------------------------------------------------------------------------
+
+
+def _ahead(name: str) -> list[str]:
+    """Train with lookups sent behind the forward pass before; return what differs from one process."""
+    case = next(case for case in CASES if case.name == name)
+    module, reference = case.make(gradient_scale=1.0), Reference(case)
+    problems = []
+
+    def send(step: int) -> Any:
+        batch = batch_of(case, po.rank(), step)
+        split = [samples_of(pe, step) for pe in range(po.world_size())]
+        return module.input_dist(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=split)
+
+    sent = send(0)
+    for step in range(6):
+        result = module(sent)
+        sent = send(step + 1)
+        if not torch.allclose(
+            result.detach().cpu(), reference.forward(batch_of(case, po.rank(), step)).detach(), rtol=2e-5, atol=2e-5
+        ):
+            problems.append(f"step {step}")
+        result.backward(gradient_of(case, po.rank(), step).to(po.device()))
+        reference.step(po.world_size(), step)
+    sent.release()
+    with torch.no_grad():  # a batch that was given up is no other one's
+        plain = module(_jagged(case, po.rank(), 2, [1, 0, 2])).values()
+        jagged = module.input_dist(_jagged(case, po.rank(), 2, [1, 0, 2]))
+        problems += [] if torch.equal(module(jagged).values(), plain) else ["keyed"]
+    po.check()
+    return problems
+
+
+@pytest.mark.parametrize("name", ["slices", "adagrad"])
+def test_lookups_ahead_are_those_of_one_process(backend: str, name: str) -> None:
+    assert in_world(_ahead, 3, backend, name) == [[]] * 3
+
+
+def _ahead_refused() -> list[Any]:
+    module, batch = _SHARED.make(), batch_of(_SHARED, po.rank(), 0)
+    given = (batch.values, batch.lengths)
+    seen = []
+    with torch.no_grad():
+        sent = module.input_dist(*given)
+        seen.append(error_of(lambda: module.input_dist(*given)))
+        seen.append(error_of(lambda: module(*given)))
+        seen.append(error_of(lambda: module(sent, batch.lengths)))
+        module(sent)
+        seen.append(error_of(lambda: module(sent)))
+        given_up = module.input_dist(*given)
+        given_up.release()
+        seen.append(error_of(lambda: module(given_up)))
+        same = torch.equal(module(*given), module(module.input_dist(*given)))
+    return [[(name, text) for name, text, *_ in seen], same]
+
+
+def test_what_cannot_be_sent_or_pooled() -> None:
+    wanted = [
+        ("RuntimeError", "what input_dist has sent has not been pooled"),
+        ("RuntimeError", "what input_dist has sent has not been pooled"),
+        ("ValueError", "they were given to input_dist"),
+        ("RuntimeError", "expected what the last call of this module's input_dist returned"),
+        ("RuntimeError", "pooled or released"),
+    ]
+    for seen, same in in_world(_ahead_refused, 2, "host"):
+        assert same
+        for (kind, text), (name, told) in zip(seen, wanted, strict=True):
+            assert kind == name and told in text

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_plan import EmbeddingPlan, Tuning
+from persistent_ops.ops.embedding_plan import EmbeddingPlan, LookupKind, Tuning
 from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.world import World
 
@@ -46,15 +46,14 @@ def make_plan(
         team,
         tuning,
         weights,
-        lookups.indices,
-        lookups.offsets,
-        None,
-        (config.tables * config.dim,) * team.size,
-        (config.batch // team.size,) * team.size,
-        config.torch_dtype,
-        "sum",
-        "fatal",
-        schedule,
+        LookupKind.of_batch(lookups.indices, lookups.offsets),
+        dim_per_rank=(config.tables * config.dim,) * team.size,
+        batch_per_rank=(config.batch // team.size,) * team.size,
+        dtype=config.torch_dtype,
+        wire_dtype=config.torch_dtype,
+        mode="sum",
+        bounds="fatal",
+        schedule=schedule,
     )
 
 

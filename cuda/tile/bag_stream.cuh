@@ -1,5 +1,5 @@
 // Pools consecutive bags of one table: the rows of all the bags form one stream, and a row of output leaves whenever the
-// stream crosses the end of a bag. Sums are in fp32 and in index order.
+// stream crosses the end of a bag. Sums are in fp32 and in index order, and rounded once, to the scalar of the output.
 //
 // A group of lanes takes one bag at a time; each lane holds kVectors vectors of kBytes of every row. Rows come in two
 // batches that take turns: while one is added up, the other is in flight. A batch's loads are straight-line code, because
@@ -14,23 +14,28 @@ namespace po {
 
 enum class Pooling { kSum, kWeightedSum, kMean };
 
-template <class Scalar_, class Index_, class Offset_, Pooling kPooling_, int kLanes_, int kVectors_, int kBytes_,
-          int kRows_>
+template <class Scalar_, class Output_, class Index_, class Offset_, Pooling kPooling_, int kLanes_, int kVectors_,
+          int kBytes_, int kRows_>
 struct BagShape {
   using Scalar = Scalar_;
   using Index = Index_;
   using Offset = Offset_;
   using Group = Lanes<kLanes_>;
   using Elements = VectorOf<Scalar, kBytes_>;
+  using Output = VectorOf<Output_, kBytes_* static_cast<int>(sizeof(typename Output_::Storage)) /
+                                       static_cast<int>(sizeof(typename Scalar::Storage))>;
   static constexpr Pooling kPooling = kPooling_;
   // One host thread does the work of all lanes, on up to this much of a row at a time.
   static constexpr int kVectors = PO_ON_DEVICE ? kVectors_ : 512 / kBytes_;
   static constexpr int kBytes = kBytes_;
+  static constexpr int kOutputBytes = Output::kBytes;  // that a vector becomes
+  static constexpr int kNarrowing = kBytes / kOutputBytes;
   // Rows per batch; the window of row numbers advances by whole batches.
   static constexpr int kBatch = PO_ON_DEVICE ? min_of(kRows_ / 2, kLanes_) : 1;
   static constexpr int kStrideBytes = Group::kSize * kBytes;   // from a lane's vector to its next one
   static constexpr int kChunkBytes = kStrideBytes * kVectors;  // of a row, per pass
   static_assert(!PO_ON_DEVICE || kLanes_ % kBatch == 0, "a batch must not straddle two windows");
+  static_assert(kNarrowing >= 1 && Output::kCount == Elements::kCount, "an element becomes one that is no wider");
 };
 
 struct BagInputs {

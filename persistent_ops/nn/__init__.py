@@ -9,6 +9,7 @@ from .embedding_bag_collection import (
 )
 from .embedding_bag_optimizer import EmbeddingBagOptimizer as EmbeddingBagOptimizer
 from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
+from .embedding_features import SentFeatures as SentFeatures
 from .embedding_tables import TableConfig as TableConfig
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,

@@ -28,6 +28,7 @@ def layout_of(
     estimates: Mapping[str, float],
     max_batch: int,
     algorithm: str,
+    wire_dtype: torch.dtype | None,
 ) -> Layout:
     """Return which PE has what; collective where costs are to be measured.
 
@@ -38,11 +39,12 @@ def layout_of(
         estimates: lookups per sample of each feature.
         max_batch: samples of a PE.
         algorithm: of the optimizer.
+        wire_dtype: of what float32 tables send; None for theirs.
     """
     placements = placements_of(configs, placement)
     if all(each.kind != AUTO for each in placements):
         return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
-    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm)
+    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm, wire_dtype)
     placements = decided(configs, placements, workload)
     return place(configs, placements, workload.costs(configs, placements), world.size)
 

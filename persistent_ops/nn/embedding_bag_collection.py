@@ -17,7 +17,7 @@ from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
-from .embedding_features import Features, KeyedEmbeddings, features_of
+from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
 from .embedding_tables import TableConfig, lookup_estimates, table_configs
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
@@ -62,6 +62,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
         max_grad_norm: refused.
         is_weighted: whether lookups have weights; all tables are pooled by "sum" then. They get no gradient.
+        wire_dtype: bfloat16 halves the bytes that pooled rows of float32 tables, and their gradients, travel in; their
+            part of the result has that dtype (`embedding_all_to_all`). Tables of 16 bits stay as they are.
         seed: of the first rows, which are uniform in TableConfig's init_range and the same for any placement and world.
         bounds: of `EmbeddingInputs`.
         keyed_tensor: makes the result of a KeyedJaggedTensor of names, columns of each, and values; TorchRec's
@@ -104,6 +106,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_gradient: float | None = None,
         max_grad_norm: float | None = None,
         is_weighted: bool = False,
+        wire_dtype: torch.dtype | None = None,
         seed: int = 0,
         bounds: str = "fatal",
         keyed_tensor: Callable[[list[str], list[int], torch.Tensor], Any] = KeyedEmbeddings,
@@ -117,8 +120,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         configs = table_configs(tables)
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
+        if wire_dtype is not None:
+            _check_wire(configs, wire_dtype)
+        self._wire_dtype = wire_dtype
         estimates = lookup_estimates(configs, lookups_per_sample)
-        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm)
+        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype)
         self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -134,7 +140,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         }
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
-        self._agree([algorithm, options, scale, max_gradient, seed])
+        self._agree([algorithm, options, scale, max_gradient, wire_dtype, seed])
         self._replicas = None
         if self.layout.replicated:
             self._replicas = ReplicatedTables(
@@ -161,6 +167,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             optimizers.append(optimizer)
         self._optimizers = optimizers
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
+        self._ahead: SentFeatures | None = None
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
         self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), [*optimizers, *of_replicas])
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
@@ -234,8 +241,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
         if other is not None:
             raise ValueError(
-                f"tables, placement, algorithm and its options, seed: expected the same on all PEs, but PE {other} and "
-                f"PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
+                f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but PE "
+                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: "
+                f"{(self.layout, *choices)}"
             )
 
     def _make_table(self, number: int) -> ShardedTable:
@@ -264,6 +272,64 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
+    def input_dist(
+        self,
+        features: Any,
+        lengths: torch.Tensor | None = None,
+        *,
+        per_sample_weights: torch.Tensor | None = None,
+        batch_per_rank: Sequence[int] | None = None,
+    ) -> SentFeatures:
+        """Send the lookups of this PE's B samples, ahead of the forward pass that pools them.
+
+        They travel while the device does what else it has: in a training, call it for the next batch behind the forward
+        pass of this one. Called on a stream of its own, it waits for that alone, and for the launches before it.
+
+        Args: those of `forward`. They must stay as they are until the forward pass.
+
+        Returns:
+            What `forward` takes in place of `features`; at most one at a time.
+
+        Raises:
+            RuntimeError: what was sent before has neither been pooled nor released.
+            ValueError, TypeError, NotImplementedError: see `forward`.
+
+        Collective, on the current stream. Where forward passes wait for their backward passes, the last one alone keeps
+        its lookups.
+        """
+        if self._ahead is not None and not self._ahead.is_over:
+            raise RuntimeError(
+                "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
+            )
+        is_keyed = lengths is None
+        if lengths is not None:
+            given = Features(features, lengths, per_sample_weights)
+        else:
+            if per_sample_weights is not None:
+                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
+            given = features_of(features, self.feature_names)
+            given = given if self._is_weighted else given._replace(weights=None)
+        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
+        self._make_room()
+        own = None if self._replicas is None else self._replicas.begin(given)
+        sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
+        try:
+            for inputs in self._inputs:
+                sent.lookups.append(
+                    inputs.exchange(
+                        given.values,
+                        lengths=given.lengths,
+                        per_sample_weights=given.weights,
+                        batch_per_rank=batch_per_rank,
+                    )
+                )
+        except BaseException:
+            sent.release()
+            raise
+        self._ahead = sent
+        return sent
+
     def forward(
         self,
         features: Any,
@@ -276,55 +342,45 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
         Args:
             features: `[n]`, int32 or int64: values, feature by feature in the order of `feature_names`, in a feature
-                sample by sample; or a KeyedJaggedTensor.
+                sample by sample; or a KeyedJaggedTensor; or, alone, what `input_dist` returned for either.
             lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
             per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone.
             batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
                 for what has come and copies it.
 
         Returns:
-            `[B, sum of D]`, of the tables' dtype, the widest one where there are several; of a KeyedJaggedTensor that
-            in a KeyedTensor (see `keyed_tensor`).
+            `[B, sum of D]`, of the tables' dtype or, of float32 tables, `wire_dtype`; where these are several, what
+            torch promotes them to. Of a KeyedJaggedTensor that in a KeyedTensor (see `keyed_tensor`).
 
         Raises:
             ValueError, TypeError: an argument's shape, dtype, device or layout.
             NotImplementedError: a batch that varies from feature to feature; gradients of weights.
+            RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed.
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
         Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call.
         """
-        is_keyed = lengths is None
-        if lengths is not None:
-            given = Features(features, lengths, per_sample_weights)
-        else:
-            if per_sample_weights is not None:
-                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
-            given = features_of(features, self.feature_names)
-            given = given if self._is_weighted else given._replace(weights=None)
-        pooled = self._pooled(given, batch_per_rank)
-        return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled) if is_keyed else pooled
+        if not isinstance(features, SentFeatures):
+            features = self.input_dist(
+                features, lengths, per_sample_weights=per_sample_weights, batch_per_rank=batch_per_rank
+            )
+        elif any(each is not None for each in (lengths, per_sample_weights, batch_per_rank)):
+            raise ValueError("lengths, per_sample_weights, batch_per_rank: they were given to input_dist")
+        elif features is not self._ahead:
+            raise RuntimeError("features: expected what the last call of this module's input_dist returned")
+        pooled = self._pooled(features)
+        if not features.is_keyed:
+            return pooled
+        return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled)
 
-    def _pooled(self, given: Features, batch_per_rank: Sequence[int] | None) -> torch.Tensor:
-        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
-        if not self._world.workspace.is_capturing():
-            self.optimizer.push_rate()
-        replicas = self._replicas
-        own = None if replicas is None else replicas.begin(given)
-        sent: list[Lookups] = []
+    def _pooled(self, features: SentFeatures) -> torch.Tensor:
+        sent = features.take()
+        self._ahead = None
         pooled, problem, is_kept = [], None, False
-        self._make_room()
         try:
-            for inputs in self._inputs:
-                sent.append(
-                    inputs.exchange(
-                        given.values,
-                        lengths=given.lengths,
-                        per_sample_weights=given.weights,
-                        batch_per_rank=batch_per_rank,
-                    )
-                )
+            if not self._world.workspace.is_capturing():
+                self.optimizer.push_rate()
             for group, weights, optimizer, lookups in zip(
                 self.layout.groups, self._weights, self._optimizers, sent, strict=True
             ):
@@ -332,16 +388,16 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     lookups.wait()
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
-                pooled.append(_pool(group, weights, optimizer, lookups))
-            is_kept = batch_per_rank is not None and torch.is_grad_enabled()
+                pooled.append(_pool(group, weights, optimizer, lookups, self._wire_dtype))
+            is_kept = features.knows_split and torch.is_grad_enabled()
         finally:
             if not is_kept:
                 for lookups in sent:
                     lookups.release()
         if is_kept:
             self._keep(sent, pooled)
-        if replicas is not None and own is not None:
-            pooled += replicas.pool(own)
+        if self._replicas is not None and features.own is not None:
+            pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
         if problem is not None:
             raise problem
         result = self._in_order(pooled)
@@ -349,6 +405,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             most = self._clamp
             result.register_hook(lambda gradient: gradient.clamp(-most, most))
         return result
+
+    def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Round what this PE has pooled itself as that of tables elsewhere is."""
+        is_narrowed = self._wire_dtype is not None and pooled.dtype == torch.float32
+        return pooled.to(self._wire_dtype) if is_narrowed else pooled
 
     def _make_room(self) -> None:
         """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
@@ -430,13 +491,23 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
     model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
 
 
+def _check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:
+    if wire_dtype != torch.bfloat16 or all(config.data_type != torch.float32 for config in configs):
+        raise TypeError(f"wire_dtype: expected None, or torch.bfloat16 where tables are of float32, got {wire_dtype}")
+
+
 def _pool(
-    group: Group, weights: Sequence[torch.Tensor], optimizer: EmbeddingOptimizer, lookups: Lookups
+    group: Group,
+    weights: Sequence[torch.Tensor],
+    optimizer: EmbeddingOptimizer,
+    lookups: Lookups,
+    wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
 
     Bad lookups are skipped here, since the exchange has told.
     """
+    wire_dtype = wire_dtype if group.dtype == torch.float32 else None
     if lookups.batch_per_rank is not None:
         from_sources: torch.Tensor = _ops.embedding_all_to_all(
             weights,
@@ -444,6 +515,7 @@ def _pool(
             mode=group.pooling,
             dim_per_rank=group.dim_per_rank,
             dtype=group.dtype,
+            wire_dtype=wire_dtype,
             bounds="ignore",
             optimizer=optimizer,
         )
@@ -458,6 +530,7 @@ def _pool(
         batch_per_rank=batch_per_rank,
         dim_per_rank=group.dim_per_rank,
         dtype=group.dtype,
+        wire_dtype=wire_dtype,
         bounds="ignore",
         optimizer=optimizer,
     )

@@ -12,6 +12,7 @@ from ..ops.embedding_all_to_all import pool_alone
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_backward_plan import OPERATOR as _BACKWARD
 from ..ops.embedding_gradients import dense_gradients, dense_size
+from ..ops.embedding_inputs_lookups import Moment
 from ..runtime import world as _world
 from .embedding_features import Features
 from .local_lookups import Counts, LocalLookups, SlotFeatures, check_features
@@ -31,12 +32,25 @@ class LocalBatch(NamedTuple):
         lengths: of their bags, int64.
         offsets: of each group's bags.
         counts: how many lookups there are; None in a CUDA-graph capture.
+        begun: where in a stream of the device that was launched; None on the host.
     """
 
     given: Features
     lengths: torch.Tensor
     offsets: list[torch.Tensor]
     counts: Counts | None
+    begun: Moment | None = None
+
+    def take_over(self) -> None:
+        """Let the current stream read it, which may be another one than that of `ReplicatedTables.begin`."""
+        if self.begun is None:
+            return
+        self.begun.order_behind()
+        current = torch.cuda.current_stream(self.lengths.device)
+        if current != self.begun.stream:
+            for tensor in (*self.given, self.lengths, *self.offsets):
+                if tensor is not None:
+                    tensor.record_stream(current)
 
 
 class ReplicatedTables:
@@ -111,7 +125,8 @@ class ReplicatedTables:
         lengths = given.lengths.long()
         offsets = [stack.features.offsets(lengths) for stack in self._stacks]
         counts = None if self._world.workspace.is_capturing() else Counts(lengths, offsets)
-        return LocalBatch(given, lengths, offsets, counts)
+        begun = Moment(device) if device.type == "cuda" else None
+        return LocalBatch(given, lengths, offsets, counts, begun)
 
     def pool(self, batch: LocalBatch) -> list[torch.Tensor]:
         """Return the pooled rows of each group, `[B, sum of D]`; where gradients are recorded, backward is collective.
@@ -121,6 +136,7 @@ class ReplicatedTables:
         Raises:
             IndexError: a length or an index is bad, and bounds are "fatal"; an index on "cuda" with a later call.
         """
+        batch.take_over()
         counts: list[int | None] = [None] * len(self._stacks)
         is_fatal = self._is_fatal and batch.counts is not None
         if batch.counts is not None:

@@ -26,7 +26,7 @@ from .embedding_backward_plan import (
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 
-__all__ = ["EmbeddingOptimizer"]
+__all__ = ["EmbeddingOptimizer", "Inputs", "aligned", "backward_key", "record"]
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
@@ -185,43 +185,37 @@ class EmbeddingOptimizer:
         split: Mapping[str, Any],
         choices: Mapping[str, str],
     ) -> torch.Tensor:
-        """Call `embedding_all_to_all`, and keep what the backward pass needs."""
+        """Call `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
         world = _world.for_call()
         if table_set(world, weights) is not table_set(world, self._tables):
             raise ValueError(
                 "weights: expected the optimizer's tables, in their order; make an optimizer for each list"
             )
-        result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
-            self._placeholder, per_sample_weights, self, forward, tuple(weights), indices, offsets, split, choices
+        return record(
+            self._backward,
+            self._placeholder,
+            forward,
+            weights,
+            indices,
+            offsets,
+            per_sample_weights,
+            split,
+            choices,
+            once="would update the tables twice",
         )
-        return result
 
     def _backward(
         self,
         gradient: torch.Tensor,
         weights: Sequence[torch.Tensor],
-        inputs: _Inputs,
+        inputs: Inputs,
         split: Mapping[str, Any],
         mode: str,
         *,
         wants_factors: bool,
-    ) -> torch.Tensor | None:
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world = _world.for_call()
-        dim_per_rank, batch_per_rank = completed_split(world, weights, inputs.num_offsets, split)
-        widths = agree_on_widths(world, self._token, dim_per_rank, weights)
-        key = BackwardKey(
-            world.team,
-            table_set(world, weights),
-            self._token,
-            OPERATOR.state(world).tuning,
-            dim_per_rank,
-            widths,
-            batch_per_rank,
-            gradient.dtype,
-            mode,
-            inputs.is_weighted,
-            inputs.from_sources,
-        )
+        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode)
         return self._launch(world, key, gradient, weights, inputs, wants_factors=wants_factors)
 
     def update_alone(self, gradient: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -245,6 +239,7 @@ class EmbeddingOptimizer:
             (widths,),
             (gradient.shape[0],),
             gradient.dtype,
+            gradient.dtype,
             "sum",
             is_weighted=False,
         )
@@ -256,13 +251,11 @@ class EmbeddingOptimizer:
         key: BackwardKey,
         gradient: torch.Tensor,
         weights: Sequence[torch.Tensor],
-        inputs: _Inputs,
+        inputs: Inputs,
         *,
         wants_factors: bool,
-    ) -> torch.Tensor | None:
-        gradient = gradient.contiguous()
-        if gradient.data_ptr() % _VECTOR_BYTES:
-            gradient = gradient.clone()
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+        gradient = aligned(gradient)
         plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         own = self._own
         # A CUDA graph keeps what its launches read and write.
@@ -273,7 +266,7 @@ class EmbeddingOptimizer:
         rate, scale, steps, *states = own
         OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
         plan.launch(gradient, inverted, factors, factor_gradients, rate=rate, scale=scale, steps=steps)
-        return factor_gradients
+        return (), factor_gradients
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
         states = [self.state(weight) for weight in weights]
@@ -340,7 +333,48 @@ class _OfExchange:
         return invert_sources(world, rows, self.lookups, counts=counts)
 
 
-_Inputs = _OfBatch | _OfExchange
+Inputs = _OfBatch | _OfExchange
+
+
+def aligned(gradient: torch.Tensor) -> torch.Tensor:
+    """Return it contiguous and at a multiple of 16 bytes."""
+    gradient = gradient.contiguous()
+    return gradient.clone() if gradient.data_ptr() % _VECTOR_BYTES else gradient
+
+
+def backward_key(
+    world: _world.World,
+    optimizer: object | None,
+    wire_dtype: torch.dtype,
+    weights: Sequence[torch.Tensor],
+    inputs: Inputs,
+    split: Mapping[str, Any],
+    mode: str,
+) -> BackwardKey:
+    """Return what the backward pass of a call has a plan for. Collective where the PEs have not agreed on widths.
+
+    Args:
+        world: of this PE.
+        optimizer: stands for one; None: there is none.
+        wire_dtype: of the gradient.
+        weights, inputs, split, mode: of the forward pass.
+    """
+    dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
+    tables = table_set(world, weights)
+    return BackwardKey(
+        world.team,
+        tables,
+        optimizer,
+        OPERATOR.state(world).tuning,
+        dim_per_rank,
+        agree_on_widths(world, optimizer or tables, dim_per_rank, weights),
+        batch_per_rank,
+        dtype,
+        wire_dtype,
+        mode,
+        inputs.is_weighted,
+        inputs.from_sources,
+    )
 
 
 def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
@@ -351,26 +385,68 @@ def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
             raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")
 
 
+def record(
+    backward: Callable[..., tuple[Sequence[torch.Tensor | None], torch.Tensor | None]],
+    placeholder: torch.Tensor,
+    forward: Callable[..., torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor | Lookups,
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
+    split: Mapping[str, Any],
+    choices: Mapping[str, str],
+    *,
+    once: str | None = None,
+) -> torch.Tensor:
+    """Call `embedding_all_to_all`, and keep what its backward pass needs.
+
+    Args:
+        backward: called as ``backward(gradient, weights, inputs, split, mode, wants_factors=...)``; returns gradients
+            of the tables, one for each or none at all, and that of per_sample_weights.
+        placeholder: requires a gradient, so that the backward pass comes on every PE; it gets none.
+        forward: the operator.
+        weights, indices, offsets, per_sample_weights, split, choices: its arguments.
+        once: what a second backward pass would do, where that is refused.
+    """
+    # Autograd sees the tables that a gradient may come for.
+    tables = () if once else tuple(weights)
+    result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
+        placeholder,
+        per_sample_weights,
+        (backward, once),
+        forward,
+        tuple(weights),
+        indices,
+        offsets,
+        split,
+        choices,
+        *tables,
+    )
+    return result
+
+
 class _Recorded(torch.autograd.Function):
-    """A call of embedding_all_to_all whose backward pass updates its tables."""
+    """A call of embedding_all_to_all with a backward pass; see `record`."""
 
     @staticmethod
     def forward(
         context: Any,
         placeholder: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
-        optimizer: EmbeddingOptimizer,
+        backward: tuple[Callable[..., Any], str | None],
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
         indices: torch.Tensor | Lookups,
         offsets: torch.Tensor | None,
         split: Mapping[str, Any],
         choices: Mapping[str, str],
+        *tables: torch.Tensor,
     ) -> torch.Tensor:
         context.lookups = indices if isinstance(indices, Lookups) else None
         if context.lookups is None:
             context.save_for_backward(indices, offsets, per_sample_weights)
-        context.optimizer, context.weights = optimizer, weights
+        context.passes_back, context.once = backward
+        context.weights = weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
         context.versions = [weight._version for weight in weights]
@@ -379,10 +455,10 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if context.is_done:
+        if context.is_done and context.once:
             raise RuntimeError(
-                "embedding_all_to_all: a second backward pass of one forward pass would update the tables twice; call "
-                "the operator again"
+                f"embedding_all_to_all: a second backward pass of one forward pass {context.once}; call the operator "
+                "again"
             )
         inputs = _OfBatch(*context.saved_tensors) if context.lookups is None else _OfExchange(context.lookups)
         inputs.check()
@@ -393,7 +469,7 @@ class _Recorded(torch.autograd.Function):
                 "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "
                 "per_sample_weights cannot be computed; make the backward pass first"
             )
-        found = context.optimizer._backward(
+        of_tables, of_factors = context.passes_back(
             gradients[0],
             context.weights,
             inputs,
@@ -401,4 +477,7 @@ class _Recorded(torch.autograd.Function):
             context.mode,
             wants_factors=wants_factors,
         )
-        return None, found, None, None, None, None, None, None, None
+        return None, of_factors, *[None] * _NUM_OTHERS, *of_tables
+
+
+_NUM_OTHERS = 7  # arguments between per_sample_weights and the tables

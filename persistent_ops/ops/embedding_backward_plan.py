@@ -82,6 +82,7 @@ OPERATOR = Operator(
     (
         "batch",
         Field.dtype("dtype", list(SCALARS)),
+        Field.dtype("wire_dtype", list(SCALARS)),
         Field(
             "optimizer",
             list(STEPS).index,
@@ -111,7 +112,7 @@ class BackwardKey(NamedTuple):
         tables: this PE's.
         optimizer: stands for the optimizer whose states are updated; None: there is none, under GRADIENT.
         tuning: see `OperatorState`.
-        dim_per_rank, batch_per_rank, dtype, mode, is_weighted: of the forward pass.
+        dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, is_weighted: of the forward pass.
         widths: of every PE's tables.
         from_sources: whether lookups are where an input exchange has left them.
     """
@@ -124,6 +125,7 @@ class BackwardKey(NamedTuple):
     widths: Widths
     batch_per_rank: tuple[int, ...]
     dtype: torch.dtype
+    wire_dtype: torch.dtype
     mode: str
     is_weighted: bool
     from_sources: bool = False
@@ -137,7 +139,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         lanes: of a warp that have a row.
-        row_chunks: of 16 bytes, that they have at a time.
+        row_chunks: of 16 bytes of its gradient, that they have at a time.
         has_wide_rows: whether rows may have more.
     """
 
@@ -147,7 +149,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, row_bytes: int, lanes: int | None = None) -> Tiles:
-        """Return the tiles for rows of at most so many bytes; `lanes`: see `Tuning`."""
+        """Return the tiles for rows of at most so many bytes of gradient; `lanes`: see `Tuning`."""
         chunks = -(-row_bytes // _VECTOR_BYTES)
         lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
@@ -161,6 +163,7 @@ class Tiles(NamedTuple):
 
 def kernel_request(
     dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     step: str,
     *,
     mode: str,
@@ -175,10 +178,14 @@ def kernel_request(
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
-    needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
-    blocks = max(1, _BLOCKS_PER_SM[tiles.row_chunks // tiles.lanes] - needs_registers)
+    needs_registers += wire_dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
+    chunks = tiles.row_chunks // tiles.lanes  # of a lane
+    if wire_dtype.itemsize < dtype.itemsize and chunks > 1:
+        needs_registers = max(needs_registers, 1)  # rows have more bytes than their gradients
+    blocks = max(1, _BLOCKS_PER_SM[chunks] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
+        "wire": SCALARS[wire_dtype],
         "step": f"{scope}Step::{STEPS[step]}",
         "pooling": f"{scope}Pooling::{pooling}",
         "decay": f"{scope}Decay::{DECAYS[decay]}",
@@ -198,8 +205,16 @@ def identity(table: torch.Tensor) -> tuple[int, ...]:
     return (table.data_ptr(), *table.shape)
 
 
-def agree_on_widths(world: World, optimizer: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
-    """Return the columns of every PE's tables. Collective the first time that an optimizer is used.
+def agree_on_widths(world: World, which: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
+    """Return the columns of every PE's tables. Collective the first time that `which` is used.
+
+    Without an optimizer a PE that has no tables cannot tell when the others' are new: there the PEs agree every time.
+
+    Args:
+        world: of this PE.
+        which: stands for an optimizer; of tables that have none, their set.
+        dims: sum of the columns of each PE's.
+        weights: this PE's tables.
 
     Raises:
         ValueError: they do not add up to the dims.
@@ -208,14 +223,14 @@ def agree_on_widths(world: World, optimizer: object, dims: tuple[int, ...], weig
     if state.own is None:
         state.own = weakref.WeakKeyDictionary()
     known: weakref.WeakKeyDictionary[object, Widths] = state.own
-    if optimizer not in known:
+    if which not in known or (isinstance(which, TableSet) and 0 in dims):
         own = [weight.shape[1] for weight in weights]
         told = [own]
         if world.size > 1:
             world.meet(_WIDTHS.contract(world.team))
             told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-widths", json.dumps(own).encode())]
-        known[optimizer] = tuple(map(tuple, told))
-    widths = known[optimizer]
+        known[which] = tuple(map(tuple, told))
+    widths = known[which]
     if tuple(map(sum, widths)) != dims:
         raise ValueError(f"dim_per_rank: {list(dims)}, but the PEs' tables have {widths} columns")
     return widths
@@ -253,8 +268,8 @@ class BackwardPlan(Plan):
         structs = OPERATOR.prepare(world).structs
         team, tuning = key.team, key.tuning or OPERATOR.default_tuning
         rank, size = team.rank, team.size
-        dtype = key.dtype
-        element = dtype.itemsize
+        dtype, wire_dtype = key.dtype, key.wire_dtype
+        element = wire_dtype.itemsize
         batch = sum(key.batch_per_rank)
         batch_start = [0, *itertools.accumulate(key.batch_per_rank)]
         column_start = [0, *itertools.accumulate(key.dim_per_rank)]
@@ -344,6 +359,7 @@ class BackwardPlan(Plan):
         tiles = Tiles.on_host(row_bytes) if is_host else Tiles.of(row_bytes, tuning.lanes)
         request = kernel_request(
             dtype,
+            wire_dtype,
             step,
             mode=key.mode,
             is_weighted=key.is_weighted,
@@ -359,6 +375,7 @@ class BackwardPlan(Plan):
             team,
             batch,
             dtype,
+            wire_dtype,
             step,
             tuple(key.batch_per_rank),
             tuple(key.dim_per_rank),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..runtime import world as _world
 from ..runtime.plans import Plans
+from ..runtime.torch_private import queue_callback
 from .embedding_all_to_all import table_set
+from .embedding_backward import Inputs, aligned, backward_key, record
 from .embedding_backward_plan import GRADIENT, OPERATOR, BackwardKey, BackwardPlan, identity
 from .embedding_checks import MODES
-from .embedding_inversion import invert
+from .embedding_inputs_lookups import Lookups
+from .embedding_inversion import Inverted, invert
 
-__all__ = ["DenseGradients", "dense_gradients", "dense_size"]
+__all__ = ["DenseGradients", "dense_gradients", "dense_size", "record_sparse"]
 
 _VECTOR_BYTES = 16
+
+# ---- of all rows -----------------------------------------------------------------------------------------------------
 
 
 class DenseGradients(NamedTuple):
@@ -94,6 +100,7 @@ def dense_gradients(
         (widths,),
         (gradient.shape[0],),
         gradient.dtype,
+        gradient.dtype,
         mode,
         per_sample_weights is not None,
     )
@@ -110,6 +117,127 @@ def dense_gradients(
         aligned(gradient), inverted, per_sample_weights, factors, scale=scale, sums=memory, places=None, touched=flags
     )
     return DenseGradients(memory, *found, factors)
+
+
+# ---- of the rows that lookups have -----------------------------------------------------------------------------------
+
+
+def record_sparse(
+    forward: Callable[..., torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor | Lookups,
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
+    split: Mapping[str, Any],
+    choices: Mapping[str, str],
+) -> torch.Tensor:
+    """Call `embedding_all_to_all` so that its backward pass gives tables sparse gradients; see `record`."""
+    placeholder = torch.zeros(0, device=_world.for_call().backend.device, requires_grad=True)
+    return record(
+        _sparse_gradients, placeholder, forward, weights, indices, offsets, per_sample_weights, split, choices
+    )
+
+
+def _sparse_gradients(
+    gradient: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    inputs: Inputs,
+    split: Mapping[str, Any],
+    mode: str,
+    *,
+    wants_factors: bool,
+) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+    """Return the tables' gradients, coalesced, and the factors'. Collective; waits on the host.
+
+    Of tables that are one tensor, the first that requires a gradient has it, the sum for all of them.
+    """
+    world = _world.for_call()
+    if world.workspace.is_capturing():
+        raise RuntimeError(
+            "embedding_all_to_all: a backward pass without optimizer waits on the host for the number of rows that "
+            "lookups have, which a CUDA-graph capture cannot do; pass optimizer=po.EmbeddingOptimizer(...), or leave "
+            "the backward pass out of the capture"
+        )
+    gradient = aligned(gradient)
+    key = backward_key(world, None, gradient.dtype, weights, inputs, split, mode)
+    plan = gradient_plan(world, key, weights)
+    inverted = inputs.invert(world, plan.rows, counts=mode == "mean")
+    factors = inputs.factors
+    factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
+    touched = _Touched.of(plan, inverted, weights)
+    sums = torch.empty(touched.num_elements, device=gradient.device)
+    world.workspace.raise_failure()  # of earlier launches
+    plan.launch(
+        gradient, inverted, factors, factor_gradients, scale=None, sums=sums, places=touched.places, touched=None
+    )
+    found: list[torch.Tensor | None] = [None] * len(weights)
+    values = iter(sums.to(key.dtype).split(touched.sizes))
+    for tables, rows, of_rows in zip(plan.groups, touched.rows, values, strict=True):
+        first = next((table for table in tables if weights[table].requires_grad), None)
+        if first is not None:
+            found[first] = _coalesced(rows, of_rows, weights[first])
+    _keep_coalesced(weights, found)
+    return found, factor_gradients
+
+
+class _Touched(NamedTuple):
+    """The rows that lookups have, of tensors in the order of their keys.
+
+    Attributes:
+        rows: of each tensor, `[U]`, int64, sorted.
+        sizes: elements of these rows.
+        places: `[number of lookups that count]`, int64: where the sums of a lookup's row begin among all elements.
+    """
+
+    rows: list[torch.Tensor]
+    sizes: list[int]
+    places: torch.Tensor
+
+    @property
+    def num_elements(self) -> int:
+        return sum(self.sizes)
+
+    @classmethod
+    def of(cls, plan: BackwardPlan, inverted: Inverted, weights: Sequence[torch.Tensor]) -> _Touched:
+        """Return those of inverted lookups; waits on the host."""
+        keys, numbers = torch.unique_consecutive(inverted.keys[: int(inverted.count)], return_inverse=True)
+        tensors = [weights[tables[0]] for tables in plan.groups]
+        ends = [0, *itertools.accumulate(len(tensor) for tensor in tensors)]
+        bounds = torch.searchsorted(keys, torch.tensor(ends, dtype=keys.dtype, device=keys.device)).tolist()
+        counts = [last - first for first, last in itertools.pairwise(bounds)]
+        widths = [tensor.shape[1] for tensor in tensors]
+        of_tensors = torch.tensor([widths, counts], dtype=torch.int64, device=keys.device)
+        elements = of_tensors[0].repeat_interleave(of_tensors[1], output_size=len(keys))
+        rows = [of_tensor.long() - first for of_tensor, first in zip(keys.split(counts), ends[:-1], strict=True)]
+        sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+        return cls(rows, sizes, (elements.cumsum(0) - elements)[numbers])
+
+
+def _coalesced(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    shape = (len(rows), table.shape[1])
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values.view(shape), table.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _keep_coalesced(weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Let autograd's copies in `Tensor.grad`, which share rows and values, know that they are coalesced."""
+    given = [
+        (weight, gradient._indices().detach())
+        for weight, gradient in zip(weights, gradients, strict=True)
+        if gradient is not None and weight.is_leaf
+    ]
+
+    def keep() -> None:
+        for weight, indices in given:
+            found = weight.grad
+            if found is not None and found.is_sparse and found._indices().data_ptr() == indices.data_ptr():
+                found._coalesced_(True)
+
+    queue_callback(keep)
+
+
+# ---- parts of both ---------------------------------------------------------------------------------------------------
 
 
 def gradient_plan(
@@ -129,12 +257,6 @@ def gradient_plan(
         return BackwardPlan(world, key, weights, [()] * len(weights), GRADIENT, "none", {})
 
     return plans.find(key, *weights, *written) or plans.make(key, build)
-
-
-def aligned(gradient: torch.Tensor) -> torch.Tensor:
-    """Return it contiguous and at a multiple of 16 bytes."""
-    gradient = gradient.contiguous()
-    return gradient.clone() if gradient.data_ptr() % _VECTOR_BYTES else gradient
 
 
 def _tensors(weights: Sequence[torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
