@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import ops as _ops
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_inputs import EmbeddingInputs
@@ -19,9 +18,9 @@ from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
 from .embedding_tables import TableConfig, lookup_estimates, table_configs
+from .pooled_lookups import pool_arrived
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
-from .table_layout import Group
 from .table_placements import TablePlacement
 
 if TYPE_CHECKING:
@@ -388,7 +387,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     lookups.wait()
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
-                pooled.append(_pool(group, weights, optimizer, lookups, self._wire_dtype))
+                pooled.append(pool_arrived(group, weights, optimizer, lookups, self._wire_dtype))
             is_kept = features.knows_split and torch.is_grad_enabled()
         finally:
             if not is_kept:
@@ -494,62 +493,3 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
 def _check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:
     if wire_dtype != torch.bfloat16 or all(config.data_type != torch.float32 for config in configs):
         raise TypeError(f"wire_dtype: expected None, or torch.bfloat16 where tables are of float32, got {wire_dtype}")
-
-
-def _pool(
-    group: Group,
-    weights: Sequence[torch.Tensor],
-    optimizer: EmbeddingOptimizer,
-    lookups: Lookups,
-    wire_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
-
-    Bad lookups are skipped here, since the exchange has told.
-    """
-    wire_dtype = wire_dtype if group.dtype == torch.float32 else None
-    if lookups.batch_per_rank is not None:
-        from_sources: torch.Tensor = _ops.embedding_all_to_all(
-            weights,
-            lookups,
-            mode=group.pooling,
-            dim_per_rank=group.dim_per_rank,
-            dtype=group.dtype,
-            wire_dtype=wire_dtype,
-            bounds="ignore",
-            optimizer=optimizer,
-        )
-        return from_sources
-    indices, offsets, factors, batch_per_rank = _global_batch(lookups)
-    pooled: torch.Tensor = _ops.embedding_all_to_all(
-        weights,
-        indices,
-        offsets,
-        factors,
-        mode=group.pooling,
-        batch_per_rank=batch_per_rank,
-        dim_per_rank=group.dim_per_rank,
-        dtype=group.dtype,
-        wire_dtype=wire_dtype,
-        bounds="ignore",
-        optimizer=optimizer,
-    )
-    return pooled
-
-
-def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
-    """Return indices, offsets and weights of the global batch, and each PE's samples; waits on the host."""
-    sources = [lookups.source(pe) for pe in range(len(lookups.sources))]
-    first = sources[0]
-    indices, weights, lengths = [first.indices[:0]], [], [first.offsets[:0]]
-    for slot in range(lookups.num_slots):
-        for source in sources:
-            ends = source.offsets[slot * source.samples : (slot + 1) * source.samples + 1]
-            begin, end = ends[[0, -1]].tolist()
-            indices.append(source.indices[begin:end])
-            lengths.append(ends.diff())
-            weights += [] if source.weights is None else [source.weights[begin:end]]
-    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
-    is_weighted = first.weights is not None
-    factors = torch.cat([first.weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
-    return torch.cat(indices), offsets, factors, [source.samples for source in sources]
