@@ -55,6 +55,7 @@ OPERATORS = {
             "nn/local_lookups.py",
             "nn/placement_costs.py",
             "nn/placement_report.py",
+            "nn/pooled_lookups.py",
             "nn/replicated_tables.py",
             "nn/sharded_table.py",
             "nn/table_layout.py",

@@ -109,6 +109,8 @@ def test_costs_are_those_of_the_formula() -> None:
     memory, link = workload.cost(config, TablePlacement("column_wise", 2))
     assert memory == lookups * (64 + 4) + 3 * pooled + 2 * lookups * (64 + 2 * 64)
     assert link == 0.75 * (2 * pooled + 4 * lookups)
+    halved = replace(workload, wire_dtype=torch.bfloat16).cost(config, TablePlacement("column_wise", 2))
+    assert halved == (memory - 3 * pooled / 2, link - 0.75 * pooled)
     memory, link = workload.cost(config, TablePlacement("replicated"))
     assert memory == 50 * (128 + 4) + 3 * 10 * 2 * 128 + 2 * 200 * (128 + 256) + 16 * 32_000
     assert link == 2 * 0.75 * 4 * 32_000
@@ -131,8 +133,9 @@ def _decided_together() -> tuple[Any, ...]:
         _TABLES,
         max_batch=64,
         lookups_per_sample=lookups,
-        placement={each.name: placement for each, placement in zip(_TABLES, module.layout.placements, strict=True)},
+        placement=module.placements(),
     )
+    assert again.placements() == module.placements() and again.layout.owners == module.layout.owners
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(module.placement_table(), again.placement_table())
     return rates, module.layout.placements, module.layout.owners, module.layout.loads, console.export_text()

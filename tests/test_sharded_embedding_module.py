@@ -400,7 +400,7 @@ def _ahead(name: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("name", ["slices", "adagrad"])
+@pytest.mark.parametrize("name", ["slices", "adagrad", "replicated beside slices"])
 def test_lookups_ahead_are_those_of_one_process(backend: str, name: str) -> None:
     assert in_world(_ahead, 3, backend, name) == [[]] * 3
 

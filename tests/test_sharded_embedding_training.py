@@ -28,7 +28,7 @@ def _dlrm_tables() -> po.nn.ShardedEmbeddingBagCollection:
         [TableConfig(f"t{n}", rows, SIZES.dims[n], [f"f{n}"]) for n, rows in enumerate(ROWS)],
         max_batch=4096,
         lookups_per_sample={f"f{n}": hotness for n, hotness in enumerate(HOTNESS)},
-        placement={"t2": TablePlacement("column_wise", 2)},
+        placement={"t0": "replicated", "t2": TablePlacement("column_wise", 2)},
         algorithm="adagrad",
         lr=0.05,
         seed=1,

@@ -1,22 +1,52 @@
-"""The choice of placements where it is left to measured costs."""
+"""Layouts of tables as they are asked for, or, where that is left open, as measured costs choose them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from ..runtime.world import World
 from .embedding_tables import TableConfig
-from .placement_costs import Workload
-from .table_layout import place
-from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePlacement
+from .placement_costs import Workload, measured_rates
+from .table_layout import Layout, bytes_read, place
+from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePlacement, placements_of
 
-__all__ = ["decided"]
+__all__ = ["decided", "layout_of"]
 
 _LARGEST_REPLICA_BYTES = 8 << 20  # 16384 rows of 128 floats
 _VECTOR_BYTES = 16
 _NARROWEST_SLICE_BYTES = 64  # two sectors of memory; narrower rows are read at a waste
 _MOST_SLICES_PER_PE = 2
+
+
+def layout_of(
+    world: World,
+    configs: Sequence[TableConfig],
+    placement: Any,
+    estimates: Mapping[str, float],
+    max_batch: int,
+    algorithm: str,
+    wire_dtype: torch.dtype | None,
+) -> Layout:
+    """Return which PE has what; collective where costs are to be measured.
+
+    Args:
+        world: of this PE.
+        configs: of the tables.
+        placement: see `placements_of`.
+        estimates: lookups per sample of each feature.
+        max_batch: samples of a PE.
+        algorithm: of the optimizer.
+        wire_dtype: of what float32 tables send; None for theirs.
+    """
+    placements = placements_of(configs, placement)
+    if all(each.kind != AUTO for each in placements):
+        return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
+    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm, wire_dtype)
+    placements = decided(configs, placements, workload)
+    return place(configs, placements, workload.costs(configs, placements), world.size)
 
 
 def decided(

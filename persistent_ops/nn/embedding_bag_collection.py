@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import ops as _ops
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
-from .automatic_placement import decided
+from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
-from .embedding_tables import TableConfig, table_configs
-from .placement_costs import Workload, measured_rates
+from .embedding_tables import TableConfig, lookup_estimates, table_configs
+from .pooled_lookups import pool_arrived
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
-from .table_layout import Group, Layout, bytes_read, place
-from .table_placements import AUTO, placements_of
+from .table_placements import TablePlacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -123,8 +122,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if wire_dtype is not None:
             _check_wire(configs, wire_dtype)
         self._wire_dtype = wire_dtype
-        estimates = _estimates(configs, lookups_per_sample)
-        self.layout = _layout(world, configs, placement, estimates, max_batch, algorithm)
+        estimates = lookup_estimates(configs, lookups_per_sample)
+        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype)
         self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -190,6 +189,14 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
         made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
         return made
+
+    def placements(self) -> dict[str, TablePlacement]:
+        """Return where the tables lie, by name; passed as `placement`, it puts them there again."""
+        layout = self.layout
+        return {
+            config.name: replace(placement, ranks=layout.owners[number] or None)
+            for number, (config, placement) in enumerate(zip(layout.configs, layout.placements, strict=True))
+        }
 
     def placement_table(self) -> Table:
         """Return which PE has what, and what it costs, as a table for ``rich.print``."""
@@ -380,7 +387,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     lookups.wait()
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
-                pooled.append(_pool(group, weights, optimizer, lookups, self._wire_dtype))
+                pooled.append(pool_arrived(group, weights, optimizer, lookups, self._wire_dtype))
             is_kept = features.knows_split and torch.is_grad_enabled()
         finally:
             if not is_kept:
@@ -483,91 +490,6 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
     model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
 
 
-def _layout(
-    world: _world.World,
-    configs: Sequence[TableConfig],
-    placement: Any,
-    estimates: Mapping[str, float],
-    max_batch: int,
-    algorithm: str,
-) -> Layout:
-    """Return which PE has what; collective where costs are to be measured."""
-    placements = placements_of(configs, placement)
-    if all(each.kind != AUTO for each in placements):
-        return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
-    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm)
-    placements = decided(configs, placements, workload)
-    return place(configs, placements, workload.costs(configs, placements), world.size)
-
-
-def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:
-    names = list(dict.fromkeys(name for config in configs for name in config.feature_names))
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, float(given))
-    if set(given) != set(names):
-        raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
-    return {name: float(given[name]) for name in names}
-
-
 def _check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:
     if wire_dtype != torch.bfloat16 or all(config.data_type != torch.float32 for config in configs):
         raise TypeError(f"wire_dtype: expected None, or torch.bfloat16 where tables are of float32, got {wire_dtype}")
-
-
-def _pool(
-    group: Group,
-    weights: Sequence[torch.Tensor],
-    optimizer: EmbeddingOptimizer,
-    lookups: Lookups,
-    wire_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
-
-    Bad lookups are skipped here, since the exchange has told.
-    """
-    wire_dtype = wire_dtype if group.dtype == torch.float32 else None
-    if lookups.batch_per_rank is not None:
-        from_sources: torch.Tensor = _ops.embedding_all_to_all(
-            weights,
-            lookups,
-            mode=group.pooling,
-            dim_per_rank=group.dim_per_rank,
-            dtype=group.dtype,
-            wire_dtype=wire_dtype,
-            bounds="ignore",
-            optimizer=optimizer,
-        )
-        return from_sources
-    indices, offsets, factors, batch_per_rank = _global_batch(lookups)
-    pooled: torch.Tensor = _ops.embedding_all_to_all(
-        weights,
-        indices,
-        offsets,
-        factors,
-        mode=group.pooling,
-        batch_per_rank=batch_per_rank,
-        dim_per_rank=group.dim_per_rank,
-        dtype=group.dtype,
-        wire_dtype=wire_dtype,
-        bounds="ignore",
-        optimizer=optimizer,
-    )
-    return pooled
-
-
-def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
-    """Return indices, offsets and weights of the global batch, and each PE's samples; waits on the host."""
-    sources = [lookups.source(pe) for pe in range(len(lookups.sources))]
-    first = sources[0]
-    indices, weights, lengths = [first.indices[:0]], [], [first.offsets[:0]]
-    for slot in range(lookups.num_slots):
-        for source in sources:
-            ends = source.offsets[slot * source.samples : (slot + 1) * source.samples + 1]
-            begin, end = ends[[0, -1]].tolist()
-            indices.append(source.indices[begin:end])
-            lengths.append(ends.diff())
-            weights += [] if source.weights is None else [source.weights[begin:end]]
-    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
-    is_weighted = first.weights is not None
-    factors = torch.cat([first.weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
-    return torch.cat(indices), offsets, factors, [source.samples for source in sources]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from ..runtime.dtypes import SCALARS
 
-__all__ = ["TableConfig", "plain_name", "table_configs"]
+__all__ = ["TableConfig", "lookup_estimates", "plain_name", "table_configs"]
 
 _POOLINGS = ("sum", "mean")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -93,6 +93,16 @@ def _table_config(number: int, given: Any) -> TableConfig:
         bound = 1.0 / math.sqrt(rows)
         bounds = (-bound if low is None else low, bound if high is None else high)
     return TableConfig(name, rows, dim, tuple(features), pooling, dtype, bounds)
+
+
+def lookup_estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:
+    """Return the lookups per sample of each feature, given by their names or one number for all."""
+    names = list(dict.fromkeys(name for config in configs for name in config.feature_names))
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, float(given))
+    if set(given) != set(names):
+        raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
+    return {name: float(given[name]) for name in names}
 
 
 def plain_name(value: Any) -> str:

@@ -67,6 +67,7 @@ class Workload:
         max_batch: samples of a PE.
         lookups_per_sample: of each feature.
         algorithm: of `po.EmbeddingOptimizer`.
+        wire_dtype: of float32 tables' pooled rows and gradients; None for the tables'.
     """
 
     rates: Rates
@@ -74,6 +75,7 @@ class Workload:
     max_batch: int
     lookups_per_sample: Mapping[str, float]
     algorithm: str
+    wire_dtype: torch.dtype | None = None
 
     def costs(self, configs: Sequence[TableConfig], placements: Sequence[TablePlacement]) -> Costs:
         """Return the seconds of memory and of links that slices and replicas take."""
@@ -87,7 +89,8 @@ class Workload:
         samples = self.max_batch * (1 if is_replica else self.world_size)
         lookups = samples * sum(self.lookups_per_sample[name] for name in config.feature_names)
         row_bytes = width * config.data_type.itemsize
-        pooled = samples * len(config.feature_names) * row_bytes
+        wire_dtype = self.wire_dtype if config.data_type == torch.float32 else None
+        pooled = samples * len(config.feature_names) * width * (wire_dtype or config.data_type).itemsize
         touched = min(lookups * self.world_size if is_replica else lookups, config.num_embeddings)
         updated = 2 * touched * (row_bytes + self._state_bytes(width))
         memory = lookups * (row_bytes + _INDEX_BYTES) + 3 * pooled + updated

@@ -102,6 +102,7 @@ class ReplicatedTables:
         self._changed = _BACKWARD.changed_inputs(tables=tables, states=states)
         self._changing = [*tables, *states]
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
+        self._all_reduce()  # the PEs see to its room here, not in the first backward pass
 
     def table(self, number: int) -> torch.Tensor:
         """Return a table of the layout, `[R, D]`."""
@@ -161,13 +162,17 @@ class ReplicatedTables:
             for stack, lookups in zip(self._stacks, chosen, strict=True)
         ]
 
+    def _all_reduce(self) -> None:
+        with torch.no_grad():
+            _ops.all_reduce(self._sums, out=self._sums)
+
     def _update(self, gradients: Sequence[torch.Tensor], chosen: Sequence[LocalLookups]) -> None:
         """Update all replicas; collective."""
         # Where the all-reduce is given up, another PE may have updated its replicas.
         _BACKWARD.begin_changes(_world.for_call(), self._changed, self._changing)
         for stack, gradient, lookups in zip(self._stacks, gradients, chosen, strict=True):
             stack.add_up(gradient, lookups)
-        _ops.all_reduce(self._sums, out=self._sums)
+        self._all_reduce()
         for stack in self._stacks:
             stack.update()
 
