@@ -205,8 +205,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
         if other is not None:
             raise ValueError(
-                f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but PE "
-                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
+                f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but "
+                f"PE {other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: "
+                f"{(self.layout, *choices)}"
             )
 
     def _table(self, number: int) -> ShardedTable:
