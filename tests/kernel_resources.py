@@ -381,6 +381,8 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
+        yield Embedding("float32", "weighted sum", SHAPES[2], arch, wire="bfloat16")
+        yield EmbeddingBackward("float32", "rowwise_adagrad", "sum", 256, arch=arch, wire="bfloat16")
     narrow_shapes = (SHAPES[0], *SHAPES[2:])  # those that plans choose where the wire is narrower than the tables
     for pooling, shape in itertools.product(POOLINGS, (*narrow_shapes, sum(narrow_shapes))):
         yield Embedding("float32", pooling, shape, wire="bfloat16")
