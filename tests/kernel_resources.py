@@ -117,15 +117,15 @@ class EmbeddingBackward:
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
         mode = "mean" if self.pooling == "mean" else "sum"
-        wire_dtype = DTYPES[self.wire or self.dtype]
+        dtype, wire_dtype = DTYPES[self.dtype], DTYPES[self.wire or self.dtype]
         return backward_kernel_request(
-            DTYPES[self.dtype],
+            dtype,
             wire_dtype,
             self.step,
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
-            tiles=Tiles.of(self.width * wire_dtype.itemsize),
+            tiles=Tiles.of(self.width * dtype.itemsize, dtype.itemsize // wire_dtype.itemsize),
             decay=self.decay,
             has_wide_keys=self.has_wide_keys,
         )
@@ -382,6 +382,8 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
+        yield Embedding("float32", "weighted sum", SHAPES[2], arch, wire="bfloat16")
+        yield EmbeddingBackward("float32", "adam", "weighted sum", 256, arch=arch, wire="bfloat16")
     narrow_shapes = (SHAPES[0], *SHAPES[2:])  # those that plans choose where the wire is narrower than the tables
     for pooling, shape in itertools.product(POOLINGS, (*narrow_shapes, sum(narrow_shapes))):
         yield Embedding("float32", pooling, shape, wire="bfloat16")

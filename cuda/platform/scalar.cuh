@@ -165,10 +165,9 @@ template <IndexType kType>
 using IndexOf = typename detail::IndexOf<kType>::Type;
 
 // A vector's elements. The loops have compile-time bounds, so the storage stays in registers.
-template <class Scalar, int kVectorBytes>
+template <class Scalar, int kBytes>
 struct VectorOf {
   using Storage = typename Scalar::Storage;
-  static constexpr int kBytes = kVectorBytes;
   static constexpr int kCount = kBytes / static_cast<int>(sizeof(Storage));
 
   // sums += vectors, element by element, in fp32.

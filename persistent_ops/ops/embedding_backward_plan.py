@@ -148,16 +148,26 @@ class Tiles(NamedTuple):
     has_wide_rows: bool
 
     @classmethod
-    def of(cls, row_bytes: int, lanes: int | None = None) -> Tiles:
-        """Return the tiles for rows of at most so many bytes of gradient; `lanes`: see `Tuning`."""
+    def of(cls, row_bytes: int, narrowing: int = 1, lanes: int | None = None) -> Tiles:
+        """Return the tiles for rows of at most so many bytes.
+
+        Args:
+            row_bytes: of the widest row.
+            narrowing: how many times as wide as an element of gradient one of the row is.
+            lanes: see `Tuning`.
+        """
         chunks = -(-row_bytes // _VECTOR_BYTES)
         lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
-        return cls(lanes, of_lane * lanes, chunks > of_lane * lanes)
+        return cls(lanes, max(of_lane // narrowing, 1) * lanes, chunks > of_lane * lanes)
 
     @classmethod
     def on_host(cls, row_bytes: int) -> Tiles:
-        """Return the tiles of the host backend, where one lane has a row: fewer libraries."""
+        """Return the tiles of the host backend, where one lane has a row: fewer libraries.
+
+        Args:
+            row_bytes: of the widest row's gradient.
+        """
         return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * _VECTOR_BYTES)
 
 
@@ -178,11 +188,9 @@ def kernel_request(
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
-    needs_registers += wire_dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
-    chunks = tiles.row_chunks // tiles.lanes  # of a lane
-    if wire_dtype.itemsize < dtype.itemsize and chunks > 1:
-        needs_registers = max(needs_registers, 1)  # rows have more bytes than their gradients
-    blocks = max(1, _BLOCKS_PER_SM[chunks] - needs_registers)
+    needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
+    row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
+    blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
         "wire": SCALARS[wire_dtype],
@@ -355,8 +363,10 @@ class BackwardPlan(Plan):
         self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch, order_of_tables)
         pushed_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
         slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(pushed_bytes, 1))
-        row_bytes = max((width * element for width in widths[rank]), default=1)
-        tiles = Tiles.on_host(row_bytes) if is_host else Tiles.of(row_bytes, tuning.lanes)
+        width, narrowing = max(widths[rank], default=1), dtype.itemsize // element
+        tiles = Tiles.on_host(width * element)
+        if not is_host:
+            tiles = Tiles.of(width * dtype.itemsize, narrowing, tuning.lanes)
         request = kernel_request(
             dtype,
             wire_dtype,
