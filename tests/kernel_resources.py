@@ -97,6 +97,7 @@ class EmbeddingBackward:
     pooling: str = "sum"
     width: int = 128
     decay: str = "none"
+    rounding: str = "nearest"
     is_aligned: bool = True
     has_wide_keys: bool = False
     arch: str = "sm_90"
@@ -107,6 +108,7 @@ class EmbeddingBackward:
         parts = [f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}, {self.width} columns"]
         parts += [f"{self.wire} on the wire"] if self.wire else []
         parts += [f"decay {self.decay}"] if self.decay != "none" else []
+        parts += [f"rounding {self.rounding}"] if self.rounding != "nearest" else []
         flags = {"unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
         return ", ".join((*parts, *(name for name, is_so in flags.items() if is_so)))
 
@@ -127,6 +129,7 @@ class EmbeddingBackward:
             is_aligned=self.is_aligned,
             tiles=Tiles.of(self.width * dtype.itemsize, dtype.itemsize // wire_dtype.itemsize),
             decay=self.decay,
+            rounding=self.rounding,
             has_wide_keys=self.has_wide_keys,
         )
 
@@ -410,6 +413,13 @@ def _rest() -> Iterator[Combination]:
     for dtype, pooling in itertools.product(DTYPES, POOLINGS):
         yield EmbeddingBackward(dtype, GRADIENT, pooling)
         yield EmbeddingBackward(dtype, GRADIENT, pooling, next(widths))
+    for dtype, step, pooling in itertools.product(("float16", "bfloat16"), _UPDATES, POOLINGS[:2]):
+        for width in (128, next(widths)):
+            yield EmbeddingBackward(dtype, step, pooling, width, rounding="stochastic")
+    for dtype, decay in itertools.product(("float16", "bfloat16"), ("l2", "decoupled")):
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "weighted sum", 512, decay, "stochastic", has_wide_keys=True)
+    for step in _UPDATES:
+        yield EmbeddingBackward("bfloat16", step, "mean", next(widths), rounding="stochastic", is_aligned=False)
     yield EmbeddingBackward("float32", GRADIENT, "weighted sum", 512, is_aligned=False)
     yield EmbeddingBackward("bfloat16", GRADIENT, "weighted sum", 512, has_wide_keys=True)
     for digit_bits, counts in itertools.product((8, 9), (False, True)):

@@ -28,6 +28,7 @@ __all__ = [
     "DECAYS",
     "GRADIENT",
     "OPERATOR",
+    "ROUNDINGS",
     "STEPS",
     "BackwardKey",
     "BackwardPlan",
@@ -45,6 +46,7 @@ STEPS = {
     "adam": "kAdam",
     GRADIENT: "kGradient",
 }
+ROUNDINGS = {"nearest": "kNearest", "stochastic": "kStochastic"}
 DECAYS = {"none": "kNone", "l2": "kL2", "decoupled": "kDecoupled"}
 _NAME = "embedding_backward"
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
@@ -181,6 +183,7 @@ def kernel_request(
     is_aligned: bool,
     tiles: Tiles,
     decay: str = "none",
+    rounding: str = "nearest",
     has_wide_keys: bool = False,
     blocks_per_sm: int | None = None,
 ) -> KernelRequest:
@@ -190,6 +193,7 @@ def kernel_request(
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
     needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
     row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
+    needs_registers = max(needs_registers, rounding == "stochastic")
     blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
@@ -197,6 +201,7 @@ def kernel_request(
         "step": f"{scope}Step::{STEPS[step]}",
         "pooling": f"{scope}Pooling::{pooling}",
         "decay": f"{scope}Decay::{DECAYS[decay]}",
+        "rounding": f"{scope}Rounding::{ROUNDINGS[rounding]}",
         "aligned": str(is_aligned).lower(),
         "wide_keys": str(has_wide_keys).lower(),
         "lanes": str(tiles.lanes),
@@ -254,6 +259,7 @@ class BackwardPlan(Plan):
         states: of each table's storage: none, one, or two tensors; none under GRADIENT.
         step: of STEPS.
         decay: of DECAYS.
+        rounding: of ROUNDINGS.
         constants: eps, weight_decay, beta1, beta2, where the step has them.
 
     Attributes:
@@ -270,6 +276,7 @@ class BackwardPlan(Plan):
         states: Sequence[Sequence[torch.Tensor]],
         step: str,
         decay: str,
+        rounding: str,
         constants: dict[str, Any],
     ) -> None:
         self._world = world
@@ -376,6 +383,7 @@ class BackwardPlan(Plan):
             is_aligned=is_aligned and not is_host,
             tiles=tiles,
             decay=decay,
+            rounding=rounding,
             has_wide_keys=self.rows.key_dtype == torch.int64,
             blocks_per_sm=tuning.blocks_per_sm,
         )
@@ -455,8 +463,8 @@ class BackwardPlan(Plan):
             gradient: `[samples of this PE, columns of all PEs]`, contiguous.
             inverted: the lookups.
             factors, factor_gradients: of lookups, float32, or None.
-            of_step: what the step alone has, by its name in the kernel's Call: rate, scale and steps; or, under
-                GRADIENT, scale, sums, places and touched.
+            of_step: what the step alone has, by its name in the kernel's Call: rate, scale, step_count, beta_powers and
+                seeds; or, under GRADIENT, scale, sums, places and touched.
         """
         # A row with many lookups is added up in chunks, whose sums and counts are kept by where it begins.
         slots = inverted.keys.numel() // self._slot_lookups + 2
