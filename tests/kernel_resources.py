@@ -380,7 +380,7 @@ def _rest() -> Iterator[Combination]:
     for dtype, step in itertools.product(("float32", "bfloat16"), STEPS):
         yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
         yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)
-    for digit_bits, counts in itertools.product((8, 9), (False, True)):
+    for digit_bits, counts in itertools.product((8, 9, 10), (False, True)):
         for items in (8, 4, 2):
             yield EmbeddingInversion(items, digit_bits, counts=counts)
         for items, is_wide, lookups in itertools.product((4, 2), (False, True), (False, True)):
