@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from bits import difference
 from embedding_cases import CASES as FORWARD_CASES
@@ -82,6 +83,16 @@ _NARROW_SHAPES = [name for name in _SHAPES if name.startswith("bf16 on the wire,
 _NARROW_WIDE = dataclasses.replace(_WIDE, name="narrow wide", rows=12, is_weighted=True, wire=torch.bfloat16)
 _DECAY = (("weight_decay", 0.01),)
 _VARIED = "mixed and odd widths, one PE without tables"
+_STOCHASTIC = (("rounding", "stochastic"), ("seed", 1 << 40))
+_OF_16_BITS = (
+    ("sgd", "bf16", _SHAPES["bf16"]),
+    ("rowwise_adagrad", "fp16", _SHAPES["fp16"]),
+    ("adagrad", "weighted bf16", _SHAPES["weighted bf16"]),
+    ("adam", "mean fp16", _SHAPES["mean fp16"]),
+    ("rowwise_adagrad", "odd widths", dataclasses.replace(_SHAPES[_VARIED], dtype=torch.bfloat16)),
+    ("sgd", "same table twice", dataclasses.replace(_SHAPES["same table twice"], dtype=torch.float16)),
+    ("adagrad", "hot wide rows", dataclasses.replace(_WIDE, dtype=torch.bfloat16)),
+)
 CASES = [
     *(Case(f"{algorithm}", algorithm=algorithm) for algorithm in ("sgd", "adagrad", "rowwise_adagrad", "adam")),
     *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("fewer samples than PEs", "no samples", "empty bags only")),
@@ -107,6 +118,8 @@ CASES = [
     Case("rowwise, bf16 on the wire, L2", _NARROW, "rowwise_adagrad", _DECAY, scale=0.25),
     *(Case(f"rowwise, {name}", _SHAPES[name], "rowwise_adagrad") for name in _NARROW_SHAPES),
     Case("adagrad, bf16 on the wire, wide weighted rows", _NARROW_WIDE, "adagrad", bad=5),
+    *(Case(f"{step}, stochastic, {name}", shape, step, _STOCHASTIC) for step, name, shape in _OF_16_BITS),
+    Case("adam, seeds of tables", _SHAPES["bf16"], "adam", (("rounding", "stochastic"), ("seed", (5, 2**63 - 1, 0)))),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
 ]  # fmt: skip
@@ -180,6 +193,46 @@ def _root(values: torch.Tensor) -> torch.Tensor:
     return values.double().sqrt().float()
 
 
+# ---- stochastic rounding ---------------------------------------------------------------------------------------------
+
+
+def philox(counter: Sequence[Any], key: int) -> list[np.ndarray]:
+    """Return the four words of Philox4x32-10 for four words of 32 bits, each a number or an array, as uint64."""
+    low = np.uint64(0xFFFFFFFF)
+    x = [np.asarray(word, dtype=np.uint64) for word in counter]
+    keys = [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        products = [np.uint64(0xD2511F53) * x[0], np.uint64(0xCD9E8D57) * x[2]]
+        high = [product >> np.uint64(32) for product in products]
+        mixed = [high[1] ^ x[1] ^ np.uint64(keys[0]), high[0] ^ x[3] ^ np.uint64(keys[1])]
+        x = [mixed[0], products[1] & low, mixed[1], products[0] & low]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return x
+
+
+def random_halves(seed: int, step: int, rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Return 16 random bits, int64, for each element of rows: eight to a draw."""
+    chunks = -(-width // 8)
+    row = rows.numpy().astype(np.uint64)[:, None]
+    counter = (row & np.uint64(0xFFFFFFFF), row >> np.uint64(32), np.arange(chunks)[None], step & 0xFFFFFFFF)
+    words = np.stack(np.broadcast_arrays(*philox(counter, seed)), axis=-1)
+    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=-1)
+    return torch.from_numpy(halves.reshape(len(rows), chunks * 8)[:, :width].astype(np.int64))
+
+
+def round_stochastically(values: torch.Tensor, random: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round finite floats away from zero where what is behind the last place and random / 2^16 add up to 1 or more."""
+    digits, least = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}[dtype]
+    magnitudes = values.abs().double().numpy()
+    places = np.maximum(np.frexp(magnitudes)[1] - digits, least)  # the last one counts 2^places
+    units = np.floor(np.ldexp(magnitudes, 16 - places)).astype(np.int64)
+    rounded = np.ldexp(((units + random.numpy()) >> 16).astype(np.float64), places)
+    return torch.copysign(torch.from_numpy(rounded).float(), values).to(dtype)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
 class Gradients(NamedTuple):
     """Exact bits of what an optimizer's step begins with, on a PE.
 
@@ -206,6 +259,7 @@ class Model:
             [torch.zeros(len(t)) if rowwise else torch.zeros(t.shape) for _ in range(count)] for t in self.tables
         ]
         self._powers = torch.ones(2)
+        self._num_steps = 0
         self._options = dict(case.options)
 
     def step(self, iteration: int, step: int, lr: float) -> torch.Tensor | None:
@@ -214,6 +268,7 @@ class Model:
         found = self.gradients(iteration, step)
         for number, (touched, sums) in enumerate(found.sums):
             self._update(number, touched, sums, lr)
+        self._num_steps += 1
         return found.factors
 
     def gradients(self, iteration: int, step: int) -> Gradients:
@@ -300,7 +355,15 @@ class Model:
             mean = first[touched] / (1 - self._powers[0])
             spread = _root(second[touched] / (1 - self._powers[1])) + eps
             w = w - rate * (mean / spread + decay * w)
-        table[touched] = w.to(table.dtype)
+        table[touched] = self._rounded(number, touched, w)
+
+    def _rounded(self, number: int, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        dtype = self.tables[number].dtype
+        if self._options.get("rounding", "nearest") == "nearest":
+            return values.to(dtype)
+        seed = self._options["seed"]
+        seed = seed + number if isinstance(seed, int) else seed[number]
+        return round_stochastically(values, random_halves(seed, self._num_steps, rows, values.shape[1]), dtype)
 
 
 def sparse_problem(

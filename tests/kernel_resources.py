@@ -97,6 +97,7 @@ class EmbeddingBackward:
     pooling: str = "sum"
     width: int = 128
     decay: str = "none"
+    rounding: str = "nearest"
     is_aligned: bool = True
     has_wide_keys: bool = False
     arch: str = "sm_90"
@@ -107,6 +108,7 @@ class EmbeddingBackward:
         parts = [f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}, {self.width} columns"]
         parts += [f"{self.wire} on the wire"] if self.wire else []
         parts += [f"decay {self.decay}"] if self.decay != "none" else []
+        parts += [f"rounding {self.rounding}"] if self.rounding != "nearest" else []
         flags = {"unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
         return ", ".join((*parts, *(name for name, is_so in flags.items() if is_so)))
 
@@ -117,16 +119,17 @@ class EmbeddingBackward:
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
         mode = "mean" if self.pooling == "mean" else "sum"
-        wire_dtype = DTYPES[self.wire or self.dtype]
+        dtype, wire_dtype = DTYPES[self.dtype], DTYPES[self.wire or self.dtype]
         return backward_kernel_request(
-            DTYPES[self.dtype],
+            dtype,
             wire_dtype,
             self.step,
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
-            tiles=Tiles.of(self.width * wire_dtype.itemsize),
+            tiles=Tiles.of(self.width * dtype.itemsize, dtype.itemsize // wire_dtype.itemsize),
             decay=self.decay,
+            rounding=self.rounding,
             has_wide_keys=self.has_wide_keys,
         )
 
@@ -382,6 +385,8 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
+        yield Embedding("float32", "weighted sum", SHAPES[2], arch, wire="bfloat16")
+        yield EmbeddingBackward("float32", "adam", "weighted sum", 256, arch=arch, wire="bfloat16")
     narrow_shapes = (SHAPES[0], *SHAPES[2:])  # those that plans choose where the wire is narrower than the tables
     for pooling, shape in itertools.product(POOLINGS, (*narrow_shapes, sum(narrow_shapes))):
         yield Embedding("float32", pooling, shape, wire="bfloat16")
@@ -408,6 +413,13 @@ def _rest() -> Iterator[Combination]:
     for dtype, pooling in itertools.product(DTYPES, POOLINGS):
         yield EmbeddingBackward(dtype, GRADIENT, pooling)
         yield EmbeddingBackward(dtype, GRADIENT, pooling, next(widths))
+    for dtype, step, pooling in itertools.product(("float16", "bfloat16"), _UPDATES, POOLINGS[:2]):
+        for width in (128, next(widths)):
+            yield EmbeddingBackward(dtype, step, pooling, width, rounding="stochastic")
+    for dtype, decay in itertools.product(("float16", "bfloat16"), ("l2", "decoupled")):
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "weighted sum", 512, decay, "stochastic", has_wide_keys=True)
+    for step in _UPDATES:
+        yield EmbeddingBackward("bfloat16", step, "mean", next(widths), rounding="stochastic", is_aligned=False)
     yield EmbeddingBackward("float32", GRADIENT, "weighted sum", 512, is_aligned=False)
     yield EmbeddingBackward("bfloat16", GRADIENT, "weighted sum", 512, has_wide_keys=True)
     for digit_bits, counts in itertools.product((8, 9), (False, True)):

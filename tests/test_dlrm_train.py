@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from dlrm_cases import drawn_log, write_day, write_raw_bytes
 from kept_pes import in_processes
 from PIL import Image
 from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
 from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 import dlrm_train
 from dlrm.batches import Batches
 from dlrm.data import open_data
+from dlrm.dense_gradients import DenseGradients
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
 from dlrm.options import MODELS, Options
@@ -143,6 +146,76 @@ def test_bf16_and_compiled_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     compiled = one_process(options, is_compiled=True)
     assert compiled.run(plan).losses == pytest.approx(exact.losses, rel=1e-5)
     assert [type(each) for each in seen] == [DenseModel]
+
+
+# ---- order ---------------------------------------------------------------------------------------------------------
+
+
+class _Noting(PlainEmbedding):
+    """Notes what it is asked for, and when its backward pass comes."""
+
+    def __init__(self, rows: Any, dims: Any) -> None:
+        super().__init__(rows, dims, lambda tables: torch.optim.SGD(tables, lr=0.1))
+        self.calls: list[str] = []
+
+    def input_dist(self, values: torch.Tensor, lengths: torch.Tensor, **more: Any) -> Any:
+        self.calls.append("send")
+        return super().input_dist(values, lengths, **more)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        self.calls.append("pool" if self.training else "evaluate")
+        pooled = super().forward(features)
+        if pooled.requires_grad:
+            pooled.register_hook(lambda _: self.calls.append("update"))
+        return pooled
+
+
+def test_lookups_travel_while_the_dense_part_computes(tmp_path: Path) -> None:
+    options = options_of(tmp_path, evaluation_samples=61)
+    data = open_data(options)
+    rows = data.train.num_rows
+    embedding, model = _Noting(rows, (16,) * len(rows)), DenseModel(options.sizes(len(rows), data.train.num_dense))
+    batches = [Batches(part, batch_size=61) for part in (data.train, data.evaluation)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training(model, embedding, optimizer, batches[0], evaluation=batches[1])
+    training.run(Plan(most_steps=4, evaluate_every=3))
+    step, last, evaluation = ["pool", "send", "update"], ["pool", "update"], ["send", "evaluate"]
+    assert embedding.calls == ["send", *step, *step, *last, *evaluation, "send", *last, *evaluation]
+
+
+def _sums_before_the_tables() -> list[Any]:
+    """Return, at the tables' gradient, how many sums were under way and how many are; and whether they are right."""
+    po.init("host", heap_size=64 << 20)
+    try:
+        with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
+            torch.manual_seed(3)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
+            module = DistributedDataParallel(model, bucket_cap_mb=0.1)
+            table = torch.full((3, 4), float(po.rank() + 1), requires_grad=True)
+            (own,) = torch.autograd.grad(model(table * 2).sum(), [model[0].weight])
+            gradients = DenseGradients(module)
+            module(table * 2).sum().backward()  # behind which DDP makes its buckets
+            module.zero_grad()
+            works: list[Any] = []
+            seen: list[Any] = []
+            pooled = table * 2
+            pooled.register_hook(lambda _: works.extend(gradients._works))
+            gradients.order(pooled)
+            pooled.register_hook(lambda _: seen.extend([len(gradients._works), all(w.is_completed() for w in works)]))
+            module(pooled).sum().backward()
+            gathered = [torch.empty_like(own) for _ in range(2)]
+            dist.all_gather(gathered, own)
+            found = model[0].weight.grad
+            assert found is not None and not torch.equal(*gathered)
+            return [len(works), *seen, torch.allclose(found, (gathered[0] + gathered[1]) / 2)]
+    finally:
+        po.finalize()
+
+
+@pytest.mark.host
+def test_dense_gradients_are_summed_before_the_tables_backward_pass() -> None:
+    for num_works, num_left, are_complete, are_right in in_processes(_sums_before_the_tables, 2, timeout=200):
+        assert num_works > 1 and num_left == 0 and are_complete and are_right
 
 
 # ---- beside other tables -------------------------------------------------------------------------------------------

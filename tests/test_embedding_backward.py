@@ -11,6 +11,7 @@ from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from embedding_backward_cases import CASES, FEW, Case, Model, columns_of, make_gradient, make_inputs
 from embedding_cases import Case as Shape
 from embedding_cases import split_of
+from graphs import Graph
 from worlds import in_world
 
 import persistent_ops as po
@@ -95,6 +96,51 @@ class TestBits(BitsSuite):
         "3-staged": CaseWorld(3, FEW, {"transport": "staged"}),
         "2-wg4": CaseWorld(2, FEW, {"host_options": {"wg_size": 4}}),
     }
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def _replayed(algorithm: str, rounding: str) -> list[str]:
+    """Replay both passes, under a schedule of the rate; return what is wrong with tables and states."""
+    rank, world = po.rank(), po.world_size()
+    shape = Shape("replayed", dims=lambda rank: (16, 8), batch=lambda world: 13, dtype=torch.bfloat16)
+    case = Case(f"replayed {algorithm}", shape, algorithm, (("rounding", rounding), ("seed", 3)))
+    split = split_of(shape, world)
+    inputs = make_inputs(case, rank, world, 0)
+    tables = [table.to(po.device(), copy=True) for table in inputs.tables]
+    indices, offsets = inputs.indices.to(po.device()), inputs.offsets.to(po.device())
+    first = sum(split[:rank])
+    gradient = make_gradient(case, world, 0, 0)[first : first + split[rank]].to(po.device())
+    optimizer = po.EmbeddingOptimizer(tables, algorithm, lr=0.1, **dict(case.options))
+
+    def step() -> None:
+        po.embedding_all_to_all(tables, indices, offsets, batch_per_rank=split, optimizer=optimizer).backward(gradient)
+
+    step()
+    po.check()
+    graph = Graph(step)
+    for table, begin in zip(tables, inputs.tables, strict=True):
+        table.copy_(begin)
+        for state in optimizer.state(table):
+            state.zero_()
+    optimizer.loaded(0)
+    model = Model(case, rank, world)
+    for turn in range(7):
+        optimizer.lr.fill_(0.1 / (1 + turn))
+        graph.replay()
+        model.step(0, 0, 0.1 / (1 + turn))
+    po.check()
+    pairs = [*zip(tables, model.tables, strict=True)]
+    for table, states in zip(tables, model.states, strict=True):
+        pairs += zip(optimizer.state(table), states, strict=True)
+    return [problem for pair in pairs if (problem := difference(*pair))]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("algorithm", ["sgd", "adam"])
+def test_replays_have_steps_and_rates_of_their_own(backend: str, algorithm: str, rounding: str) -> None:
+    assert in_world(_replayed, 2, backend, algorithm, rounding) == [[]] * 2
 
 
 # ---- against torch ---------------------------------------------------------------------------------------------------

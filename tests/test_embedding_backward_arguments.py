@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from bits import difference
 from embedding_backward_cases import SMALL, Training, case_of, make_inputs
 from embedding_cases import split_of
 from worlds import error_of, in_world
@@ -69,6 +71,12 @@ def test_a_second_backward_pass_is_refused(backend: str) -> None:
         ({"weight_decay": 0.1}, "weight_decay"),
         ({"algorithm": "adam", "betas": (0.9, 1.0)}, "betas"),
         ({"algorithm": "rowwise_adagrad", "weight_decay_mode": "cowclip"}, "weight_decay_mode"),
+        ({"algorithm": "gradient"}, "algorithm"),
+        ({"rounding": "up"}, "rounding"),
+        ({"rounding": "stochastic"}, "rounding"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": [1, 2]}, "seed"),
     ],
 )
 def test_what_an_optimizer_cannot_be(options: dict[str, Any], text: str) -> None:
@@ -105,6 +113,45 @@ def _resumed() -> list[bool]:
 
 def test_an_optimizer_is_resumed(backend: str) -> None:
     assert in_world(_resumed, 2, backend) == [[True, True]] * 2
+
+
+_STOCHASTIC = dataclasses.replace(
+    case_of("rowwise_adagrad", dataclasses.replace(SMALL, dtype=torch.bfloat16)),
+    options=(("rounding", "stochastic"), ("seed", 11)),
+)
+
+
+def _resumed_stochastically() -> list[list[str | None]]:
+    """Stopped behind two steps, and resumed by an optimizer that has other seeds, with the first one's and without."""
+    training = Training(_STOCHASTIC)
+    for step in range(2):
+        training.backward(step)()
+        training.model.step(step, 0, 0.1)
+    tables, optimizer = training.tables, training.optimizer
+    before = [table.clone() for table in tables]
+    states = [[state.clone() for state in optimizer.state(table)] for table in tables]
+    training.model.step(2, 0, 0.1)
+    found = []
+    for is_restored in (True, False):
+        training.tables = [table.clone() for table in before]
+        training.optimizer = po.EmbeddingOptimizer(
+            training.tables, "rowwise_adagrad", lr=0.1, rounding="stochastic", seed=5
+        )
+        for table, saved in zip(training.tables, states, strict=True):
+            for state, old in zip(training.optimizer.state(table), saved, strict=True):
+                state.copy_(old)
+        training.optimizer.step_count = int(optimizer.step_count)
+        if is_restored:
+            training.optimizer.seeds = optimizer.seeds
+        training.backward(2)()
+        found.append([difference(*pair) for pair in zip(training.tables, training.model.tables, strict=True)])
+    po.check()
+    return found
+
+
+def test_stochastic_rounding_is_resumed(backend: str) -> None:
+    for restored, others in in_world(_resumed_stochastically, 2, backend):
+        assert restored == [None, None] and None not in others
 
 
 def _changed_in_place() -> list[Any]:

@@ -153,7 +153,8 @@ class Pe final : public driver::BasePe<Plan> {
     call.chunk_sums = chunk_sums.data();
     call.chunks_done = chunks_done.data();
     call.rate = &rate;
-    call.steps = steps;
+    call.step_count = &step_count;
+    call.beta_powers = beta_powers;
     // Sums of all rows, or, in every second launch, of those that lookups have.
     std::vector<float> sums(static_cast<size_t>(num_tables * num_rows * width), 0.0f);
     std::vector<int64_t> places;
@@ -242,7 +243,8 @@ class Pe final : public driver::BasePe<Plan> {
   std::vector<uint64_t> pushed;
   size_t num_slots = 0;
   std::vector<uint64_t> chunks_done;
-  float steps[3] = {0, 1, 1};
+  int64_t step_count = 0;
+  float beta_powers[2] = {1, 1};
 };
 
 }  // namespace

@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 import torch
+from embedding_backward_cases import philox
 from host_driver.build import load_shim
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -104,6 +105,76 @@ def test_known_roundings(shim: ctypes.CDLL, name: str, value: float, expected: f
 def test_nan_stays_nan(shim: ctypes.CDLL, name: str, bits: int) -> None:
     nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert convert(getattr(shim, f"narrow_{name}"), nan, DTYPES[name]).isnan().all()
+
+
+# ---- stochastic rounding ---------------------------------------------------------------------------------------------
+
+_RANDOM_VALUES = 1 << 16
+
+
+def round_with(shim: ctypes.CDLL, name: str, values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Round each value with each random number: `[values, random numbers]`."""
+    pairs = torch.cartesian_prod(values.double(), random.double())
+    source, numbers = pairs[:, 0].float().contiguous(), pairs[:, 1].to(torch.int32).contiguous()
+    result = torch.empty(source.shape, dtype=DTYPES[name])
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, numbers, result)]
+    getattr(shim, f"narrow_stochastically_{name}")(*pointers, ctypes.c_int64(source.numel()))
+    return result.view(len(values), len(random))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_mean_of_all_stochastic_roundings_is_the_value(shim: ctypes.CDLL, name: str) -> None:
+    """Exactly, where 16 bits are all that is behind the last place; each result is a neighbour."""
+    generator = torch.Generator().manual_seed(2)
+    least = {"float16": 2.0**-14, "bfloat16": 2.0**-126}[name]
+    normal = torch.randn(24, generator=generator) * torch.logspace(-3, 3, 24)
+    subnormal = torch.rand(8, generator=generator) * least
+    exact = torch.tensor([0.0, 1.0, -1.5, least, -least / 8])
+    values = torch.cat([normal, subnormal, exact])
+    found = round_with(shim, name, values, torch.arange(_RANDOM_VALUES)).double()
+    error = (found.mean(1) - values.double()).abs()
+    behind = 2.0**-40 if name == "float16" else 0.0  # what is finer counts for nothing
+    assert torch.all(error[values.abs() >= least] == 0), error
+    assert torch.all(error <= behind), error
+    for rounded, value in zip(found, values.double(), strict=True):
+        kinds = rounded.unique()
+        assert len(kinds) <= 2 and kinds[0] <= value <= kinds[-1]
+        if len(kinds) == 2:
+            between = all_halves(DTYPES[name]).double()
+            assert not ((between > kinds[0]) & (between < kinds[1])).any(), "they are no neighbours"
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_stochastic_rounding_keeps_what_it_must(shim: ctypes.CDLL, name: str) -> None:
+    """Numbers of 16 bits, infinities and NaN stay; what is beyond the largest number becomes infinite at times."""
+    random = torch.tensor([0, 1, 32768, 65535])
+    halves = all_halves(DTYPES[name])
+    for column in round_with(shim, name, halves.float(), random).t():
+        check_equal(column.contiguous(), halves)
+    largest = torch.finfo(DTYPES[name]).max
+    step = {"float16": 32.0, "bfloat16": 2.0**120}[name]
+    beyond = round_with(shim, name, torch.tensor([largest + step / 2]), random)[0]
+    assert beyond.tolist() == [largest, largest, float("inf"), float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0_A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_known_draws(shim: ctypes.CDLL, counter: tuple[int, ...], key: int, words: tuple[int, ...]) -> None:
+    """Those that the authors of Philox publish with their library."""
+    found = (ctypes.c_uint32 * 4)()
+    shim.draw((ctypes.c_uint32 * 4)(*counter), (ctypes.c_uint64 * 1)(key), found, ctypes.c_int64(1))
+    assert tuple(found) == words
+    assert tuple(int(word) for word in philox(counter, key)) == words
 
 
 def test_floats_round_to_float8_as_torch_rounds_and_saturate(shim: ctypes.CDLL) -> None:

@@ -237,14 +237,14 @@ def test_make_fx_sees_the_operator(backend: str) -> None:
 class Interaction(torch.nn.Module):
     """The exchange as a model uses it: tables, exchange, pairwise products of the features."""
 
-    def __init__(self, mode: str = "sum") -> None:
+    def __init__(self, mode: str = "sum", wire: torch.dtype | None = None) -> None:
         super().__init__()
         self.tables = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in tables()])
-        self.mode = mode
+        self.mode, self.wire = mode, wire
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        rows = po.embedding_all_to_all(list(self.tables), indices, offsets, mode=self.mode)
-        features = rows.view(rows.shape[0], -1, DIM)
+        rows = po.embedding_all_to_all(list(self.tables), indices, offsets, mode=self.mode, wire_dtype=self.wire)
+        features = rows.float().view(rows.shape[0], -1, DIM)
         return torch.bmm(features, features.transpose(1, 2))
 
 
@@ -256,14 +256,14 @@ _CALLS = [(6, (23, 23)), (6, (30, 23)), (8, (40, 50)), (7, (33, 50)), (6, (23, 2
 def _compiled(backend: str) -> list[str]:
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     problems = []
-    for mode in ("sum", "mean"):
-        model = Interaction(mode)
+    for mode, wire in (("sum", None), ("mean", torch.bfloat16)):
+        model = Interaction(mode, wire)
         compiled = torch.compile(model, fullgraph=True)
         for number, (batch, sizes) in enumerate(_CALLS if mode == "sum" else _CALLS[:2]):
             found = lookups(sizes[po.rank()], batch, seed=number)
             rows = compiled(*found)
             if not torch.equal(rows, model(*found)):
-                problems.append(f"{mode}, call {number}: differs from eager")
+                problems.append(f"{mode}, {wire}, call {number}: differs from eager")
     po.check()
     po.finalize()
     return problems

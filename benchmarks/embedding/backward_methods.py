@@ -69,7 +69,7 @@ class OurBackward:
             "batch_per_rank": [config.batch // world.size] * world.size,
             "dim_per_rank": [config.tables * config.dim] * world.size,
             "dtype": config.torch_dtype,
-            "wire_dtype": config.torch_dtype,
+            "wire_dtype": config.wire_dtype,
         }
         self._parts: list[_Parts] = []
         self._alone: BackwardPlan | None = None

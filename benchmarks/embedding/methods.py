@@ -50,7 +50,7 @@ def make_plan(
         dim_per_rank=(config.tables * config.dim,) * team.size,
         batch_per_rank=(config.batch // team.size,) * team.size,
         dtype=config.torch_dtype,
-        wire_dtype=config.torch_dtype,
+        wire_dtype=config.wire_dtype,
         mode="sum",
         bounds="fatal",
         schedule=schedule,
@@ -80,7 +80,7 @@ class Methods:
         share = config.batch // world.size
         self._batch_per_rank = [share] * world.size
         self._dim_per_rank = [width] * world.size
-        device, dtype = storage.device, config.torch_dtype
+        device, dtype = storage.device, config.wire_dtype
         self._pooled = torch.empty(config.batch, width, dtype=dtype, device=device)
         self._received = torch.empty(world.size, share, width, dtype=dtype, device=device)
         self._reordered = torch.empty(share, world.size, width, dtype=dtype, device=device)
@@ -108,6 +108,7 @@ class Methods:
             out=self.out,
             batch_per_rank=self._batch_per_rank,
             dim_per_rank=self._dim_per_rank,
+            wire_dtype=self.config.wire_dtype,
             schedule=schedule,
         )
 
@@ -122,7 +123,7 @@ class Methods:
         pooled = torch.nn.functional.embedding_bag(
             lookups.joint_indices, self._storage, lookups.offsets, mode="sum", include_last_offset=True
         )
-        return pooled.view(self.config.batch, -1)
+        return pooled.view(self.config.batch, -1).to(self.config.wire_dtype)
 
     def unfused_own(self, lookups: LookupSet) -> torch.Tensor:
         return self._exchange(self.pooling_own(lookups))

@@ -205,11 +205,17 @@ class Reducer {
               width,
               1.0f / static_cast<float>(width),
               group.num_members == 1 ? static_cast<int32_t>(plan_.members[group.first_member]) : -1,
-              row_.rates(plan_, call_)};
+              row_.rates(plan_, call_),
+              seed_of(group)};
     }
     warp_.sync();
     is_in_group_ = true;
     return true;
+  }
+
+  PO_FN uint64_t seed_of([[maybe_unused]] const Group& group) const {
+    if constexpr (Traits::kRounding == Rounding::kStochastic) return call_.seeds[plan_.members[group.first_member]];
+    return 0;
   }
 
   PO_FN float* row_sums_of(const Group& group) const {
@@ -301,9 +307,9 @@ struct Kernel {
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
     if (shared.is_last == 0 || wg.rank() != 0 || is_aborted(plan.team)) return;
     if constexpr (Traits::kStep != Step::kGradient) {
-      call.steps[0] += 1;  // behind all who read them
-      call.steps[1] *= plan.beta1;
-      call.steps[2] *= plan.beta2;
+      *call.step_count += 1;  // behind all who read them
+      call.beta_powers[0] *= plan.beta1;
+      call.beta_powers[1] *= plan.beta2;
     }
   }
 };

@@ -66,6 +66,12 @@ struct BFloat16 {
     return static_cast<Storage>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 #endif
   }
+  // Up or down in magnitude, by a random number of 16 bits: the expected value is x.
+  static PO_FN Storage round_stochastically(float x, uint32_t random) {
+    const uint32_t bits = float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    return static_cast<Storage>((bits + random) >> 16);
+  }
 };
 
 struct Float16 {
@@ -100,6 +106,20 @@ struct Float16 {
     }
     return static_cast<Storage>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
 #endif
+  }
+  // The same as BFloat16's. Below 2^-14 the expected value may be less in magnitude, by 2^-40 at most.
+  static PO_FN Storage round_stochastically(float x, uint32_t random) {
+    const uint32_t bits = float_bits(x);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return 0x7fff;
+    if (magnitude >= 0x47800000u) return static_cast<Storage>(sign | 0x7c00u);  // 65536 and more
+    if (magnitude < 0x38800000u) {
+      // Subnormal half: 16 bits behind its last place, 2^-24, are whole numbers of 2^-40.
+      const auto units = static_cast<uint32_t>(bits_float(magnitude) * 0x1p40f);
+      return static_cast<Storage>(sign | (units + random) >> 16);
+    }
+    return static_cast<Storage>(sign | (magnitude - 0x38000000u + (random >> 3)) >> 13);
   }
 };
 
@@ -165,10 +185,9 @@ template <IndexType kType>
 using IndexOf = typename detail::IndexOf<kType>::Type;
 
 // A vector's elements. The loops have compile-time bounds, so the storage stays in registers.
-template <class Scalar, int kVectorBytes>
+template <class Scalar, int kBytes>
 struct VectorOf {
   using Storage = typename Scalar::Storage;
-  static constexpr int kBytes = kVectorBytes;
   static constexpr int kCount = kBytes / static_cast<int>(sizeof(Storage));
 
   // sums += vectors, element by element, in fp32.

@@ -22,20 +22,21 @@ struct BagShape {
   using Offset = Offset_;
   using Group = Lanes<kLanes_>;
   using Elements = VectorOf<Scalar, kBytes_>;
-  using Output = VectorOf<Output_, kBytes_* static_cast<int>(sizeof(typename Output_::Storage)) /
-                                       static_cast<int>(sizeof(typename Scalar::Storage))>;
+  // How many times as wide as an element of output one of the table is.
+  static constexpr int kNarrowing =
+      static_cast<int>(sizeof(typename Scalar::Storage) / sizeof(typename Output_::Storage));
+  static constexpr int kOutputBytes = kBytes_ / kNarrowing;
+  using Output = VectorOf<Output_, kOutputBytes>;
   static constexpr Pooling kPooling = kPooling_;
   // One host thread does the work of all lanes, on up to this much of a row at a time.
   static constexpr int kVectors = PO_ON_DEVICE ? kVectors_ : 512 / kBytes_;
   static constexpr int kBytes = kBytes_;
-  static constexpr int kOutputBytes = Output::kBytes;  // that a vector becomes
-  static constexpr int kNarrowing = kBytes / kOutputBytes;
   // Rows per batch; the window of row numbers advances by whole batches.
   static constexpr int kBatch = PO_ON_DEVICE ? min_of(kRows_ / 2, kLanes_) : 1;
   static constexpr int kStrideBytes = Group::kSize * kBytes;   // from a lane's vector to its next one
   static constexpr int kChunkBytes = kStrideBytes * kVectors;  // of a row, per pass
   static_assert(!PO_ON_DEVICE || kLanes_ % kBatch == 0, "a batch must not straddle two windows");
-  static_assert(kNarrowing >= 1 && Output::kCount == Elements::kCount, "an element becomes one that is no wider");
+  static_assert(Output::kCount == Elements::kCount, "an element becomes one that is no wider");
 };
 
 struct BagInputs {

@@ -50,6 +50,8 @@ def run_pe(options: Options) -> dict[str, Any]:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
         shares_gpu = on_gpu and local > torch.cuda.device_count()
         group = "nccl" if on_gpu and not shares_gpu else "gloo"
+        if options.compare_steps and shares_gpu:
+            raise ValueError("--compare: expected a GPU for each PE, as gloo exchanges no GPU memory; pass fewer --pes")
         trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
         device = world.backend.device
         data = open_data(options)

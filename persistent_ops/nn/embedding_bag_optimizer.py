@@ -146,8 +146,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
         group["params"] = list(state)
         # As the kernel has multiplied them, so that what is loaded goes on with the same bits.
-        step, *group["beta_powers"] = self._optimizers[0]._steps.tolist()
-        group["step"] = int(step)
+        group["beta_powers"] = self._optimizers[0]._beta_powers.tolist()
+        group["step"] = int(self._optimizers[0].step_count)
         group["algorithm"] = self._algorithm
         group["column_slices"] = [list(each) for each in self._column_slices.items()]
         return {"state": state, "param_groups": [group]}
@@ -179,7 +179,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         for optimizer in self._optimizers:
             optimizer.step_count = step  # type: ignore[assignment]  # mypy knows one type for both
             if "beta_powers" in saved:
-                optimizer._steps[1:].copy_(torch.tensor(saved["beta_powers"]))
+                optimizer._beta_powers.copy_(torch.tensor(saved["beta_powers"]))
             changes.loaded(*optimizer._own)
         for of_table in self._shards.values():
             changes.loaded(*(block for shards in of_table for _, block in shards.shards))

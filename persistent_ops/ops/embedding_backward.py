@@ -17,6 +17,7 @@ from .embedding_backward_plan import (
     DECAYS,
     GRADIENT,
     OPERATOR,
+    ROUNDINGS,
     STEPS,
     BackwardKey,
     BackwardPlan,
@@ -59,11 +60,19 @@ class EmbeddingOptimizer:
         eps: added to roots.
         weight_decay, weight_decay_mode: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
         betas: of "adam".
+        rounding: of rows of 16 bits: "nearest", ties to even, or "stochastic", up or down in magnitude with the
+            probability that makes the new row's value the expected one (in float16, below 2^-14, to within 2^-40).
+            There are 16 random bits for each element, of a generator that counts: they depend on the table's seed, the
+            number of steps, the row and the column alone.
+        seed: of stochastic rounding, from 0 up to 2^63: one for each table, or s for s, s + 1, ... Where tables may
+            move to another PE, or to another place in the list, pass one for each, which stays the table's.
 
     Attributes:
         lr, gradient_scale: `[1]`, float32, on the device; the kernel reads them, so that a CUDA graph's replay follows
             what is written there. A number that is assigned is written there.
-        step_count: `[1]`, float32, on the device: steps so far; the kernel counts. Assign it behind loading states.
+        step_count: `[1]`, int64, on the device: steps so far; the kernel counts. Assign it behind loading states.
+        seeds: `[T]`, int64, on the device: see `seed`; assign them behind loading. Tables that are one tensor have the
+            first one's.
 
     Raises:
         ValueError, TypeError: for what it cannot be made of.
@@ -71,7 +80,8 @@ class EmbeddingOptimizer:
     Backward is collective: every PE must reach it, in the same order as its peers. A second backward pass of one
     forward pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
     are loaded from a checkpoint, and `loaded` says so.
-    Source: FBGEMM's table-batched embeddings (exact optimizers), and section III of the SC24 paper for the exchange.
+    Source: FBGEMM's table-batched embeddings (exact optimizers), section III of the SC24 paper for the exchange, and
+    Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3" (SC11).
     """
 
     def __init__(
@@ -84,6 +94,8 @@ class EmbeddingOptimizer:
         weight_decay: float = 0.0,
         weight_decay_mode: str = "l2",
         betas: tuple[float, float] = (0.9, 0.999),
+        rounding: str = "nearest",
+        seed: int | Sequence[int] = 0,
     ) -> None:
         if algorithm not in _ALGORITHMS:
             raise ValueError(f"algorithm: expected one of {', '.join(map(repr, _ALGORITHMS))}, got {algorithm!r}")
@@ -97,21 +109,26 @@ class EmbeddingOptimizer:
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, got {betas}")
         self._tables = list(tables)
-        self._algorithm = algorithm
+        self._algorithm, self._rounding = algorithm, rounding
         self._token = _Token()  # what plans know it by, which outlive it
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
             self._states.setdefault(identity(table), self._state_of(table))
         _check_overlap(self._tables)
+        _check_rounding(rounding, self._tables)
         self._lr = torch.full((1,), lr, device=device)
         self._gradient_scale = torch.ones(1, device=device)
-        self._steps = torch.tensor([0.0, 1.0, 1.0], device=device)  # and the betas to this power
+        self._step_count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._beta_powers = torch.ones(2, device=device)  # to as many steps
+        self._seeds = torch.tensor(_seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
         # What it holds in device memory.
         self._own = (
             self._lr,
             self._gradient_scale,
-            self._steps,
+            self._step_count,
+            self._beta_powers,
+            self._seeds,
             *(state for of_table in self._states.values() for state in of_table),
         )
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
@@ -141,12 +158,21 @@ class EmbeddingOptimizer:
 
     @property
     def step_count(self) -> torch.Tensor:
-        return self._steps[:1]
+        return self._step_count
 
     @step_count.setter
     def step_count(self, value: int) -> None:
-        powers = (float(value), self._constants["beta1"] ** value, self._constants["beta2"] ** value)
-        self._steps.copy_(torch.tensor(powers))
+        self._step_count.fill_(value)
+        self._beta_powers.copy_(torch.tensor([self._constants[beta] ** value for beta in ("beta1", "beta2")]))
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        return self._seeds
+
+    @seeds.setter
+    def seeds(self, values: Sequence[int] | torch.Tensor) -> None:
+        seeds = _seeds_of([int(value) for value in values], len(self._tables))
+        self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
 
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
@@ -263,14 +289,25 @@ class EmbeddingOptimizer:
         inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean")
         factors = inputs.factors
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
-        rate, scale, steps, *states = own
+        rate, scale, step_count, beta_powers, seeds, *states = own
         OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
-        plan.launch(gradient, inverted, factors, factor_gradients, rate=rate, scale=scale, steps=steps)
+        plan.launch(
+            gradient,
+            inverted,
+            factors,
+            factor_gradients,
+            rate=rate,
+            scale=scale,
+            step_count=step_count,
+            beta_powers=beta_powers,
+            seeds=seeds,
+        )
         return (), factor_gradients
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
         states = [self.state(weight) for weight in weights]
-        return BackwardPlan(world, key, weights, states, self._algorithm, self._decay, self._constants)
+        chosen = (self._algorithm, self._decay, self._rounding)
+        return BackwardPlan(world, key, weights, states, *chosen, self._constants)
 
 
 class _Token:
@@ -375,6 +412,23 @@ def backward_key(
         inputs.is_weighted,
         inputs.from_sources,
     )
+
+
+def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding: expected one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
+    for t, table in enumerate(tables):
+        if rounding == "stochastic" and table.dtype.itemsize != 2:
+            raise ValueError(f"rounding: 'stochastic' is for tables of 16 bits, but tables[{t}] has {table.dtype}")
+
+
+def _seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
+    seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != count:
+        raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")
+    if not all(0 <= each < 2**63 for each in seeds):
+        raise ValueError(f"seed: expected numbers of at least 0 and below 2^63, got {seeds}")
+    return seeds
 
 
 def _check_overlap(tables: Sequence[torch.Tensor]) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "DECAYS",
     "GRADIENT",
     "OPERATOR",
+    "ROUNDINGS",
     "STEPS",
     "BackwardKey",
     "BackwardPlan",
@@ -45,6 +46,7 @@ STEPS = {
     "adam": "kAdam",
     GRADIENT: "kGradient",
 }
+ROUNDINGS = {"nearest": "kNearest", "stochastic": "kStochastic"}
 DECAYS = {"none": "kNone", "l2": "kL2", "decoupled": "kDecoupled"}
 _NAME = "embedding_backward"
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
@@ -148,16 +150,26 @@ class Tiles(NamedTuple):
     has_wide_rows: bool
 
     @classmethod
-    def of(cls, row_bytes: int, lanes: int | None = None) -> Tiles:
-        """Return the tiles for rows of at most so many bytes of gradient; `lanes`: see `Tuning`."""
+    def of(cls, row_bytes: int, narrowing: int = 1, lanes: int | None = None) -> Tiles:
+        """Return the tiles for rows of at most so many bytes.
+
+        Args:
+            row_bytes: of the widest row.
+            narrowing: how many times as wide as an element of gradient one of the row is.
+            lanes: see `Tuning`.
+        """
         chunks = -(-row_bytes // _VECTOR_BYTES)
         lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
-        return cls(lanes, of_lane * lanes, chunks > of_lane * lanes)
+        return cls(lanes, max(of_lane // narrowing, 1) * lanes, chunks > of_lane * lanes)
 
     @classmethod
     def on_host(cls, row_bytes: int) -> Tiles:
-        """Return the tiles of the host backend, where one lane has a row: fewer libraries."""
+        """Return the tiles of the host backend, where one lane has a row: fewer libraries.
+
+        Args:
+            row_bytes: of the widest row's gradient.
+        """
         return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * _VECTOR_BYTES)
 
 
@@ -171,6 +183,7 @@ def kernel_request(
     is_aligned: bool,
     tiles: Tiles,
     decay: str = "none",
+    rounding: str = "nearest",
     has_wide_keys: bool = False,
     blocks_per_sm: int | None = None,
 ) -> KernelRequest:
@@ -178,17 +191,17 @@ def kernel_request(
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
-    needs_registers += wire_dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
-    chunks = tiles.row_chunks // tiles.lanes  # of a lane
-    if wire_dtype.itemsize < dtype.itemsize and chunks > 1:
-        needs_registers = max(needs_registers, 1)  # rows have more bytes than their gradients
-    blocks = max(1, _BLOCKS_PER_SM[chunks] - needs_registers)
+    needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
+    row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
+    needs_registers = max(needs_registers, rounding == "stochastic")
+    blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
         "wire": SCALARS[wire_dtype],
         "step": f"{scope}Step::{STEPS[step]}",
         "pooling": f"{scope}Pooling::{pooling}",
         "decay": f"{scope}Decay::{DECAYS[decay]}",
+        "rounding": f"{scope}Rounding::{ROUNDINGS[rounding]}",
         "aligned": str(is_aligned).lower(),
         "wide_keys": str(has_wide_keys).lower(),
         "lanes": str(tiles.lanes),
@@ -246,6 +259,7 @@ class BackwardPlan(Plan):
         states: of each table's storage: none, one, or two tensors; none under GRADIENT.
         step: of STEPS.
         decay: of DECAYS.
+        rounding: of ROUNDINGS.
         constants: eps, weight_decay, beta1, beta2, where the step has them.
 
     Attributes:
@@ -262,6 +276,7 @@ class BackwardPlan(Plan):
         states: Sequence[Sequence[torch.Tensor]],
         step: str,
         decay: str,
+        rounding: str,
         constants: dict[str, Any],
     ) -> None:
         self._world = world
@@ -355,8 +370,10 @@ class BackwardPlan(Plan):
         self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch, order_of_tables)
         pushed_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
         slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(pushed_bytes, 1))
-        row_bytes = max((width * element for width in widths[rank]), default=1)
-        tiles = Tiles.on_host(row_bytes) if is_host else Tiles.of(row_bytes, tuning.lanes)
+        width, narrowing = max(widths[rank], default=1), dtype.itemsize // element
+        tiles = Tiles.on_host(width * element)
+        if not is_host:
+            tiles = Tiles.of(width * dtype.itemsize, narrowing, tuning.lanes)
         request = kernel_request(
             dtype,
             wire_dtype,
@@ -366,6 +383,7 @@ class BackwardPlan(Plan):
             is_aligned=is_aligned and not is_host,
             tiles=tiles,
             decay=decay,
+            rounding=rounding,
             has_wide_keys=self.rows.key_dtype == torch.int64,
             blocks_per_sm=tuning.blocks_per_sm,
         )
@@ -445,8 +463,8 @@ class BackwardPlan(Plan):
             gradient: `[samples of this PE, columns of all PEs]`, contiguous.
             inverted: the lookups.
             factors, factor_gradients: of lookups, float32, or None.
-            of_step: what the step alone has, by its name in the kernel's Call: rate, scale and steps; or, under
-                GRADIENT, scale, sums, places and touched.
+            of_step: what the step alone has, by its name in the kernel's Call: rate, scale, step_count, beta_powers and
+                seeds; or, under GRADIENT, scale, sums, places and touched.
         """
         # A row with many lookups is added up in chunks, whose sums and counts are kept by where it begins.
         slots = inverted.keys.numel() // self._slot_lookups + 2

@@ -254,7 +254,7 @@ def gradient_plan(
     plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
 
     def build() -> BackwardPlan:
-        return BackwardPlan(world, key, weights, [()] * len(weights), GRADIENT, "none", {})
+        return BackwardPlan(world, key, weights, [()] * len(weights), GRADIENT, "none", "nearest", {})
 
     return plans.find(key, *weights, *written) or plans.make(key, build)
 

@@ -13,6 +13,7 @@ struct Rates {
   float scale;  // of gradients
   float correction1;
   float correction2;
+  uint32_t number;  // of the step; for stochastic rounding
 };
 
 // A group as a warp that is at work in it needs it.
@@ -26,6 +27,7 @@ struct GroupView {
   float inverse_width;
   int32_t only_member;  // its table, or -1: there are several
   Rates rates;
+  uint64_t seed;
 };
 
 // In a WG's own memory, one for each warp.

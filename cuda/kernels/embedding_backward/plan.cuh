@@ -14,6 +14,7 @@ namespace po::embedding_backward {
 enum class Step { kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kGradient };
 enum class Pooling { kSum, kWeightedSum, kMean };
 enum class Decay { kNone, kL2, kDecoupled };
+enum class Rounding { kNearest, kStochastic };  // of rows of 16 bits
 
 struct Config {
   DType scalar = DType::kFloat32;  // of the tables
@@ -21,6 +22,7 @@ struct Config {
   Step step = Step::kSgd;
   Pooling pooling = Pooling::kSum;
   Decay decay = Decay::kNone;
+  Rounding rounding = Rounding::kNearest;
   bool aligned = true;    // all rows of tables, states, gradient and staging begin at multiples of 16 bytes
   bool wide_keys = true;  // keys have 64 bits
   int lanes = 32;         // of a warp that have a row: a tile
@@ -39,6 +41,7 @@ struct Traits {
   static constexpr Step kStep = kConfig.step;
   static constexpr Pooling kPooling = kConfig.pooling;
   static constexpr Decay kDecay = kConfig.decay;
+  static constexpr Rounding kRounding = kConfig.rounding;
   static constexpr bool kIsAligned = kConfig.aligned;
   static constexpr bool kHasFactors = kPooling != Pooling::kSum;
   static constexpr bool kHasWideRows = kConfig.wide_rows;
@@ -48,6 +51,8 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kLookupsAtOnce = kLaneChunks == 1 ? 4 : 2;  // whose gradients are loaded together
+  static_assert(kRounding == Rounding::kNearest || kElements == 8,
+                "a draw's 128 bits are 16 for each element of a chunk");
 };
 
 inline constexpr Phase kPhaseGradients = make_phase(kFirstPhase);
@@ -137,7 +142,9 @@ struct Call {
   const int64_t* count;     // of lookups
   const float* rate;
   const float* scale;     // of gradients; null: 1
-  float* steps;           // that have been made, and beta1 and beta2 to this power
+  int64_t* step_count;    // that have been made
+  float* beta_powers;     // [2]: beta1 and beta2 to this power
+  const uint64_t* seeds;  // [tables]: of their rounding; a group has its first table's
   float* chunk_sums;      // [lookups / kSlotLookups + 2, sum_elements]
   uint64_t* chunks_done;  // [lookups / kSlotLookups + 2]: by the first slot of a row with several; 0 after every launch
   // kGradient
@@ -145,7 +152,7 @@ struct Call {
   const int64_t* places;  // by a row's first lookup, where its sums begin; null: sums are of all rows
   float* touched;         // by key: 1 is written where a row has lookups; null: not wanted
 };
-PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, counts, count, rate, scale, steps,
-            chunk_sums, chunks_done, sums, places, touched)
+PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, counts, count, rate, scale, step_count,
+            beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched)
 
 }  // namespace po::embedding_backward

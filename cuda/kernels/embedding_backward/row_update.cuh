@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/embedding_backward/lookup_window.cuh"
+#include "platform/random.cuh"
 #include "platform/streaming.cuh"
 
 namespace po::embedding_backward {
@@ -16,6 +17,7 @@ class RowUpdate {
   static constexpr int kElements = Traits::kElements;
   static constexpr int kLaneChunks = Traits::kLaneChunks;
   static constexpr bool kIsRowwise = Traits::kStep == Step::kRowwiseAdagrad;
+  static constexpr bool kIsStochastic = Traits::kRounding == Rounding::kStochastic;
   static constexpr bool kUpdates = Traits::kStep != Step::kGradient;
 
   // A lane's columns of a part.
@@ -26,11 +28,12 @@ class RowUpdate {
   PO_FN RowUpdate(const Plan& plan, const Call& call) : plan_(plan), call_(call) {}
 
   static PO_FN Rates rates(const Plan& plan, const Call& call) {
-    Rates rates{kUpdates ? *call.rate : 0.0f, call.scale == nullptr ? 1.0f : *call.scale, 1.0f, 1.0f};
+    Rates rates{kUpdates ? *call.rate : 0.0f, call.scale == nullptr ? 1.0f : *call.scale, 1.0f, 1.0f, 0};
     if constexpr (Traits::kStep == Step::kAdam) {
-      rates.correction1 = 1 - rounded_product(call.steps[1], plan.beta1);
-      rates.correction2 = 1 - rounded_product(call.steps[2], plan.beta2);
+      rates.correction1 = 1 - rounded_product(call.beta_powers[0], plan.beta1);
+      rates.correction2 = 1 - rounded_product(call.beta_powers[1], plan.beta2);
     }
+    if constexpr (kIsStochastic) rates.number = static_cast<uint32_t>(*call.step_count);
     return rates;
   }
 
@@ -345,13 +348,26 @@ class RowUpdate {
       } else {
         step_by_element(view, i, part, first, old, sums.values[i], rows);
       }
-      Storage rounded[kElements];
-      PO_UNROLL
-      for (int e = 0; e < kElements; ++e) rounded[e] = Scalar::from_float(rows[e]);
-      RowColumns columns;
-      __builtin_memcpy(&columns, rounded, sizeof(columns));
-      store_columns(view, first + element, view.width - element, columns);
+      store_columns(view, first + element, view.width - element, rounded(view, row, element, rows));
     }
+  }
+
+  // A chunk's random bits depend on the table, the step, the row and the columns alone.
+  PO_FN RowColumns rounded(const GroupView& view, int64_t row, int element, const float (&values)[kElements]) const {
+    Storage stored[kElements];
+    if constexpr (kIsStochastic) {
+      const RandomWords counter{{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
+                                 static_cast<uint32_t>(element / kElements), view.rates.number}};
+      const RandomWords random = philox(counter, view.seed);
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) stored[e] = Scalar::round_stochastically(values[e], random.half(e));
+    } else {
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) stored[e] = Scalar::from_float(values[e]);
+    }
+    RowColumns columns;
+    __builtin_memcpy(&columns, stored, sizeof(columns));
+    return columns;
   }
 
   PO_FN void step_rowwise(const GroupView& view, const float (&gradients)[kElements], float multiplier,
