@@ -87,7 +87,13 @@ CASES = [
     Case("replicated", _PLAIN, "replicated"),
     Case("replicated beside slices", _SHARED, {**_SLICED, "b": "replicated"}, "adagrad"),
     Case("replicated, mixed", _MIXED, {"a": "replicated", "b": "table_wise", "d": "replicated", "e": "replicated"}),
-    Case("replicated, weighted", _PLAIN, {"a": "replicated", "c": "replicated"}, is_weighted=True),
+    Case(
+        "replicated, weighted",
+        _PLAIN,
+        {"a": "replicated", "c": "replicated"},
+        is_weighted=True,
+        options={"lookups_per_sample": 0.25},  # more room is made
+    ),
 ]
 
 

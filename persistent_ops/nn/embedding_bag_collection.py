@@ -146,6 +146,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 world,
                 self.layout,
                 max_batch,
+                estimates,
                 is_weighted=is_weighted,
                 bounds=bounds,
                 algorithm=algorithm,

@@ -9,7 +9,7 @@ import torch
 
 from .embedding_features import Features
 
-__all__ = ["Counts", "LocalLookups", "SlotFeatures", "check_features"]
+__all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features"]
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -18,7 +18,7 @@ class LocalLookups(NamedTuple):
     """Lookups of T slots, as `pool_alone` takes them.
 
     Attributes:
-        indices: `[n]`; those behind the last offset are any that were given.
+        indices: `[n]`; those behind the last offset are any that were given. There may be fewer than offsets say.
         offsets: `[T * B + 1]`, int64, slot-major.
         weights: `[n]`, float32, or None.
     """
@@ -26,6 +26,10 @@ class LocalLookups(NamedTuple):
     indices: torch.Tensor
     offsets: torch.Tensor
     weights: torch.Tensor | None
+
+    def bags(self) -> torch.Tensor:
+        """Return the bag of every lookup; of those behind the last offset the last one."""
+        return _bags(self.offsets, self.indices.numel())
 
 
 def check_features(
@@ -56,29 +60,59 @@ def check_features(
         raise ValueError(f"lengths: {samples} samples, but max_batch is {max_batch}")
 
 
-class Counts:
-    """How many lookups a batch has, on their way to the host.
+class Findings:
+    """What a batch's lookups are like, on its way to the host.
 
     Args:
         lengths: `[F * B]`, int64.
-        offsets: of some slots each, where their bags begin and end.
+        chosen: of some slots each.
+        limits: rows of each of these slots' tables; None: indices are not looked at.
     """
 
-    def __init__(self, lengths: torch.Tensor, offsets: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, lengths: torch.Tensor, chosen: Sequence[LocalLookups], limits: Sequence[torch.Tensor | None]
+    ) -> None:
         # A length below 0 may be made up for by another one.
         least = lengths.amin() if lengths.numel() else lengths.sum()
-        words = torch.stack([lengths.sum(), least, *(each[-1] for each in offsets)])
+        of_slots = [_finding(lookups, limit) for lookups, limit in zip(chosen, limits, strict=True)]
+        words = torch.cat([torch.stack([lengths.sum(), least]), *of_slots])
         self._told = words.to("cpu", non_blocking=True)
         self._moment = torch.cuda.Event() if words.is_cuda else None
         if self._moment is not None:
             self._moment.record()
 
-    def wait(self) -> tuple[int, int, list[int]]:
-        """Return the sum of all lengths, the least one, and the sums of each of the slots."""
+    def wait(self) -> tuple[int, int, list[Finding]]:
+        """Return the sum of all lengths, the least one, and what was found of each of the slots."""
         while self._moment is not None and not self._moment.query():
             pass
-        total, least, *of_slots = self._told.tolist()
-        return total, least, of_slots
+        total, least, *words = self._told.tolist()
+        return total, least, [Finding(*words[at : at + 3]) for at in range(0, len(words), 3)]
+
+
+class Finding(NamedTuple):
+    """What was found of some slots.
+
+    Attributes:
+        lookups: how many they have.
+        slot: of the first one that is outside of its table; below 0: none is.
+        row: that this one asks for.
+    """
+
+    lookups: int
+    slot: int
+    row: int
+
+
+def _finding(lookups: LocalLookups, limits: torch.Tensor | None) -> torch.Tensor:
+    indices, offsets, _ = lookups
+    count, num_bags = offsets[-1:], offsets.numel() - 1
+    if limits is None or not indices.numel() or not num_bags:
+        return torch.nn.functional.pad(count, (0, 2), value=-1)
+    slots = lookups.bags() // (num_bags // limits.numel())
+    is_there = torch.arange(indices.numel(), device=indices.device) < count
+    is_bad = is_there & ((indices < 0) | (indices >= limits[slots]))
+    first = is_bad.int().argmax().view(1)
+    return torch.cat([count, torch.where(is_bad[first], slots[first], -1), indices[first].long()])
 
 
 class SlotFeatures:
@@ -88,38 +122,35 @@ class SlotFeatures:
         slots: numbers of features, of which one may occur several times.
         num_features: F, that lookups have.
         device: of the lookups.
+
+    Attributes:
+        is_all: whether they are all features, once each and in their order: lookups are what they are then.
+        most: how often a feature occurs.
     """
 
     def __init__(self, slots: Sequence[int], num_features: int, device: torch.device) -> None:
         self._num_features = num_features
-        self._is_all = list(slots) == list(range(num_features))
-        self._most = max(map(list(slots).count, slots))
+        self.is_all = list(slots) == list(range(num_features))
+        self.most = max(map(list(slots).count, slots))
         self._slots = torch.tensor(slots, device=device)
 
-    def offsets(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return where the slots' bags begin and end, `[T * B + 1]`, int64."""
-        return _ends(lengths if self._is_all else self._of_slots(lengths))
-
-    def lookups(self, given: Features, lengths: torch.Tensor, offsets: torch.Tensor, count: int | None) -> LocalLookups:
+    def lookups(self, given: Features, lengths: torch.Tensor, room: int) -> LocalLookups:
         """Return the lookups of the slots, one slot behind the other; no wait on the host.
 
         Args:
             given: those of all features.
             lengths: of these, int64.
-            offsets: of the slots.
-            count: how many there are; None for room for as many as there may be.
+            room: indices of the result. Where there are more, those at the end are left out.
         """
         values, weights = given.values, given.weights
-        most = values.numel() * self._most
-        room = most if count is None else min(max(count, 0), most)
-        if self._is_all:
-            return LocalLookups(values, offsets, weights)
-        if not room:
+        if self.is_all:
+            return LocalLookups(values, _ends(lengths), weights)
+        offsets = _ends(self._of_slots(lengths))
+        if not values.numel() or offsets.numel() < 2:
             return LocalLookups(values[:0], offsets, None if weights is None else weights[:0])
         shift = self._of_slots(_ends(lengths)[:-1]) - offsets[:-1]
-        places = torch.arange(room, device=values.device)
-        bags = torch.searchsorted(offsets, places, right=True).sub_(1).clamp_(0, shift.numel() - 1)
-        sources = places.add_(shift[bags]).clamp_(0, values.numel() - 1)
+        sources = torch.arange(room, device=values.device).add_(shift[_bags(offsets, room)])
+        sources.clamp_(0, values.numel() - 1)
         return LocalLookups(values[sources], offsets, None if weights is None else weights[sources])
 
     def _of_slots(self, of_bags: torch.Tensor) -> torch.Tensor:
@@ -130,3 +161,8 @@ class SlotFeatures:
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
     """Return 0 and the sums of the lengths so far."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _bags(offsets: torch.Tensor, count: int) -> torch.Tensor:
+    places = torch.arange(count, device=offsets.device)
+    return torch.searchsorted(offsets, places, right=True).sub_(1).clamp_(0, offsets.numel() - 2)

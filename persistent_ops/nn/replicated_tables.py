@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from ..ops.embedding_gradients import dense_gradients, dense_size
 from ..ops.embedding_inputs_lookups import Moment
 from ..runtime import world as _world
 from .embedding_features import Features
-from .local_lookups import Counts, LocalLookups, SlotFeatures, check_features
+from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features
 from .table_layout import Group, Layout
 
 __all__ = ["LocalBatch", "ReplicatedTables"]
@@ -29,16 +31,14 @@ class LocalBatch(NamedTuple):
 
     Attributes:
         given: lookups of all features.
-        lengths: of their bags, int64.
-        offsets: of each group's bags.
-        counts: how many lookups there are; None in a CUDA-graph capture.
+        chosen: those of each group.
+        findings: what they are like; None in a CUDA-graph capture.
         begun: where in a stream of the device that was launched; None on the host.
     """
 
     given: Features
-    lengths: torch.Tensor
-    offsets: list[torch.Tensor]
-    counts: Counts | None
+    chosen: list[LocalLookups]
+    findings: Findings | None
     begun: Moment | None = None
 
     def take_over(self) -> None:
@@ -46,9 +46,9 @@ class LocalBatch(NamedTuple):
         if self.begun is None:
             return
         self.begun.order_behind()
-        current = torch.cuda.current_stream(self.lengths.device)
+        current = torch.cuda.current_stream(self.begun.stream.device)
         if current != self.begun.stream:
-            for tensor in (*self.given, self.lengths, *self.offsets):
+            for tensor in itertools.chain(self.given, *self.chosen):
                 if tensor is not None:
                     tensor.record_stream(current)
 
@@ -65,6 +65,7 @@ class ReplicatedTables:
         world: of this PE.
         layout: of all tables.
         max_batch: the most samples that a PE passes.
+        lookups_per_sample: of each feature, by name: estimates, of which room for lookups comes.
         is_weighted: whether lookups have weights.
         bounds: "fatal" or "ignore", of bad lookups.
         algorithm, options: of `EmbeddingOptimizer`.
@@ -79,6 +80,7 @@ class ReplicatedTables:
         world: _world.World,
         layout: Layout,
         max_batch: int,
+        lookups_per_sample: Mapping[str, float],
         *,
         is_weighted: bool,
         bounds: str,
@@ -90,7 +92,10 @@ class ReplicatedTables:
         self._num_features, self._max_batch, self._is_weighted = len(layout.features), max_batch, is_weighted
         self._is_fatal = bounds == "fatal"
         device = world.backend.device
-        stacks = [_Stack(layout, group, device, algorithm, options) for group in layout.replicated]
+        stacks = [
+            _Stack(layout, group, max_batch, lookups_per_sample, device, algorithm, options)
+            for group in layout.replicated
+        ]
         self._sums = torch.zeros(sum(stack.num_floats for stack in stacks), device=device)
         for stack, sums in zip(stacks, self._sums.split([stack.num_floats for stack in stacks]), strict=True):
             stack.take_sums(sums)
@@ -116,49 +121,64 @@ class ReplicatedTables:
         return next(stack for stack in self._stacks if number in stack.tables)
 
     def begin(self, given: Features) -> LocalBatch:
-        """Have a batch's lookups counted, so that the host need not wait for that in `pool`.
+        """Pick the lookups out of a batch's and have them looked at, so that the host need not wait long in `pool`.
 
         Raises:
             ValueError, TypeError: the lookups have another form.
         """
         device = self._world.backend.device
         check_features(given, self._num_features, self._max_batch, device, is_weighted=self._is_weighted)
+        return self._picked(given)
+
+    def _picked(self, given: Features) -> LocalBatch:
+        device, stacks = self._world.backend.device, self._stacks
         lengths = given.lengths.long()
-        offsets = [stack.features.offsets(lengths) for stack in self._stacks]
-        counts = None if self._world.workspace.is_capturing() else Counts(lengths, offsets)
-        begun = Moment(device) if device.type == "cuda" else None
-        return LocalBatch(given, lengths, offsets, counts, begun)
+        chosen = [stack.features.lookups(given, lengths, stack.room) for stack in stacks]
+        findings = None
+        if not self._world.workspace.is_capturing():
+            findings = Findings(lengths, chosen, [stack.limits if self._is_fatal else None for stack in stacks])
+        return LocalBatch(given, chosen, findings, Moment(device) if device.type == "cuda" else None)
 
     def pool(self, batch: LocalBatch) -> list[torch.Tensor]:
         """Return the pooled rows of each group, `[B, sum of D]`; where gradients are recorded, backward is collective.
 
-        Outside of CUDA graphs it waits until the batch has been counted. In them bad lookups are skipped.
+        Outside of CUDA graphs it waits until the host knows what the batch is like, and makes more room where that is
+        needed. In them bad lookups are skipped, and the result of lookups that find no room is NaN.
 
         Raises:
-            IndexError: a length or an index is bad, and bounds are "fatal"; an index on "cuda" with a later call.
+            IndexError: a length or an index is bad, and bounds are "fatal".
         """
         batch.take_over()
-        counts: list[int | None] = [None] * len(self._stacks)
-        is_fatal = self._is_fatal and batch.counts is not None
-        if batch.counts is not None:
-            total, least, counts[:] = batch.counts.wait()
-            if is_fatal and (least < 0 or total != batch.given.values.numel()):
-                raise IndexError(
-                    f"lengths: expected none below 0, and as many lookups as there are values, "
-                    f"{batch.given.values.numel()}; got {least} as the least length and {total} lookups"
-                )
-        chosen = [
-            stack.features.lookups(batch.given, batch.lengths, offsets, count)
-            for stack, offsets, count in zip(self._stacks, batch.offsets, counts, strict=True)
-        ]
-        pooled: tuple[torch.Tensor, ...] = _Recorded.apply(  # type: ignore[no-untyped-call]
-            self._placeholder, self, chosen, "fatal" if is_fatal else "ignore"
-        )
-        return list(pooled)
+        chosen = batch.chosen if batch.findings is None else self._looked_at(batch, batch.findings)
+        pooled: list[torch.Tensor] = list(_Recorded.apply(self._placeholder, self, chosen))  # type: ignore[no-untyped-call]
+        if batch.findings is None:
+            for number, lookups in enumerate(chosen):
+                is_short = lookups.offsets[-1] > lookups.indices.numel()
+                pooled[number] = pooled[number].masked_fill(is_short, math.nan)
+        return pooled
 
-    def _pool(self, chosen: Sequence[LocalLookups], bounds: str) -> list[torch.Tensor]:
+    def _looked_at(self, batch: LocalBatch, findings: Findings) -> list[LocalLookups]:
+        """Return the lookups, with room for all; raise for bad ones."""
+        total, least, of_stacks = findings.wait()
+        num_values = batch.given.values.numel()
+        if self._is_fatal and (least < 0 or total != num_values):
+            raise IndexError(
+                f"lengths: expected none below 0, and as many lookups as there are values, {num_values}; got {least} "
+                f"as the least length and {total} lookups"
+            )
+        has_room = True
+        for stack, found in zip(self._stacks, of_stacks, strict=True):
+            stack.raise_bad(found)
+            has_room &= stack.make_room(found, num_values)
+        if has_room:
+            return batch.chosen
+        again = self._picked(batch.given)
+        assert again.findings is not None
+        return self._looked_at(again, again.findings)
+
+    def _pool(self, chosen: Sequence[LocalLookups]) -> list[torch.Tensor]:
         return [
-            pool_alone(stack.weights, *lookups, mode=stack.mode, bounds=bounds)
+            pool_alone(stack.weights, *lookups, mode=stack.mode, bounds="ignore")
             for stack, lookups in zip(self._stacks, chosen, strict=True)
         ]
 
@@ -182,14 +202,22 @@ class _Stack:
 
     Attributes:
         tables: by their numbers in the layout, over the same memory.
-        weights, features: of each slot.
+        weights, features, names, limits: of each slot: its table, its feature and the name of that, its table's rows.
+        room: for lookups that are picked out of a batch's.
         mode: of pooling.
         optimizer: of all tables.
         num_floats: of their rows' sums and flags.
     """
 
     def __init__(
-        self, layout: Layout, group: Group, device: torch.device, algorithm: str, options: Mapping[str, Any]
+        self,
+        layout: Layout,
+        group: Group,
+        max_batch: int,
+        lookups_per_sample: Mapping[str, float],
+        device: torch.device,
+        algorithm: str,
+        options: Mapping[str, Any],
     ) -> None:
         self._slots = group.columns
         numbers = list(dict.fromkeys(slot.table for slot in self._slots))
@@ -197,7 +225,10 @@ class _Stack:
         self._memory = torch.empty(sum(rows), self._slots[0].width, dtype=group.dtype, device=device)
         self.tables: dict[int, torch.Tensor] = dict(zip(numbers, self._memory.split(rows), strict=True))
         self.weights = [self.tables[slot.table] for slot in self._slots]
+        self.names = [layout.features[slot.feature] for slot in self._slots]
         self.features = SlotFeatures([slot.feature for slot in self._slots], len(layout.features), device)
+        self.limits = torch.tensor([weight.shape[0] for weight in self.weights], device=device)
+        self.room = max(1, math.ceil(max_batch * sum(lookups_per_sample[name] for name in self.names)))
         self.mode = group.pooling
         self.optimizer = EmbeddingOptimizer([self._memory], algorithm, **options)
         self._states = [state.split(rows) for state in self.optimizer.state(self._memory)]
@@ -216,6 +247,23 @@ class _Stack:
     def states(self, number: int) -> tuple[torch.Tensor, ...]:
         at = list(self.tables).index(number)
         return tuple(of_tables[at] for of_tables in self._states)
+
+    def raise_bad(self, found: Finding) -> None:
+        """Raise IndexError where there is a bad index."""
+        if found.slot >= 0:
+            rows = self.weights[found.slot].shape[0]
+            raise IndexError(
+                f"values: a lookup of feature {self.names[found.slot]!r} has index {found.row}, but the table has "
+                f"{rows} rows (valid: 0 to {rows - 1})"
+            )
+
+    def make_room(self, found: Finding, num_values: int) -> bool:
+        """Make room for so many lookups, of a batch with so many values; return whether there was."""
+        needed = min(found.lookups, num_values * self.features.most)
+        has_room = self.features.is_all or needed <= self.room
+        if not has_room:
+            self.room = needed * 5 // 4
+        return has_room
 
     def add_up(self, gradient: torch.Tensor, lookups: LocalLookups) -> None:
         """Write this PE's sums."""
@@ -244,12 +292,12 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, placeholder: torch.Tensor, tables: ReplicatedTables, chosen: Sequence[LocalLookups], bounds: str
+        context: Any, placeholder: torch.Tensor, tables: ReplicatedTables, chosen: Sequence[LocalLookups]
     ) -> tuple[torch.Tensor, ...]:
         context.tables, context.is_done = tables, False
         context.save_for_backward(*(tensor for lookups in chosen for tensor in lookups))
         # Detached: a view that is made in here could not be changed in place.
-        return tuple(each.detach() for each in tables._pool(chosen, bounds))
+        return tuple(each.detach() for each in tables._pool(chosen))
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
@@ -262,4 +310,4 @@ class _Recorded(torch.autograd.Function):
         context.is_done = True
         chosen = [LocalLookups(*saved[first : first + 3]) for first in range(0, len(saved), 3)]
         context.tables._update(gradients, chosen)
-        return None, None, None, None
+        return None, None, None
