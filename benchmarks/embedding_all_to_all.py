@@ -22,7 +22,7 @@ from embedding.check import check_methods
 from embedding.configs import CONFIGS, Config
 from embedding.inputs import DISTRIBUTIONS, Tables, draw_lookups, num_sets
 from embedding.methods import EXCHANGING, LABELS, METHODS, UNFUSED, Methods, make_plan
-from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized
+from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized, wires_of
 from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
@@ -52,10 +52,11 @@ class Options(harness.experiment.Options):
     distributions: tuple[str, ...] = DISTRIBUTIONS
     skew_trials: int = 15
     rows: int | None = None
+    wires: tuple[str, ...] = ("fp32",)
 
     def shapes(self, backend: str) -> list[Config]:
         """Return the configs in the sizes of a backend."""
-        return [sized(CONFIGS[name], backend, self.rows) for name in self.configs]
+        return [shape for name in self.configs for shape in sized(CONFIGS[name], backend, self.rows, self.wires)]
 
 
 class Exchange(Trial):
@@ -74,7 +75,7 @@ class Exchange(Trial):
             draw_lookups(config, distribution, seed=1_000_003 * world.rank + 101 * number + 7, device=device)
             for number in range(num_sets(config))
         ]
-        out = po.empty(config.batch // world.size, world.size * config.tables * config.dim, dtype=config.torch_dtype)
+        out = po.empty(config.batch // world.size, world.size * config.tables * config.dim, dtype=config.wire_dtype)
         self._shaped = Methods(world, config, tables.of(config), sets, out)
 
     def calls(self, name: str) -> list[Callable[[], Any]]:
@@ -142,6 +143,7 @@ class EmbeddingAllToAll(Experiment[_Case]):
             distributions=distributions_of(arguments),
             skew_trials=5 if arguments.quick else 15,
             rows=arguments.rows,
+            wires=wires_of(arguments),
         )
         check_batches(options.shapes(expected_backend(arguments.backend)), worlds)
         return options

@@ -28,7 +28,7 @@ from embedding.backward_peers import Exchange, Fbgemm, TorchUpdate, why_no_fbgem
 from embedding.backward_report import draw_shares, tables
 from embedding.configs import Config
 from embedding.inputs import DISTRIBUTIONS, LookupSet, draw_lookups, num_sets
-from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized
+from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized, wires_of
 from harness.ceilings import H200, Ceilings
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, LeftOut, Trial
@@ -75,16 +75,21 @@ class Options(harness.experiment.Options):
     optimizers: tuple[str, ...] = ()
     distributions: tuple[str, ...] = DISTRIBUTIONS
     rows: int | None = None
+    wires: tuple[str, ...] = ("fp32",)
 
-    def shapes(self, backend: str) -> dict[str, Config]:
+    def shapes(self, backend: str) -> list[Config]:
         """Return the configs in the sizes of a backend."""
-        return {name: sized(CONFIGS[name][0], backend, self.rows) for name in self.configs}
+        return [shape for name in self.configs for shape in self._sized(name, backend)]
+
+    def _sized(self, name: str, backend: str) -> list[Config]:
+        return sized(CONFIGS[name][0], backend, self.rows, self.wires)
 
     def cases(self, backend: str) -> list[Case]:
         """Return the cases: those of one config and optimizer, which share memory, behind one another."""
         return [
             Case(shape, optimizer, distribution)
-            for name, shape in self.shapes(backend).items()
+            for name in self.configs
+            for shape in self._sized(name, backend)
             for optimizer in self.optimizers or CONFIGS[name][1]
             for distribution in self.distributions
         ]
@@ -358,14 +363,15 @@ class EmbeddingBackward(Experiment[Case]):
             optimizers=names("--optimizers", arguments.optimizers, OPTIMIZERS) if arguments.optimizers else (),
             distributions=distributions_of(arguments),
             rows=rows,
+            wires=wires_of(arguments),
         )
-        check_batches(options.shapes(backend).values(), worlds)
+        check_batches(options.shapes(backend), worlds)
         return options
 
     @classmethod
     def result_bytes(cls, options: Options, backend: str) -> int:
         """Return room for gradients on their way, and for the results of forward passes, which graphs keep."""
-        shapes, cases = options.shapes(backend).values(), options.cases(backend)
+        shapes, cases = options.shapes(backend), options.cases(backend)
         staged = sum(_ROOM_GROWTH * shape.output_bytes for shape in shapes)
         kept = 0
         if "forward_backward" in options.methods and backend == "cuda":
@@ -375,7 +381,7 @@ class EmbeddingBackward(Experiment[Case]):
     # ---- on a PE -----------------------------------------------------------------------------------------------------
 
     def set_up(self) -> None:
-        self._shapes = list(self.options.shapes(self.backend).values())
+        self._shapes = self.options.shapes(self.backend)
         self._training = Training(self._shapes, self.device, self.world.rank)
         self._methods = tuple(self.options.methods)
         if any(name.startswith("fbgemm") for name in self._methods):

@@ -89,6 +89,7 @@ _LONG = (
     "embedding_sanitizer",
     "ddp_sparse_hook",
     "dlrm_training",
+    "dlrm_train",
 )
 
 # Files and functions, likewise; half a minute and more with eight workers on a GPU.

@@ -78,6 +78,9 @@ _OF_MANY_LOOKUPS = (
 )
 _ONE_PART = Shape("one part", dims=lambda rank: (512, 64))
 _TILES = Shape("tiles", dims=lambda rank: (128, 64))
+_NARROW = dataclasses.replace(_TILES, name="narrow", wire=torch.bfloat16)
+_NARROW_SHAPES = [name for name in _SHAPES if name.startswith("bf16 on the wire, ")]
+_NARROW_WIDE = dataclasses.replace(_WIDE, name="narrow wide", rows=12, is_weighted=True, wire=torch.bfloat16)
 _DECAY = (("weight_decay", 0.01),)
 _VARIED = "mixed and odd widths, one PE without tables"
 _STOCHASTIC = (("rounding", "stochastic"), ("seed", 1 << 40))
@@ -111,6 +114,10 @@ CASES = [
     *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in _OF_MANY_LOOKUPS),
     Case("adagrad, rows of one part", _ONE_PART, "adagrad"),
     *(Case(f"rowwise, tiles of {n} lanes", _TILES, "rowwise_adagrad", tuning=Tuning(lanes=n)) for n in (8, 16, 32)),
+    *(Case(f"{algorithm}, bf16 on the wire", _NARROW, algorithm) for algorithm in ("sgd", "adagrad", "adam")),
+    Case("rowwise, bf16 on the wire, L2", _NARROW, "rowwise_adagrad", _DECAY, scale=0.25),
+    *(Case(f"rowwise, {name}", _SHAPES[name], "rowwise_adagrad") for name in _NARROW_SHAPES),
+    Case("adagrad, bf16 on the wire, wide weighted rows", _NARROW_WIDE, "adagrad", bad=5),
     *(Case(f"{step}, stochastic, {name}", shape, step, _STOCHASTIC) for step, name, shape in _OF_16_BITS),
     Case("adam, seeds of tables", _SHAPES["bf16"], "adam", (("rounding", "stochastic"), ("seed", (5, 2**63 - 1, 0)))),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
@@ -160,7 +167,7 @@ def make_gradient(case: Case, world: int, iteration: int, step: int) -> torch.Te
     """Return the gradient of the whole batch, for the tables of all PEs."""
     columns = sum(columns_of(case, world))
     rng = _seed(case.name, "gradient", iteration, step)
-    return torch.randn(sum(split_of(case.shape, world)), columns, generator=rng).to(case.shape.dtype)
+    return torch.randn(sum(split_of(case.shape, world)), columns, generator=rng).to(case.shape.result_dtype)
 
 
 def columns_of(case: Case, world: int) -> list[int]:
@@ -299,7 +306,7 @@ class Model:
 
     def _over_columns(self, values: torch.Tensor) -> torch.Tensor:
         """Add up a row's values as a warp does: elements of a chunk, chunks of a block as a tree, blocks."""
-        elements = 16 // self._case.shape.dtype.itemsize
+        elements = 16 // self._case.shape.result_dtype.itemsize
         block = elements * _BLOCK_CHUNKS
         padded = torch.nn.functional.pad(values, (0, -values.shape[1] % block)).view(
             len(values), -1, _BLOCK_CHUNKS, elements
@@ -414,6 +421,7 @@ class Training:
             inputs.offsets.to(po.device()),
             batch_per_rank=split,
             dim_per_rank=columns_of(self._case, self._world),
+            wire_dtype=self._case.shape.wire,
             optimizer=self.optimizer,
         )
         first = sum(split[: self._rank])

@@ -27,6 +27,7 @@ class Case:
 
     Attributes:
         dims: rank -> D of each of its tables.
+        wire: dtype of pooled rows; None: the tables'.
         batch: global batch, or the samples of each PE given the world size.
         pooling: (rank, iteration, generator, number of bags) -> length of each bag.
     """
@@ -44,6 +45,11 @@ class Case:
     same_table: bool = False
     huge_bag: int = 0
     tuning: Tuning | None = None
+    wire: torch.dtype | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.wire or self.dtype
 
 
 def _varied_dims(rank: int) -> Sequence[int]:
@@ -79,6 +85,22 @@ CASES = [
     Case("many tables", dims=lambda rank: (4,) * (70 + rank), batch=lambda w: 6, max_pooling=2),
     Case("single-sample slices", tuning=Tuning(slice_samples=1)),
     Case("large slices, locals mixed in", tuning=Tuning(slice_samples=16, local_delay=0.0)),
+    Case("bf16 on the wire", wire=torch.bfloat16),
+    Case("bf16 on the wire, mean", mode="mean", wire=torch.bfloat16, index_dtype=torch.int32),
+    Case("bf16 on the wire, weighted", is_weighted=True, dims=lambda rank: (8, 128), wire=torch.bfloat16),
+    Case(
+        "bf16 on the wire, mixed and odd widths",
+        dims=_varied_dims,
+        batch=lambda w: [11, 0, 19, 5, 1, 2, 3, 4][:w],
+        wire=torch.bfloat16,
+    ),
+    Case(
+        "bf16 on the wire, every row shape",
+        dims=lambda rank: (8, 32, 64, 128, 256, 520),
+        batch=lambda w: 19,
+        wire=torch.bfloat16,
+    ),
+    Case("bf16 on the wire, pooling one", max_pooling=1, dims=lambda rank: (256,), wire=torch.bfloat16),
 ]
 
 
@@ -136,8 +158,8 @@ def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequen
             if case.mode == "mean":
                 scale = torch.where(lengths > 1, 1.0 / lengths.clamp(min=1).float(), torch.ones(()))
                 total *= scale[:, None]
-            columns.append(total.to(case.dtype))
-    return torch.cat(columns, dim=1) if columns else torch.zeros(rows, 0, dtype=case.dtype)
+            columns.append(total.to(case.result_dtype))
+    return torch.cat(columns, dim=1) if columns else torch.zeros(rows, 0, dtype=case.result_dtype)
 
 
 class EmbeddingTrial(Trial):
@@ -172,6 +194,7 @@ class EmbeddingTrial(Trial):
             batch_per_rank=split,
             dim_per_rank=self._dims,
             dtype=case.dtype,
+            wire_dtype=case.wire,
             schedule=way,
         )
         if iteration not in self._wants:
@@ -192,7 +215,7 @@ def _is_near(
     magnitudes = [([w.abs() for w in ws], i, o, None if f is None else f.abs()) for ws, i, o, f in inputs]
     size = reference(magnitudes, rank, split, case.mode)
     longest = max(case.max_pooling, case.huge_bag) + 2
-    unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[case.dtype]
+    unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[case.result_dtype]
     bound = longest * 2.0**-23 * size + 2 * unit * exact.abs() + 1e-7
     if bool(((output.double() - exact).abs() > bound).any()):
         return f"differs from the fp64 reference by {float((output.double() - exact).abs().max())}"

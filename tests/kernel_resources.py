@@ -62,22 +62,30 @@ class Embedding:
     index: torch.dtype = torch.int64
     offset: torch.dtype = torch.int64
     from_sources: bool = False
+    wire: str | None = None
 
     @property
     def name(self) -> str:
         integers = f"{self.index}/{self.offset}".replace("torch.", "") + ", by source" * self.from_sources
-        return f"embedding_all_to_all {self.arch} {self.dtype} {self.pooling}, shapes {self.shapes:#04x}, {integers}"
+        wire = f", {self.wire} on the wire" if self.wire else ""
+        shapes = f"shapes {self.shapes:#04x}"
+        return f"embedding_all_to_all {self.arch} {self.dtype} {self.pooling}{wire}, {shapes}, {integers}"
 
     @property
     def threads(self) -> int:
-        return _threads(self.shapes, self.pooling == "weighted sum")
+        narrowing = DTYPES[self.dtype].itemsize // self._wire.itemsize
+        return _threads(self.shapes, self.pooling == "weighted sum", narrowing)
 
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
         lookups = LookupKind(self.index, self.offset, 1, self.pooling == "weighted sum", 1, self.from_sources)
         mode = "mean" if self.pooling == "mean" else "sum"
-        dtype, rows = DTYPES[self.dtype], Tuning().rows_in_flight
-        return _request(dtype, lookups, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
+        rows = Tuning().rows_in_flight
+        return _request(DTYPES[self.dtype], self._wire, lookups, mode, self.shapes, self.threads, rows, BLOCKS_PER_SM)
+
+    @property
+    def _wire(self) -> torch.dtype:
+        return DTYPES[self.wire or self.dtype]
 
 
 @dataclass(frozen=True)
@@ -93,10 +101,12 @@ class EmbeddingBackward:
     is_aligned: bool = True
     has_wide_keys: bool = False
     arch: str = "sm_90"
+    wire: str | None = None
 
     @property
     def name(self) -> str:
         parts = [f"embedding_backward {self.arch} {self.dtype} {self.step}, {self.pooling}, {self.width} columns"]
+        parts += [f"{self.wire} on the wire"] if self.wire else []
         parts += [f"decay {self.decay}"] if self.decay != "none" else []
         parts += [f"rounding {self.rounding}"] if self.rounding != "nearest" else []
         flags = {"unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
@@ -109,13 +119,15 @@ class EmbeddingBackward:
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
         mode = "mean" if self.pooling == "mean" else "sum"
+        dtype, wire_dtype = DTYPES[self.dtype], DTYPES[self.wire or self.dtype]
         return backward_kernel_request(
-            DTYPES[self.dtype],
+            dtype,
+            wire_dtype,
             self.step,
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
-            tiles=Tiles.of(self.width * DTYPES[self.dtype].itemsize),
+            tiles=Tiles.of(self.width * dtype.itemsize, dtype.itemsize // wire_dtype.itemsize),
             decay=self.decay,
             rounding=self.rounding,
             has_wide_keys=self.has_wide_keys,
@@ -373,6 +385,14 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)
         yield Embedding("bfloat16", "mean", SHAPES[0], arch)
         yield Embedding("float16", "sum", SHAPES[5], arch)
+        yield Embedding("float32", "weighted sum", SHAPES[2], arch, wire="bfloat16")
+        yield EmbeddingBackward("float32", "adam", "weighted sum", 256, arch=arch, wire="bfloat16")
+    narrow_shapes = (SHAPES[0], *SHAPES[2:])  # those that plans choose where the wire is narrower than the tables
+    for pooling, shape in itertools.product(POOLINGS, (*narrow_shapes, sum(narrow_shapes))):
+        yield Embedding("float32", pooling, shape, wire="bfloat16")
+    yield Embedding(
+        "float32", "sum", SHAPES[2], index=torch.int32, offset=torch.int32, from_sources=True, wire="bfloat16"
+    )
     # Widths: a chunk or two, one, two and four chunks a lane, and more than registers hold.
     widths = itertools.cycle((8, 32, 256, 512, 4096))
     for dtype, step, pooling in itertools.product(DTYPES, _UPDATES, POOLINGS):
@@ -384,6 +404,12 @@ def _rest() -> Iterator[Combination]:
     for dtype, step in itertools.product(("float32", "bfloat16"), _UPDATES):
         yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
         yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)
+    for (step, pooling), width in zip(itertools.product(STEPS, POOLINGS), itertools.cycle((256, 32, 512, 1024, 4096))):
+        yield EmbeddingBackward("float32", step, pooling, width, wire="bfloat16")
+    for step, width, decay in (("sgd", 1024, "none"), ("rowwise_adagrad", 256, "none"), ("rowwise_adagrad", 512, "l2")):
+        yield EmbeddingBackward("float32", step, "sum", width, decay, wire="bfloat16")
+        yield EmbeddingBackward("float32", step, "sum", width, decay, False, wire="bfloat16")
+        yield EmbeddingBackward("float32", step, "weighted sum", width, decay, has_wide_keys=True, wire="bfloat16")
     for dtype, pooling in itertools.product(DTYPES, POOLINGS):
         yield EmbeddingBackward(dtype, GRADIENT, pooling)
         yield EmbeddingBackward(dtype, GRADIENT, pooling, next(widths))
@@ -398,7 +424,7 @@ def _rest() -> Iterator[Combination]:
         yield EmbeddingBackward("bfloat16", step, "sum", 4096, is_aligned=False)
     yield EmbeddingBackward("float32", GRADIENT, "weighted sum", 512, is_aligned=False)
     yield EmbeddingBackward("bfloat16", GRADIENT, "weighted sum", 512, has_wide_keys=True)
-    for digit_bits, counts in itertools.product((8, 9), (False, True)):
+    for digit_bits, counts in itertools.product((8, 9, 10), (False, True)):
         for items in (8, 4, 2):
             yield EmbeddingInversion(items, digit_bits, counts=counts)
         for items, is_wide, lookups in itertools.product((4, 2), (False, True), (False, True)):

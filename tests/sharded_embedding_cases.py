@@ -82,6 +82,12 @@ CASES = [
     Case("slices", _SHARED, _SLICED),
     Case("slices, mixed", _MIXED, _SLICED, index_dtype=torch.int32),
     Case("adagrad", _SHARED, _SLICED, "adagrad"),
+    Case("bf16 on the wire", _MIXED, _SLICED, options={"wire_dtype": torch.bfloat16}),
+    Case("auto", _MIXED, "auto"),
+    Case("replicated", _PLAIN, "replicated"),
+    Case("replicated beside slices", _SHARED, {**_SLICED, "b": "replicated"}, "adagrad"),
+    Case("replicated, mixed", _MIXED, {"a": "replicated", "b": "table_wise", "d": "replicated", "e": "replicated"}),
+    Case("replicated, weighted", _PLAIN, {"a": "replicated", "c": "replicated"}, is_weighted=True),
 ]
 
 

@@ -97,6 +97,22 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         TypeError,
         "dtype: expected float32, float16 or bfloat16, got 'float32'|got float32",
     ),
+    "wire_dtype= of neither the tables nor bfloat16": (
+        lambda: {"wire_dtype": torch.float16},
+        TypeError,
+        r"wire_dtype: expected the tables' torch\.float32, or torch\.bfloat16 where .*, got torch\.float16",
+    ),
+    "wire_dtype= wider than the tables'": (
+        lambda: {"weights": [w.bfloat16() for w in good()["weights"]], "wire_dtype": torch.float32},
+        TypeError,
+        r"wire_dtype: expected the tables' torch\.bfloat16, or .*, got torch\.float32",
+    ),
+    "wire_dtype= another of 16 bits": (
+        lambda: {"weights": [w.half() for w in good()["weights"]], "wire_dtype": torch.bfloat16},
+        TypeError,
+        r"wire_dtype: expected the tables' torch\.float16, or .*, got torch\.bfloat16",
+    ),
+    "wire_dtype= that is no dtype": (lambda: {"wire_dtype": "bfloat16"}, TypeError, "wire_dtype: .*got '?bfloat16"),
     "dtype= that no table may have": (
         lambda: {"dtype": torch.float64},
         TypeError,
@@ -305,6 +321,11 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         r"out: expected a contiguous torch\.float32 tensor of shape \[3, 16\], got torch\.float16 \[3, 16\]",
     ),
+    "out of the tables' dtype, but not the wire's": (
+        lambda: {"out": po.empty(BATCH, 16), "wire_dtype": torch.bfloat16},
+        ValueError,
+        r"out: expected a contiguous torch\.bfloat16 tensor of shape \[3, 16\], got torch\.float32 \[3, 16\]",
+    ),
     "out with gaps": (
         lambda: {"out": torch.empty(16, BATCH, device=po.device()).t()},
         ValueError,
@@ -395,13 +416,14 @@ def _no_tables(backend: str) -> list[tuple[Any, ...]]:
     results = [po.embedding_all_to_all(**arguments)]  # a PE without peers can tell that there is no column
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         results.append(po.embedding_all_to_all(**arguments, dim_per_rank=[0], dtype=dtype))
+    results.append(po.embedding_all_to_all(**arguments, dim_per_rank=[0], wire_dtype=torch.bfloat16))
     found = [(tuple(result.shape), result.dtype) for result in results]
     po.finalize()
     return found
 
 
 def test_no_tables(backend: str) -> None:
-    dtypes = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
+    dtypes = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)
     assert one_pe(_no_tables, backend) == [((5, 0), dtype) for dtype in dtypes]
 
 

@@ -162,11 +162,23 @@ def test_tuning_sorts_and_reports_what_does_not_compile(tmp_path: Path, capsys: 
     assert len(timed) == 3
 
 
+def test_the_wire_may_be_narrower_than_the_tables(tmp_path: Path) -> None:
+    arguments = (*QUICK, "--pes", "2", "--methods", "fused,unfused_torch", "--wire-dtype", "fp32,bf16")
+    assert run(*arguments, "--out", str(tmp_path)) == 0
+    lines = lines_of(tmp_path)
+    sent = {line["config"]: line["sent_bytes"] for line in lines if line["kind"] == "time"}
+    assert sent["B512_T32_P10"] == 2 * sent["B512_T32_P10_wire_bf16"] > 0
+    checks = {line["config"]: line for line in lines if line["kind"] == "check"}
+    assert all(line["failures"] == [] for line in checks.values())
+    assert checks["B512_T32_P10"]["tolerance"] < checks["B512_T32_P10_wire_bf16"]["tolerance"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--configs", "B1_T1"], "there is no B1_T1"),
         (["--methods", "fused,nccl"], "there is no nccl"),
+        (["--wire-dtype", "fp16"], "there is no fp16"),
         (["--pes", "7"], "which 7 does not divide"),
         (["--tune", "warps=8"], "expected FIELD=VALUE"),
         (["--tune", "threads=many"], "invalid literal"),

@@ -159,7 +159,7 @@ def test_pooled_rows_are_sums_in_the_order_of_features(dtype: torch.dtype) -> No
     a, b = (module.tables[name].detach().clone() for name in ("a", "b"))
     values = torch.tensor([4, 4, 0, 8, 1, 2], dtype=dtype)
     lengths = torch.tensor([2, 0, 1, 0, 3, 0], dtype=dtype)
-    pooled = module(values, lengths)
+    pooled = module((values, lengths))
     zeros = torch.zeros(3)
     expected = [torch.cat([2 * a[4], zeros]), torch.cat([zeros[:2], b[8] + b[1] + b[2]]), torch.cat([a[0], zeros])]
     assert torch.allclose(pooled, torch.stack(expected))
@@ -169,7 +169,7 @@ def test_pooled_rows_are_sums_in_the_order_of_features(dtype: torch.dtype) -> No
     assert torch.equal(module.tables["a"].detach()[1:4], a[1:4])
     assert sorted(module.state_dict()) == ["tables.a", "tables.b"]
     nothing = torch.zeros(0, dtype=dtype)
-    assert module(nothing, nothing).shape == (0, 5)
+    assert module((nothing, nothing)).shape == (0, 5)
 
 
 def test_first_rows_depend_on_seed_and_table() -> None:

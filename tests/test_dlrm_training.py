@@ -144,7 +144,7 @@ def test_an_evaluation_is_of_all_samples_and_changes_nothing() -> None:
     assert model.training and embedding.training and found["step"] == 0
     records = Batches(Span(log_of(5300), 300, 5000), batch_size=5000).read(0, 0)
     with torch.no_grad():
-        logits = model(records.dense, embedding(records.values, records.lengths))
+        logits = model(records.dense, embedding((records.values, records.lengths)))
     assert found["auc"] == pytest.approx(auroc(logits, records.labels), abs=1e-6)
     expected = F.binary_cross_entropy_with_logits(logits.double(), records.labels.double())
     assert found["loss"] == pytest.approx(float(expected), rel=1e-6)

@@ -60,6 +60,7 @@ class BackwardTrial(Trial):
             batch_per_rank=split,
             dim_per_rank=columns_of(case, world),
             dtype=shape.dtype,
+            wire_dtype=shape.wire,
             bounds="ignore",
             optimizer=self._optimizer,
         )

@@ -14,6 +14,7 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = ("--configs", "B512_T32_P10")
+NARROW = (*SMALL, "--wire-dtype", "bf16")
 BITS16 = ("--configs", "B16384_T26_P20_D128_fp16")
 OURS = ["fused", "fused_eager", "forward_backward", "inversion", "kernel", "kernel_alone"]
 METHODS = ["fused", "fused_eager", "unfused_torch", *OURS[2:], "exchange"]
@@ -86,7 +87,9 @@ def _check_limits(line: dict[str, Any], ceilings: dict[str, Any]) -> None:
     assert line["limit_us"] == pytest.approx(limit * 1e6)
 
 
-@pytest.mark.parametrize(("arguments", "optimizers"), [(SMALL, "sgd,adagrad"), (BITS16, "adagrad,sgd")])
+@pytest.mark.parametrize(
+    ("arguments", "optimizers"), [(SMALL, "sgd,adagrad"), (BITS16, "adagrad,sgd"), (NARROW, "rowwise_adagrad,sgd")]
+)
 def test_every_optimizer_and_16_bits_are_right(arguments: tuple[str, ...], optimizers: str, tmp_path: Path) -> None:
     methods = ("--methods", "fused,unfused_torch,forward_backward,kernel_alone")
     assert run(*arguments, *methods, "--optimizers", optimizers, "--pes", "3", "--out", str(tmp_path)) == 0
@@ -101,7 +104,8 @@ def test_fbgemm_agrees(tmp_path: Path) -> None:
     if not has_fbgemm():
         pytest.skip("needs fbgemm_gpu (on CPUs: fbgemm-gpu-cpu)")
     methods = ["fused", "fbgemm", "fbgemm_eager", "fbgemm_step", "fbgemm_step_eager"]
-    for config, optimizers in ((SMALL, "rowwise_adagrad,sgd,adagrad"), (BITS16, "rowwise_adagrad")):
+    of_configs = ((SMALL, "rowwise_adagrad,sgd,adagrad"), (NARROW, "rowwise_adagrad"), (BITS16, "rowwise_adagrad"))
+    for config, optimizers in of_configs:
         arguments = (*config, "--optimizers", optimizers, "--methods", ",".join(methods))
         assert run(*arguments, "--pes", "2", "--out", str(tmp_path)) == 0
         assert sorted({line["method"] for line in lines_of(tmp_path, "time")}) == sorted(methods)

@@ -22,6 +22,7 @@ class TestFaults(ProtocolSuite):
     mismatches: ClassVar = {
         "shape": Mismatch(lambda: _prepared().pop("shape")(), ["batch=21", "batch=19"]),
         "dtype": Mismatch(lambda: _prepared().pop("dtype")(), ["dtype=bfloat16"]),
+        "wire_dtype": Mismatch(lambda: _prepared().pop("wire_dtype")(), ["wire_dtype=bfloat16"]),
         "optimizer": Mismatch(lambda: _prepared().pop("optimizer")(), ["optimizer=rowwise_adagrad", "optimizer=sgd"]),
         "barrier": Mismatch(po.barrier, ["barrier(world_size=3)"]),
     }
@@ -55,6 +56,7 @@ class TestFaults(ProtocolSuite):
         others = {
             "shape": case_of("sgd", shape),
             "dtype": case_of("sgd", dataclasses.replace(SMALL, dtype=torch.bfloat16)),
+            "wire_dtype": case_of("sgd", dataclasses.replace(SMALL, wire=torch.bfloat16)),
             "optimizer": case_of("rowwise_adagrad"),
         }
         _prepared().update({kind: Training(case).backward(1) for kind, case in others.items()})

@@ -21,8 +21,17 @@ namespace {
 #endif
 
 using namespace po::embedding_backward;
-constexpr Config kConfig{.scalar = po::DType::kFloat32, .step = Step::STEP, .aligned = false, .wide_rows = false};
+#ifndef DRIVER_WIRE
+#define DRIVER_WIRE kFloat32
+#endif
+
+constexpr Config kConfig{.scalar = po::DType::kFloat32,
+                         .wire = po::DType::DRIVER_WIRE,
+                         .step = Step::STEP,
+                         .aligned = false,
+                         .wide_rows = false};
 constexpr bool kUpdates = kConfig.step != Step::kGradient;
+using Wire = po::ScalarOf<kConfig.wire>;
 using Backward = Kernel<kConfig>;
 
 constexpr uint64_t kReadyStride = 64;
@@ -39,7 +48,7 @@ driver::Options options({{"--tables", "2"},
                          {"--alternate", "0"}},   // launches lie at other places in turn, as those of two plans do
                         {driver::kLaunches, driver::kWorld, driver::kTroubles});
 
-// Small whole numbers: sums are exact.
+// Small whole numbers: they and their sums are exact.
 float gradient_value(int64_t sample, int64_t column, int64_t launch) {
   return static_cast<float>((sample * 7 + column * 5 + launch * 11) % 9 - 4);
 }
@@ -51,7 +60,7 @@ class Pe final : public driver::BasePe<Plan> {
     for (int pe = 0; pe < size; ++pe) {
       batch_start.push_back(batch_start.back() + (pe == options.number("--empty-pe") ? 0 : options.number("--batch")));
     }
-    const uint64_t table_bytes = static_cast<uint64_t>(batch_start.back() * width) * sizeof(float);
+    const uint64_t table_bytes = static_cast<uint64_t>(batch_start.back() * width) * sizeof(Wire::Storage);
     plan.staging_offset = take(static_cast<uint64_t>(num_tables + 1) * table_bytes);
     for (int64_t t = 0; t < num_tables; ++t) {
       tables.push_back({(rank * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes});
@@ -61,7 +70,7 @@ class Pe final : public driver::BasePe<Plan> {
                         t * num_rows, t, 1, t * num_rows * width});
       for (int hop = 1; hop < size && samples() != 0; ++hop) {
         const int owner = (rank + hop) % size;
-        const uint64_t outgoing = take(static_cast<uint64_t>(samples() * width) * sizeof(float));
+        const uint64_t outgoing = take(static_cast<uint64_t>(samples() * width) * sizeof(Wire::Storage));
         pushes.push_back(
             {owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes, outgoing});
       }
@@ -121,16 +130,17 @@ class Pe final : public driver::BasePe<Plan> {
       keys.push_back(key);
       bags.push_back(bag);
     }
-    std::vector<float> gradient;
+    std::vector<Wire::Storage> gradient;
     for (int64_t b = 0; b < samples(); ++b) {
       for (int64_t c = 0; c < plan.row_elements; ++c) {
-        gradient.push_back(gradient_value(batch_start[static_cast<size_t>(rank)] + b, c, launch));
+        const float value = gradient_value(batch_start[static_cast<size_t>(rank)] + b, c, launch);
+        gradient.push_back(Wire::from_float(value));
       }
     }
     const float rate = 0.5f;
     Plan used = plan_of(launch);
     if (options.number("--alternate") != 0 && launch % 2 == 1) {  // one PE's rows are another one's
-      used.staging_offset += static_cast<uint64_t>(options.number("--batch") * width) * sizeof(float);
+      used.staging_offset += static_cast<uint64_t>(options.number("--batch") * width) * sizeof(Wire::Storage);
       used.pushes = other_pushes.data();
     }
     Call call{};
@@ -276,6 +286,9 @@ CASES = {
     "another_contract": OTHER_CONTRACT,
 }
 
+# With gradients of bfloat16, on the wire and in the staging.
+NARROW = ("alone", "plain", "rows_of_chunks", "a_pe_without_samples", "staged", "alternating_staged", "some_are_near")
+
 MUTATIONS = {
     "gradients_are_pushed_without_credit": Mutation((Condition("credit-before-pushes", "true"),), AHEAD, RACE),
     "gradients_are_not_awaited": Mutation((Drop("gradients-await"),), PLAIN, RACE),
@@ -302,9 +315,14 @@ MUTATIONS = {
 
 
 class TestEmbeddingBackward(SanitizerSuite):
-    builds: ClassVar = {"sgd": Build(), "gradient": Build(("-DSTEP=kGradient",))}
+    builds: ClassVar = {
+        "sgd": Build(),
+        "narrow": Build(("-DDRIVER_WIRE=kBFloat16",)),
+        "gradient": Build(("-DSTEP=kGradient",)),
+    }
     cases: ClassVar = {
         "sgd": CASES,
+        "narrow": {name: CASES[name] for name in NARROW},
         "gradient": {
             name: CASES[name] for name in ("plain", "alone", "rows_in_several_ranges", "rows_of_chunks", "staged")
         },

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -143,12 +142,11 @@ def test_the_forward_pass_of_what_has_arrived(backend: str, world: int) -> None:
 
 _FAULTS = Case("faults", batch=lambda rank, iteration: 4 + (rank + iteration) % 3, is_weighted=True)
 _OTHER = dataclasses.replace(_FAULTS, name="another one")
-_of_worlds: weakref.WeakKeyDictionary[Any, dict[str, po.EmbeddingInputs]] = weakref.WeakKeyDictionary()
 
 
 def _made(case: Case) -> po.EmbeddingInputs:
     """Return what exchanges a case's lookups in this PE's world; collective the first time."""
-    known = _of_worlds.setdefault(po.runtime.world.current(), {})
+    known = po.runtime.world.current().operator_state.setdefault("inputs of cases", {})
     if case.name not in known:
         known[case.name] = make(case)
     return known[case.name]

@@ -283,6 +283,8 @@ AHEAD = "--pes=3 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=500"
 # Regions are read until the launch but one behind begins, and no credit says sooner that they may be filled.
 SLOW_READERS = "--pes=3 --wgs=2 --threads=2 --epochs=20 --read-us=1500 --slow-pe=2 --slow-us=1000"
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0 --epochs=12"
+# Puts take longer than a launch computes. PE 1 gets headers alone: it has them, and goes on, before its own are out.
+SLOW_NETWORK = "--pes=2 --staged=1 --bare-pe=1 --delay-us=20000"
 FULL = "--pes=3 --full=1 --wgs=2 --threads=2"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
@@ -301,6 +303,7 @@ CASES = {
     "no_room": FULL,
     "no_room_staged": f"{FULL} --staged=1 --delay-us=200",
     "staged": STAGED,
+    "slow_network": SLOW_NETWORK,
     "staged_slow_readers": f"{SLOW_READERS} --staged=1 --delay-us=200",
     "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
     "behind_an_aborted_launch": TROUBLE,
@@ -338,7 +341,7 @@ MUTATIONS = {
         (Condition("inputs-unless-aborted", "false"),), ABSENT_FOR_ONE_PIECE, {Exit.TOOK_PART}
     ),
     "no_fence_behind_inputs": Mutation((Drop("inputs-fence"),), STAGED, RACE | {Exit.WRONG_REPORT}),
-    "outgoing_inputs_are_overwritten": Mutation((Drop("inputs-quiet"),), f"{STAGED} --delay-us=1500", RACE),
+    "outgoing_inputs_are_overwritten": Mutation((Drop("inputs-quiet"),), SLOW_NETWORK, RACE),
 }
 
 

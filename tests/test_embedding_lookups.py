@@ -22,69 +22,14 @@ from embedding_backward_cases import (
 )
 from embedding_cases import Case as Shape
 from embedding_cases import split_of
+from embedding_lookups_cases import brought, exchange, make_exchange
 from graphs import NUM_INPUTS, Call, GraphSuite
 from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_backward_plan import OPERATOR
 
-# ---- a batch, as the PEs have it that bring it -----------------------------------------------------------------------
-
-
-def _slots(case: Case, world: int) -> list[list[tuple[int, int]]]:
-    """Return every PE's; each table has a feature of its own."""
-    slots, feature = [], 0
-    for rank in range(world):
-        num_tables = len(make_inputs(case, rank, world, 0).tables)
-        slots.append([(feature + table, case.shape.rows) for table in range(num_tables)])
-        feature += num_tables
-    return slots
-
-
-def _brought(case: Case, iteration: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return what this PE brings of the batch: values, offsets and weights."""
-    rank, world = po.rank(), po.world_size()
-    split = split_of(case.shape, world)
-    batch, first = sum(split), sum(split[:rank])
-    values, lengths, weights = [], [], []
-    for owner in range(world):
-        inputs = make_inputs(case, owner, world, iteration)
-        for table in range(len(inputs.tables)):
-            begin = table * batch + first
-            ends = inputs.offsets[begin : begin + split[rank] + 1].long()
-            values.append(inputs.indices[ends[0] : ends[-1]])
-            lengths.append(ends.diff())
-            weights += [] if inputs.factors is None else [inputs.factors[ends[0] : ends[-1]]]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0).to(case.shape.offset_dtype)
-    return torch.cat(values), offsets, torch.cat(weights) if weights else None
-
-
-def _make(case: Case, **options: Any) -> po.EmbeddingInputs:
-    """Collective."""
-    world = po.world_size()
-    slots = _slots(case, world)
-    choices = {
-        "lookups_per_sample": case.shape.max_pooling,
-        "index_dtype": case.shape.index_dtype,
-        "bounds": "ignore" if case.bad else "fatal",
-        **options,
-    }
-    return po.EmbeddingInputs(
-        slots,
-        num_features=sum(map(len, slots)),
-        max_batch=max(split_of(case.shape, world)),
-        is_weighted=case.shape.is_weighted,
-        **choices,
-    )
-
-
-def _exchange(inputs: po.EmbeddingInputs, case: Case, iteration: int) -> po.Lookups:
-    values, offsets, weights = (
-        None if each is None else each.to(po.device()) for each in _brought(case, iteration)
-    )  # fmt: skip
-    assert values is not None
-    split = split_of(case.shape, po.world_size())
-    return inputs.exchange(values, offsets=offsets, per_sample_weights=weights, batch_per_rank=split)
+# ---- what they must give ---------------------------------------------------------------------------------------------
 
 
 def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Inputs) -> torch.Tensor:
@@ -101,6 +46,7 @@ def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Input
             batch_per_rank=split_of(case.shape, world),
             dim_per_rank=columns_of(case, world),
             dtype=case.shape.dtype,
+            wire_dtype=case.shape.wire,
             bounds="ignore",
         )
 
@@ -116,7 +62,7 @@ class _Steps(Trial):
     def __init__(self, case: Case) -> None:
         self._case = case
         OPERATOR.tune(po.runtime.world.current(), case.tuning)
-        self._inputs = _make(case)
+        self._inputs = make_exchange(case)
         self._arriving: tuple[int, po.Lookups] | None = None
         self._begin()
 
@@ -133,7 +79,7 @@ class _Steps(Trial):
 
     def _lookups(self, iteration: int) -> po.Lookups:
         if self._arriving is None:
-            return _exchange(self._inputs, self._case, iteration)
+            return exchange(self._inputs, self._case, iteration)
         number, lookups = self._arriving
         assert number == iteration
         return lookups
@@ -152,10 +98,11 @@ class _Steps(Trial):
                 mode=case.shape.mode,
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
+                wire_dtype=case.shape.wire,
                 optimizer=self._optimizer,
             )
             after = (iteration + 1) % NUM_ITERATIONS
-            self._arriving = after, _exchange(self._inputs, case, after)
+            self._arriving = after, exchange(self._inputs, case, after)
             first = sum(split[:rank])
             gradient = make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device())
             result.backward(gradient)
@@ -229,10 +176,11 @@ class _Sparse(_Steps):
                 mode=case.shape.mode,
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
+                wire_dtype=case.shape.wire,
                 requires_grad=not self._tables,
             )
             after = (iteration + 1) % NUM_ITERATIONS
-            self._arriving = after, _exchange(self._inputs, case, after)
+            self._arriving = after, exchange(self._inputs, case, after)
             first = sum(split[:rank])
             for table in self._tables:
                 table.grad = None
@@ -276,18 +224,18 @@ def _tables_of(case: Case) -> list[torch.Tensor]:
 def _of_no_room() -> list[str]:
     """A batch that finds no room arrives, in regions that are larger, while another one is between its two passes."""
     case, rank, world = _PLAIN, po.rank(), po.world_size()
-    inputs = _make(case, lookups_per_sample=0.5)
+    inputs = make_exchange(case, lookups_per_sample=0.5)
     tables = _tables_of(case)
     optimizer = po.EmbeddingOptimizer(tables, lr=0.1)
     model = Model(case, rank, world)
     problems = []
     first = sum(split_of(case.shape, world)[:rank])
-    arriving, had = _exchange(inputs, case, 0), inputs.capacity
+    arriving, had = exchange(inputs, case, 0), inputs.capacity
     for iteration in range(3):
         with arriving as lookups:
             wanted = _pool_global_batch(case, tables, make_inputs(case, rank, world, iteration))
             result = po.embedding_all_to_all(tables, lookups, optimizer=optimizer)
-            arriving = _exchange(inputs, case, iteration + 1)
+            arriving = exchange(inputs, case, iteration + 1)
             arriving.wait()
             gradient = make_gradient(case, world, iteration, 0)[first : first + len(result)]
             result.backward(gradient.to(po.device()))
@@ -307,26 +255,26 @@ def test_more_room_between_the_passes_of_a_batch(backend: str, world: int) -> No
 def _out_of_order() -> list[Any]:
     """Lookups that are not here, or no longer, are refused; nothing is launched, and the next calls are right."""
     case, rank, world = _PLAIN, po.rank(), po.world_size()
-    inputs, tables = _make(case), _tables_of(case)
+    inputs, tables = make_exchange(case), _tables_of(case)
     optimizer = po.EmbeddingOptimizer(tables, lr=0.1)
     first = sum(split_of(case.shape, world)[:rank])
 
     def pool(lookups: po.Lookups) -> torch.Tensor:
         return po.embedding_all_to_all(tables, lookups, optimizer=optimizer)
 
-    lookups = _exchange(inputs, case, 0)
+    lookups = exchange(inputs, case, 0)
     told = [error_of(lambda: pool(lookups))]
     with lookups:
         result = pool(lookups)
     gradient = make_gradient(case, world, 0, 0)[first : first + len(result)].to(po.device())
     told += [error_of(lambda: result.backward(gradient)), error_of(lambda: pool(lookups))]
     unchanged = all(map(torch.equal, tables, _tables_of(case)))
-    with _exchange(inputs, case, 0) as again:
+    with exchange(inputs, case, 0) as again:
         pool(again).backward(gradient)
     model = Model(case, rank, world)
     model.step(0, 0, 0.1)
     right = [difference(*pair) for pair in zip(tables, model.tables, strict=True)]
-    before = _exchange(inputs, case, 0)
+    before = exchange(inputs, case, 0)
     before.wait()
     po.recover()
     told.append(error_of(lambda: pool(before)))
@@ -350,11 +298,11 @@ def test_lookups_that_are_not_here(backend: str, world: int) -> None:
 def _graph_call(case: Case, way: str) -> Call:
     """The exchange and a forward pass of what it brings; buffers are larger than the lookups."""
     rank, world = po.rank(), po.world_size()
-    inputs, tables = _make(case, bounds="ignore"), _tables_of(case)
+    inputs, tables = make_exchange(case, bounds="ignore"), _tables_of(case)
     split, dims = split_of(case.shape, world), columns_of(case, world)
     given, wants = [], []
     for turn in range(NUM_INPUTS):
-        values, offsets, _ = _brought(case, turn)
+        values, offsets, _ = brought(case, turn)
         buffer = torch.zeros((len(offsets) - 1) * case.shape.max_pooling, dtype=values.dtype)
         buffer[: len(values)] = values
         given.append([buffer, offsets])
@@ -400,15 +348,15 @@ class TestGraphs(GraphSuite):
 
 def _refused() -> dict[str, tuple[str, str]]:
     case = _PLAIN
-    inputs, tables = _make(case), _tables_of(case)
-    values, offsets, weights = _brought(case, 0)
+    inputs, tables = make_exchange(case), _tables_of(case)
+    values, offsets, weights = brought(case, 0)
     assert weights is not None
     seen = {}
     with inputs.exchange(values, offsets=offsets, per_sample_weights=weights) as unknown:
         seen["no split"] = error_of(lambda: po.embedding_all_to_all(tables, unknown))[:2]
     required = weights.clone().requires_grad_()
     seen["a gradient"] = error_of(lambda: inputs.exchange(values, offsets=offsets, per_sample_weights=required))[:2]
-    with _exchange(inputs, case, 0) as lookups:
+    with exchange(inputs, case, 0) as lookups:
         calls: dict[str, Callable[[], Any]] = {
             "offsets": lambda: po.embedding_all_to_all(tables, lookups, offsets),
             "weights": lambda: po.embedding_all_to_all(tables, lookups, None, weights),

@@ -26,7 +26,7 @@ def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:
     split = split_of(case, world)
     dims = [sum(case.dims(pe)) for pe in range(world)]
     output = po.embedding_all_to_all(
-        weights, indices, offsets, factors, batch_per_rank=split, dim_per_rank=dims, **options
+        weights, indices, offsets, factors, batch_per_rank=split, dim_per_rank=dims, wire_dtype=case.wire, **options
     )
     return output
 
@@ -139,6 +139,9 @@ class TestFaults(ProtocolSuite):
         "shape": _other(Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 21)),
         "dtype": _other(
             Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19, dtype=torch.bfloat16),
+        ),
+        "wire_dtype": _other(
+            Case("protocol", dims=lambda rank: (8, 32), batch=lambda world: 19, wire=torch.bfloat16),
         ),
         "barrier": Mismatch(po.barrier, ["barrier(world_size=3)"]),
     }

@@ -64,8 +64,10 @@ def _trained(name: str) -> list[str]:
         module.optimizer.zero_grad()
         result = _run(module, case, step, knows_split=step % 2 == 0)
         wanted = reference.forward(batch_of(case, po.rank(), step)).detach()
-        is_rounded = any(table.data_type != torch.float32 for table in case.tables)
+        is_rounded = "wire_dtype" in case.options or any(table.data_type != torch.float32 for table in case.tables)
         dtype = torch.bfloat16 if is_rounded else torch.float32
+        if "wire_dtype" in case.options and result.dtype != case.options["wire_dtype"]:
+            problems.append(f"result of step {step}: of {result.dtype}")
         problems += _difference(result.detach(), wanted, dtype, f"result of step {step}")
         result.backward(gradient_of(case, po.rank(), step).to(po.device()))
         module.optimizer.step()

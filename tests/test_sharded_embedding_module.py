@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of
+from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of, samples_of
 from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.nn import KeyedEmbeddings, TablePlacement, ignore_sharded_tables
-from persistent_ops.nn.embedding_tables import place, placements_of, table_configs
+from persistent_ops.nn.embedding_tables import table_configs
+from persistent_ops.nn.table_layout import Layout, bytes_read, place
+from persistent_ops.nn.table_placements import placements_of
 
 _SHARED = next(case for case in CASES if case.name == "shared")
 _WEIGHTED = next(case for case in CASES if case.name == "weighted")
@@ -130,8 +132,10 @@ class _Collection:
 class _Parameter:
     """What has ParameterSharding's attributes."""
 
-    def __init__(self, kind: str, ranks: list[int], widths: list[int]) -> None:
+    def __init__(self, kind: str, ranks: list[int], widths: list[int], **more: Any) -> None:
         self.sharding_type, self.ranks = kind, ranks
+        self.compute_kernel = "fused"
+        self.__dict__ |= more
         self.sharding_spec = SimpleNamespace(shards=[SimpleNamespace(shard_sizes=[1, width]) for width in widths])
 
 
@@ -165,14 +169,19 @@ def test_in_place_of_a_collection(backend: str) -> None:
 # ---- placement -------------------------------------------------------------------------------------------------------
 
 
+def _placed(configs: Any, placement: Any, lookups: dict[str, float], world: int) -> Layout:
+    placements = placements_of(configs, placement)
+    return place(configs, placements, bytes_read(configs, placements, lookups, world), world)
+
+
 def test_the_costliest_are_placed_first() -> None:
     configs = table_configs([("a", 9, 64, ["x"]), ("b", 9, 16, ["y"]), ("c", 9, 16, ["z"]), ("d", 9, 8, ["x", "z"])])
     lookups = {"x": 1.0, "y": 3.0, "z": 1.0}
-    layout = place(configs, placements_of(configs, "table_wise"), lookups, 2)
+    layout = _placed(configs, "table_wise", lookups, 2)
     assert layout.owners == ((0,), (1,), (1,), (0,))  # 256, 192, 64 and 64 bytes
-    assert layout.costs == (320.0, 256.0)
+    assert layout.loads == (320.0, 256.0)
     sliced = {"a": TablePlacement("column_wise", 4), "d": TablePlacement(ranks=(2,))}
-    layout = place(configs, placements_of(configs, sliced), lookups, 3)
+    layout = _placed(configs, sliced, lookups, 3)
     assert layout.owners == ((1, 1, 2, 1), (0,), (2,), (2,))
     assert layout.features == ("x", "y", "z") and layout.names == ("x@a", "y", "z@c", "x@d", "z@d")
     assert sum(map(len, layout.groups[0].slots)) == 8 and layout.groups[0].dim_per_rank == (16, 48, 48)
@@ -182,9 +191,28 @@ def test_the_costliest_are_placed_first() -> None:
 
 _PLAIN = [("a", 10, 8, ["x"]), ("b", 5, 4, ["y"])]
 _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
-    "replicated": ({"placement": "replicated"}, "NotImplementedError", "'replicated', of a, is not provided"),
-    "auto": ({"placement": {"b": "auto"}}, "NotImplementedError", "no measured cost"),
     "row_wise": ({"placement": {"b": _Parameter("row_wise", [0], [])}}, "NotImplementedError", "'row_wise', of b"),
+    "grid_shard": ({"placement": {"a": "grid_shard"}}, "NotImplementedError", "'grid_shard', of a"),
+    "host memory": (
+        {"placement": {"b": _Parameter("table_wise", [0], [4], compute_kernel="fused_uvm")}},
+        "NotImplementedError",
+        "compute_kernel 'fused_uvm', of b",
+    ),
+    "rounding": (
+        {"placement": {"b": _Parameter("table_wise", [0], [4], stochastic_rounding=True)}},
+        "NotImplementedError",
+        "stochastic_rounding of b",
+    ),
+    "ranks of replicas": (
+        {"placement": {"a": TablePlacement("replicated", ranks=(0,))}},
+        "ValueError",
+        "a is replicated, and has ranks",
+    ),
+    "slices of replicas": (
+        {"placement": {"a": TablePlacement("replicated", 2)}},
+        "ValueError",
+        "a is replicated, and has 2 slices",
+    ),
     "no number": ({"placement": "column_wise"}, "ValueError", "num_slices="),
     "uneven": ({"placement": {"a": TablePlacement("column_wise", 3)}}, "ValueError", "8 columns of a do not divide"),
     "uneven plan": (
@@ -217,6 +245,12 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "estimates": ({"lookups_per_sample": {"x": 1.0}}, "ValueError", "lookups_per_sample"),
     "weighted mean": ({"tables": [("a", 2, 4, ["x"], "mean")], "is_weighted": True}, "ValueError", "is_weighted"),
     "algorithm": ({"algorithm": "lamb"}, "ValueError", "algorithm"),
+    "wire": ({"wire_dtype": torch.float16}, "TypeError", "wire_dtype"),
+    "wire of 16-bit tables": (
+        {"tables": [("a", 2, 4, ["x"], "sum", torch.bfloat16)], "wire_dtype": torch.bfloat16},
+        "TypeError",
+        "wire_dtype",
+    ),
 }
 
 
@@ -307,7 +341,8 @@ def _disagreed() -> list[Any]:
     rate = error_of(lambda: po.nn.ShardedEmbeddingBagCollection(_PLAIN, max_batch=4, lr=0.1 * (1 + po.rank())))
     module = _SHARED.make()
     batch = batch_of(_SHARED, po.rank(), 0)
-    return [name, "the same on all PEs" in text, rate[0], list(module(batch.values, batch.lengths).shape)[1]]
+    values, lengths = batch.values.to(po.device()), batch.lengths.to(po.device())
+    return [name, "the same on all PEs" in text, rate[0], list(module(values, lengths).shape)[1]]
 
 
 def test_pes_that_pass_different_tables(backend: str) -> None:
@@ -330,3 +365,73 @@ def _bad_on_one() -> list[Any]:
 
 def test_a_bad_index_is_told_where_it_was_passed() -> None:
     assert in_world(_bad_on_one, 3, "host") == [["", True], ["IndexError", True], ["", True]]
+
+
+# ---- lookups ahead ---------------------------------------------------------------------------------------------------
+
+
+def _ahead(name: str) -> list[str]:
+    """Train with lookups sent behind the forward pass before; return what differs from one process."""
+    case = next(case for case in CASES if case.name == name)
+    module, reference = case.make(gradient_scale=1.0), Reference(case)
+    problems = []
+
+    def send(step: int) -> Any:
+        batch = batch_of(case, po.rank(), step)
+        split = [samples_of(pe, step) for pe in range(po.world_size())]
+        return module.input_dist(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=split)
+
+    sent = send(0)
+    for step in range(6):
+        result = module(sent)
+        sent = send(step + 1)
+        if not torch.allclose(
+            result.detach().cpu(), reference.forward(batch_of(case, po.rank(), step)).detach(), rtol=2e-5, atol=2e-5
+        ):
+            problems.append(f"step {step}")
+        result.backward(gradient_of(case, po.rank(), step).to(po.device()))
+        reference.step(po.world_size(), step)
+    sent.release()
+    with torch.no_grad():  # a batch that was given up is no other one's
+        plain = module(_jagged(case, po.rank(), 2, [1, 0, 2])).values()
+        jagged = module.input_dist(_jagged(case, po.rank(), 2, [1, 0, 2]))
+        problems += [] if torch.equal(module(jagged).values(), plain) else ["keyed"]
+    po.check()
+    return problems
+
+
+@pytest.mark.parametrize("name", ["slices", "adagrad", "replicated beside slices"])
+def test_lookups_ahead_are_those_of_one_process(backend: str, name: str) -> None:
+    assert in_world(_ahead, 3, backend, name) == [[]] * 3
+
+
+def _ahead_refused() -> list[Any]:
+    module, batch = _SHARED.make(), batch_of(_SHARED, po.rank(), 0)
+    given = (batch.values, batch.lengths)
+    seen = []
+    with torch.no_grad():
+        sent = module.input_dist(*given)
+        seen.append(error_of(lambda: module.input_dist(*given)))
+        seen.append(error_of(lambda: module(*given)))
+        seen.append(error_of(lambda: module(sent, batch.lengths)))
+        module(sent)
+        seen.append(error_of(lambda: module(sent)))
+        given_up = module.input_dist(*given)
+        given_up.release()
+        seen.append(error_of(lambda: module(given_up)))
+        same = torch.equal(module(*given), module(module.input_dist(*given)))
+    return [[(name, text) for name, text, *_ in seen], same]
+
+
+def test_what_cannot_be_sent_or_pooled() -> None:
+    wanted = [
+        ("RuntimeError", "what input_dist has sent has not been pooled"),
+        ("RuntimeError", "what input_dist has sent has not been pooled"),
+        ("ValueError", "they were given to input_dist"),
+        ("RuntimeError", "expected what the last call of this module's input_dist returned"),
+        ("RuntimeError", "pooled or released"),
+    ]
+    for seen, same in in_world(_ahead_refused, 2, "host"):
+        assert same
+        for (kind, text), (name, told) in zip(seen, wanted, strict=True):
+            assert kind == name and told in text

@@ -38,10 +38,15 @@ def lookups(num_indices: int, batch: int = BATCH, seed: int = 0) -> Lookups:
 
 
 def operator_arguments(
-    weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None = None, mode: str = "sum"
+    weights: list[torch.Tensor],
+    found: Lookups,
+    factors: torch.Tensor | None = None,
+    mode: str = "sum",
+    wire: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     batch = (found[1].numel() - 1) // TABLES
-    return (weights, *found, factors, [TABLES * DIM], [batch], weights[0].dtype, mode, "fatal", "communication_aware")
+    dtypes = (weights[0].dtype, wire or weights[0].dtype)
+    return (weights, *found, factors, [TABLES * DIM], [batch], *dtypes, mode, "fatal", "communication_aware")
 
 
 def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None, mode: str) -> torch.Tensor:
@@ -76,8 +81,9 @@ def _opcheck(kind: str) -> list[str]:
     factors = torch.rand(23, device=po.device()) if kind == "weighted" else None
     # Tables that require a gradient are left to the tests below: test_aot_dispatch_dynamic runs the backward pass of
     # what requires one, and that of torch.ops' operator raises.
-    arguments = operator_arguments(tables(), lookups(23), factors, mode)
-    operators, out = torch.ops.persistent_ops, po.empty(BATCH, TABLES * DIM)
+    wire = torch.bfloat16 if kind == "wire" else None
+    arguments = operator_arguments(tables(), lookups(23), factors, mode, wire)
+    operators, out = torch.ops.persistent_ops, po.empty(BATCH, TABLES * DIM, dtype=wire or torch.float32)
     problems = opcheck_problems({"plain": (operators.embedding_all_to_all, arguments, {})})
     # The others are left out: they call the operator with clones of `out`, which are not in the symmetric heap, where
     # it must write. That `out` is written to, and nothing else, and its fake kernel, are checked below.
@@ -85,7 +91,7 @@ def _opcheck(kind: str) -> list[str]:
     return problems + opcheck_problems(with_out, ["test_autograd_registration"])
 
 
-@pytest.mark.parametrize("kind", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("kind", ["sum", "mean", "weighted", "wire"])
 def test_opcheck(backend: str, kind: str) -> None:
     assert one_pe(_opcheck, backend, kind) == []
 
@@ -93,16 +99,17 @@ def test_opcheck(backend: str, kind: str) -> None:
 def _operator_and_function() -> list[str]:
     problems = []
     operators = torch.ops.persistent_ops
-    for dtype, kinds in ((torch.float32, "sum mean weighted"), (torch.float16, "sum"), (torch.bfloat16, "sum")):
+    for dtype, kinds in ((torch.float32, "sum mean weighted wire"), (torch.float16, "sum"), (torch.bfloat16, "sum")):
         for iteration, kind in enumerate(kinds.split()):
             mode, weighted = "mean" if kind == "mean" else "sum", kind == "weighted"
             weights, found = tables(dtype), lookups(30 + iteration, seed=iteration)
             factors = torch.rand(30 + iteration, device=po.device()) if weighted else None
             copies = [x.clone() for x in (*weights, *found)]
-            arguments = operator_arguments(weights, found, factors, mode)
-            function = po.embedding_all_to_all(weights, *found, factors, mode=mode)
+            wire = torch.bfloat16 if kind == "wire" else dtype
+            arguments = operator_arguments(weights, found, factors, mode, wire)
+            function = po.embedding_all_to_all(weights, *found, factors, mode=mode, wire_dtype=wire)
             operator = operators.embedding_all_to_all(*arguments)
-            out = po.empty(BATCH, TABLES * DIM, dtype=dtype)
+            out = po.empty(BATCH, TABLES * DIM, dtype=wire)
             out.fill_(float("nan"))
             nothing = operators.embedding_all_to_all_out(*arguments, out=out)
             po.check()
@@ -110,7 +117,7 @@ def _operator_and_function() -> list[str]:
             if nothing is not None or not (torch.equal(function, operator) and torch.equal(function, out)):
                 problems.append(f"{where}: function, operator and out= differ")
             error = (function.cpu().double() - expected(weights, found, factors, mode)).abs().max()
-            if float(error) > {torch.float32: 1e-4}.get(dtype, 0.2):
+            if float(error) > {torch.float32: 1e-4}.get(wire, 0.2):
                 problems.append(f"{where}: differs from torch by {float(error)}")
             if any(not torch.equal(x, copy) for x, copy in zip((*weights, *found), copies, strict=True)):
                 problems.append(f"{where}: an input was changed")
@@ -230,14 +237,14 @@ def test_make_fx_sees_the_operator(backend: str) -> None:
 class Interaction(torch.nn.Module):
     """The exchange as a model uses it: tables, exchange, pairwise products of the features."""
 
-    def __init__(self, mode: str = "sum") -> None:
+    def __init__(self, mode: str = "sum", wire: torch.dtype | None = None) -> None:
         super().__init__()
         self.tables = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in tables()])
-        self.mode = mode
+        self.mode, self.wire = mode, wire
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        rows = po.embedding_all_to_all(list(self.tables), indices, offsets, mode=self.mode)
-        features = rows.view(rows.shape[0], -1, DIM)
+        rows = po.embedding_all_to_all(list(self.tables), indices, offsets, mode=self.mode, wire_dtype=self.wire)
+        features = rows.float().view(rows.shape[0], -1, DIM)
         return torch.bmm(features, features.transpose(1, 2))
 
 
@@ -249,14 +256,14 @@ _CALLS = [(6, (23, 23)), (6, (30, 23)), (8, (40, 50)), (7, (33, 50)), (6, (23, 2
 def _compiled(backend: str) -> list[str]:
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     problems = []
-    for mode in ("sum", "mean"):
-        model = Interaction(mode)
+    for mode, wire in (("sum", None), ("mean", torch.bfloat16)):
+        model = Interaction(mode, wire)
         compiled = torch.compile(model, fullgraph=True)
         for number, (batch, sizes) in enumerate(_CALLS if mode == "sum" else _CALLS[:2]):
             found = lookups(sizes[po.rank()], batch, seed=number)
             rows = compiled(*found)
             if not torch.equal(rows, model(*found)):
-                problems.append(f"{mode}, call {number}: differs from eager")
+                problems.append(f"{mode}, {wire}, call {number}: differs from eager")
     po.check()
     po.finalize()
     return problems

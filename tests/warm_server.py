@@ -26,8 +26,6 @@ import persistent_ops
 
 __all__ = ["persistent_ops", "pytest", "torch"]  # imported for those that are forked
 
-_SPARE = 200  # a program's file descriptors are below
-
 
 def _folders() -> list[str]:
     return [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -60,7 +58,8 @@ def _next_program(connection: socket.socket) -> dict[str, Any]:
 
 def _become(request: dict[str, Any], descriptors: list[int], installed: list[str]) -> None:
     """Make this process what a fresh one is that was given the request's folder, environment and descriptors."""
-    report, *given = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _SPARE) for descriptor in descriptors]
+    spare = max(request["numbers"]) + 1  # from here on no copy is in the way of another one's number
+    report, *given = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, spare) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
     for descriptor, number in zip(given, request["numbers"], strict=True):

@@ -22,7 +22,7 @@ class Reference:
     """The tables of one case after passes with given sets.
 
     A difference is told as a share of what rounding explains. A sum of n gradients of at most 1, in whatever order, is
-    taken to be off by 8 n units in the last place of fp32, and by one of the tables' dtype, in which a library may keep
+    taken to be off by 8 n units in the last place of fp32, and by one of the wire's dtype, in which a library may keep
     it; what that makes of row and state follows from the formulas' derivatives, for states of at least 0.5.
 
     Args:
@@ -114,6 +114,7 @@ class _Rows:
     def __init__(self, config: Config, algorithm: str, rows: torch.Tensor, state: torch.Tensor | None) -> None:
         self._dtype = config.torch_dtype
         self._unit = _UNIT[config.dtype]
+        self._sum_unit = _UNIT[config.wire or config.dtype]
         self._is_rowwise = algorithm == "rowwise_adagrad"
         self.rows = rows.double()
         self.rows_off = torch.zeros_like(self.rows)
@@ -123,7 +124,7 @@ class _Rows:
     def step(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Update the rows with sums of gradients `[n, D]`, of so many each `[n, 1]`; those of none stay."""
         fp32 = _UNIT["fp32"]
-        sums_off = 8 * fp32 * counts + (0 if self._unit == fp32 else 2 * self._unit * sums.abs())
+        sums_off = 8 * fp32 * counts + (0 if self._sum_unit == fp32 else 2 * self._sum_unit * sums.abs())
         step, step_off = sums, sums_off
         if self.state is not None:
             squares, squares_off = sums.square(), (2 * sums.abs() + sums_off) * sums_off

@@ -22,6 +22,7 @@ CONFIGS: dict[str, tuple[Config, tuple[str, ...]]] = {
     config.name: (config, optimizers)
     for config, optimizers in (
         (Config("B2048_T256_P10", 2048, 256, 10), OPTIMIZERS),
+        (Config("B2048_T256_P1", 2048, 256, 1), OPTIMIZERS[:1]),
         # fp16: the 16 bits that FBGEMM's tables have too.
         (Config("B16384_T26_P20_D128_fp16", 16384, 26, 20, 128, "fp16"), OPTIMIZERS[:1]),
         (Config("B65536_T7_P8_D128", 65536, 7, 8, 128), OPTIMIZERS[:1]),

@@ -60,7 +60,7 @@ def draw_gradient(config: Config, world_size: int, *, rank: int, number: int, de
     """
     shape = (config.batch // world_size, world_size * config.tables * config.dim)
     generator = torch.Generator(device).manual_seed(7_919 * rank + 101 * number + 3)
-    return torch.empty(shape, dtype=config.torch_dtype, device=device).uniform_(-1, 1, generator=generator)
+    return torch.empty(shape, dtype=config.wire_dtype, device=device).uniform_(-1, 1, generator=generator)
 
 
 class Training:

@@ -69,6 +69,7 @@ class OurBackward:
             "batch_per_rank": [config.batch // world.size] * world.size,
             "dim_per_rank": [config.tables * config.dim] * world.size,
             "dtype": config.torch_dtype,
+            "wire_dtype": config.wire_dtype,
         }
         self._parts: list[_Parts] = []
         self._alone: BackwardPlan | None = None
@@ -84,9 +85,7 @@ class OurBackward:
         self._optimizer._backward(
             self._gradients[number],
             self._tables,
-            drawn.indices,
-            drawn.offsets,
-            None,
+            embedding_backward._OfBatch(drawn.indices, drawn.offsets, None),
             self._split,
             "sum",
             wants_factors=False,
@@ -138,10 +137,7 @@ class OurBackward:
             widths=(key.widths[rank],),  # type: ignore[attr-defined]
             batch_per_rank=(self._config.batch,),
         )
-        states = [self._optimizer.state(table) for table in self._tables]
-        optimizer = self._optimizer
-        chosen = (optimizer._algorithm, optimizer._decay, optimizer._constants)
-        return BackwardPlan(self._world, alone, self._tables, states, *chosen)
+        return self._optimizer._plan(self._world, alone, self._tables)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Exchange:
     def __init__(self, world: World, config: Config, device: torch.device) -> None:
         width = config.tables * config.dim
         self._shape = (config.batch // world.size, world.size, width)  # samples, PEs, columns
-        options = {"dtype": config.torch_dtype, "device": device}
+        options = {"dtype": config.wire_dtype, "device": device}
         self._ordered = torch.empty(world.size, self._shape[0], width, **options)
         self._pooled = torch.empty_like(self._ordered)
         self._result = torch.empty(self._shape, **options)
@@ -138,7 +138,7 @@ def why_no_fbgemm() -> str | None:
 class Fbgemm:
     """FBGEMM's table-batched embeddings over this PE's tables.
 
-    As `fbgemm_gpu` has them by default, but exact: no stochastic rounding, results in the tables' dtype, everything in
+    As `fbgemm_gpu` has them by default, but exact: no stochastic rounding, results in the wire's dtype, everything in
     the GPU's memory. What goes through autograd runs on one stream, `stream`, where its nodes belong.
 
     Args:
@@ -163,15 +163,15 @@ class Fbgemm:
         configs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
         location = common.EmbeddingLocation.DEVICE if is_gpu else common.EmbeddingLocation.HOST
         device = training.ComputeDevice.CUDA if is_gpu else training.ComputeDevice.CPU
-        precision = {"fp32": configs.SparseType.FP32, "fp16": configs.SparseType.FP16}[config.dtype]
+        precisions = {name: getattr(configs.SparseType, name.upper()) for name in ("fp32", "fp16", "bf16")}
         self._sets = sets
         self._module: Any = training.SplitTableBatchedEmbeddingBagsCodegen(
             [(config.rows, config.dim, location, device)] * config.tables,
             optimizer=getattr(configs.EmbOptimType, f"EXACT_{algorithm.upper()}"),
             learning_rate=RATE,
             eps=EPS,
-            weights_precision=precision,
-            output_dtype=precision,
+            weights_precision=precisions[config.dtype],
+            output_dtype=precisions[config.wire or config.dtype],
             stochastic_rounding=False,
             device=storage.device,
         )

@@ -16,8 +16,9 @@ from .methods import Methods
 
 __all__ = ["TOLERANCE", "check_methods", "reference"]
 
-# Largest difference from torch's result, relative to the largest magnitude. fp32: sums of up to some hundred rows,
-# perhaps in another order. bf16: both round an fp32 sum once, so neighbours are one unit in the last place apart.
+# Largest difference from torch's result, relative to the largest magnitude, by the result's dtype. fp32: sums of up to
+# some hundred rows, perhaps in another order. bf16: both round an fp32 sum once, so neighbours are one unit in the last
+# place apart.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-7}
 
 
@@ -32,7 +33,7 @@ def check_methods(world: World, methods: Methods) -> dict[str, Any]:
     Returns:
         The largest relative difference from the reference, and "failures" on this PE.
     """
-    tolerance = TOLERANCE[methods.config.dtype]
+    tolerance = TOLERANCE[methods.config.wire or methods.config.dtype]
     largest = 0.0
     failures: list[str] = []
     for number, lookups in enumerate(methods.sets):

@@ -9,6 +9,8 @@ import torch
 
 __all__ = ["CONFIGS", "Config"]
 
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Config:
@@ -22,6 +24,7 @@ class Config:
         dim: elements of a row.
         dtype: of the tables: "fp32", "fp16" or "bf16".
         rows: of each table.
+        wire: dtype of pooled rows and of gradients on their way; None: the tables'.
     """
 
     name: str
@@ -31,10 +34,15 @@ class Config:
     dim: int = 256
     dtype: str = "fp32"
     rows: int = 100_000
+    wire: str | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+        return _DTYPES[self.dtype]
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return _DTYPES[self.wire or self.dtype]
 
     @property
     def lookups(self) -> int:
@@ -53,7 +61,7 @@ class Config:
     @property
     def output_bytes(self) -> int:
         """Bytes of each PE's result; also of what it pools in all, whatever the world's size."""
-        return self.batch * self.tables * self.row_bytes
+        return self.batch * self.tables * self.dim * self.wire_dtype.itemsize
 
     def sent_bytes(self, world_size: int) -> float:
         """Return the bytes that each PE sends to its peers per call."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_plan import EmbeddingPlan, Tuning
+from persistent_ops.ops.embedding_plan import EmbeddingPlan, LookupKind, Tuning
 from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.world import World
 
@@ -46,15 +46,14 @@ def make_plan(
         team,
         tuning,
         weights,
-        lookups.indices,
-        lookups.offsets,
-        None,
-        (config.tables * config.dim,) * team.size,
-        (config.batch // team.size,) * team.size,
-        config.torch_dtype,
-        "sum",
-        "fatal",
-        schedule,
+        LookupKind.of_batch(lookups.indices, lookups.offsets),
+        dim_per_rank=(config.tables * config.dim,) * team.size,
+        batch_per_rank=(config.batch // team.size,) * team.size,
+        dtype=config.torch_dtype,
+        wire_dtype=config.wire_dtype,
+        mode="sum",
+        bounds="fatal",
+        schedule=schedule,
     )
 
 
@@ -81,7 +80,7 @@ class Methods:
         share = config.batch // world.size
         self._batch_per_rank = [share] * world.size
         self._dim_per_rank = [width] * world.size
-        device, dtype = storage.device, config.torch_dtype
+        device, dtype = storage.device, config.wire_dtype
         self._pooled = torch.empty(config.batch, width, dtype=dtype, device=device)
         self._received = torch.empty(world.size, share, width, dtype=dtype, device=device)
         self._reordered = torch.empty(share, world.size, width, dtype=dtype, device=device)
@@ -109,6 +108,7 @@ class Methods:
             out=self.out,
             batch_per_rank=self._batch_per_rank,
             dim_per_rank=self._dim_per_rank,
+            wire_dtype=self.config.wire_dtype,
             schedule=schedule,
         )
 
@@ -123,7 +123,7 @@ class Methods:
         pooled = torch.nn.functional.embedding_bag(
             lookups.joint_indices, self._storage, lookups.offsets, mode="sum", include_last_offset=True
         )
-        return pooled.view(self.config.batch, -1)
+        return pooled.view(self.config.batch, -1).to(self.config.wire_dtype)
 
     def unfused_own(self, lookups: LookupSet) -> torch.Tensor:
         return self._exchange(self.pooling_own(lookups))

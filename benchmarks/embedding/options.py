@@ -7,18 +7,24 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
+from harness.command import names
 
 from .configs import Config
 from .inputs import DISTRIBUTIONS
 
-__all__ = ["add_options", "check_batches", "distributions_of", "expected_backend", "sized"]
+__all__ = ["add_options", "check_batches", "distributions_of", "expected_backend", "sized", "wires_of"]
+
+_WIRES = ("fp32", "bf16")
 
 
 def add_options(parser: argparse.ArgumentParser, configs: Iterable[str], rows: str) -> None:
-    """Add --configs, --zipf and --rows; `rows`: the help's words for the default."""
+    """Add --configs, --zipf, --rows and --wire-dtype; `rows`: the help's words for the default."""
     parser.add_argument("--configs", help=f"comma-separated, of {','.join(configs)} (default: all)")
     parser.add_argument("--zipf", choices=("also", "only", "no"), help="Zipf 1.05 indices (default also; quick no)")
     parser.add_argument("--rows", type=int, help=f"rows of each table (default {rows})")
+    parser.add_argument(
+        "--wire-dtype", help=f"of configs with tables of fp32, comma-separated, of {','.join(_WIRES)} (default fp32)"
+    )
 
 
 def distributions_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -27,10 +33,28 @@ def distributions_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     return {"also": DISTRIBUTIONS, "only": ("zipf",), "no": ("uniform",)}[zipf]
 
 
-def sized(config: Config, backend: str, rows: int | None) -> Config:
-    """Return a config in the size of a backend; `rows`: of each table, None for what that has."""
+def wires_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the dtypes on the wire that were asked for."""
+    return names("--wire-dtype", arguments.wire_dtype or "fp32", _WIRES)
+
+
+def sized(config: Config, backend: str, rows: int | None, wires: Sequence[str]) -> list[Config]:
+    """Return a config in the size of a backend.
+
+    Args:
+        config: as it is on GPUs.
+        backend: name of it.
+        rows: of each table; None for what the config has.
+        wires: dtypes on the wire where tables are of fp32, each of which makes a config with a name of its own.
+    """
     shape = config if backend == "cuda" else config.for_host()
-    return shape if rows is None else dataclasses.replace(shape, rows=rows)
+    shape = shape if rows is None else dataclasses.replace(shape, rows=rows)
+    if shape.dtype != "fp32":
+        return [shape]
+    return [
+        shape if wire == "fp32" else dataclasses.replace(shape, name=f"{shape.name}_wire_{wire}", wire=wire)
+        for wire in wires
+    ]
 
 
 def check_batches(configs: Iterable[Config], worlds: Sequence[int]) -> None:

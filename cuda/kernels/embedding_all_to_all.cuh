@@ -23,7 +23,8 @@ namespace po::embedding_all_to_all {
 // ---- configuration --------------------------------------------------------------------------------------------------
 
 struct Config {
-  DType scalar = DType::kFloat32;
+  DType scalar = DType::kFloat32;  // of the tables
+  DType wire = scalar;             // of pooled rows, on their way and in the output
   IndexType index = IndexType::kInt64;
   IndexType offset = IndexType::kInt64;
   Pooling pooling = Pooling::kSum;
@@ -37,6 +38,7 @@ struct Config {
 template <Config kConfig>
 struct Traits {
   using Scalar = ScalarOf<kConfig.scalar>;
+  using Wire = ScalarOf<kConfig.wire>;
   using Index = IndexOf<kConfig.index>;
   using Offset = IndexOf<kConfig.offset>;
   static constexpr bool kSources = kConfig.sources;
@@ -44,10 +46,13 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kElementBytes = static_cast<int>(sizeof(typename Scalar::Storage));
+  // Of a row, that a lane takes at a time: what it stores has 16 bytes.
+  static constexpr int kVectorBytes = 16 * kElementBytes / static_cast<int>(sizeof(typename Wire::Storage));
   static_assert(kThreads % 32 == 0, "a WG consists of whole warps");
 
   template <int kLanes, int kVectors, int kBytes>
-  using Shape = BagShape<Scalar, Index, Offset, kConfig.pooling, kLanes, kVectors, kBytes, kConfig.rows_in_flight>;
+  using Shape =
+      BagShape<Scalar, Wire, Index, Offset, kConfig.pooling, kLanes, kVectors, kBytes, kConfig.rows_in_flight>;
 };
 
 // How a warp divides over a table's rows; `shape` of a Table. The plan picks the narrowest that holds a row.
@@ -211,11 +216,11 @@ class RowStore {
 
   template <class Shape>
   PO_FN void emit(const float (&sums)[Shape::kVectors][Shape::Elements::kCount]) {
-    const int first = typename Shape::Group{}.rank() * Shape::kBytes;
+    const int first = typename Shape::Group{}.rank() * Shape::kOutputBytes;
     PO_UNROLL
     for (int v = 0; v < Shape::kVectors; ++v) {
-      const int offset = v * Shape::kStrideBytes + first;
-      if (offset < piece_bytes_) store_vector<Shape::kBytes>(target_ + offset, Shape::Elements::round(sums[v]));
+      const int offset = v * (Shape::kStrideBytes / Shape::kNarrowing) + first;
+      if (offset < piece_bytes_) store_vector<Shape::kOutputBytes>(target_ + offset, Shape::Output::round(sums[v]));
     }
     target_ += stride_;
   }
@@ -273,19 +278,19 @@ class Worker {
       if (shape == kElementwise) pool_as<typename Traits::template Shape<32, 2, Traits::kElementBytes>>(task, table);
     }
     if constexpr ((Traits::kShapes & 1 << kLanes32x2) != 0) {
-      if (shape == kLanes32x2) pool_as<typename Traits::template Shape<32, 2, 16>>(task, table);
+      if (shape == kLanes32x2) pool_as<typename Traits::template Shape<32, 2, Traits::kVectorBytes>>(task, table);
     }
     if constexpr ((Traits::kShapes & 1 << kLanes32) != 0) {
-      if (shape == kLanes32) pool_as<typename Traits::template Shape<32, 1, 16>>(task, table);
+      if (shape == kLanes32) pool_as<typename Traits::template Shape<32, 1, Traits::kVectorBytes>>(task, table);
     }
     if constexpr ((Traits::kShapes & 1 << kLanes16) != 0) {
-      if (shape == kLanes16) pool_as<typename Traits::template Shape<16, 1, 16>>(task, table);
+      if (shape == kLanes16) pool_as<typename Traits::template Shape<16, 1, Traits::kVectorBytes>>(task, table);
     }
     if constexpr ((Traits::kShapes & 1 << kLanes8) != 0) {
-      if (shape == kLanes8) pool_as<typename Traits::template Shape<8, 1, 16>>(task, table);
+      if (shape == kLanes8) pool_as<typename Traits::template Shape<8, 1, Traits::kVectorBytes>>(task, table);
     }
     if constexpr ((Traits::kShapes & 1 << kLanes4) != 0) {
-      if (shape == kLanes4) pool_as<typename Traits::template Shape<4, 1, 16>>(task, table);
+      if (shape == kLanes4) pool_as<typename Traits::template Shape<4, 1, Traits::kVectorBytes>>(task, table);
     }
     warp_.sync();
   }
@@ -297,8 +302,8 @@ class Worker {
     const BagRange bags = bags_of(plan_.order, task, Group{}.index(), Group::kPerWarp);
     const BagInputs inputs = inputs_of(task, table, bags);
     for (int32_t chunk = 0; chunk < inputs.row_bytes; chunk += Shape::kChunkBytes) {
-      store_.aim(task.destination, bags.first, table.column_bytes + chunk,
-                 min_of(inputs.row_bytes - chunk, Shape::kChunkBytes));
+      store_.aim(task.destination, bags.first, table.column_bytes + chunk / Shape::kNarrowing,
+                 min_of(inputs.row_bytes - chunk, Shape::kChunkBytes) / Shape::kNarrowing);
       const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
       if (!Traits::kSources && (findings.bad_index >= 0 || findings.bad_bag >= 0)) {
         report_findings<Traits>(plan_, findings, position_, Group{}.index(), Group::kPerWarp, call_.offsets,

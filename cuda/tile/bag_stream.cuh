@@ -1,5 +1,5 @@
 // Pools consecutive bags of one table: the rows of all the bags form one stream, and a row of output leaves whenever the
-// stream crosses the end of a bag. Sums are in fp32 and in index order.
+// stream crosses the end of a bag. Sums are in fp32 and in index order, and rounded once, to the scalar of the output.
 //
 // A group of lanes takes one bag at a time; each lane holds kVectors vectors of kBytes of every row. Rows come in two
 // batches that take turns: while one is added up, the other is in flight. A batch's loads are straight-line code, because
@@ -14,14 +14,19 @@ namespace po {
 
 enum class Pooling { kSum, kWeightedSum, kMean };
 
-template <class Scalar_, class Index_, class Offset_, Pooling kPooling_, int kLanes_, int kVectors_, int kBytes_,
-          int kRows_>
+template <class Scalar_, class Output_, class Index_, class Offset_, Pooling kPooling_, int kLanes_, int kVectors_,
+          int kBytes_, int kRows_>
 struct BagShape {
   using Scalar = Scalar_;
   using Index = Index_;
   using Offset = Offset_;
   using Group = Lanes<kLanes_>;
   using Elements = VectorOf<Scalar, kBytes_>;
+  // How many times as wide as an element of output one of the table is.
+  static constexpr int kNarrowing =
+      static_cast<int>(sizeof(typename Scalar::Storage) / sizeof(typename Output_::Storage));
+  static constexpr int kOutputBytes = kBytes_ / kNarrowing;
+  using Output = VectorOf<Output_, kOutputBytes>;
   static constexpr Pooling kPooling = kPooling_;
   // One host thread does the work of all lanes, on up to this much of a row at a time.
   static constexpr int kVectors = PO_ON_DEVICE ? kVectors_ : 512 / kBytes_;
@@ -31,6 +36,7 @@ struct BagShape {
   static constexpr int kStrideBytes = Group::kSize * kBytes;   // from a lane's vector to its next one
   static constexpr int kChunkBytes = kStrideBytes * kVectors;  // of a row, per pass
   static_assert(!PO_ON_DEVICE || kLanes_ % kBatch == 0, "a batch must not straddle two windows");
+  static_assert(Output::kCount == Elements::kCount, "an element becomes one that is no wider");
 };
 
 struct BagInputs {

@@ -105,10 +105,9 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule, dev
         progress = Progress(**torch.load(found / _FILE, map_location=device, weights_only=True))
     except Exception as error:
         raise ValueError(f"{found} is no checkpoint of this program: {error}") from error
-    changed = [name for name in identity if progress.identity.get(name) != identity[name]]
+    changed = _changed("", progress.identity, identity)
     if changed:
-        told = "; ".join(f"{name} {progress.identity.get(name)!r}, not {identity[name]!r}" for name in changed)
-        raise ValueError(f"{found} is of another training: {told}")
+        raise ValueError(f"{found} is of another training: {'; '.join(changed)}")
     tables = _tables(embedding)
     try:
         with _quietly_alone():
@@ -119,6 +118,14 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule, dev
     embedding.load_state_dict(tables["tables"])
     embedding.optimizer.load_state_dict(tables["optimizer"])
     return progress
+
+
+def _changed(name: str, saved: Any, wanted: Any) -> list[str]:
+    """Say what differs, each by its path of names."""
+    if isinstance(saved, dict) and isinstance(wanted, dict):
+        prefix = f"{name}." if name else ""
+        return [each for key in wanted for each in _changed(prefix + key, saved.get(key), wanted[key])]
+    return [] if saved == wanted else [f"{name} {saved!r}, not {wanted!r}"]
 
 
 def _tables(embedding: EmbeddingModule) -> dict[str, Any]:

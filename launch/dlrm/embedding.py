@@ -40,9 +40,9 @@ class EmbeddingOptimizer(Protocol):
 class EmbeddingModule(Protocol):
     """What the training asks of an embedding module, an `nn.Module` whose tables may be spread over the PEs.
 
-    Its forward pass is called once a step on every PE, with the lookups of the PE's own samples, of which there may be
-    none; its backward pass by autograd, likewise once and on every PE. In between, and only there, gradients of the
-    dense part are exchanged by DistributedDataParallel.
+    On every PE, once a step: `input_dist` sends the lookups of the PE's own samples, of which there may be none, to the
+    tables; the forward pass, called with what that returned, pools them; autograd calls the backward pass. Between the
+    two passes the next batch's lookups are sent, and DistributedDataParallel exchanges gradients of the dense part.
 
     Each PE's loss is the sum over its samples, times the number of PEs, divided by the samples of the *global* batch:
     DistributedDataParallel takes the mean over the PEs. A module that sums a row's gradients over the PEs must divide
@@ -56,12 +56,20 @@ class EmbeddingModule(Protocol):
     optimizer: EmbeddingOptimizer
     training: bool
 
-    def __call__(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Run `forward`: pool the lookups of this PE's B samples.
+    def input_dist(self, values: torch.Tensor, lengths: torch.Tensor, *, batch_per_rank: Sequence[int]) -> Any:
+        """Send the lookups of this PE's B samples on their way.
 
         Args:
             values: `[n]`, int32 or int64, feature by feature, sample by sample.
             lengths: `[T * B]`, of the same dtype: lengths[t * B + b] lookups are feature t's in sample b.
+            batch_per_rank: samples of every PE.
+
+        Returns:
+            What the module is called with, before the next call of this but one.
+        """
+
+    def __call__(self, features: Any) -> torch.Tensor:
+        """Run `forward`: pool what `input_dist` has sent.
 
         Returns:
             `[B, sum of D]`, the features' pooled rows in the order of features, whatever the tables' placement.
@@ -113,8 +121,15 @@ class PlainEmbedding(nn.Module):
         self.to(device)
         self.optimizer = optimizer(self.parameters())
 
-    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def input_dist(
+        self, values: torch.Tensor, lengths: torch.Tensor, *, batch_per_rank: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `EmbeddingModule`; one process has all lookups."""
+        return values, lengths
+
+    def forward(self, features: Any) -> torch.Tensor:
         """See `EmbeddingModule`; reads lengths on the host."""
+        values, lengths = features
         per_feature = lengths.unflatten(0, (len(self.tables), -1))
         counts = per_feature.sum(dim=1).tolist()
         pooled = []

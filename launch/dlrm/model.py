@@ -110,6 +110,7 @@ class DenseModel(nn.Module):
             `[B]`.
         """
         bottom = self.bottom(dense)
+        pooled = pooled.to(bottom.dtype)  # under autocast; the interaction would go on in the wider one of both
         mixed = self._dot(bottom, pooled) if self.cross is None else self.cross(torch.cat([bottom, pooled], dim=1))
         logits: torch.Tensor = self.logit(self.top(mixed))
         return logits.squeeze(1)

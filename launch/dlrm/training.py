@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,21 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from persistent_ops.nn import balanced_splits
+
 from . import checkpoint
+from .ahead import Sender, Sent
 from .batches import Batches, Position
+from .dense_gradients import DenseGradients
 from .embedding import EmbeddingModule
 from .metrics import all_predictions, auroc
 from .model import DenseModel
 from .records import Batch
+from .schedule import Schedule
 
 __all__ = ["History", "Plan", "Training"]
+
+_UNTIMED_STEPS = 10  # in which kernels are compiled and memory is found
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,16 @@ class Training:
         evaluation: samples that evaluate; None for no evaluations. Without a seed, its order is the source's.
         device: of all tensors.
         identity: what else decides the losses, such as learning rates; a checkpoint with another is refused.
+        schedule: of the rates of both optimizers, whose rates so far are the base; None to leave them as they are.
+        precision: of the dense part's products, torch.float32 or torch.bfloat16 (autocast).
+        is_compiled: whether the dense part goes through torch.compile; evaluations do not.
 
     Attributes:
+        batches, device: see above.
         history: of the training, also of what was done before it was resumed.
         step: steps so far.
         position: of the next batch.
+        timed_steps, seconds: of `run`, without the first steps, evaluations and checkpoints.
 
     Raises:
         ValueError: the samples have other columns than the model.
@@ -99,6 +112,9 @@ class Training:
         evaluation: Batches | None = None,
         device: torch.device | None = None,
         identity: dict[str, Any] | None = None,
+        schedule: Schedule | None = None,
+        precision: torch.dtype = torch.float32,
+        is_compiled: bool = False,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
             if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
@@ -109,16 +125,28 @@ class Training:
         self._model = model
         self._embedding = embedding
         self._optimizer = optimizer
-        self._batches = batches
+        self.batches = batches
         self._evaluation = evaluation
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._identity = {"batches": batches.identity(), "sizes": model.sizes.identity(), **(identity or {})}
         self._num_pes = dist.get_world_size() if dist.is_initialized() else 1
-        self._dense = DistributedDataParallel(model) if self._num_pes > 1 else model
+        self._schedule = schedule
+        self._base_rates = [group["lr"] for group in self._rate_groups()]
+        self._precision = precision
+        self._dense: Any = model
+        self._gradients: DenseGradients | None = None
+        if self._num_pes > 1:
+            self._dense = DistributedDataParallel(model)
+            self._gradients = DenseGradients(self._dense)
+        if is_compiled:
+            self._dense = torch.compile(self._dense)
+        self._sender = Sender(embedding, self._num_pes, self.device)
         self._shares: list[torch.Tensor] = []
         self.history = History()
         self.step = 0
         self.position: Position = (0, 0)
+        self.timed_steps, self.seconds = 0, 0.0
+        self._untimed = _UNTIMED_STEPS
 
     def run(self, plan: Plan, show: Callable[[int, float], None] | None = None) -> History:
         """Train until the plan's end.
@@ -133,13 +161,34 @@ class Training:
         end = self._end(plan)
         if self.position >= end:
             raise ValueError(f"the plan ends with step {self._step_of(end)}, and {self.step} have been done")
-        with contextlib.closing(self._batches.stream(self.position, end, self._device)) as stream:
-            for batch in stream:
-                self._shares.append(self._train(batch, self._batches.size(self.position[1])))
-                self.position = self._batches.after(self.position)
-                self.step += 1
-                self._look_up(plan, is_last=self.position == end, show=show)
+        with contextlib.closing(self.batches.stream(self.position, end, self.device)) as stream:
+            while self.position < end:
+                self._run_span(stream, self._steps_until_due(plan, end), plan, show)
+                self._look_up(plan, is_last=self.position == end)
         return self.history
+
+    def steps(self, batches: Iterable[tuple[Batch, int]]) -> Iterator[torch.Tensor]:
+        """Make a step with each batch; the lookups of the next one travel meanwhile.
+
+        Args:
+            batches: this PE's samples, and how many the global batch has.
+
+        Yields:
+            This PE's share of the loss, behind each step.
+        """
+        coming = iter(batches)
+        sent = self._sender.send_next(coming)
+        while sent is not None:
+            self._set_rates()
+            self._optimizer.zero_grad()
+            self._embedding.optimizer.zero_grad()
+            sent.await_copy()
+            pooled = self._embedding(sent.lookups)
+            following = self._sender.send_next(coming)
+            share = self._learn(sent, pooled)
+            self.step += 1
+            yield share
+            sent = following
 
     def evaluate(self) -> dict[str, float]:
         """Return loss and AUC over the samples that evaluate, whatever their batches and the number of PEs.
@@ -153,11 +202,13 @@ class Training:
         self._model.train(False)
         self._embedding.train(False)
         scores, labels = [], []
-        stream = self._evaluation.stream((0, 0), (1, 0), self._device)
+        stream = self._evaluation.stream((0, 0), (1, 0), self.device)
         try:
-            with torch.no_grad(), contextlib.closing(stream):
-                for batch in stream:
-                    scores.append(self._model(batch.dense, self._embedding(batch.values, batch.lengths)).float())
+            with torch.no_grad(), self._autocast(), contextlib.closing(stream):
+                for batch, size in self._sized(stream, self._evaluation, (0, 0), self._evaluation.num_batches):
+                    split = balanced_splits(size, self._num_pes)
+                    lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
+                    scores.append(self._model(batch.dense, self._embedding(lookups)).float())
                     labels.append(batch.labels)
         finally:
             self._model.train(modes[0])
@@ -184,44 +235,95 @@ class Training:
 
     def resume(self, folder: Path) -> None:
         """Go on from the latest checkpoint of a folder; ValueError where there is none, or one of another training."""
-        found = checkpoint.load(folder, self._identity, self._embedding, self._device)
+        found = checkpoint.load(folder, self._identity, self._embedding, self.device)
         self._model.load_state_dict(found.model)
         self._optimizer.load_state_dict(found.optimizer)
         self.step, self.position = found.step, (found.epoch, found.batch)
         self.history = History(list(found.losses), list(found.evaluations))
         self._shares.clear()
 
-    def _train(self, batch: Batch, batch_size: int) -> torch.Tensor:
-        """Make one step; return this PE's share of the loss."""
-        self._optimizer.zero_grad()
-        self._embedding.optimizer.zero_grad()
-        pooled = self._embedding(batch.values, batch.lengths)
-        logits = self._dense(batch.dense, pooled)
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _run_span(
+        self,
+        stream: Generator[Batch, None, None],
+        num_steps: int,
+        plan: Plan,
+        show: Callable[[int, float], None] | None,
+    ) -> None:
+        """Make steps between which nothing but losses is looked at."""
+        begin = time.perf_counter()
+        for share in self.steps(self._sized(stream, self.batches, self.position, num_steps)):
+            self._shares.append(share)
+            self.position = self.batches.after(self.position)
+            num_steps -= 1
+            if num_steps == 0 or len(self._shares) >= plan.losses_every:
+                summed = self._sum_losses()  # the host waits here
+                now = time.perf_counter()
+                if self._untimed > 0:
+                    self._untimed -= summed
+                else:
+                    self.timed_steps += summed
+                    self.seconds += now - begin
+                begin = now
+                if show is not None:
+                    show(self.step, self.history.losses[-1])
+
+    def _learn(self, sent: Sent, pooled: torch.Tensor) -> torch.Tensor:
+        """Go forward through the dense part, backward through all, and update; return this PE's share of the loss."""
+        if self._gradients is not None:
+            self._gradients.order(pooled)
+        with self._autocast():
+            logits = self._dense(sent.batch.dense, pooled)
         # A sum over no samples is 0, a mean is NaN: a PE may have none.
-        loss = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum") / batch_size
+        loss = F.binary_cross_entropy_with_logits(logits.float(), sent.batch.labels, reduction="sum") / sent.batch_size
         (loss * self._num_pes).backward()  # DDP takes the mean over the PEs
         self._optimizer.step()
         self._embedding.optimizer.step()
         return loss.detach()
 
-    def _look_up(self, plan: Plan, *, is_last: bool, show: Callable[[int, float], None] | None) -> None:
-        """Sum losses, evaluate and save where that is due behind a step."""
-        evaluates = self._evaluation is not None and _is_due(self.step, plan.evaluate_every, is_last)
-        saves = plan.folder is not None and _is_due(self.step, plan.checkpoint_every, is_last)
-        if is_last or evaluates or saves or len(self._shares) >= plan.losses_every:
-            self._sum_losses()
-            if show is not None:
-                show(self.step, self.history.losses[-1])
-        if evaluates:
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._precision == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._precision)
+
+    def _rate_groups(self) -> list[dict[str, Any]]:
+        return [*self._optimizer.param_groups, *self._embedding.optimizer.param_groups]
+
+    def _set_rates(self) -> None:
+        if self._schedule is not None:
+            for group, base in zip(self._rate_groups(), self._base_rates, strict=True):
+                group["lr"] = self._schedule.rate(base, self.step)
+
+    @staticmethod
+    def _sized(
+        stream: Generator[Batch, None, None], batches: Batches, position: Position, count: int
+    ) -> Iterator[tuple[Batch, int]]:
+        """Yield so many batches of a stream, each with the size of the global one."""
+        for _ in range(count):
+            yield next(stream), batches.size(position[1])
+            position = batches.after(position)
+
+    # ---- in between --------------------------------------------------------------------------------------------------
+
+    def _steps_until_due(self, plan: Plan, end: Position) -> int:
+        """Return the steps until something is due for which no lookups may be under way."""
+        left = self._step_of(end) - self._step_of(self.position)
+        every = [plan.evaluate_every if self._evaluation is not None else 0]
+        every += [plan.checkpoint_every if plan.folder is not None else 0]
+        return min([left, *(each - self.step % each for each in every if each)])
+
+    def _look_up(self, plan: Plan, *, is_last: bool) -> None:
+        """Evaluate and save where that is due behind a step."""
+        if self._evaluation is not None and _is_due(self.step, plan.evaluate_every, is_last):
             self.history.evaluations.append(self.evaluate())
-        if saves:
-            assert plan.folder is not None
+        if plan.folder is not None and _is_due(self.step, plan.checkpoint_every, is_last):
             self.save(plan.folder)
 
-    def _sum_losses(self) -> None:
-        """Move the losses that are still on the device into the history."""
+    def _sum_losses(self) -> int:
+        """Move the losses that are still on the device into the history; return how many."""
         if not self._shares:
-            return
+            return 0
         sums = torch.stack(self._shares).double()
         if self._num_pes > 1:
             dist.all_reduce(sums)
@@ -233,13 +335,14 @@ class Training:
                 raise ValueError(
                     f"the loss of step {step} is {loss}: the training has diverged; lower the learning rate"
                 )
+        return len(sums)
 
     def _end(self, plan: Plan) -> Position:
-        steps = plan.epochs * self._batches.num_batches
-        return divmod(min(steps, plan.most_steps or steps), self._batches.num_batches)
+        steps = plan.epochs * self.batches.num_batches
+        return divmod(min(steps, plan.most_steps or steps), self.batches.num_batches)
 
     def _step_of(self, position: Position) -> int:
-        return position[0] * self._batches.num_batches + position[1]
+        return position[0] * self.batches.num_batches + position[1]
 
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:

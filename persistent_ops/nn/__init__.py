@@ -9,8 +9,8 @@ from .embedding_bag_collection import (
 )
 from .embedding_bag_optimizer import EmbeddingBagOptimizer as EmbeddingBagOptimizer
 from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
+from .embedding_features import SentFeatures as SentFeatures
 from .embedding_tables import TableConfig as TableConfig
-from .embedding_tables import TablePlacement as TablePlacement
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,
 )
@@ -20,4 +20,5 @@ from .parallel_linear import (
 from .parallel_linear import (
     balanced_splits as balanced_splits,
 )
+from .table_placements import TablePlacement as TablePlacement
 from .table_shards import TableShards as TableShards

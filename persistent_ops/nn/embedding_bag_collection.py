@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import ops as _ops
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
+from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
-from .embedding_features import Features, KeyedEmbeddings, features_of
-from .embedding_tables import Group, TableConfig, place, placements_of, table_configs
+from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
+from .embedding_tables import TableConfig, lookup_estimates, table_configs
+from .pooled_lookups import pool_arrived
+from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
+from .table_placements import TablePlacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from rich.table import Table
     from typing_extensions import Self
 
 __all__ = ["ShardedEmbeddingBagCollection", "ignore_sharded_tables"]
@@ -47,7 +52,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_batch: the most samples that a PE passes.
         lookups_per_sample: of each feature, by name, or one number for all: estimates, of which room for lookups and
             balance come.
-        placement: "table_wise", a `TablePlacement`, a mapping of tables' names to these, or TorchRec's ShardingPlan.
+        placement: "table_wise", "replicated", "auto", a `TablePlacement`, a mapping of tables' names to these, or
+            TorchRec's ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
         algorithm: of `EmbeddingOptimizer`.
         lr, eps, weight_decay, weight_decay_mode, betas: of it too.
         gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
@@ -55,6 +61,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
         max_grad_norm: refused.
         is_weighted: whether lookups have weights; all tables are pooled by "sum" then. They get no gradient.
+        wire_dtype: bfloat16 halves the bytes that pooled rows of float32 tables, and their gradients, travel in; their
+            part of the result has that dtype (`embedding_all_to_all`). Tables of 16 bits stay as they are.
         seed: of the first rows, which are uniform in TableConfig's init_range and the same for any placement and world.
         bounds: of `EmbeddingInputs`.
         keyed_tensor: makes the result of a KeyedJaggedTensor of names, columns of each, and values; TorchRec's
@@ -97,6 +105,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_gradient: float | None = None,
         max_grad_norm: float | None = None,
         is_weighted: bool = False,
+        wire_dtype: torch.dtype | None = None,
         seed: int = 0,
         bounds: str = "fatal",
         keyed_tensor: Callable[[list[str], list[int], torch.Tensor], Any] = KeyedEmbeddings,
@@ -110,8 +119,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         configs = table_configs(tables)
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
-        estimates = _estimates(configs, lookups_per_sample)
-        self.layout = place(configs, placements_of(configs, placement), estimates, world.size)
+        if wire_dtype is not None:
+            _check_wire(configs, wire_dtype)
+        self._wire_dtype = wire_dtype
+        estimates = lookup_estimates(configs, lookups_per_sample)
+        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype)
+        self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
         self.embedding_dims = list(self.layout.dims)
@@ -126,9 +139,21 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         }
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
-        self._agree([algorithm, options, scale, max_gradient, seed])
+        self._agree([algorithm, options, scale, max_gradient, wire_dtype, seed])
+        self._replicas = None
+        if self.layout.replicated:
+            self._replicas = ReplicatedTables(
+                world,
+                self.layout,
+                max_batch,
+                is_weighted=is_weighted,
+                bounds=bounds,
+                algorithm=algorithm,
+                options=options,
+                scale=scale,
+            )
         self.embedding_bags = torch.nn.ModuleDict(
-            {config.name: ShardedTable(self.layout, number, world) for number, config in enumerate(configs)}
+            {config.name: self._make_table(number) for number, config in enumerate(configs)}
         )
         self.reset_parameters(seed)
         self._weights, optimizers = [], []
@@ -141,7 +166,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             optimizers.append(optimizer)
         self._optimizers = optimizers
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
-        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), optimizers)
+        self._ahead: SentFeatures | None = None
+        of_replicas = [] if self._replicas is None else self._replicas.optimizers
+        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), [*optimizers, *of_replicas])
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 
     @classmethod
@@ -162,6 +189,20 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
         made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
         return made
+
+    def placements(self) -> dict[str, TablePlacement]:
+        """Return where the tables lie, by name; passed as `placement`, it puts them there again."""
+        layout = self.layout
+        return {
+            config.name: replace(placement, ranks=layout.owners[number] or None)
+            for number, (config, placement) in enumerate(zip(layout.configs, layout.placements, strict=True))
+        }
+
+    def placement_table(self) -> Table:
+        """Return which PE has what, and what it costs, as a table for ``rich.print``."""
+        from .placement_report import placement_table
+
+        return placement_table(self.layout, self._lookups_per_sample)
 
     def embedding_bag_configs(self) -> list[TableConfig]:
         """Return the tables' configs."""
@@ -199,9 +240,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
         if other is not None:
             raise ValueError(
-                f"tables, placement, algorithm and its options, seed: expected the same on all PEs, but PE {other} and "
-                f"PE {self._world.rank} passed different ones; PE {self._world.rank}: {(self.layout, *choices)}"
+                f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but PE "
+                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: "
+                f"{(self.layout, *choices)}"
             )
+
+    def _make_table(self, number: int) -> ShardedTable:
+        if self._replicas is not None and self.layout.is_replicated(number):
+            return ShardedTable(self.layout, number, self._world, self._replicas.table(number))
+        return ShardedTable(self.layout, number, self._world)
 
     def _table(self, number: int) -> ShardedTable:
         table = self.embedding_bags[self.layout.configs[number].name]
@@ -212,13 +259,75 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         groups = {slot.table: number for number, group in enumerate(self.layout.groups) for slot in group.columns}
         found = {}
         for number, config in enumerate(self.layout.configs):
-            table, optimizer = self._table(number), self._optimizers[groups[number]]
-            slices = [(each, table.slice(each), optimizer) for each in table.slices]
+            table = self._table(number)
+            if self._replicas is not None and self.layout.is_replicated(number):
+                slices = [(0, self._replicas.states(number))]
+            else:
+                optimizer = self._optimizers[groups[number]]
+                slices = [(each, optimizer.state(table.slice(each))) for each in table.slices]
             size = torch.Size((config.num_embeddings, config.embedding_dim))
             found[config.name] = (table.weight, size, self.layout.placements[number].num_slices, slices)
         return found
 
     # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def input_dist(
+        self,
+        features: Any,
+        lengths: torch.Tensor | None = None,
+        *,
+        per_sample_weights: torch.Tensor | None = None,
+        batch_per_rank: Sequence[int] | None = None,
+    ) -> SentFeatures:
+        """Send the lookups of this PE's B samples, ahead of the forward pass that pools them.
+
+        They travel while the device does what else it has: in a training, call it for the next batch behind the forward
+        pass of this one. Called on a stream of its own, it waits for that alone, and for the launches before it.
+
+        Args: those of `forward`. They must stay as they are until the forward pass.
+
+        Returns:
+            What `forward` takes in place of `features`; at most one at a time.
+
+        Raises:
+            RuntimeError: what was sent before has neither been pooled nor released.
+            ValueError, TypeError, NotImplementedError: see `forward`.
+
+        Collective, on the current stream. Where forward passes wait for their backward passes, the last one alone keeps
+        its lookups.
+        """
+        if self._ahead is not None and not self._ahead.is_over:
+            raise RuntimeError(
+                "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
+            )
+        is_keyed = lengths is None
+        if lengths is not None:
+            given = Features(features, lengths, per_sample_weights)
+        else:
+            if per_sample_weights is not None:
+                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
+            given = features_of(features, self.feature_names)
+            given = given if self._is_weighted else given._replace(weights=None)
+        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
+        self._make_room()
+        own = None if self._replicas is None else self._replicas.begin(given)
+        sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
+        try:
+            for inputs in self._inputs:
+                sent.lookups.append(
+                    inputs.exchange(
+                        given.values,
+                        lengths=given.lengths,
+                        per_sample_weights=given.weights,
+                        batch_per_rank=batch_per_rank,
+                    )
+                )
+        except BaseException:
+            sent.release()
+            raise
+        self._ahead = sent
+        return sent
 
     def forward(
         self,
@@ -232,53 +341,45 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
         Args:
             features: `[n]`, int32 or int64: values, feature by feature in the order of `feature_names`, in a feature
-                sample by sample; or a KeyedJaggedTensor.
+                sample by sample; or a KeyedJaggedTensor; or, alone, what `input_dist` returned for either.
             lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
             per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone.
             batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
                 for what has come and copies it.
 
         Returns:
-            `[B, sum of D]`, of the tables' dtype, the widest one where there are several; of a KeyedJaggedTensor that
-            in a KeyedTensor (see `keyed_tensor`).
+            `[B, sum of D]`, of the tables' dtype or, of float32 tables, `wire_dtype`; where these are several, what
+            torch promotes them to. Of a KeyedJaggedTensor that in a KeyedTensor (see `keyed_tensor`).
 
         Raises:
             ValueError, TypeError: an argument's shape, dtype, device or layout.
             NotImplementedError: a batch that varies from feature to feature; gradients of weights.
+            RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed.
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
         Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call.
         """
-        is_keyed = lengths is None
-        if lengths is not None:
-            given = Features(features, lengths, per_sample_weights)
-        else:
-            if per_sample_weights is not None:
-                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
-            given = features_of(features, self.feature_names)
-            given = given if self._is_weighted else given._replace(weights=None)
-        pooled = self._pooled(given, batch_per_rank)
-        return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled) if is_keyed else pooled
+        if not isinstance(features, SentFeatures):
+            features = self.input_dist(
+                features, lengths, per_sample_weights=per_sample_weights, batch_per_rank=batch_per_rank
+            )
+        elif any(each is not None for each in (lengths, per_sample_weights, batch_per_rank)):
+            raise ValueError("lengths, per_sample_weights, batch_per_rank: they were given to input_dist")
+        elif features is not self._ahead:
+            raise RuntimeError("features: expected what the last call of this module's input_dist returned")
+        pooled = self._pooled(features)
+        if not features.is_keyed:
+            return pooled
+        return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled)
 
-    def _pooled(self, given: Features, batch_per_rank: Sequence[int] | None) -> torch.Tensor:
-        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
-        if not self._world.workspace.is_capturing():
-            self.optimizer.push_rate()
-        sent: list[Lookups] = []
+    def _pooled(self, features: SentFeatures) -> torch.Tensor:
+        sent = features.take()
+        self._ahead = None
         pooled, problem, is_kept = [], None, False
-        self._make_room()
         try:
-            for inputs in self._inputs:
-                sent.append(
-                    inputs.exchange(
-                        given.values,
-                        lengths=given.lengths,
-                        per_sample_weights=given.weights,
-                        batch_per_rank=batch_per_rank,
-                    )
-                )
+            if not self._world.workspace.is_capturing():
+                self.optimizer.push_rate()
             for group, weights, optimizer, lookups in zip(
                 self.layout.groups, self._weights, self._optimizers, sent, strict=True
             ):
@@ -286,14 +387,16 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     lookups.wait()
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
-                pooled.append(_pool(group, weights, optimizer, lookups))
-            is_kept = batch_per_rank is not None and torch.is_grad_enabled()
+                pooled.append(pool_arrived(group, weights, optimizer, lookups, self._wire_dtype))
+            is_kept = features.knows_split and torch.is_grad_enabled()
         finally:
             if not is_kept:
                 for lookups in sent:
                     lookups.release()
         if is_kept:
             self._keep(sent, pooled)
+        if self._replicas is not None and features.own is not None:
+            pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
         if problem is not None:
             raise problem
         result = self._in_order(pooled)
@@ -301,6 +404,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             most = self._clamp
             result.register_hook(lambda gradient: gradient.clamp(-most, most))
         return result
+
+    def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Round what this PE has pooled itself as that of tables elsewhere is."""
+        is_narrowed = self._wire_dtype is not None and pooled.dtype == torch.float32
+        return pooled.to(self._wire_dtype) if is_narrowed else pooled
 
     def _make_room(self) -> None:
         """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
@@ -327,7 +435,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Put the groups' columns, which come by owners, in the order of tables and features."""
         blocks = [
             result.split([slot.width for slot in group.columns], dim=1)
-            for result, group in zip(pooled, self.layout.groups, strict=True)
+            for result, group in zip(pooled, [*self.layout.groups, *self.layout.replicated], strict=True)
         ]
         order = self.layout.outputs
         if order == tuple((0, number) for number in range(len(blocks[0]))) and len(pooled) == 1:
@@ -349,8 +457,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return placement and costs, for repr()."""
-        owners = {config.name: list(of) for config, of in zip(self.layout.configs, self.layout.owners, strict=True)}
-        return f"owners={owners}, bytes_per_sample={[round(cost) for cost in self.layout.costs]}"
+        layout = self.layout
+        owners = {
+            config.name: "all" if layout.is_replicated(number) else list(layout.owners[number])
+            for number, config in enumerate(layout.configs)
+        }
+        return f"owners={owners}, {layout.costs.unit}={[float(f'{load:.3g}') for load in layout.loads]}"
 
 
 def ignore_sharded_tables(model: torch.nn.Module) -> None:
@@ -378,62 +490,6 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
     model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
 
 
-def _estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:
-    names = list(dict.fromkeys(name for config in configs for name in config.feature_names))
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, float(given))
-    if set(given) != set(names):
-        raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
-    return {name: float(given[name]) for name in names}
-
-
-def _pool(
-    group: Group, weights: Sequence[torch.Tensor], optimizer: EmbeddingOptimizer, lookups: Lookups
-) -> torch.Tensor:
-    """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
-
-    Bad lookups are skipped here, since the exchange has told.
-    """
-    if lookups.batch_per_rank is not None:
-        from_sources: torch.Tensor = _ops.embedding_all_to_all(
-            weights,
-            lookups,
-            mode=group.pooling,
-            dim_per_rank=group.dim_per_rank,
-            dtype=group.dtype,
-            bounds="ignore",
-            optimizer=optimizer,
-        )
-        return from_sources
-    indices, offsets, factors, batch_per_rank = _global_batch(lookups)
-    pooled: torch.Tensor = _ops.embedding_all_to_all(
-        weights,
-        indices,
-        offsets,
-        factors,
-        mode=group.pooling,
-        batch_per_rank=batch_per_rank,
-        dim_per_rank=group.dim_per_rank,
-        dtype=group.dtype,
-        bounds="ignore",
-        optimizer=optimizer,
-    )
-    return pooled
-
-
-def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
-    """Return indices, offsets and weights of the global batch, and each PE's samples; waits on the host."""
-    sources = [lookups.source(pe) for pe in range(len(lookups.sources))]
-    first = sources[0]
-    indices, weights, lengths = [first.indices[:0]], [], [first.offsets[:0]]
-    for slot in range(lookups.num_slots):
-        for source in sources:
-            ends = source.offsets[slot * source.samples : (slot + 1) * source.samples + 1]
-            begin, end = ends[[0, -1]].tolist()
-            indices.append(source.indices[begin:end])
-            lengths.append(ends.diff())
-            weights += [] if source.weights is None else [source.weights[begin:end]]
-    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
-    is_weighted = first.weights is not None
-    factors = torch.cat([first.weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
-    return torch.cat(indices), offsets, factors, [source.samples for source in sources]
+def _check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:
+    if wire_dtype != torch.bfloat16 or all(config.data_type != torch.float32 for config in configs):
+        raise TypeError(f"wire_dtype: expected None, or torch.bfloat16 where tables are of float32, got {wire_dtype}")

@@ -22,6 +22,8 @@ _OF_MODULE = (
     "column_slices",
 )  # of a saved group; not taken over as they are
 
+_States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and its states
+
 
 class EmbeddingBagOptimizer(torch.optim.Optimizer):
     """Has the states of a `ShardedEmbeddingBagCollection`'s tables; rows are updated in the backward pass.
@@ -37,8 +39,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     Args:
         algorithm: of `po.EmbeddingOptimizer`.
         options: of it too.
-        tables: of the collection, by name: the parameter, columns of the table, its number of slices, and of each that
-            this PE has its number, its rows and its optimizer.
+        tables: of the collection, by name: the parameter, size of the table, its number of slices, and of each that
+            this PE has its number and its states.
+        optimizers: that have these states.
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses
@@ -47,7 +50,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self,
         algorithm: str,
         options: Mapping[str, Any],
-        tables: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[tuple[int, Any, EmbeddingOptimizer]]]],
+        tables: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[_States]]],
         optimizers: Sequence[EmbeddingOptimizer],
     ) -> None:
         self._algorithm = algorithm
@@ -64,14 +67,14 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         parameter: torch.nn.Parameter,
         size: torch.Size,
         num_slices: int,
-        slices: Sequence[tuple[int, Any, EmbeddingOptimizer]],
+        slices: Sequence[_States],
     ) -> list[TableShards]:
         is_rowwise = self._algorithm == "rowwise_adagrad"
         rows, dim = size
         whole = (rows * num_slices,) if is_rowwise else (rows, dim)
         states = [
-            ((number * rows,) if is_rowwise else (0, number * dim // num_slices), optimizer.state(weight))
-            for number, weight, optimizer in slices
+            ((number * rows,) if is_rowwise else (0, number * dim // num_slices), of_slice)
+            for number, of_slice in slices
         ]
         return [
             TableShards(
@@ -178,6 +181,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             if "beta_powers" in saved:
                 optimizer._beta_powers.copy_(torch.tensor(saved["beta_powers"]))
             changes.loaded(*optimizer._own)
+        for of_table in self._shards.values():
+            changes.loaded(*(block for shards in of_table for _, block in shards.shards))
         self._pushed = None
         self.push_rate()
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
-from .embedding_tables import Layout
+from .table_layout import Layout
+from .table_placements import COLUMN_WISE
 from .table_shards import TableShards
 
 __all__ = ["ShardedTable"]
@@ -22,23 +23,25 @@ class ShardedTable(torch.nn.Module):
         layout: of all tables.
         number: of this one.
         world: of this PE.
+        memory: `[R, D]`, of a replicated table; None: it is allocated.
 
     Attributes:
         slices: numbers of those that this PE has.
         weight: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`.
     """
 
-    def __init__(self, layout: Layout, number: int, world: _world.World) -> None:
+    def __init__(self, layout: Layout, number: int, world: _world.World, memory: torch.Tensor | None = None) -> None:
         super().__init__()
         self._config, placement = layout.configs[number], layout.placements[number]
         self.slices = layout.slices_of(number, world.rank)
         self._width = self._config.embedding_dim // placement.num_slices
         rows = self._config.num_embeddings
-        if placement.kind == "table_wise":
-            shape = [rows if self.slices else 0, self._width]
-        else:
+        if placement.kind == COLUMN_WISE:
             shape = [len(self.slices), rows, self._width]
-        memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
+        else:
+            shape = [rows if self.slices else 0, self._width]
+        if memory is None:
+            memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
         self.weight = torch.nn.Parameter(memory, requires_grad=False)
         self._blocks: list[torch.Tensor] = list(memory.view(-1, rows, self._width)) if self.slices else []
         self._world = world

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
 from ..runtime.operator import Operator
+from ..runtime.team import Team
 from ..runtime.torch_library import TorchOperator
 from ..runtime.torch_private import function_transform, num_dispatch_modes, without_dispatch_modes
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
@@ -21,7 +22,7 @@ from .table_set import TableSet, TableSets
 if TYPE_CHECKING:
     from .embedding_backward import EmbeddingOptimizer
 
-__all__ = ["embedding_all_to_all", "reference"]
+__all__ = ["embedding_all_to_all", "pool_alone", "reference"]
 
 _WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", (), has_kernel=False)
 
@@ -37,6 +38,7 @@ def embedding_all_to_all(
     batch_per_rank: Sequence[int] | None = None,
     dim_per_rank: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
     bounds: str = "fatal",
     schedule: str = "communication_aware",
     optimizer: EmbeddingOptimizer | None = None,
@@ -46,7 +48,7 @@ def embedding_all_to_all(
 
     Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[bag (t, start_r + b)])``, where
     start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the order
-    of the indices, and rounded once: the same bits on every run, world size and schedule.
+    of the indices, and rounded once, to nearest: the same bits on every run, world size and schedule.
 
     Args:
         weights: this PE's T tables, each `[R_t, D_t]`, contiguous, all of one dtype (float32, float16 or bfloat16), the
@@ -67,7 +69,11 @@ def embedding_all_to_all(
         dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on
             the host, the first time that they meet these tables; every PE must then pass None, new tables must be new
             on all PEs, and none may have T = 0.
-        dtype: of the tables and the result; None takes it from the tables, or float32 where T is 0.
+        dtype: of the tables; None takes it from them, or float32 where T is 0.
+        wire_dtype: of pooled rows on their way and in the result, and of the gradients that come back: the tables' (as
+            None says), or bfloat16 where that is float32. That halves the bytes between PEs; each element, this PE's
+            own samples included, differs from the fp32 sum by at most 2^-8 of it. Gradients are added up, and tables
+            and states updated, in fp32. The same on every PE.
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
@@ -79,7 +85,7 @@ def embedding_all_to_all(
             tables require no gradient, must say so here where others' do.
 
     Returns:
-        `[batch_per_rank[rank], sum of dim_per_rank]` on this PE's device, dtype of the tables. Without `out` it is a
+        `[batch_per_rank[rank], sum of dim_per_rank]` on this PE's device, of the wire's dtype. Without `out` it is a
         buffer of a pool in the symmetric heap: it stays unchanged while any tensor shares it, and its memory is used
         again afterwards; there is no copy. Results that are held therefore count against `heap_size`. A buffer handed
         out during a CUDA-graph capture is written by every replay and stays with the graph until `po.finalize()`.
@@ -120,11 +126,16 @@ def embedding_all_to_all(
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
-        split = {"batch_per_rank": batch_per_rank, "dim_per_rank": dim_per_rank, "dtype": dtype}
+        split = {
+            "batch_per_rank": batch_per_rank,
+            "dim_per_rank": dim_per_rank,
+            "dtype": dtype,
+            "wire_dtype": wire_dtype,
+        }
         record = _record_sparse() if optimizer is None else optimizer.record
         return record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
     result: torch.Tensor
-    choices_of_call = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
     if isinstance(indices, Lookups):
         sources = indices.sources
         pooling = average_pooling(indices.capacity, len(weights) * sum(indices.batch_per_rank or ()))
@@ -155,6 +166,54 @@ def _record_sparse() -> Callable[..., torch.Tensor]:
     return record_sparse
 
 
+def pool_alone(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None = None,
+    *,
+    mode: str = "sum",
+    bounds: str = "fatal",
+) -> torch.Tensor:
+    """Pool the bags of samples that are all this PE's own, on this PE alone.
+
+    Row b is ``cat over t of pool(weights_t[bag (t, b)])``. No gradient is recorded.
+
+    Args:
+        weights: T tables `[R_t, D_t]`, at least one, as for `embedding_all_to_all`.
+        indices: `[n]`, int32 or int64.
+        offsets: `[T * B + 1]`, int32 or int64, feature-major.
+        per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
+        mode: "sum" or "mean".
+        bounds: as of `embedding_all_to_all`; with "ignore" the last offset may come before the last index.
+
+    Returns:
+        `[B, sum of D]`, as of `embedding_all_to_all`.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device or layout.
+        SymmetricHeapError: no room for the result.
+        IndexError: see `bounds`.
+
+    Not collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
+    """
+    world = _world.for_call()
+    pooling = average_pooling(indices.numel(), offsets.numel() - 1)
+    kind = LookupKind(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+    dims, batch = sum(weight.shape[1] for weight in weights), (offsets.numel() - 1) // len(weights)
+
+    def check() -> None:
+        check_types(weights, indices, offsets, per_sample_weights, (dims,), (batch,), out=None)
+
+    dtype = weights[0].dtype
+    choices = ((dims,), (batch,), dtype, dtype, mode, bounds, SCHEDULES[0])
+    plan = _plan(world, world.alone, weights, kind, choices, check)
+    plan.check_lookups(indices, offsets, per_sample_weights)
+    place, result = _place_of_result(world, plan, None)
+    plan.launch(world, indices, offsets, per_sample_weights, place)
+    return result()
+
+
 def _complete(
     weights: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -163,6 +222,7 @@ def _complete(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
     *choices: str,
 ) -> tuple[Any, ...]:
     """Fill in what the dispatcher is to see."""
@@ -171,7 +231,7 @@ def _complete(
         dim_per_rank = _dims_at_compile_time(*weights)
     elif dim_per_rank is None and num_dispatch_modes():
         dim_per_rank = _exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
-    completed = _completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype)
+    completed = _completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype, wire_dtype)
     return (weights, indices, offsets, per_sample_weights, *completed, *choices)
 
 
@@ -182,7 +242,8 @@ def _completed(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
-) -> tuple[Sequence[int], Sequence[int], torch.dtype]:
+    wire_dtype: torch.dtype | None,
+) -> tuple[Sequence[int], Sequence[int], torch.dtype, torch.dtype]:
     """Fill in what the caller left to the operator. Collective where `dim_per_rank` is None and the tables are new."""
     if dim_per_rank is None:
         dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
@@ -190,17 +251,15 @@ def _completed(
         batch_per_rank = _even_split(len(weights), num_offsets, world.size)
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
-    return dim_per_rank, batch_per_rank, dtype
+    return dim_per_rank, batch_per_rank, dtype, dtype if wire_dtype is None else wire_dtype
 
 
 def completed_split(
     world: _world.World, weights: Sequence[torch.Tensor], num_offsets: int, split: Mapping[str, Any]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return dim_per_rank and batch_per_rank of a call."""
-    dims, batches, _ = _completed(
-        world, weights, num_offsets, split["dim_per_rank"], split["batch_per_rank"], split["dtype"]
-    )
-    return tuple(dims), tuple(batches)
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return dim_per_rank, batch_per_rank and dtype of a call."""
+    dims, batches, dtype, _ = _completed(world, weights, num_offsets, **split)
+    return tuple(dims), tuple(batches), dtype
 
 
 def table_set(world: _world.World, weights: Sequence[torch.Tensor]) -> TableSet:
@@ -276,6 +335,7 @@ def _run(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
     mode: str,
     bounds: str,
     schedule: str,
@@ -283,13 +343,13 @@ def _run(
 ) -> torch.Tensor:
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
-    pooling = average_pooling(indices.numel(), offsets.numel() - 1)
-    kind = LookupKind(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+    kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
 
     def check() -> None:
         check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out=out)
 
-    plan = _plan(world, weights, kind, (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule), check)
+    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    plan = _plan(world, world.team, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
     place, result = _place_of_result(world, plan, out)
     plan.launch(world, indices, offsets, per_sample_weights, place)
@@ -305,6 +365,7 @@ def _run_from_sources(
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
     mode: str,
     bounds: str,
     schedule: str,
@@ -319,7 +380,8 @@ def _run_from_sources(
     def check() -> None:
         check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
 
-    plan = _plan(world, weights, kind, (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule), check)
+    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    plan = _plan(world, world.team, weights, kind, choices, check)
     place, result = _place_of_result(world, plan, out)
     plan.launch_from(world, sources, place)
     return result()
@@ -327,6 +389,7 @@ def _run_from_sources(
 
 def _plan(
     world: _world.World,
+    team: Team,
     weights: Sequence[torch.Tensor],
     kind: LookupKind,
     choices: tuple[Any, ...],
@@ -340,7 +403,7 @@ def _plan(
         dim_per_rank = tuple(dim_per_rank)
     if batch_per_rank is not None:
         batch_per_rank = tuple(batch_per_rank)
-    key = EmbeddingKey(world.team, tables, state.tuning, (dim_per_rank, batch_per_rank, *others), kind)
+    key = EmbeddingKey(team, tables, state.tuning, (dim_per_rank, batch_per_rank, *others), kind)
     plan: EmbeddingPlan | None = state.plans.find(key)
     if plan is None:
         check()
@@ -349,8 +412,8 @@ def _plan(
 
 
 def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
-    completed = _completed(world, weights, key.lookups.num_offsets, *key.choices[:3])
-    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *completed, *key.choices[3:])
+    completed = _completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
+    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *completed, *key.choices[4:])
 
 
 def _place_of_result(
@@ -377,6 +440,7 @@ def _fake(
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
     dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     mode: str,
     bounds: str,
     schedule: str,
@@ -385,7 +449,7 @@ def _fake(
     if mode not in MODES or schedule not in SCHEDULES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}; schedule: one of {SCHEDULES}, got {schedule!r}")
     rows = batch_per_rank[_world.current().rank]
-    return indices.new_empty((rows, sum(dim_per_rank)), dtype=dtype)
+    return indices.new_empty((rows, sum(dim_per_rank)), dtype=wire_dtype)
 
 
 def _fake_from_sources(
@@ -397,12 +461,13 @@ def _fake_from_sources(
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
     dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     mode: str,
     bounds: str,
     schedule: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    split_and_choices = (dim_per_rank, batch_per_rank, dtype, mode, bounds, schedule)
+    split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
     return _fake(weights, sources, sources, None, *split_and_choices, out)
 
 
@@ -438,7 +503,8 @@ _NO_GRADIENT = (
     "optimizer=po.EmbeddingOptimizer(...), or under torch.no_grad(), or use embedding_bag + all_to_all_single"
 )
 _SPLIT_AND_CHOICES = (
-    "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, str mode, str bounds, str schedule"
+    "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str mode, str bounds, "
+    "str schedule"
 )
 _operator = TorchOperator(
     "embedding_all_to_all",

@@ -241,13 +241,52 @@ class EmbeddingOptimizer:
         wants_factors: bool,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world = _world.for_call()
-        gradient = aligned(gradient)
         key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode)
+        return self._launch(world, key, gradient, weights, inputs, wants_factors=wants_factors)
+
+    def update_alone(self, gradient: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Update this PE's tables by gradients that it has itself, on this PE alone.
+
+        Args:
+            gradient: `[B, sum of D]`, of the tables' dtype: of the sums of bags' rows.
+            indices: `[n]`, int32 or int64; those outside of a table are skipped.
+            offsets: `[T * B + 1]`, int32 or int64, feature-major: of the bags.
+
+        Not collective, on the current stream; may be captured in a CUDA graph behind a first call with the same shapes.
+        """
+        world = _world.for_call()
+        widths = tuple(table.shape[1] for table in self._tables)
+        key = BackwardKey(
+            world.alone,
+            table_set(world, self._tables),
+            self._token,
+            OPERATOR.state(world).tuning,
+            (sum(widths),),
+            (widths,),
+            (gradient.shape[0],),
+            gradient.dtype,
+            gradient.dtype,
+            "sum",
+            is_weighted=False,
+        )
+        self._launch(world, key, gradient, self._tables, _OfBatch(indices, offsets, None), wants_factors=False)
+
+    def _launch(
+        self,
+        world: _world.World,
+        key: BackwardKey,
+        gradient: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        inputs: Inputs,
+        *,
+        wants_factors: bool,
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+        gradient = aligned(gradient)
         plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         own = self._own
         # A CUDA graph keeps what its launches read and write.
         plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
-        inverted = inputs.invert(world, plan.rows, counts=mode == "mean")
+        inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean")
         factors = inputs.factors
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
         rate, scale, step_count, beta_powers, seeds, *states = own
@@ -343,7 +382,7 @@ def aligned(gradient: torch.Tensor) -> torch.Tensor:
 def backward_key(
     world: _world.World,
     optimizer: object | None,
-    dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     weights: Sequence[torch.Tensor],
     inputs: Inputs,
     split: Mapping[str, Any],
@@ -354,10 +393,10 @@ def backward_key(
     Args:
         world: of this PE.
         optimizer: stands for one; None: there is none.
-        dtype: of the gradient.
+        wire_dtype: of the gradient.
         weights, inputs, split, mode: of the forward pass.
     """
-    dim_per_rank, batch_per_rank = completed_split(world, weights, inputs.num_offsets, split)
+    dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
     tables = table_set(world, weights)
     return BackwardKey(
         world.team,
@@ -368,6 +407,7 @@ def backward_key(
         agree_on_widths(world, optimizer or tables, dim_per_rank, weights),
         batch_per_rank,
         dtype,
+        wire_dtype,
         mode,
         inputs.is_weighted,
         inputs.from_sources,

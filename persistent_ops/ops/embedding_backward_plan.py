@@ -84,6 +84,7 @@ OPERATOR = Operator(
     (
         "batch",
         Field.dtype("dtype", list(SCALARS)),
+        Field.dtype("wire_dtype", list(SCALARS)),
         Field(
             "optimizer",
             list(STEPS).index,
@@ -113,7 +114,7 @@ class BackwardKey(NamedTuple):
         tables: this PE's.
         optimizer: stands for the optimizer whose states are updated; None: there is none, under GRADIENT.
         tuning: see `OperatorState`.
-        dim_per_rank, batch_per_rank, dtype, mode, is_weighted: of the forward pass.
+        dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, is_weighted: of the forward pass.
         widths: of every PE's tables.
         from_sources: whether lookups are where an input exchange has left them.
     """
@@ -126,6 +127,7 @@ class BackwardKey(NamedTuple):
     widths: Widths
     batch_per_rank: tuple[int, ...]
     dtype: torch.dtype
+    wire_dtype: torch.dtype
     mode: str
     is_weighted: bool
     from_sources: bool = False
@@ -139,7 +141,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         lanes: of a warp that have a row.
-        row_chunks: of 16 bytes, that they have at a time.
+        row_chunks: of 16 bytes of its gradient, that they have at a time.
         has_wide_rows: whether rows may have more.
     """
 
@@ -148,21 +150,32 @@ class Tiles(NamedTuple):
     has_wide_rows: bool
 
     @classmethod
-    def of(cls, row_bytes: int, lanes: int | None = None) -> Tiles:
-        """Return the tiles for rows of at most so many bytes; `lanes`: see `Tuning`."""
+    def of(cls, row_bytes: int, narrowing: int = 1, lanes: int | None = None) -> Tiles:
+        """Return the tiles for rows of at most so many bytes.
+
+        Args:
+            row_bytes: of the widest row.
+            narrowing: how many times as wide as an element of gradient one of the row is.
+            lanes: see `Tuning`.
+        """
         chunks = -(-row_bytes // _VECTOR_BYTES)
         lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
-        return cls(lanes, of_lane * lanes, chunks > of_lane * lanes)
+        return cls(lanes, max(of_lane // narrowing, 1) * lanes, chunks > of_lane * lanes)
 
     @classmethod
     def on_host(cls, row_bytes: int) -> Tiles:
-        """Return the tiles of the host backend, where one lane has a row: fewer libraries."""
+        """Return the tiles of the host backend, where one lane has a row: fewer libraries.
+
+        Args:
+            row_bytes: of the widest row's gradient.
+        """
         return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * _VECTOR_BYTES)
 
 
 def kernel_request(
     dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     step: str,
     *,
     mode: str,
@@ -180,10 +193,12 @@ def kernel_request(
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
     needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
     needs_registers += dtype.itemsize == 2 and tiles.has_wide_rows and not is_aligned
+    row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
     needs_registers = max(needs_registers, rounding == "stochastic")
-    blocks = max(1, _BLOCKS_PER_SM[tiles.row_chunks // tiles.lanes] - needs_registers)
+    blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
+        "wire": SCALARS[wire_dtype],
         "step": f"{scope}Step::{STEPS[step]}",
         "pooling": f"{scope}Pooling::{pooling}",
         "decay": f"{scope}Decay::{DECAYS[decay]}",
@@ -269,8 +284,8 @@ class BackwardPlan(Plan):
         structs = OPERATOR.prepare(world).structs
         team, tuning = key.team, key.tuning or OPERATOR.default_tuning
         rank, size = team.rank, team.size
-        dtype = key.dtype
-        element = dtype.itemsize
+        dtype, wire_dtype = key.dtype, key.wire_dtype
+        element = wire_dtype.itemsize
         batch = sum(key.batch_per_rank)
         batch_start = [0, *itertools.accumulate(key.batch_per_rank)]
         column_start = [0, *itertools.accumulate(key.dim_per_rank)]
@@ -356,10 +371,13 @@ class BackwardPlan(Plan):
         self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch, order_of_tables)
         pushed_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
         slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(pushed_bytes, 1))
-        row_bytes = max((width * element for width in widths[rank]), default=1)
-        tiles = Tiles.on_host(row_bytes) if is_host else Tiles.of(row_bytes, tuning.lanes)
+        width, narrowing = max(widths[rank], default=1), dtype.itemsize // element
+        tiles = Tiles.on_host(width * element)
+        if not is_host:
+            tiles = Tiles.of(width * dtype.itemsize, narrowing, tuning.lanes)
         request = kernel_request(
             dtype,
+            wire_dtype,
             step,
             mode=key.mode,
             is_weighted=key.is_weighted,
@@ -376,6 +394,7 @@ class BackwardPlan(Plan):
             team,
             batch,
             dtype,
+            wire_dtype,
             step,
             tuple(key.batch_per_rank),
             tuple(key.dim_per_rank),

@@ -22,6 +22,7 @@ __all__ = [
     "check_tables",
     "check_tables_and_split",
     "check_types",
+    "check_wire",
 ]
 
 MODES = ("sum", "mean")
@@ -127,6 +128,14 @@ def check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: to
             raise ValueError(
                 f"weights[{t}]: expected fewer than 2^32 - 1 rows of less than 2 GiB, got {list(weight.shape)}"
             )
+
+
+def check_wire(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+    if wire_dtype != dtype and (dtype, wire_dtype) != (torch.float32, torch.bfloat16):
+        raise TypeError(
+            f"wire_dtype: expected the tables' {dtype}, or torch.bfloat16 where tables are of torch.float32, got "
+            f"{wire_dtype}"
+        )
 
 
 def check_split(

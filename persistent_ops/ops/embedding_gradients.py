@@ -100,6 +100,7 @@ def dense_gradients(
         (widths,),
         (gradient.shape[0],),
         gradient.dtype,
+        gradient.dtype,
         mode,
         per_sample_weights is not None,
     )
@@ -170,7 +171,7 @@ def _sparse_gradients(
         gradient, inverted, factors, factor_gradients, scale=None, sums=sums, places=touched.places, touched=None
     )
     found: list[torch.Tensor | None] = [None] * len(weights)
-    values = iter(sums.to(gradient.dtype).split(touched.sizes))
+    values = iter(sums.to(key.dtype).split(touched.sizes))
     for tables, rows, of_rows in zip(plan.groups, touched.rows, values, strict=True):
         first = next((table for table in tables if weights[table].requires_grad), None)
         if first is not None:

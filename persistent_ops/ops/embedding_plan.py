@@ -17,7 +17,7 @@ from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.world import World, upload
-from .embedding_checks import check_choices, check_split, check_tables
+from .embedding_checks import check_choices, check_split, check_tables, check_wire
 from .table_set import TableSet
 
 __all__ = [
@@ -82,6 +82,7 @@ OPERATOR = Operator(
         "batch",
         "output_row_bytes",
         Field.dtype("dtype", list(SCALARS)),
+        Field.dtype("wire_dtype", list(SCALARS)),
         "work_groups",
         "slice_samples",
         Field.numbers("batch_per_rank"),
@@ -114,6 +115,14 @@ class LookupKind(NamedTuple):
     pooling: int
     from_sources: bool = False
 
+    @classmethod
+    def of_batch(
+        cls, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> LookupKind:
+        """Return the kind of the global batch's lookups, side by side as `embedding_all_to_all` takes them."""
+        pooling = average_pooling(indices.numel(), offsets.numel() - 1)
+        return cls(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+
 
 class EmbeddingKey(NamedTuple):
     """What tells plans apart.
@@ -122,7 +131,8 @@ class EmbeddingKey(NamedTuple):
         team: who exchanges.
         tables: this PE's.
         tuning: see `OperatorState`.
-        choices: dim_per_rank, batch_per_rank, dtype (None where the caller left them), mode, bounds, schedule.
+        choices: dim_per_rank, batch_per_rank, dtype, wire_dtype (None where the caller left them), mode, bounds,
+            schedule.
         lookups: see `LookupKind`.
     """
 
@@ -142,7 +152,10 @@ class EmbeddingPlan(Plan):
         tuning: None for the default one.
         weights, mode, bounds, schedule: of `embedding_all_to_all`.
         lookups: what kind they are.
-        dim_per_rank, batch_per_rank, dtype: the same, completed.
+        dim_per_rank, batch_per_rank, dtype, wire_dtype: the same, completed.
+
+    Attributes:
+        dtype, output_shape, output_bytes: of the result.
     """
 
     def __init__(
@@ -155,6 +168,7 @@ class EmbeddingPlan(Plan):
         dim_per_rank: Sequence[int],
         batch_per_rank: Sequence[int],
         dtype: torch.dtype,
+        wire_dtype: torch.dtype,
         mode: str,
         bounds: str,
         schedule: str,
@@ -162,13 +176,14 @@ class EmbeddingPlan(Plan):
         self._device = world.backend.device
         check_choices(mode, bounds, schedule, is_weighted=lookups.is_weighted)
         check_tables(weights, dtype, self._device)
-        self.dtype = dtype
+        check_wire(dtype, wire_dtype)
+        self.dtype = wire_dtype
         check_split(team, weights, lookups.num_offsets, dim_per_rank, batch_per_rank)
         structs = OPERATOR.prepare(world).structs
         tuning = tuning or OPERATOR.default_tuning
         rank = team.rank
         batch = sum(batch_per_rank)
-        element = self.dtype.itemsize
+        element = wire_dtype.itemsize
         self.output_shape = (batch_per_rank[rank], sum(dim_per_rank))
         self.output_bytes = self.output_shape[0] * self.output_shape[1] * element
         row_bytes = self.output_shape[1] * element
@@ -190,14 +205,16 @@ class EmbeddingPlan(Plan):
         if (num_rounds + tasks[rank]) * team.size > _MAX_POSITIONS:
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
 
-        tables, shapes = _tables(weights, column_start[rank], row_bytes, world.backend.name)
-        threads = tuning.threads or _threads(shapes, lookups.is_weighted)
+        narrowing = dtype.itemsize // element
+        tables, shapes = _tables(weights, narrowing, column_start[rank], row_bytes, world.backend.name)
+        threads = tuning.threads or _threads(shapes, lookups.is_weighted, narrowing)
         num_sms = world.backend.num_sms
         self._grid = tuning.work_groups or num_sms * world.backend.default_blocks_per_sm
         blocks_per_sm = -(-self._grid // num_sms)
         kernel = world.load(
             _request(
-                self.dtype,
+                dtype,
+                wire_dtype,
                 lookups,
                 mode,
                 shapes,
@@ -235,7 +252,8 @@ class EmbeddingPlan(Plan):
             team,
             batch,
             row_bytes,
-            self.dtype,
+            dtype,
+            wire_dtype,
             self._grid,
             0 if team.all_reachable else slice_samples,
             tuple(batch_per_rank),
@@ -363,20 +381,29 @@ def _slice_samples(
     return max(fewest, 1 << (largest.bit_length() - 1))
 
 
-def _threads(shapes: int, is_weighted: bool) -> int:
+def _threads(shapes: int, is_weighted: bool, narrowing: int = 1) -> int:
     """Return the threads of a WG at which two of them per SM leave every thread enough registers (tests check it)."""
     is_mixed = shapes & (shapes - 1) != 0
     if is_weighted or is_mixed:
         return 128
-    return 192 if shapes == 1 << OPERATOR.description.constants["kLanes32x2"] else 256
+    constants = OPERATOR.description.constants
+    has_one_vector = shapes != 1 << constants["kLanes32x2"]
+    return 256 if shapes == 1 << constants["kElementwise"] or (has_one_vector and narrowing == 1) else 192
 
 
-def _row_shape(table: Any, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
-    """Return the RowShape of a table: vectors of 16 bytes where every address of a row allows them."""
+def _row_shape(table: Any, narrowing: int, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
+    """Return the RowShape of a table: vectors of 16 bytes where every address of a row allows them.
+
+    Args:
+        table: its descriptor.
+        narrowing: how many times as wide as an element of output one of the table is.
+        row_bytes, own_column_bytes, own_bytes: of the output's rows: all, before this PE's columns, in these.
+        backend: name of it.
+    """
     constants = OPERATOR.description.constants
     addresses = (
         table.rows,
-        table.row_bytes,
+        table.row_bytes // narrowing,
         table.column_bytes,
         row_bytes,
         table.column_bytes - own_column_bytes,
@@ -386,32 +413,33 @@ def _row_shape(table: Any, row_bytes: int, own_column_bytes: int, own_bytes: int
         return constants["kElementwise"]
     if backend == "host":
         return constants["kLanes32x2"]  # one lane does the work of all, so the widths do not differ
-    vectors = table.row_bytes // _VECTOR_BYTES
-    lanes = next((lanes for lanes in (4, 8, 16, 32) if vectors <= lanes), None)
-    return constants["kLanes32x2" if lanes is None else f"kLanes{lanes}"]
+    vectors = table.row_bytes // narrowing // _VECTOR_BYTES
+    widest = "kLanes32x2" if narrowing == 1 else "kLanes32"  # whose vectors take as many registers
+    return constants[next((f"kLanes{lanes}" for lanes in (4, 8, 16, 32) if vectors <= lanes), widest)]
 
 
 def _tables(
-    weights: Sequence[torch.Tensor], own_column_bytes: int, row_bytes: int, backend: str
+    weights: Sequence[torch.Tensor], narrowing: int, own_column_bytes: int, row_bytes: int, backend: str
 ) -> tuple[list[ctypes.Structure], int]:
     """Return the tables' descriptors and the set of their shapes, as a bit mask."""
     tables: list[ctypes.Structure] = []
     make = OPERATOR.description.structs["Table"]
-    own_bytes = sum(weight.shape[1] * weight.element_size() for weight in weights)
+    own_bytes = sum(weight.shape[1] * weight.element_size() for weight in weights) // narrowing
     column = own_column_bytes
     mask = 0
     for weight in weights:
         width = weight.shape[1] * weight.element_size()
         table: Any = make(rows=weight.data_ptr(), num_rows=weight.shape[0], row_bytes=width, column_bytes=column)
-        table.shape = _row_shape(table, row_bytes, own_column_bytes, own_bytes, backend)
+        table.shape = _row_shape(table, narrowing, row_bytes, own_column_bytes, own_bytes, backend)
         mask |= 1 << table.shape
         tables.append(table)
-        column += width
+        column += width // narrowing
     return tables, mask or 1
 
 
 def _request(
     dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     lookups: LookupKind,
     mode: str,
     shapes: int,
@@ -425,6 +453,7 @@ def _request(
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if lookups.is_weighted else "kSum"
     config = {
         "scalar": SCALARS[dtype],
+        "wire": SCALARS[wire_dtype],
         "index": INDEX_TYPES[lookups.index_dtype],
         "offset": INDEX_TYPES[lookups.offset_dtype],
         "pooling": f"po::Pooling::{pooling}",

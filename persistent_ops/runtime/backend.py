@@ -91,6 +91,8 @@ class Backend(Protocol):
     """The most memory of its own that a WG can have, what the kernel declares included."""
     waits: Interruptible
     """Makes the calls in which this PE waits for its launches."""
+    runs_beside: bool
+    """Whether launches from now on may be resident side by side, as all PEs have agreed."""
     network: int
     """Address of the host backend's delaying network; 0 where there is none."""
 

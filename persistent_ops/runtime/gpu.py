@@ -47,7 +47,7 @@ class _GpuKernel:
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
         _check_driver(outcome, request.name)
         self._function = outcome[1]
-        self._configs: dict[tuple[int, int], driver.CUlaunchConfig] = {}
+        self._configs: dict[tuple[int, int, bool], driver.CUlaunchConfig] = {}
         self.admitted_grid = 0
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
@@ -77,12 +77,12 @@ class _GpuKernel:
         )
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
-        stream = self._backend.stream()
-        config = self._configs.get((grid, stream))
+        key = grid, self._backend.stream(), self._backend.runs_beside
+        config = self._configs.get(key)
         if config is None:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
-            config = self._configs[grid, stream] = self._make_config(grid, stream)
+            config = self._configs[key] = self._make_config(*key)
         self._plan.value = plan
         self._parameters[1] = ctypes.addressof(call)
         outcome = driver.cuLaunchKernelEx(config, self._function, self._parameters_address, 0)[0]
@@ -93,16 +93,18 @@ class _GpuKernel:
         self._sink, self._memory = sink, memory
         self._parameters[2] = ctypes.addressof(sink)
 
-    def _make_config(self, grid: int, stream: int) -> driver.CUlaunchConfig:
+    def _make_config(self, grid: int, stream: int, is_beside: bool) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
         config.hStream = driver.CUstream(stream)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._request.threads, 1, 1
         config.sharedMemBytes = self._request.arena_bytes
-        cooperative = driver.CUlaunchAttribute()
-        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
-        attributes = [cooperative]
+        attributes = []
+        if not is_beside:  # beside a cooperative launch no other one may become resident (cuda/DESIGN.md, section 11)
+            cooperative = driver.CUlaunchAttribute()
+            cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            cooperative.value.cooperative = 1
+            attributes.append(cooperative)
         has_early_launches = torch.cuda.get_device_capability(self._backend.device)[0] >= 9
         if self._request.overlaps_predecessor and has_early_launches:
             early = driver.CUlaunchAttribute()
@@ -141,6 +143,7 @@ class GpuBackend:
 
     name = "cuda"
     default_blocks_per_sm = 2
+    runs_beside = False
     network = 0
 
     def __init__(self, bootstrap: Bootstrap, heap_bytes: int, transport: str, timeout: float) -> None:

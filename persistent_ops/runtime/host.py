@@ -77,6 +77,7 @@ class HostBackend:
     sm = Sm()
     default_blocks_per_sm = 1
     arena_bytes = 1 << 30
+    runs_beside = False
 
     def __init__(
         self, bootstrap: Bootstrap, heap_bytes: int, transport: str, network_delay_us: int = 200, wg_size: int = 1

@@ -134,6 +134,7 @@ class World:
         self.backend.synchronize()
         fits = self._residency.fits()
         self._runs_beside = all(raw == b"1" for raw in self.bootstrap.exchange("beside", str(int(fits)).encode()))
+        self.backend.runs_beside = self._runs_beside
         for side in self._side_workspaces.values():
             side.run_beside(self.workspace, is_beside=self._runs_beside)
         return self._runs_beside

@@ -10,7 +10,7 @@ namespace po::embedding_backward {
 template <class Traits>
 class Pusher {
  public:
-  using Storage = typename Traits::Scalar::Storage;
+  using Storage = typename Traits::Wire::Storage;
 
   PO_FN Pusher(const Plan& plan, const Call& call) : plan_(plan), team_(plan.team), call_(call) {}
 

@@ -55,7 +55,7 @@ class WindowFiller {
  public:
   using Window = LookupWindow<Traits>;
   using Key = typename Traits::Key;
-  using Storage = typename Traits::Scalar::Storage;
+  using Storage = typename Traits::Wire::Storage;
 
   PO_FN WindowFiller(const Plan& plan, const Call& call, Window& window, int count)
       : plan_(plan), call_(call), window_(window), count_(count) {}

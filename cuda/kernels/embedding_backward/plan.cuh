@@ -17,7 +17,8 @@ enum class Decay { kNone, kL2, kDecoupled };
 enum class Rounding { kNearest, kStochastic };  // of rows of 16 bits
 
 struct Config {
-  DType scalar = DType::kFloat32;
+  DType scalar = DType::kFloat32;  // of the tables
+  DType wire = scalar;             // of the gradient
   Step step = Step::kSgd;
   Pooling pooling = Pooling::kSum;
   Decay decay = Decay::kNone;
@@ -25,7 +26,7 @@ struct Config {
   bool aligned = true;    // all rows of tables, states, gradient and staging begin at multiples of 16 bytes
   bool wide_keys = true;  // keys have 64 bits
   int lanes = 32;         // of a warp that have a row: a tile
-  int row_chunks = 32;    // of 16 bytes, that a tile has in registers
+  int row_chunks = 32;    // of 16 bytes of gradient, that a tile has in registers
   bool wide_rows = true;  // there are rows with more
   int threads = 256;
   int blocks_per_sm = 2;
@@ -34,6 +35,7 @@ struct Config {
 template <Config kConfig>
 struct Traits {
   using Scalar = ScalarOf<kConfig.scalar>;
+  using Wire = ScalarOf<kConfig.wire>;
   using Key = std::conditional_t<kConfig.wide_keys, int64_t, int32_t>;
   using Tile = Lanes<kConfig.lanes>;
   static constexpr Step kStep = kConfig.step;
@@ -43,7 +45,7 @@ struct Traits {
   static constexpr bool kIsAligned = kConfig.aligned;
   static constexpr bool kHasFactors = kPooling != Pooling::kSum;
   static constexpr bool kHasWideRows = kConfig.wide_rows;
-  static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Scalar::Storage));  // of a chunk
+  static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Wire::Storage));  // of a chunk
   static constexpr int kLaneChunks = kConfig.row_chunks / Tile::kSize;
   static constexpr int kPartElements = kConfig.row_chunks * kElements;  // of a row, that a tile has at a time
   static constexpr int kThreads = kConfig.threads;

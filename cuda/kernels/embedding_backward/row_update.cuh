@@ -1,4 +1,6 @@
-// One row: its gradients added up, and the optimizer's step, or the sum alone. A tile of lanes has it, or a part of a wide one, in registers.
+// One row: its gradients added up, and the optimizer's step, or the sum alone. A tile of lanes has it, or a part of a wide one, in
+// registers. A chunk, of 16 bytes of gradient, is as many columns of the row, which are more bytes where the wire's scalar is
+// narrower.
 #pragma once
 
 #include "kernels/embedding_backward/lookup_window.cuh"
@@ -54,7 +56,7 @@ class RowUpdate {
         PO_UNROLL
         for (int i = 0; i < kLaneChunks; ++i) {
           const int element = element_of(part, i);
-          loaded[k][i] = load_chunk<Storage, Traits::kIsAligned>(gradient, element, view.width - element);
+          loaded[k][i] = load_chunk<WireStorage, Traits::kIsAligned>(gradient, element, view.width - element);
         }
       }
       PO_UNROLL
@@ -64,7 +66,7 @@ class RowUpdate {
         PO_UNROLL
         for (int i = 0; i < kLaneChunks; ++i) {
           float values[kElements];
-          to_floats(loaded[k][i], values);
+          to_floats<Wire>(loaded[k][i], values);
           PO_UNROLL
           for (int e = 0; e < kElements; ++e) {
             sums.values[i][e] += Traits::kHasFactors ? rounded_product(values[e], factor) : values[e];
@@ -121,8 +123,8 @@ class RowUpdate {
           const int left = view.width - element;
           float rows[kElements];
           float gradients[kElements];
-          to_floats(load_chunk<Storage, Traits::kIsAligned>(view.rows, row * view.width + element, left), rows);
-          to_floats(load_chunk<Storage, Traits::kIsAligned>(window.gradients[at], element, left), gradients);
+          to_floats<Scalar>(load_columns<false>(view, row * view.width + element, left), rows);
+          to_floats<Wire>(load_chunk<WireStorage, Traits::kIsAligned>(window.gradients[at], element, left), gradients);
           PO_UNROLL
           for (int e = 0; e < kElements; ++e) {
             if (is_column(e, left)) sums[i] += rounded_product(rows[e], gradients[e]);
@@ -137,14 +139,24 @@ class RowUpdate {
  private:
   using Scalar = typename Traits::Scalar;
   using Storage = typename Scalar::Storage;
+  using Wire = typename Traits::Wire;
+  using WireStorage = typename Wire::Storage;
   using Chunk = Vector<kChunkBytes>;
   static constexpr int kFloats = kChunkBytes / static_cast<int>(sizeof(float));
   static constexpr bool kHasStates = Traits::kStep == Step::kAdagrad || Traits::kStep == Step::kAdam;
+  static constexpr int kRowElements = kChunkBytes / static_cast<int>(sizeof(Storage));  // in 16 bytes of a row
   struct None {};
+
+  // A chunk's columns of a row.
+  static constexpr int kRowVectors = kElements / kRowElements;
+  struct RowColumns {
+    Chunk vectors[kRowVectors];
+  };
+  static_assert(kElements >= kRowElements, "a gradient's scalar is no wider than the table's");
 
   // A part of a row as it is before the step.
   struct Old {
-    Chunk row[kLaneChunks];
+    RowColumns row[kLaneChunks];
     std::conditional_t<kHasStates, Columns, None> state;
     std::conditional_t<Traits::kStep == Step::kAdam, Columns, None> second;
   };
@@ -156,11 +168,32 @@ class RowUpdate {
   // Whether an element of a chunk is one of the row's; where rows are aligned, those of no column are zero.
   static PO_FN bool is_column(int e, int left) { return Traits::kIsAligned || e < left; }
 
-  static PO_FN void to_floats(const Chunk& chunk, float (&floats)[kElements]) {
-    Storage values[kElements];
-    __builtin_memcpy(values, &chunk, sizeof(chunk));
+  template <class Type, class Source>
+  static PO_FN void to_floats(const Source& source, float (&floats)[kElements]) {
+    typename Type::Storage values[kElements];
+    static_assert(sizeof(values) == sizeof(source));
+    __builtin_memcpy(values, &source, sizeof(source));
     PO_UNROLL
-    for (int e = 0; e < kElements; ++e) floats[e] = Scalar::to_float(values[e]);
+    for (int e = 0; e < kElements; ++e) floats[e] = Type::to_float(values[e]);
+  }
+
+  // `first`: element of the table; `left`: how many are left in its row.
+  template <bool kOnce>
+  static PO_FN RowColumns load_columns(const GroupView& view, int64_t first, int left) {
+    RowColumns columns;
+    PO_UNROLL
+    for (int i = 0; i < kRowVectors; ++i) {
+      const int offset = i * kRowElements;
+      columns.vectors[i] = load_chunk_as<Storage, Traits::kIsAligned, kOnce>(view.rows, first + offset, left - offset);
+    }
+    return columns;
+  }
+  static PO_FN void store_columns(const GroupView& view, int64_t first, int left, const RowColumns& columns) {
+    PO_UNROLL
+    for (int i = 0; i < kRowVectors; ++i) {
+      const int offset = i * kRowElements;
+      store_once<Storage, Traits::kIsAligned>(view.rows, first + offset, left - offset, columns.vectors[i]);
+    }
   }
 
   // Calls `visit` for each 16 bytes of floats that a lane's columns are: chunk, its first float there, element of the row, and
@@ -200,7 +233,7 @@ class RowUpdate {
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const int element = element_of(part, i);
-      old.row[i] = load_once<Storage, Traits::kIsAligned>(view.rows, row * view.width + element, view.width - element);
+      old.row[i] = load_columns<true>(view, row * view.width + element, view.width - element);
     }
     if constexpr (kHasStates) load_floats(view, part, view.state, row * view.width, old.state);
     if constexpr (Traits::kStep == Step::kAdam) {
@@ -276,7 +309,7 @@ class RowUpdate {
     for (int i = 0; i < kLaneChunks; ++i) {
       squares[i] = 0.0f;
       float rows[kElements];
-      if constexpr (Traits::kDecay == Decay::kL2) to_floats(old.row[i], rows);
+      if constexpr (Traits::kDecay == Decay::kL2) to_floats<Scalar>(old.row[i], rows);
       PO_UNROLL
       for (int e = 0; e < kElements; ++e) {
         float value = sums.values[i][e];
@@ -306,7 +339,7 @@ class RowUpdate {
     for (int i = 0; i < kLaneChunks; ++i) {
       const int element = element_of(part, i);
       float rows[kElements];
-      to_floats(old.row[i], rows);
+      to_floats<Scalar>(old.row[i], rows);
       if constexpr (Traits::kStep == Step::kSgd) {
         PO_UNROLL
         for (int e = 0; e < kElements; ++e) rows[e] -= rounded_product(view.rates.rate, sums.values[i][e]);
@@ -315,13 +348,12 @@ class RowUpdate {
       } else {
         step_by_element(view, i, part, first, old, sums.values[i], rows);
       }
-      const Chunk chunk = rounded(view, row, element, rows);
-      store_once<Storage, Traits::kIsAligned>(view.rows, first + element, view.width - element, chunk);
+      store_columns(view, first + element, view.width - element, rounded(view, row, element, rows));
     }
   }
 
   // A chunk's random bits depend on the table, the step, the row and the columns alone.
-  PO_FN Chunk rounded(const GroupView& view, int64_t row, int element, const float (&values)[kElements]) const {
+  PO_FN RowColumns rounded(const GroupView& view, int64_t row, int element, const float (&values)[kElements]) const {
     Storage stored[kElements];
     if constexpr (kIsStochastic) {
       const RandomWords counter{{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
@@ -333,9 +365,9 @@ class RowUpdate {
       PO_UNROLL
       for (int e = 0; e < kElements; ++e) stored[e] = Scalar::from_float(values[e]);
     }
-    Chunk chunk;
-    __builtin_memcpy(&chunk, stored, sizeof(chunk));
-    return chunk;
+    RowColumns columns;
+    __builtin_memcpy(&columns, stored, sizeof(columns));
+    return columns;
   }
 
   PO_FN void step_rowwise(const GroupView& view, const float (&gradients)[kElements], float multiplier,

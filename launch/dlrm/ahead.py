@@ -1,0 +1,72 @@
+"""The next batch, which comes to the device while the present one is computed with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from persistent_ops.nn import balanced_splits
+
+from .embedding import EmbeddingModule
+from .records import Batch
+
+__all__ = ["Sent", "Sender"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A batch whose lookups are on their way to the tables.
+
+    Attributes:
+        batch: this PE's samples.
+        batch_size: samples of the global batch.
+        lookups: what the embedding module is called with.
+        copied: on a GPU, behind what brings the batch there.
+    """
+
+    batch: Batch
+    batch_size: int
+    lookups: Any
+    copied: torch.cuda.Event | None
+
+    def await_copy(self) -> None:
+        """Let the current stream use the batch."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.copied)
+            for tensor in vars(self.batch).values():
+                tensor.record_stream(stream)
+
+
+class Sender:
+    """Takes batches from an iterator and sends their lookups, on GPUs on a stream of its own.
+
+    Args:
+        embedding: whose `input_dist` sends them.
+        num_pes: that share a batch.
+        device: of the batches.
+    """
+
+    def __init__(self, embedding: EmbeddingModule, num_pes: int, device: torch.device) -> None:
+        self._embedding = embedding
+        self._num_pes = num_pes
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send_next(self, batches: Iterator[tuple[Batch, int]]) -> Sent | None:
+        """Send the next batch's lookups; None where there is no batch. Collective.
+
+        Args:
+            batches: this PE's samples, and how many the global batch has.
+        """
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            found = next(batches, None)
+            if found is None:
+                return None
+            batch, size = found
+            split = balanced_splits(size, self._num_pes)
+            lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
+            return Sent(batch, size, lookups, None if self._stream is None else self._stream.record_event())

@@ -1,0 +1,80 @@
+"""A way to train the tables, and the model around it, from the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import persistent_ops as po
+from persistent_ops.nn import TableConfig, TablePlacement
+from persistent_ops.runtime.world import World
+
+from .batches import Batches
+from .data import Data
+from .embedding import EmbeddingModule
+from .model import DenseModel
+from .options import Options
+from .training import Training
+
+__all__ = ["EPS", "make_collection", "make_training", "most_samples"]
+
+EPS = 1e-8  # of Adagrad, MLPerf's
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
+    "rowwise_adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
+}
+
+
+def make_collection(options: Options, data: Data, world: World) -> po.nn.ShardedEmbeddingBagCollection:
+    """Make this package's tables; collective."""
+    source, slices = data.train, options.preset.slices
+    return po.nn.ShardedEmbeddingBagCollection(
+        [
+            TableConfig(f"t{number}", rows, options.preset.dim, [f"f{number}"])
+            for number, rows in enumerate(source.num_rows)
+        ],
+        max_batch=most_samples(options, world.size),
+        lookups_per_sample={f"f{number}": hotness for number, hotness in enumerate(source.hotness)},
+        placement={
+            f"t{number}": TablePlacement("column_wise", count)
+            for number, count in slices.items()
+            if number < len(source.num_rows)
+        },
+        algorithm=options.optimizer,
+        lr=options.table_learning_rate,
+        eps=EPS,
+        seed=options.seed,
+    )
+
+
+def most_samples(options: Options, num_pes: int) -> int:
+    """Return the most samples that a PE has of a batch."""
+    return -(-options.batch // num_pes)
+
+
+def make_training(options: Options, data: Data, embedding: EmbeddingModule, world: World) -> Training:
+    """Make the dense part around the tables, and the batches; collective."""
+    source, device = data.train, world.backend.device
+    model = DenseModel(options.sizes(len(source.num_rows), source.num_dense), seed=options.seed, device=device)
+    shared: dict[str, Any] = {
+        "batch_size": options.batch,
+        "rank": world.rank,
+        "num_pes": world.size,
+        "index_dtype": torch.int32 if max(source.num_rows) <= 2**31 else torch.int64,
+        "num_readers": options.readers,
+    }
+    return Training(
+        model,
+        embedding,
+        _OPTIMIZERS[options.optimizer](model.parameters(), lr=options.learning_rate),
+        Batches(source, seed=options.seed, shuffle_block=data.shuffle_block, **shared),
+        evaluation=Batches(data.evaluation, **shared),
+        device=device,
+        identity=options.identity(),
+        schedule=options.schedule,
+        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision],
+        is_compiled=options.is_compiled,
+    )

@@ -1,0 +1,113 @@
+"""What one PE of the training does: open the log, train or compare, report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from harness.pes import gather
+from training_progress import progress_bar
+
+import persistent_ops as po
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.world import World
+
+from .compare import compare
+from .data import Data, open_data
+from .options import Options
+from .training import Plan
+from .way import make_collection, make_training
+
+__all__ = ["run_pe"]
+
+
+def run_pe(options: Options) -> dict[str, Any]:
+    """Train on this PE. Collective.
+
+    Args:
+        options: the same on every PE.
+
+    Returns:
+        What was done and measured, what JSON can carry: of a training `losses` of all steps, `first_step` of this run,
+        `evaluations`, `best_auc` (None for files), `timed_steps` and their `seconds`; of a comparison `compared`, see
+        `compare.compare`; and what was run on what.
+
+    Raises:
+        ValueError: data, checkpoint or plan do not do.
+        PersistentOpsError: see the package.
+    """
+    heap = None if options.heap_gib is None else int(options.heap_gib * 2**30)
+    po.init(options.backend, operator_timeout=options.timeout, heap_size=heap)
+    try:
+        world = po_world.current()
+        on_gpu = world.backend.name == "cuda"
+        local = world.bootstrap.local_world_size
+        if not on_gpu:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+        shares_gpu = on_gpu and local > torch.cuda.device_count()
+        group = "nccl" if on_gpu and not shares_gpu else "gloo"
+        if options.compare_steps and shares_gpu:
+            raise ValueError("--compare: expected a GPU for each PE, as gloo exchanges no GPU memory; pass fewer --pes")
+        trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
+        device = world.backend.device
+        data = open_data(options)
+        with process_group(world.bootstrap, backend=group, device=device, timeout=options.timeout), trace:
+            result = {"compared": compare(options, data, world, group)} if options.compare_steps else {}
+            return {**_what_ran_on_what(options, data, world, shares_gpu), **(result or _trained(options, data, world))}
+    finally:
+        po.finalize()
+
+
+def _trained(options: Options, data: Data, world: World) -> dict[str, Any]:
+    training = make_training(options, data, make_collection(options, data, world), world)
+    if options.is_resumed:
+        training.resume(options.folder)
+    first_step = training.step
+    plan = Plan(
+        epochs=options.epochs,
+        most_steps=options.steps,
+        evaluate_every=options.evaluate_every,
+        checkpoint_every=options.checkpoint_every,
+        folder=options.folder,
+    )
+    last_step = min(options.epochs * training.batches.num_batches, options.steps or 2**62)
+    with progress_bar(world.rank, first_step=first_step, last_step=last_step) as show:
+        history = training.run(plan, show)
+    world.check()
+    return {
+        "batches": training.batches.describe(),
+        "first_step": first_step,
+        "losses": history.losses,
+        "evaluations": history.evaluations,
+        "best_auc": _best_auc(data, world, options.timeout),
+        "timed_steps": training.timed_steps,
+        "seconds": max(gather(world.bootstrap, training.seconds, timeout=options.timeout)),
+    }
+
+
+def _best_auc(data: Data, world: World, timeout: float) -> float | None:
+    """Let rank 0 compute it for all."""
+    best: float | None = gather(world.bootstrap, data.best_auc() if world.rank == 0 else None, timeout=timeout)[0]
+    return best
+
+
+def _what_ran_on_what(options: Options, data: Data, world: World, shares_gpu: bool) -> dict[str, Any]:
+    on_gpu = world.backend.name == "cuda"
+    hardware = torch.cuda.get_device_name(world.backend.device) if on_gpu else "CPU process"
+    return {
+        "options": dataclasses.asdict(options),
+        "source": data.name,
+        "num_rows": list(data.train.num_rows),
+        "hotness": list(data.train.hotness),
+        "num_samples": data.train.num_samples,
+        "num_evaluated": data.evaluation.num_samples,
+        "pes": world.size,
+        "backend": world.backend.name,
+        "hardware": gather(world.bootstrap, hardware, timeout=options.timeout),
+        "shares_gpu": shares_gpu,
+        "versions": {"torch": torch.__version__, "persistent_ops": po.__version__},
+    }

@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""DLRM: tables over the PEs through po.nn.ShardedEmbeddingBagCollection, the dense part under DistributedDataParallel.
+
+    python launch/dlrm_train.py                                       all GPUs, or host PEs; a synthetic click log
+    python launch/dlrm_train.py --interaction dot --resume --epochs 3 from the checkpoint of a run before
+    python launch/dlrm_train.py --format criteo --data FILE --evaluation-samples 10000
+    launch/torchrun.sh 4 python launch/dlrm_train.py --model mlperf --format npy --data FOLDER --precision bf16
+    launch/torchrun.sh 4 python launch/dlrm_train.py --model mlperf --compare 50   beside other tables
+
+Exits with 1 where the AUC stays more than 0.01 below the best possible one, or losses that are compared differ; with 2
+where an option, the data or the checkpoint is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from dlrm.data import check_data
+from dlrm.options import ALGORITHMS, FORMATS, MODELS, PRECISIONS, Options
+from dlrm.report import draw_if_possible
+from dlrm.schedule import Schedule
+from dlrm.summary import print_summary, problems
+from dlrm.training import History
+from dlrm.workload import run_pe
+from harness.record import append_line, what_ran
+
+import persistent_ops as po
+from persistent_ops.runtime import launchers
+
+_MAX_HOST_PES = 4
+
+
+def main(argv: list[str]) -> int:
+    """Run the training, or the comparison.
+
+    Args:
+        argv: the options, without the program's name.
+
+    Returns:
+        0, 1 where a result is wrong, 2 where an option, the data or the checkpoint is.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
+    try:
+        options = _options(arguments)
+        report, is_printer = _run(options, arguments.pes, arguments.limit)
+    except (ValueError, po.BackendUnavailableError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if is_printer:
+        _tell(options, report)
+        if arguments.json is not None:
+            command = shlex.join(["python", "launch/dlrm_train.py", *argv])
+            append_line(arguments.json, {**what_ran(command), **report})
+    return 1 if problems(report) else 0
+
+
+def _run(options: Options, pes: int | None, limit: float) -> tuple[dict[str, Any], bool]:
+    """Be one of a launcher's PEs, or start them; returns the report and whether this process prints it."""
+    environment = launchers.detect(os.environ)
+    if environment.launcher != "single":
+        if pes not in (None, environment.world_size):
+            raise ValueError(f"--pes: {environment.launcher} started {environment.world_size} processes; leave it out")
+        return run_pe(options), environment.rank == 0
+    check_data(options)
+    gpus = torch.cuda.device_count() if options.backend != "host" else 0
+    num_pes = pes or gpus or min(max(os.cpu_count() or 2, 2), _MAX_HOST_PES)
+    return po.launch(run_pe, num_pes, options, timeout=limit)[0], True
+
+
+def _tell(options: Options, report: dict[str, Any]) -> None:
+    """Draw and print what the training gave."""
+    if "losses" in report:
+        history = History(report["losses"], report["evaluations"])
+        title = f"DLRM, {options.model}, {report['source']}, {report['pes']} PEs on {report['backend']}"
+        draw_if_possible(history, options.folder / "curves.png", title=title, best_auc=report["best_auc"])
+    print_summary(report, Console())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(MODELS), default="small", help="which decides the defaults below")
+    parser.add_argument(
+        "--interaction", choices=("dcn", "dot"), default="dcn", help="cross layers of DCNv2, or products"
+    )
+    parser.add_argument("--format", choices=FORMATS, default="synthetic", help="of --data; npy: MLPerf's .npy and .npz")
+    parser.add_argument("--data", help="file (criteo: text; raw: HugeCTR's) or folder (npy)")
+    parser.add_argument("--optimizer", choices=ALGORITHMS, default="adagrad", help="of tables; dense: SGD or Adagrad")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the dense part's products")
+    parser.add_argument("--compile", action="store_true", help="let torch.compile make the dense part's kernels")
+    for name, kind, text in _NUMBERS:
+        parser.add_argument(f"--{name}", type=kind, help=f"{text} ({_default(name)})")
+    parser.add_argument("--compare", type=int, default=0, metavar="STEPS", help="steps of each way, and no training")
+    parser.add_argument("--output", default=Options.output, help=f"folder (default {Options.output})")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
+    parser.add_argument("--pes", type=int, help="PEs to start without a launcher (default: one per GPU; host 2 to 4)")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole, where PEs are started here")
+    parser.add_argument("--json", type=Path, help="file to which one line with all results is appended")
+    parser.add_argument("--trace", help="file for a timeline of all launches (docs/timelines.md)")
+    return parser
+
+
+_NUMBERS = (
+    ("days", int, "of the folder, of which the last one evaluates"),
+    ("max-rows", int, "of a table; rows are ids modulo that"),
+    ("samples", int, "of the synthetic log that train"),
+    ("evaluation-samples", int, "that evaluate; a file's last ones"),
+    ("batch", int, "samples of a step, on all PEs together"),
+    ("epochs", int, "to train until"),
+    ("steps", int, "to stop at, if that is earlier"),
+    ("learning-rate", float, "of the dense part"),
+    ("table-learning-rate", float, "of the tables"),
+    ("warmup-steps", int, "in which rates rise"),
+    ("decay-start", int, "step from which rates fall, where there are decay steps"),
+    ("decay-steps", int, "in which they fall, with the square of what is left"),
+    ("evaluate-every", int, "steps; 0: at the end"),
+    ("checkpoint-every", int, "steps; 0: at the end"),
+    ("readers", int, "threads that read batches ahead"),
+    ("seed", int, "of the log, the order and all weights"),
+    ("heap-gib", float, "symmetric memory of a PE"),
+    ("timeout", float, "seconds that PEs wait for each other"),
+)
+
+
+def _default(name: str) -> str:
+    """Return what help says about an option's default."""
+    field = name.replace("-", "_")
+    if field in MODELS["small"].defaults:
+        return "default " + ", ".join(f"{model} {preset.defaults[field]:g}" for model, preset in MODELS.items())
+    found = getattr(Options, field, getattr(Schedule, field, None))
+    return "default: all there is" if found is None else f"default {found:g}"
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name in ("pes", "limit", "json"):
+        given.pop(name, None)
+    rates = {name: given.pop(name) for name in ("warmup_steps", "decay_start", "decay_steps") if name in given}
+    given["is_compiled"], given["is_resumed"] = given.pop("compile"), given.pop("resume")
+    given["compare_steps"] = given.pop("compare")
+    return Options(**{**MODELS[arguments.model].defaults, **given, "schedule": Schedule(**rates)})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

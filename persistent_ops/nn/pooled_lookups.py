@@ -1,0 +1,79 @@
+"""Lookups that an input exchange has brought to the owners of their tables, pooled for the PEs that brought them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import ops as _ops
+from ..ops.embedding_backward import EmbeddingOptimizer
+from ..ops.embedding_inputs_lookups import Lookups
+from .table_layout import Group
+
+__all__ = ["pool_arrived"]
+
+
+def pool_arrived(
+    group: Group,
+    weights: Sequence[torch.Tensor],
+    optimizer: EmbeddingOptimizer,
+    lookups: Lookups,
+    wire_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
+
+    Bad lookups are skipped here, since the exchange has told.
+
+    Args:
+        group: of the tables.
+        weights, optimizer: this PE's.
+        lookups: for them, behind `Lookups.wait`.
+        wire_dtype: of what float32 tables send; None for theirs.
+    """
+    wire_dtype = wire_dtype if group.dtype == torch.float32 else None
+    if lookups.batch_per_rank is not None:
+        from_sources: torch.Tensor = _ops.embedding_all_to_all(
+            weights,
+            lookups,
+            mode=group.pooling,
+            dim_per_rank=group.dim_per_rank,
+            dtype=group.dtype,
+            wire_dtype=wire_dtype,
+            bounds="ignore",
+            optimizer=optimizer,
+        )
+        return from_sources
+    indices, offsets, factors, batch_per_rank = _global_batch(lookups)
+    pooled: torch.Tensor = _ops.embedding_all_to_all(
+        weights,
+        indices,
+        offsets,
+        factors,
+        mode=group.pooling,
+        batch_per_rank=batch_per_rank,
+        dim_per_rank=group.dim_per_rank,
+        dtype=group.dtype,
+        wire_dtype=wire_dtype,
+        bounds="ignore",
+        optimizer=optimizer,
+    )
+    return pooled
+
+
+def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
+    """Return indices, offsets and weights of the global batch, and each PE's samples; waits on the host."""
+    sources = [lookups.source(pe) for pe in range(len(lookups.sources))]
+    first = sources[0]
+    indices, weights, lengths = [first.indices[:0]], [], [first.offsets[:0]]
+    for slot in range(lookups.num_slots):
+        for source in sources:
+            ends = source.offsets[slot * source.samples : (slot + 1) * source.samples + 1]
+            begin, end = ends[[0, -1]].tolist()
+            indices.append(source.indices[begin:end])
+            lengths.append(ends.diff())
+            weights += [] if source.weights is None else [source.weights[begin:end]]
+    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+    is_weighted = first.weights is not None
+    factors = torch.cat([first.weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
+    return torch.cat(indices), offsets, factors, [source.samples for source in sources]

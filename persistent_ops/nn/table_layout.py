@@ -1,0 +1,225 @@
+"""Which PE has which part of which table, and in which order columns come."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .embedding_tables import TableConfig
+from .table_placements import REPLICATED, TablePlacement
+
+__all__ = ["Costs", "Group", "Layout", "Slot", "bytes_read", "place"]
+
+
+class Slot(NamedTuple):
+    """A feature looked up in a slice of a table.
+
+    Attributes:
+        table, slice: numbers; `feature`: in the order of inputs.
+        width: columns of the slice.
+    """
+
+    table: int
+    slice: int
+    feature: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tables of equal pooling and dtype, which one call of the operator takes; replicated ones also of equal width.
+
+    Attributes:
+        pooling, dtype: of the tables.
+        slots: of every PE, in the order of its tables, slices and features; of replicated tables those of one PE, which
+            all have.
+    """
+
+    pooling: str
+    dtype: torch.dtype
+    slots: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def dim_per_rank(self) -> tuple[int, ...]:
+        return tuple(sum(slot.width for slot in of_pe) for of_pe in self.slots)
+
+    @property
+    def columns(self) -> tuple[Slot, ...]:
+        """The slots in the order of the operator's columns."""
+        return tuple(itertools.chain(*self.slots))
+
+
+class Costs(NamedTuple):
+    """What placements are balanced by.
+
+    Attributes:
+        unit: of the numbers.
+        of_slices: what a slice of each table, or a replica, costs the PE that has it, of every resource that is used
+            beside the others. A PE is done when it is with the one that it uses most.
+    """
+
+    unit: str
+    of_slices: tuple[tuple[float, ...], ...]
+
+    @property
+    def no_load(self) -> tuple[float, ...]:
+        """What a PE without tables uses."""
+        return tuple(0.0 for _ in self.of_slices[0])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which PE has which slice, and how results are put together.
+
+    Attributes:
+        configs, placements: of the tables.
+        features: names, in the order of inputs: as they occur first.
+        owners: of every table's slices; none of a replicated table.
+        groups: see `Group`, of tables that are spread over the PEs.
+        replicated: the same, of those that every PE has.
+        outputs: for every block of the result's columns its group, those of replicated tables counted behind the
+            others, and its number among the group's columns.
+        names, dims: of the result's features, and their columns.
+        costs: that owners were chosen by.
+        loads: of every PE, in their unit.
+    """
+
+    configs: tuple[TableConfig, ...]
+    placements: tuple[TablePlacement, ...]
+    features: tuple[str, ...]
+    owners: tuple[tuple[int, ...], ...]
+    groups: tuple[Group, ...]
+    replicated: tuple[Group, ...]
+    outputs: tuple[tuple[int, int], ...]
+    names: tuple[str, ...]
+    dims: tuple[int, ...]
+    costs: Costs = field(compare=False)
+    loads: tuple[float, ...] = field(compare=False)
+
+    def is_replicated(self, table: int) -> bool:
+        """Return whether every PE has a table."""
+        return self.placements[table].kind == REPLICATED
+
+    def slices_of(self, table: int, rank: int) -> list[int]:
+        """Return the slices of a table that a PE has."""
+        if self.is_replicated(table):
+            return [0]
+        return [number for number, owner in enumerate(self.owners[table]) if owner == rank]
+
+
+def bytes_read(
+    configs: Sequence[TableConfig],
+    placements: Sequence[TablePlacement],
+    lookups_per_sample: Mapping[str, float],
+    world_size: int,
+) -> Costs:
+    """Return the bytes of rows that a sample of the global batch makes a slice's owner, or each replica, read."""
+    of_slices = []
+    for config, placement in zip(configs, placements, strict=True):
+        lookups = sum(lookups_per_sample[name] for name in config.feature_names)
+        width = config.embedding_dim // placement.num_slices
+        samples = 1.0 / world_size if placement.kind == REPLICATED else 1.0
+        of_slices.append((lookups * width * config.data_type.itemsize * samples,))
+    return Costs("bytes_per_sample", tuple(of_slices))
+
+
+def place(
+    configs: Sequence[TableConfig],
+    placements: Sequence[TablePlacement],
+    costs: Costs,
+    world_size: int,
+) -> Layout:
+    """Give every slice an owner, the costliest first and each to the PE that has the least so far.
+
+    Args:
+        configs: of the tables.
+        placements: of each.
+        costs: of their slices.
+        world_size: number of PEs.
+    """
+    features = tuple(dict.fromkeys(name for config in configs for name in config.feature_names))
+    owners, loads = _owners(configs, placements, costs, world_size)
+    spread, replicated = (
+        [table for table, placement in enumerate(placements) if (placement.kind == REPLICATED) is wanted]
+        for wanted in (False, True)
+    )
+
+    def slots(table: int, number: int) -> list[Slot]:
+        config, width = configs[table], configs[table].embedding_dim // placements[table].num_slices
+        return [Slot(table, number, features.index(name), width) for name in config.feature_names]
+
+    def groups(tables: Sequence[int], owners_of: Mapping[int, Sequence[int]], size: int) -> list[Group]:
+        made: dict[tuple[str, torch.dtype, int | None], list[list[Slot]]] = {}
+        for table in tables:
+            config = configs[table]
+            width = config.embedding_dim if placements[table].kind == REPLICATED else None
+            of_pes = made.setdefault((config.pooling, config.data_type, width), [[] for _ in range(size)])
+            for number, owner in enumerate(owners_of[table]):
+                of_pes[owner] += slots(table, number)
+        return [Group(pooling, dtype, tuple(map(tuple, of_pes))) for (pooling, dtype, _), of_pes in made.items()]
+
+    of_spread = groups(spread, {table: owners[table] for table in spread}, world_size)
+    of_replicated = groups(replicated, dict.fromkeys(replicated, (0,)), 1)
+    at = {
+        (slot.table, slot.feature, slot.slice): (number, column)
+        for number, group in enumerate([*of_spread, *of_replicated])
+        for column, slot in enumerate(group.columns)
+    }
+    outputs, names, dims = [], [], []
+    num_tables = {name: sum(name in config.feature_names for config in configs) for name in features}
+    for table, config in enumerate(configs):
+        for name in config.feature_names:
+            outputs += [at[table, features.index(name), n] for n in range(placements[table].num_slices)]
+            names.append(f"{name}@{config.name}" if num_tables[name] > 1 else name)  # as EmbeddingBagCollection does
+            dims.append(config.embedding_dim)
+    return Layout(
+        tuple(configs),
+        tuple(placements),
+        features,
+        owners,
+        tuple(of_spread),
+        tuple(of_replicated),
+        tuple(outputs),
+        tuple(names),
+        tuple(dims),
+        costs,
+        tuple(map(max, loads)),
+    )
+
+
+def _owners(
+    configs: Sequence[TableConfig],
+    placements: Sequence[TablePlacement],
+    costs: Costs,
+    world_size: int,
+) -> tuple[tuple[tuple[int, ...], ...], list[tuple[float, ...]]]:
+    """Return the owners of each table's slices, and what every PE uses of each resource."""
+    loads = [costs.no_load] * world_size
+    owners: list[list[int]] = []
+    free = []
+    for table, (config, placement) in enumerate(zip(configs, placements, strict=True)):
+        cost = costs.of_slices[table]
+        owners.append([] if placement.kind == REPLICATED else list(placement.ranks or [0] * placement.num_slices))
+        if placement.kind == REPLICATED:
+            loads = [_plus(load, cost) for load in loads]
+        elif placement.ranks is None:
+            free += [(-max(cost), table, number) for number in range(placement.num_slices)]
+        else:
+            for owner in placement.ranks:
+                if not 0 <= owner < world_size:
+                    raise ValueError(f"placement: {config.name} is on PE {owner}, expected 0 to {world_size - 1}")
+                loads[owner] = _plus(loads[owner], cost)
+    for _, table, number in sorted(free):
+        cost = costs.of_slices[table]
+        owner = min(range(world_size), key=lambda pe: (max(_plus(loads[pe], cost)), pe))
+        owners[table][number] = owner
+        loads[owner] = _plus(loads[owner], cost)
+    return tuple(map(tuple, owners)), loads
+
+
+def _plus(load: tuple[float, ...], cost: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(load, cost, strict=True))

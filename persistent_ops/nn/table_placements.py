@@ -1,0 +1,134 @@
+"""Where tables of an embedding collection are to lie: by names, by `TablePlacement`s, or by TorchRec's plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .embedding_tables import TableConfig, plain_name
+
+__all__ = ["AUTO", "COLUMN_WISE", "REPLICATED", "TABLE_WISE", "TablePlacement", "placements_of"]
+
+TABLE_WISE, COLUMN_WISE, REPLICATED, AUTO = "table_wise", "column_wise", "replicated", "auto"
+_KINDS = (TABLE_WISE, COLUMN_WISE, REPLICATED, AUTO)
+_TORCHREC_KINDS = {"data_parallel": REPLICATED, TABLE_WISE: TABLE_WISE, COLUMN_WISE: COLUMN_WISE}
+_TORCHREC_KERNELS = ("dense", "fused")
+_TORCHREC_OPTIONS = ("cache_params", "key_value_params", "output_dtype", "stochastic_rounding")
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """Where a table lies.
+
+    Attributes:
+        kind: "table_wise", whole on one PE; "column_wise", in slices of equally many columns; "replicated", whole on
+            every PE; or "auto", which measured costs decide.
+        num_slices: of "column_wise"; part of what is trained under "rowwise_adagrad", whose states are means over a
+            slice's columns, so it does not depend on the world.
+        ranks: of the PEs that have the slices in turn; None to balance.
+    """
+
+    kind: str = TABLE_WISE
+    num_slices: int = 1
+    ranks: tuple[int, ...] | None = None
+
+
+def placements_of(configs: Sequence[TableConfig], given: Any) -> tuple[TablePlacement, ...]:
+    """Return each table's placement.
+
+    Args:
+        configs: of the tables.
+        given: one for all, a mapping of tables' names, where what is not named is "table_wise", or TorchRec's
+            ShardingPlan, or its plan of one module.
+
+    Raises:
+        ValueError, TypeError: for what no placement can be.
+        NotImplementedError: for one that is not provided.
+    """
+    if isinstance(given, (str, TablePlacement)):
+        given = {config.name: given for config in configs}
+    given = _plan_of_module(configs, given)
+    unknown = set(given) - {config.name for config in configs}
+    if unknown:
+        raise ValueError(f"placement: no tables are called {sorted(unknown)}")
+    return tuple(_placement(config, given.get(config.name, TABLE_WISE)) for config in configs)
+
+
+def _plan_of_module(configs: Sequence[TableConfig], given: Any) -> Mapping[str, Any]:
+    plans = getattr(given, "plan", None)
+    if plans is None:
+        if not isinstance(given, Mapping):
+            raise TypeError(f"placement: expected a name, a mapping or a ShardingPlan, got {type(given).__name__}")
+        return given
+    names = {config.name for config in configs}
+    found = {path: plan for path, plan in plans.items() if set(plan) == names}
+    if len(found) != 1:
+        raise ValueError(
+            f"placement: expected one module of the ShardingPlan to have the tables {sorted(names)}, got "
+            f"{sorted(found)}; pass plan.plan[path]"
+        )
+    return next(iter(found.values()))  # type: ignore[no-any-return]
+
+
+def _placement(config: TableConfig, given: Any) -> TablePlacement:
+    name = config.name
+    if isinstance(given, TablePlacement):
+        chosen = given
+    elif isinstance(given, str):
+        chosen = TablePlacement(given)
+    elif hasattr(given, "sharding_type"):
+        chosen = _of_parameter_sharding(name, given)
+    else:
+        raise TypeError(
+            f"placement: expected a name, a TablePlacement or a ParameterSharding for {name}, got "
+            f"{type(given).__name__}"
+        )
+    kind, count, ranks = chosen.kind, chosen.num_slices, chosen.ranks
+    if kind not in _KINDS:
+        raise NotImplementedError(f"placement: {kind!r}, of {name}, is not provided; expected one of {_KINDS}")
+    if isinstance(given, str) and kind == COLUMN_WISE:
+        raise ValueError(f"placement: {name}: pass TablePlacement('column_wise', num_slices=...)")
+    if not isinstance(count, int) or count < 1 or config.embedding_dim % count:
+        raise ValueError(f"placement: {config.embedding_dim} columns of {name} do not divide into {count} slices")
+    if kind != COLUMN_WISE and count != 1:
+        raise ValueError(f"placement: {name} is {kind}, and has {count} slices")
+    if kind == REPLICATED and config.data_type == torch.float16:
+        raise NotImplementedError(
+            f"placement: {name} is float16, whose range sums of gradients may exceed; replicated tables are float32 or "
+            "bfloat16"
+        )
+    if ranks is not None and kind in (REPLICATED, AUTO):
+        raise ValueError(f"placement: {name} is {kind}, and has ranks {ranks}")
+    if ranks is not None and len(ranks) != count:
+        raise ValueError(f"placement: {name} has {count} slices, but ranks {ranks}")
+    return chosen
+
+
+def _of_parameter_sharding(name: str, given: Any) -> TablePlacement:
+    """Return what a ParameterSharding of TorchRec's says; its optimizer and rounding are the collection's."""
+    torchrec_kind = plain_name(given.sharding_type)
+    if torchrec_kind not in _TORCHREC_KINDS:
+        raise NotImplementedError(
+            f"placement: {torchrec_kind!r}, of {name}, is not provided; expected one of {tuple(_TORCHREC_KINDS)}"
+        )
+    kernel = plain_name(getattr(given, "compute_kernel", None) or "fused")
+    if kernel not in _TORCHREC_KERNELS:
+        raise NotImplementedError(
+            f"placement: compute_kernel {kernel!r}, of {name}, is not provided: rows lie in the GPU's memory; expected "
+            f"one of {_TORCHREC_KERNELS}"
+        )
+    asked = [option for option in _TORCHREC_OPTIONS if getattr(given, option, None)]
+    if asked:
+        raise NotImplementedError(f"placement: {', '.join(asked)} of {name}: not provided in a ParameterSharding")
+    kind = _TORCHREC_KINDS[torchrec_kind]
+    if kind == REPLICATED:  # on all PEs, whatever its ranks
+        return TablePlacement(kind)
+    shards = getattr(getattr(given, "sharding_spec", None), "shards", None) or []
+    widths = [int(shard.shard_sizes[1]) for shard in shards]
+    if len(set(widths)) > 1:
+        raise NotImplementedError(f"placement: {name} has slices of {widths} columns; expected equally many")
+    ranks = tuple(given.ranks or ()) or None
+    return TablePlacement(kind, len(ranks or ()) or len(shards) or 1, ranks)

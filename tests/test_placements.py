@@ -1,0 +1,195 @@
+"""Placements of embedding tables: what measured costs choose, what TorchRec's plans say, and how they are shown."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from worlds import in_world
+
+import persistent_ops as po
+from persistent_ops.nn import TableConfig, TablePlacement
+from persistent_ops.nn.automatic_placement import decided
+from persistent_ops.nn.embedding_tables import table_configs
+from persistent_ops.nn.placement_costs import Rates, Workload, measured_rates
+from persistent_ops.nn.table_layout import Layout, place
+from persistent_ops.nn.table_placements import placements_of
+from persistent_ops.runtime import world as po_world
+
+# ---- what is chosen --------------------------------------------------------------------------------------------------
+
+_RATES = Rates(memory=4e12, link=3e11, launch=5e-6)
+
+
+def _chosen(
+    tables: dict[str, tuple[int, int, float]],
+    world: int,
+    algorithm: str = "adagrad",
+    rates: Rates = _RATES,
+    given: Any = "auto",
+    dtype: torch.dtype = torch.float32,
+    batch: int = 4096,
+) -> tuple[dict[str, TablePlacement], Layout]:
+    """Place tables of (rows, columns, lookups per sample) for some samples of every PE."""
+    configs = [TableConfig(name, rows, dim, [name], "sum", dtype) for name, (rows, dim, _) in tables.items()]
+    workload = Workload(rates, world, batch, {name: lookups for name, (_, _, lookups) in tables.items()}, algorithm)
+    placements = decided(configs, placements_of(configs, given), workload)
+    return dict(zip(tables, placements, strict=True)), place(
+        configs, placements, workload.costs(configs, placements), world
+    )
+
+
+def test_what_exceeds_a_share_is_sliced() -> None:
+    tables = {"hot": (10_000_000, 128, 100.0), **{f"t{n}": (10_000_000, 128, 10.0) for n in range(6)}}
+    chosen, layout = _chosen(tables, 4)
+    assert chosen["hot"].kind == "column_wise" and chosen["hot"].num_slices == 4
+    assert all(chosen[f"t{n}"] == TablePlacement() for n in range(6))
+    whole = place(layout.configs, [TablePlacement()] * 7, _costs(layout.configs, tables, 4), 4)
+    assert max(layout.loads) < 0.6 * max(whole.loads)
+    by_rows, _ = _chosen(tables, 4, "rowwise_adagrad")
+    assert set(by_rows.values()) == {TablePlacement()}
+    alone, _ = _chosen(tables, 1)
+    assert set(alone.values()) == {TablePlacement()}
+
+
+def _costs(configs: Any, tables: dict[str, tuple[int, int, float]], world: int) -> Any:
+    lookups = {name: each for name, (_, _, each) in tables.items()}
+    return Workload(_RATES, world, 4096, lookups, "adagrad").costs(configs, [TablePlacement()] * len(configs))
+
+
+@pytest.mark.parametrize("dim", [16, 36])
+def test_rows_that_are_narrow_or_would_not_be_aligned_stay_whole(dim: int) -> None:
+    chosen, _ = _chosen({"hot": (10_000_000, dim, 100.0), "other": (10_000_000, dim, 1.0)}, 2)
+    assert set(chosen.values()) == {TablePlacement()}
+    chosen, _ = _chosen({"hot": (10_000_000, 48, 100.0), "other": (10_000_000, 48, 1.0)}, 2)
+    assert chosen["hot"] == TablePlacement("column_wise", 2)
+
+
+def test_small_tables_are_replicated_where_that_pays() -> None:
+    tables = {"large": (10_000_000, 128, 5.0), **{f"s{n}": (200 * n + 3, 128, 1.0) for n in range(12)}}
+    chosen, layout = _chosen(tables, 4)
+    assert all((placement.kind == "replicated") is (name != "large") for name, placement in chosen.items())
+    assert layout.replicated[0].dim_per_rank == (12 * 128,) and layout.owners[1] == ()
+    kinds = {
+        dtype: _chosen(tables, 4, dtype=dtype, batch=16384)[0]["s0"].kind for dtype in (torch.float16, torch.bfloat16)
+    }
+    assert kinds == {torch.float16: "table_wise", torch.bfloat16: "replicated"}
+    slow = replace(_RATES, launch=1.0)  # launches cost more than they save
+    assert set(_chosen(tables, 4, "rowwise_adagrad", slow)[0].values()) == {TablePlacement()}
+    assert set(_chosen(tables, 1)[0].values()) == {TablePlacement()}
+
+
+def test_how_large_a_replica_may_be() -> None:
+    """By its rows' sums against the rows that travel otherwise, and at most 8 MiB."""
+    tables = {"large": (10_000_000, 128, 1.0), "middle": (11_000, 128, 1.0), "most": (17_000, 128, 1.0)}
+    kinds = {
+        batch: [each.kind for each in _chosen(tables, 4, "rowwise_adagrad", batch=batch)[0].values()]
+        for batch in (4096, 65536)
+    }
+    assert kinds == {4096: ["table_wise"] * 3, 65536: ["table_wise", "replicated", "table_wise"]}
+
+
+def test_what_is_given_counts() -> None:
+    tables = dict.fromkeys("abcd", (10000000, 64, 10.0))
+    given = {"a": TablePlacement(ranks=(1,)), "b": TablePlacement(ranks=(1,)), "c": "auto", "d": "auto"}
+    chosen, layout = _chosen(tables, 2, given=given)
+    assert chosen["a"] == given["a"] and layout.owners == ((1,), (1,), (0,), (0,))
+
+
+def test_costs_are_those_of_the_formula() -> None:
+    config = TableConfig("t", 1000, 32, ["x", "y"])
+    rates = Rates(memory=1.0, link=1.0, launch=0.0)
+    workload = Workload(rates, 4, 10, {"x": 2.0, "y": 3.0}, "adam")
+    lookups, pooled = 40 * 5, 40 * 2 * 64
+    memory, link = workload.cost(config, TablePlacement("column_wise", 2))
+    assert memory == lookups * (64 + 4) + 3 * pooled + 2 * lookups * (64 + 2 * 64)
+    assert link == 0.75 * (2 * pooled + 4 * lookups)
+    halved = replace(workload, wire_dtype=torch.bfloat16).cost(config, TablePlacement("column_wise", 2))
+    assert halved == (memory - 3 * pooled / 2, link - 0.75 * pooled)
+    memory, link = workload.cost(config, TablePlacement("replicated"))
+    assert memory == 50 * (128 + 4) + 3 * 10 * 2 * 128 + 2 * 200 * (128 + 256) + 16 * 32_000
+    assert link == 2 * 0.75 * 4 * 32_000
+
+
+# ---- in a world ------------------------------------------------------------------------------------------------------
+
+_TABLES = [TableConfig("a", 40, 32, ["x"]), TableConfig("b", 70_000, 16, ["y"]), TableConfig("c", 5, 8, ["z"])]
+
+
+def _decided_together() -> tuple[Any, ...]:
+    world = po_world.current()
+    rates = measured_rates(world)
+    assert measured_rates(world) is rates
+    lookups = {"x": 40.0, "y": 2.0, "z": 1.0}
+    module = po.nn.ShardedEmbeddingBagCollection(
+        _TABLES, max_batch=64, lookups_per_sample=lookups, placement="auto", algorithm="adagrad", lr=0.5
+    )
+    again = po.nn.ShardedEmbeddingBagCollection(
+        _TABLES,
+        max_batch=64,
+        lookups_per_sample=lookups,
+        placement=module.placements(),
+    )
+    assert again.placements() == module.placements() and again.layout.owners == module.layout.owners
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(module.placement_table(), again.placement_table())
+    return rates, module.layout.placements, module.layout.owners, module.layout.loads, console.export_text()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_pes_decide_the_same(backend: str, world: int) -> None:
+    told = in_world(_decided_together, world, backend)
+    assert all(each == told[0] for each in told)
+    rates, placements, _, loads, text = told[0]
+    assert 1e6 < rates.memory < 1e14 and 0 < rates.launch < 10 and rates.link > 1e4
+    assert len(placements) == 3 and len(loads) == world and min(loads) >= 0 and max(loads) > 0
+    for part in ("us per step", "bytes per sample", "70000", f"PE {world - 1}"):
+        assert part in text, text
+
+
+# ---- TorchRec's own plans --------------------------------------------------------------------------------------------
+
+
+def test_plans_of_torchrec() -> None:
+    modules = pytest.importorskip("torchrec.modules.embedding_configs")
+    collections = pytest.importorskip("torchrec.modules.embedding_modules")
+    plans = pytest.importorskip("torchrec.distributed.sharding_plan")
+    types = pytest.importorskip("torchrec.distributed.types")
+    shapes = {"a": (100, 8), "b": (50, 16), "c": (7, 4)}
+    configs = [
+        modules.EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"])
+        for name, (rows, dim) in shapes.items()
+    ]
+    collection = collections.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+
+    def planned(**chosen: Any) -> Any:
+        made = plans.construct_module_sharding_plan(
+            collection,
+            {"a": plans.table_wise(rank=1), "b": plans.column_wise(ranks=[1, 0]), "c": plans.data_parallel(), **chosen},
+            local_size=2,
+            world_size=2,
+            device_type="cuda",
+        )
+        return types.ShardingPlan({"sparse.ebc": made, "other": {}})
+
+    found = placements_of(table_configs(configs), planned())
+    assert found == (
+        TablePlacement("table_wise", 1, (1,)),
+        TablePlacement("column_wise", 2, (1, 0)),
+        TablePlacement("replicated"),
+    )
+    assert placements_of(table_configs(configs), planned().plan["sparse.ebc"]) == found
+    refused = {
+        "row_wise": plans.row_wise(),
+        "table_row_wise": plans.table_row_wise(host_index=0),
+        "fused_uvm": plans.table_wise(rank=0, compute_kernel="fused_uvm"),
+        "[4, 12] columns": plans.column_wise(size_per_rank=[4, 12]),
+    }
+    for told, sharding in refused.items():
+        with pytest.raises(NotImplementedError, match=re.escape(told)):
+            placements_of(table_configs(configs), planned(b=sharding))

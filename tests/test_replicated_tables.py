@@ -1,0 +1,284 @@
+"""Replicated embedding tables: the same bits on all PEs, the bits of one owner, bad lookups, failures, checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from kept_pes import in_processes
+from sharded_embedding_cases import CASES, Case, batch_of, gradient_of, samples_of
+from worlds import error_of, in_world, init_with_impatient_kernels, run_pes
+
+import persistent_ops as po
+from persistent_ops.nn import TableConfig
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
+
+_SHARED = next(case for case in CASES if case.name == "shared")
+_TABLES = [
+    TableConfig("a", 30, 8, ["x", "y"]),
+    TableConfig("b", 9, 4, ["z", "x"], "mean"),
+    TableConfig("c", 12, 16, ["y"], "sum", torch.bfloat16),
+    TableConfig("d", 1, 8, ["w"]),
+    TableConfig("e", 5, 6, ["w"]),  # rows that are not aligned
+]
+_OWNED = {"b": "table_wise"}
+_REPLICATED: dict[str, Any] = dict.fromkeys("acde", "replicated")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adagrad": {},
+    "rowwise_adagrad": {"weight_decay": 0.01, "weight_decay_mode": "decoupled"},
+    "adam": {"weight_decay": 0.01},
+}
+
+
+def _blocks(module: Any) -> dict[str, list[torch.Tensor]]:
+    """Return this PE's blocks of every table and state, as they are now."""
+    named = dict(module.state_dict())
+    for of_table in module.optimizer.state_dict()["state"].values():
+        named |= of_table
+    return {name: [block.cpu().clone() for _, block in shards.shards] for name, shards in named.items()}
+
+
+def _step(module: Any, case: Case, step: int, gradient: torch.Tensor | None = None) -> torch.Tensor:
+    batch = batch_of(case, po.rank(), step)
+    split = [samples_of(pe, step) for pe in range(po.world_size())] if step % 2 else None
+    result: torch.Tensor = module(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=split)
+    gradient = gradient_of(case, po.rank(), step) if gradient is None else gradient
+    result.backward(gradient.to(po.device()))
+    module.optimizer.step()
+    return result.detach()
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+def _with_owners_and_without(algorithm: str) -> tuple[list[str], dict[str, list[torch.Tensor]]]:
+    """Train with whole-numbered gradients, whose sums are exact: return what differs between the two placements."""
+    options = {"gradient_scale": 0.25, "lr": 0.125, **_OPTIONS[algorithm]}
+    owned = Case("owned", _TABLES, _OWNED, algorithm, options=options)
+    modules = [replace(owned, placement=placement).make() for placement in ({}, _REPLICATED)]
+    wrong = []
+    for step in range(6):
+        gradient = 37 * gradient_of(owned, po.rank(), step)  # bfloat16 has these, but not their sums
+        first, second = (_step(module, owned, step, gradient) for module in modules)
+        if not torch.equal(first, second):
+            wrong.append(f"result of step {step}")
+    po.check()
+    owner, replica = map(_blocks, modules)
+    for name in owner:
+        if len(replica[name]) != 1 and "b" not in name.split("."):
+            wrong.append(f"{name}: {len(replica[name])} blocks")
+        for a, b in zip(owner[name], replica[name], strict=False):
+            if not torch.equal(a, b):
+                wrong.append(name)
+    states = [{name for name in each if "embedding_bags" not in name} for each in (owner, replica)]
+    assert states[0] == states[1] and bool(states[0]) is (algorithm != "sgd")
+    return wrong, {name: blocks for name, blocks in replica.items() if "b" not in name.split(".")}
+
+
+@pytest.mark.parametrize("algorithm", _OPTIONS)
+def test_replicas_have_the_bits_of_an_owner(backend: str, algorithm: str) -> None:
+    found = in_world(_with_owners_and_without, 3, backend, algorithm)
+    assert [wrong for wrong, _ in found] == [[]] * 3
+    _assert_equal([blocks for _, blocks in found])
+
+
+def _assert_equal(of_pes: list[dict[str, list[torch.Tensor]]]) -> None:
+    for blocks in of_pes[1:]:
+        assert {*blocks} == {*of_pes[0]}
+        for name, (first,) in of_pes[0].items():
+            assert torch.equal(first, blocks[name][0]), name
+
+
+def _of_any_gradients() -> tuple[dict[str, list[torch.Tensor]], float]:
+    case = Case("any", _TABLES, "replicated", "rowwise_adagrad", options={"lr": 0.05})
+    module, owned = case.make(), replace(case, placement="table_wise").make()
+    for step in range(8):
+        rng = torch.Generator().manual_seed(100 * step + po.rank())
+        gradient = torch.randn(gradient_of(case, po.rank(), step).shape, generator=rng)
+        _step(module, case, step, gradient)
+        _step(owned, case, step, gradient)
+    po.check()
+    replica, owner = _blocks(module), _blocks(owned)
+    errors = [
+        float(((a - b).abs() / (1 + b.abs())).max())
+        for name in owner
+        if "c" not in name.split(".")
+        for a, b in zip(owner[name], replica[name], strict=False)
+        if a.numel()
+    ]
+    return replica, max(errors, default=0.0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_replicas_stay_equal_whatever_the_gradients(backend: str, world: int) -> None:
+    found = in_world(_of_any_gradients, world, backend)
+    _assert_equal([blocks for blocks, _ in found])
+    assert max(error for _, error in found) < 1e-5
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+def _bad_on_one(placement: Any) -> list[Any]:
+    case = replace(_SHARED, placement=placement)
+    module = case.make()
+    batch = batch_of(case, po.rank(), 0)
+    seen = []
+    values, lengths = batch.values.clone(), batch.lengths.clone()
+    if po.rank() == 1:
+        values[0] = 10_000  # of "x", which is looked up in "a" and "b"
+    seen.append(error_of(lambda: module(values, lengths))[:2])
+    if po.rank() == 1:
+        lengths[0] -= 1
+    seen.append(error_of(lambda: module(batch.values, lengths))[:2])
+    with torch.no_grad():
+        good = module(batch.values, batch.lengths)
+        ignoring = replace(case, options={"bounds": "ignore"}).make()(values, batch.lengths)
+    return [*seen, torch.equal(good, ignoring) is (po.rank() == 0)]
+
+
+@pytest.mark.parametrize("placement", ["replicated", {"b": "replicated"}, {"c": "replicated"}])
+def test_bad_lookups_are_told_where_they_are(placement: Any) -> None:
+    good, bad = in_world(_bad_on_one, 2, "host", placement)
+    assert good == [("", ""), ("", ""), True]
+    assert bad[2] and [kind for kind, _ in bad[:2]] == ["IndexError"] * 2
+    assert "index 10000" in bad[0][1] and "lengths" in bad[1][1]
+
+
+def _called() -> dict[str, tuple[str, str]]:
+    module = replace(_SHARED, placement="replicated").make()
+    values, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    one = [("a", 10, 8, ["x"], "sum", torch.float16)]
+    tried = {
+        "dtype": lambda: module(values.float(), lengths),
+        "shape": lambda: module(values.view(1, 3), lengths),
+        "features": lambda: module(values, lengths[:2]),
+        "samples": lambda: module(values.repeat(30), lengths.repeat(30)),
+        "weights": lambda: module(values, lengths, per_sample_weights=values.float()),
+        "float16": lambda: po.nn.ShardedEmbeddingBagCollection(one, max_batch=4, placement="replicated"),
+        "twice": lambda: (result := module(values, lengths).sum(), result.backward(), result.backward()),
+    }
+    return {name: error_of(action)[:2] for name, action in tried.items()}
+
+
+def test_what_it_refuses() -> None:
+    (seen,) = in_world(_called, 1, "host")
+    wanted = {
+        "dtype": ("TypeError", "values: expected"),
+        "shape": ("ValueError", "values: expected a contiguous 1-D"),
+        "features": ("ValueError", "F * B elements for F = 3"),
+        "samples": ("ValueError", "max_batch is 16"),
+        "weights": ("ValueError", "is_weighted"),
+        "float16": ("NotImplementedError", "a is float16"),
+        "twice": ("RuntimeError", "second"),
+    }
+    assert {*seen} == {*wanted}
+    for name, (kind, told) in wanted.items():
+        assert seen[name][0] == kind and told in seen[name][1], f"{name}: {seen[name]}"
+
+
+def _one_does_not_come(backend: str) -> list[Any]:
+    """One PE leaves out a backward pass: the others' replicas may be ahead, and must be loaded."""
+    init_with_impatient_kernels(backend, 2.0, 64 << 20)
+    case = replace(_SHARED, placement="replicated", algorithm="adagrad")
+    module = case.make()
+    _step(module, case, 0)
+    tables, states = module.state_dict(), module.optimizer.state_dict()
+    kept = {name: shards.clone() for name, shards in tables.items()}
+    batch = batch_of(case, po.rank(), 2)
+    result = module(batch.values, batch.lengths)
+    seen = []
+    if po.rank() == 0:
+        seen.append(error_of(lambda: result.backward(gradient_of(case, 0, 2)))[0])
+    po.recover()
+    if po.rank() == 0:
+        refused = error_of(lambda: module(batch.values, batch.lengths).backward(gradient_of(case, 0, 2)))
+        seen += [refused[0], "load it anew" in refused[1]]
+    module.load_state_dict(kept)
+    module.optimizer.load_state_dict(states)
+    _step(module, case, 3)
+    po.check()
+    blocks = _blocks(module)
+    po.finalize()
+    return [seen, blocks]
+
+
+def test_after_a_backward_pass_that_was_given_up_tables_are_loaded() -> None:
+    first, second = run_pes(_one_does_not_come, 2, "host", timeout=200)
+    assert first[0] == ["PeerTimeoutError", "PersistentOpsError", True] and second[0] == []
+    _assert_equal([first[1], second[1]])
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _parts(module: Any) -> dict[str, Any]:
+    return {"tables": module.state_dict(), "optimizer": module.optimizer.state_dict()}
+
+
+def _checkpoints(backend: str, folder: str, cases: list[Case]) -> list[dict[str, list[torch.Tensor]]]:
+    """Train and save; load what another world has saved into each placement; return blocks."""
+    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
+    found = []
+    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        for case in cases:
+            module = case.make(gradient_scale=1.0, seed=3 if case is cases[0] else 99)
+            if Path(folder).exists():
+                parts = _parts(module)
+                dcp.load(parts, checkpoint_id=folder)
+                module.load_state_dict(parts["tables"])
+                module.optimizer.load_state_dict(parts["optimizer"])
+            else:
+                for step in range(3):
+                    _step(module, case, step)
+                dcp.save(_parts(module), checkpoint_id=folder)
+            po.check()
+            found.append(_blocks(module))
+    po.finalize()
+    return found
+
+
+def test_a_replica_is_stored_once_and_loaded_elsewhere(backend: str, tmp_path: Path) -> None:
+    """Saved on two PEs, loaded on three with owners, on one, and into plain tensors; and the other way round."""
+    owned = Case("owned", _TABLES, "table_wise", "rowwise_adagrad")
+    replicated = replace(owned, placement="replicated")
+    folder = str(tmp_path / "replicated")
+    saved = [blocks for (blocks,) in in_processes(_checkpoints, 2, backend, folder, [replicated], timeout=200)]
+    _assert_equal(saved)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    assert metadata.storage_data is not None
+    stored = [index.fqn for index in metadata.storage_data]
+    for table in _TABLES:
+        name = f"embedding_bags.{table.name}.weight"
+        assert stored.count(f"tables.{name}") == 1, stored
+        assert stored.count(f"optimizer.state.{name}.{table.name}.momentum1") == 1, stored
+    plain = {name: torch.zeros_like(each) for name, (each,) in saved[0].items() if "embedding_bags" in name}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load({"tables": plain}, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(each, saved[0][name][0]) for name, each in plain.items())
+    on_three = in_processes(_checkpoints, 3, backend, folder, [owned, replicated], timeout=200)
+    for name, (wanted,) in saved[0].items():
+        (block,) = [block for of_owners, _ in on_three for block in of_owners[name]]
+        assert torch.equal(block, wanted), name
+        assert all(torch.equal(of_replicas[name][0], wanted) for _, of_replicas in on_three), name
+
+
+def test_tables_of_owners_are_loaded_as_replicas(backend: str, tmp_path: Path) -> None:
+    owned = Case("owned", _TABLES, {"a": po.nn.TablePlacement("column_wise", 2)}, "adagrad")
+    folder = str(tmp_path / "owned")
+    in_processes(_checkpoints, 2, backend, folder, [owned], timeout=200)
+    found = in_processes(_checkpoints, 2, backend, folder, [owned, replace(owned, placement="replicated")], timeout=200)
+    _assert_equal([of_replicas for _, of_replicas in found])
+    for name, (replica,) in found[0][1].items():
+        dim = 1 if name in ("embedding_bags.a.weight", "a.momentum1") else 0
+        blocks = [block for of_owners, _ in found for block in of_owners[name]]
+        order = blocks if len(blocks) == 1 or torch.equal(blocks[0][:, 0], replica[:, 0]) else blocks[::-1]
+        assert torch.equal(torch.cat(order, dim), replica), name

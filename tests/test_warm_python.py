@@ -1,0 +1,42 @@
+"""What a forked program is given: the file descriptors that were asked for, whatever their numbers."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing.util
+import os
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.host
+
+_COUNT = 20
+
+
+def _pipes(first: int) -> dict[int, int]:
+    """Open pipes; return by the number of each writing end, of which none is below `first`, that of the reading end."""
+    found = {}
+    for _ in range(_COUNT):
+        reader, writer = os.pipe()
+        found[fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, first)] = reader
+        os.close(writer)
+    return found
+
+
+@pytest.mark.parametrize("first", [3, 50, 200, 500])
+@pytest.mark.parametrize("step", [1, -1])
+def test_descriptors_keep_their_numbers(first: int, step: int) -> None:
+    pipes = _pipes(first)
+    numbers = list(pipes)[::step]
+    program = f"import os\nfor number in {numbers}: os.write(number, str(number).encode())"
+    arguments = [sys.executable, "-c", program, "--multiprocessing-fork"]
+    process = multiprocessing.util.spawnv_passfds(os.fsencode(sys.executable), arguments, numbers)
+    for writer in numbers:
+        os.close(writer)
+    said = {}
+    for writer, reader in pipes.items():
+        with open(reader, "rb") as pipe:
+            said[writer] = pipe.read().decode()
+    assert said == {number: str(number) for number in numbers}
+    assert os.waitpid(process, 0)[1] == 0
