@@ -420,6 +420,8 @@ def _rest() -> Iterator[Combination]:
         yield EmbeddingBackward(dtype, "rowwise_adagrad", "weighted sum", 512, decay, "stochastic", has_wide_keys=True)
     for step in _UPDATES:
         yield EmbeddingBackward("bfloat16", step, "mean", next(widths), rounding="stochastic", is_aligned=False)
+    for step in ("sgd", GRADIENT):
+        yield EmbeddingBackward("bfloat16", step, "sum", 4096, is_aligned=False)
     yield EmbeddingBackward("float32", GRADIENT, "weighted sum", 512, is_aligned=False)
     yield EmbeddingBackward("bfloat16", GRADIENT, "weighted sum", 512, has_wide_keys=True)
     for digit_bits, counts in itertools.product((8, 9, 10), (False, True)):

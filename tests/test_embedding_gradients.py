@@ -89,7 +89,7 @@ _SHAPES = (
     "weighted",
 )
 _OTHERS = ("skipped", "L2", "wide", "chunk", "lanes", "one work-group")
-_DENSE = [case for case in CASES if any(name in case.name for name in (*_SHAPES, *_OTHERS))]
+_DENSE = [case for case in CASES if any(name in case.name for name in (*_SHAPES, *_OTHERS)) and case.shape.wire is None]
 
 
 class TestDenseBits(BitsSuite):
@@ -205,6 +205,7 @@ def _pool(case: Case, tables: Sequence[torch.Tensor], iteration: int, **options:
         batch_per_rank=split_of(case.shape, world),
         dim_per_rank=columns_of(case, world),
         dtype=case.dtype,
+        wire_dtype=case.shape.wire,
         bounds="ignore",
         requires_grad=not tables,
         **options,

@@ -176,6 +176,7 @@ class _Sparse(_Steps):
                 mode=case.shape.mode,
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
+                wire_dtype=case.shape.wire,
                 requires_grad=not self._tables,
             )
             after = (iteration + 1) % NUM_ITERATIONS

@@ -192,6 +192,7 @@ def kernel_request(
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
     needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
+    needs_registers += dtype.itemsize == 2 and tiles.has_wide_rows and not is_aligned
     row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
     needs_registers = max(needs_registers, rounding == "stochastic")
     blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
