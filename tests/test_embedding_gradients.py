@@ -367,8 +367,14 @@ def _sparse_refusals() -> list[tuple[str, str, float]]:
     result, _ = _pool(_WEIGHTED, tables, 0)
     own = _own_part(_WEIGHTED, 0)
     out = po.empty(9, result.shape[1])[: len(result)]
+    lookups = [None if each is None else each.to(po.device()) for each in make_inputs(_WEIGHTED, po.rank(), 2, 0)[1:]]
+    split = split_of(_WEIGHTED.shape, 2)
+
+    def both_passes() -> None:  # autograd runs a backward pass on the stream of its forward pass
+        po.embedding_all_to_all(tables, *lookups, batch_per_rank=split).backward(own)
+
     found = [
-        error_of(lambda: Graph(lambda: result.backward(own, retain_graph=True))),
+        error_of(lambda: Graph(both_passes)),
         error_of(lambda: _pool(_WEIGHTED, tables, 0, out=out)),
     ]
     result.backward(own)
