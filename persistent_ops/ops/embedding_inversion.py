@@ -22,7 +22,7 @@ __all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "invert_sources",
 
 _NAME = "embedding_inversion"
 _MAX_NARROW_KEYS = 2**31 - 1
-_DIGIT_BITS = (8, 9, 10)  # of a pass
+_DIGIT_BITS = (8, 9)  # of a pass
 _ITEMS = {8: (8, 4, 2), 16: (4, 2)}  # of a thread, by the bytes of what is sorted
 _HOST_ITEMS = 256
 _HOST_WORK_GROUPS = 2

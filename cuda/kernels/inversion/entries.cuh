@@ -13,7 +13,7 @@ namespace po::embedding_inversion {
 
 inline constexpr int kMaxSources = kMaxPes;
 inline constexpr int kMaxPasses = 8;
-inline constexpr int kMaxDigitBits = 10;
+inline constexpr int kMaxDigitBits = 9;
 
 // A lookup on its way to its place: 8 bytes where that is enough.
 struct alignas(8) SmallEntry {
