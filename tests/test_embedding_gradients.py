@@ -368,10 +368,10 @@ def _sparse_refusals() -> list[tuple[str, str, float]]:
     own = _own_part(_WEIGHTED, 0)
     out = po.empty(9, result.shape[1])[: len(result)]
     lookups = [None if each is None else each.to(po.device()) for each in make_inputs(_WEIGHTED, po.rank(), 2, 0)[1:]]
-    split = split_of(_WEIGHTED.shape, 2)
+    choices = {"batch_per_rank": split_of(_WEIGHTED.shape, 2), "dim_per_rank": columns_of(_WEIGHTED, 2)}
 
     def both_passes() -> None:  # autograd runs a backward pass on the stream of its forward pass
-        po.embedding_all_to_all(tables, *lookups, batch_per_rank=split).backward(own)
+        po.embedding_all_to_all(tables, *lookups, bounds="ignore", **choices).backward(own)
 
     found = [
         error_of(lambda: Graph(both_passes)),
