@@ -368,10 +368,11 @@ def _sparse_refusals() -> list[tuple[str, str, float]]:
     own = _own_part(_WEIGHTED, 0)
     out = po.empty(9, result.shape[1])[: len(result)]
     lookups = [None if each is None else each.to(po.device()) for each in make_inputs(_WEIGHTED, po.rank(), 2, 0)[1:]]
-    choices = {"batch_per_rank": split_of(_WEIGHTED.shape, 2), "dim_per_rank": columns_of(_WEIGHTED, 2)}
+    split, dims = split_of(_WEIGHTED.shape, 2), columns_of(_WEIGHTED, 2)
+    choices = {"batch_per_rank": split, "dim_per_rank": dims, "dtype": _WEIGHTED.dtype, "bounds": "ignore"}
 
     def both_passes() -> None:  # autograd runs a backward pass on the stream of its forward pass
-        po.embedding_all_to_all(tables, *lookups, bounds="ignore", **choices).backward(own)
+        po.embedding_all_to_all(tables, *lookups, **choices).backward(own)
 
     found = [
         error_of(lambda: Graph(both_passes)),
