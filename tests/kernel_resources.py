@@ -408,7 +408,7 @@ def _rest() -> Iterator[Combination]:
         yield EmbeddingBackward("float32", step, pooling, width, wire="bfloat16")
     for step, width, decay in (("sgd", 1024, "none"), ("rowwise_adagrad", 256, "none"), ("rowwise_adagrad", 512, "l2")):
         yield EmbeddingBackward("float32", step, "sum", width, decay, wire="bfloat16")
-        yield EmbeddingBackward("float32", step, "sum", width, decay, False, wire="bfloat16")
+        yield EmbeddingBackward("float32", step, "sum", width, decay, is_aligned=False, wire="bfloat16")
         yield EmbeddingBackward("float32", step, "weighted sum", width, decay, has_wide_keys=True, wire="bfloat16")
     for dtype, pooling in itertools.product(DTYPES, POOLINGS):
         yield EmbeddingBackward(dtype, GRADIENT, pooling)
