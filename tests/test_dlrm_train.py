@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 import dlrm_train
 from dlrm.batches import Batches
 from dlrm.data import open_data
-from dlrm.dense_gradients import DenseGradients
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
 from dlrm.options import MODELS, Options
@@ -193,7 +192,7 @@ def _sums_before_the_tables() -> list[Any]:
             module = DistributedDataParallel(model, bucket_cap_mb=0.1)
             table = torch.full((3, 4), float(po.rank() + 1), requires_grad=True)
             (own,) = torch.autograd.grad(model(table * 2).sum(), [model[0].weight])
-            gradients = DenseGradients(module)
+            gradients = po.nn.OrderedAllReduce(module)
             module(table * 2).sum().backward()  # behind which DDP makes its buckets
             module.zero_grad()
             works: list[Any] = []
@@ -216,6 +215,11 @@ def _sums_before_the_tables() -> list[Any]:
 def test_dense_gradients_are_summed_before_the_tables_backward_pass() -> None:
     for num_works, num_left, are_complete, are_right in in_processes(_sums_before_the_tables, 2, timeout=200):
         assert num_works > 1 and num_left == 0 and are_complete and are_right
+
+
+def test_what_order_refuses() -> None:
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        po.nn.OrderedAllReduce(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 # ---- beside other tables -------------------------------------------------------------------------------------------

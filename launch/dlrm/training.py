@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from persistent_ops.nn import balanced_splits
+from persistent_ops.nn import OrderedAllReduce, balanced_splits
 
 from . import checkpoint
 from .ahead import Sender, Sent
 from .batches import Batches, Position
-from .dense_gradients import DenseGradients
 from .embedding import EmbeddingModule
 from .metrics import all_predictions, auroc
 from .model import DenseModel
@@ -134,10 +133,10 @@ class Training:
         self._base_rates = [group["lr"] for group in self._rate_groups()]
         self._precision = precision
         self._dense: Any = model
-        self._gradients: DenseGradients | None = None
+        self._gradients: OrderedAllReduce | None = None
         if self._num_pes > 1:
             self._dense = DistributedDataParallel(model)
-            self._gradients = DenseGradients(self._dense)
+            self._gradients = OrderedAllReduce(self._dense)
         if is_compiled:
             self._dense = torch.compile(self._dense)
         self._sender = Sender(embedding, self._num_pes, self.device)

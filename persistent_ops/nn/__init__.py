@@ -11,6 +11,7 @@ from .embedding_bag_optimizer import EmbeddingBagOptimizer as EmbeddingBagOptimi
 from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
 from .embedding_features import SentFeatures as SentFeatures
 from .embedding_tables import TableConfig as TableConfig
+from .ordered_all_reduce import OrderedAllReduce as OrderedAllReduce
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,
 )
