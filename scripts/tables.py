@@ -33,6 +33,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import all_reduce  # noqa: E402
 import embedding.methods  # noqa: E402
+import embedding_backward  # noqa: E402
 import gemv.methods  # noqa: E402
 import row_parallel_linear  # noqa: E402
 import sparse.methods  # noqa: E402
@@ -250,6 +251,34 @@ def _embedding_tables(run: Run) -> list[str]:
     return tables
 
 
+def _backward_tables(run: Run) -> list[str]:
+    """The backward pass with its parts and peers; then both passes with theirs."""
+    parts = {"fused": ("inversion", "kernel", "kernel_alone", "exchange"), "forward_backward": ()}
+    tables = []
+    for ours, peers in embedding_backward.PEERS.items():
+        methods = (ours, *parts[ours], *peers)
+        rows = []
+        for distribution in unique(select(run.lines, "time"), "distribution"):
+            lines = select(run.lines, "time", distribution=distribution)
+            for optimizer in unique(lines, "optimizer"):
+                by_config = _by(select(lines, "time", optimizer=optimizer), "config")
+                for config, by_method in by_config.items():
+                    if ours not in by_method:
+                        continue
+                    own = by_method[ours]
+                    times = [_us(by_method.get(name)) for name in methods[1:]]
+                    ahead = _times(_fastest(by_method, peers), own["us"])
+                    limit = own["limit_us"]
+                    what = f"`{config}`, {optimizer}" + ("" if distribution == "uniform" else f", {distribution}")
+                    rows.append([what, _us(own), us_text(limit), _times(own["us"], limit), *times, ahead])
+        labels = [embedding_backward.LABELS[name].format(collective="NCCL") for name in methods]
+        plural = "PE" if run.pes == 1 else "PEs"
+        head = [f"us, {run.pes} {plural}", labels[0], "limit", "x limit", *labels[1:], "x best peer"]
+        if rows:
+            tables.append(_table(head, rows))
+    return tables
+
+
 def _gemv_tables(run: Run) -> list[str]:
     labels = {
         name: text.format(product="cuBLAS", collective="NCCL").replace(" alone", "")
@@ -372,6 +401,7 @@ def _train_tables(run: Run) -> list[str]:
 
 _TABLES: dict[str, Callable[[Run], list[str]]] = {
     "embedding_all_to_all": _embedding_tables,
+    "embedding_backward": _backward_tables,
     "gemv_all_reduce": _gemv_tables,
     "all_reduce": _all_reduce_tables,
     "row_parallel_linear": _row_parallel_tables,
