@@ -194,7 +194,9 @@ def kernel_request(
     needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
     needs_registers += dtype.itemsize == 2 and tiles.has_wide_rows and not is_aligned
     row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
-    needs_registers = max(needs_registers, rounding == "stochastic")
+    # Of float16 rows of 1 KB, squares and conversions take one register more than three WGs of an SM leave.
+    is_one_short = dtype == torch.float16 and step == "rowwise_adagrad" and tiles.row_chunks > 32
+    needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)
     blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
     config = {
         "scalar": SCALARS[dtype],
