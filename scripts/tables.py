@@ -48,7 +48,6 @@ BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", r
 _Line = dict[str, Any]
 # The cases of which README has one figure: neither the best nor the worst of their tables.
 _BAGS, _GEMV, _ROWS, _SUM = "B2048_T256_P10", "8192x3584", "5Mx2048_50k_zipf", "256K"
-_UPDATES = "B16384_T26_P20_D128_fp16"
 _OURS_SPARSE = ("auto", "into")
 _PEERS_SUM = ("nccl", "symm_one_shot", "symm_two_shot")
 _PEERS_SPARSE = {  # columns, and the methods of which each is the faster one
@@ -458,7 +457,6 @@ def _operators_block(folder: Path) -> str:
     rows = []
     for name, does, subject, case, is_alone in (
         ("embedding_all_to_all", "embedding bags, sent to their samples' PEs", "embedding_all_to_all", _BAGS, False),
-        ("EmbeddingOptimizer", "its backward pass with row-wise Adagrad", "embedding_backward", _UPDATES, False),
         ("gemv_all_reduce", "`weight @ x` for 1 to 16 vectors, summed over PEs", "gemv_all_reduce", _GEMV, False),
         ("gemv", "the same on one PE alone", "gemv_all_reduce", _GEMV, True),
         ("all_reduce", "sum over PEs", "all_reduce", _SUM, False),
@@ -486,7 +484,6 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
     by_method = {line["method"]: line for line in lines}
     ours, peers = {
         "embedding_all_to_all": (("fused",), embedding.methods.UNFUSED),
-        "EmbeddingOptimizer": (("fused",), embedding_backward.PEERS["fused"]),
         "gemv_all_reduce": (("fused",), gemv.methods.UNFUSED),
         "gemv": (("gemv_alone",), ("cublas_alone",)),
         "all_reduce": (("auto",), _PEERS_SUM),
