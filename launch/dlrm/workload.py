@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from typing import Any
 
 import torch
 from harness.pes import gather
+from machine_share import machine_share
 from training_progress import progress_bar
 
 import persistent_ops as po
@@ -44,12 +44,7 @@ def run_pe(options: Options) -> dict[str, Any]:
     po.init(options.backend, operator_timeout=options.timeout, heap_size=heap)
     try:
         world = po_world.current()
-        on_gpu = world.backend.name == "cuda"
-        local = world.bootstrap.local_world_size
-        if not on_gpu:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
-        shares_gpu = on_gpu and local > torch.cuda.device_count()
-        group = "nccl" if on_gpu and not shares_gpu else "gloo"
+        group, shares_gpu = machine_share(world)
         if options.compare_steps and shares_gpu:
             raise ValueError("--compare: expected a GPU for each PE, as gloo exchanges no GPU memory; pass fewer --pes")
         trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)

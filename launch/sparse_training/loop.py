@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.pes import gather
+from machine_share import machine_share
 from torch.nn.parallel import DistributedDataParallel
 from training_progress import progress_bar
 
@@ -194,12 +194,7 @@ def run_pe(options: Options) -> dict[str, Any]:
     po.init(options.backend, operator_timeout=options.timeout)
     try:
         world = po_world.current()
-        on_gpu = world.backend.name == "cuda"
-        local = world.bootstrap.local_world_size
-        if not on_gpu:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
-        shares_gpu = on_gpu and local > torch.cuda.device_count()
-        group = "nccl" if on_gpu and not shares_gpu else "gloo"
+        group, shares_gpu = machine_share(world)
         trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
         process_group_of = process_group(
             world.bootstrap, backend=group, device=world.backend.device, timeout=options.timeout

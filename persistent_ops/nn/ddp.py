@@ -18,7 +18,7 @@ from ..ops.sparse_plan import state_of
 from ..runtime import torch_private
 from ..runtime import world as _world
 
-__all__ = ["allow_unused_sparse", "ddp_sparse_hook"]
+__all__ = ["allow_unused_sparse", "ddp_sparse_hook", "only_tensor"]
 
 _NAME = "ddp_sparse_hook"
 _PLACEHOLDER = "_persistent_ops_placeholder"  # attribute of a gradient that stands for none
@@ -76,7 +76,7 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
             assert reduced is not None
             if gradient.is_cuda:
                 reduced.wait()
-        future = reduced.get_future().then(_only_tensor)
+        future = reduced.get_future().then(only_tensor)
     if bucket.is_last() or _is_after_all_nodes():
         exchanges = list(pending.values())
         pending.clear()
@@ -167,7 +167,8 @@ def _is_after_all_nodes() -> bool:
     return torch_private.backward_pass() != -1 and torch_private.autograd_node() is None
 
 
-def _only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+def only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    """Return what a group's all-reduce of one tensor gives, as DDP takes it."""
     (tensor,) = future.value()
     return tensor
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from .ddp import only_tensor
+
 __all__ = ["OrderedAllReduce"]
 
 
@@ -57,14 +59,10 @@ class OrderedAllReduce:
         work = dist.all_reduce(gradient, group=self._group, async_op=True)
         assert work is not None
         self._works.append(work)
-        average: torch.futures.Future[torch.Tensor] = work.get_future().then(_only_tensor)
+        average: torch.futures.Future[torch.Tensor] = work.get_future().then(only_tensor)
         return average
 
     def _wait(self, _: torch.Tensor) -> None:
         for work in self._works:
             work.wait()  # NCCL's: the current stream does, and not the host
         self._works.clear()
-
-
-def _only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]
