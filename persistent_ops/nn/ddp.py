@@ -17,8 +17,9 @@ from ..ops.sparse_launch import PendingSum
 from ..ops.sparse_plan import state_of
 from ..runtime import torch_private
 from ..runtime import world as _world
+from ..runtime.process_group import only_tensor
 
-__all__ = ["allow_unused_sparse", "ddp_sparse_hook", "only_tensor"]
+__all__ = ["allow_unused_sparse", "ddp_sparse_hook"]
 
 _NAME = "ddp_sparse_hook"
 _PLACEHOLDER = "_persistent_ops_placeholder"  # attribute of a gradient that stands for none
@@ -165,12 +166,6 @@ def _is_after_all_nodes() -> bool:
     DDP then calls no bucket the last, and waits for them next.
     """
     return torch_private.backward_pass() != -1 and torch_private.autograd_node() is None
-
-
-def only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    """Return what a group's all-reduce of one tensor gives, as DDP takes it."""
-    (tensor,) = future.value()
-    return tensor
 
 
 def _finish(exchanges: list[_Exchange], group: Any) -> None:

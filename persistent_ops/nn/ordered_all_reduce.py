@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .ddp import only_tensor
+from ..runtime.process_group import only_tensor
 
 __all__ = ["OrderedAllReduce"]
 

@@ -16,7 +16,7 @@ from .board import Worker, connect_store, serve_store
 from .bootstrap import Bootstrap
 from .rendezvous import own_address
 
-__all__ = ["process_group"]
+__all__ = ["only_tensor", "process_group"]
 
 
 @contextlib.contextmanager
@@ -72,3 +72,9 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
             bootstrap.exchange("process_group/left", b"")  # nor the store
         store = None
         worker.close()
+
+
+def only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    """Return what a group's all-reduce of one tensor gives, as DDP takes it."""
+    (tensor,) = future.value()
+    return tensor
