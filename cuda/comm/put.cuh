@@ -17,7 +17,7 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 #elif !PO_ON_DEVICE
-#include "platform/host_network.h"
+#include "platform/network.h"
 #endif
 
 namespace po {

@@ -89,7 +89,7 @@ struct InputErrorRecord {
 };
 PO_DESCRIBE(InputErrorRecord, state, kind, operator_id, outer, inner, value, limit)
 
-class DelayedNetwork;  // host backend only: a proxy that delays and reorders puts as a network would
+class Network;  // host backend only
 
 struct Team {
   int32_t rank;
@@ -106,7 +106,7 @@ struct Team {
   uint64_t timeout_ns;
   uint64_t contract_hash;
   int64_t contract[kContractWords];
-  DelayedNetwork* network;
+  Network* network;
   uint64_t epoch;  // of this launch; begin_launch fills it into each WG's own copy
 };
 PO_DESCRIBE(Team, rank, size, heap, peer_heaps, grants_offset, ready_offset, abort_offset, ready_stride, local, error,

@@ -9,6 +9,8 @@
 // at once and each adds up for itself. (4) Each warp tells its counterparts that its rows are stored, and waits for theirs.
 #pragma once
 
+#include <initializer_list>
+
 #include "kernels/sparse/row_union.cuh"
 #include "kernels/sparse/hot_rows.cuh"
 #include "kernels/sparse/row_exchange.cuh"

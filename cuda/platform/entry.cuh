@@ -19,10 +19,7 @@
 #include "platform/trace.cuh"
 
 #if !PO_ON_DEVICE
-#include <memory>
-#include <new>
-#include <thread>
-#include <vector>
+#include "platform/host_threads.h"
 #endif
 
 namespace po {
@@ -108,36 +105,29 @@ constexpr size_t host_arena_bytes() {
 template <class Kernel>
 void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs, int wg_size,
                  const TraceSink* sink = nullptr) {
-  struct alignas(128) Line {
-    uint8_t bytes[128];
-  };
   struct WgState {
     typename Kernel::Shared shared{};
     TraceState trace{};
     pthread_barrier_t barrier;
-    std::vector<Line> arena{host_arena_bytes<Kernel>() / sizeof(Line)};
+    alignas(128) uint8_t arena[max_of(host_arena_bytes<Kernel>(), size_t{1})]{};
   };
-  std::vector<std::unique_ptr<WgState>> states;
+  auto* states = new WgState[static_cast<size_t>(num_wgs)];
   for (int i = 0; i < num_wgs; ++i) {
-    states.push_back(std::make_unique<WgState>());
-    pthread_barrier_init(&states.back()->barrier, nullptr, static_cast<unsigned>(wg_size));
+    pthread_barrier_init(&states[i].barrier, nullptr, static_cast<unsigned>(wg_size));
   }
-  auto body = [&](int wg_index, int rank) {
-    WgState& state = *states[static_cast<size_t>(wg_index)];
-    const WorkGroup wg{rank,    wg_size,        wg_index,
-                       num_wgs, &state.barrier, reinterpret_cast<uint8_t*>(state.arena.data())};
+  run_threads(num_wgs * wg_size, [&](int thread) {
+    const int wg_index = thread / wg_size, rank = thread % wg_size;
+    WgState& state = states[wg_index];
+    const WorkGroup wg{rank, wg_size, wg_index, num_wgs, &state.barrier, state.arena};
     if constexpr (kTraces<>) {
       trace_thread = {&state.trace, static_cast<uint32_t>(rank)};
       run_traced<Kernel>(wg, state.shared, plan, call, *sink);
     } else {
       run_kernel<Kernel>(wg, state.shared, plan, call);
     }
-  };
-  std::vector<std::thread> threads;
-  for (int i = 1; i < num_wgs * wg_size; ++i) threads.emplace_back(body, i / wg_size, i % wg_size);
-  body(0, 0);
-  for (std::thread& thread : threads) thread.join();
-  for (auto& state : states) pthread_barrier_destroy(&state->barrier);
+  });
+  for (int i = 0; i < num_wgs; ++i) pthread_barrier_destroy(&states[i].barrier);
+  delete[] states;
 }
 
 }  // namespace po

@@ -1,4 +1,5 @@
-// The host backend's stand-in for a network: a proxy thread per PE that applies puts late and out of order.
+// The host backend's stand-in for a network: a proxy thread per PE that applies puts late and out of order. Kernels know
+// it as a Network; it is compiled once for all of them.
 //
 // Between two fences it picks the next operation at random, after a random delay. A fence orders operations to the same
 // peer only, which is all that OpenSHMEM promises. Compiled for the host alone.
@@ -13,10 +14,11 @@
 #include <vector>
 
 #include "platform/memory.cuh"
+#include "platform/network.h"
 
 namespace po {
 
-class DelayedNetwork {
+class DelayedNetwork final : public Network {
  public:
   // `peer_heaps`: where this process maps each PE's heap. `max_delay_us` = 0 keeps the reordering alone.
   DelayedNetwork(const uint64_t* peer_heaps, int num_pes, uint64_t max_delay_us, uint64_t seed)
@@ -29,7 +31,7 @@ class DelayedNetwork {
   DelayedNetwork(const DelayedNetwork&) = delete;
   DelayedNetwork& operator=(const DelayedNetwork&) = delete;
 
-  ~DelayedNetwork() {
+  ~DelayedNetwork() override {
     {
       std::lock_guard lock(mutex_);
       stopping_ = true;
@@ -38,24 +40,24 @@ class DelayedNetwork {
     proxy_.join();
   }
 
-  void put(int peer, uint64_t offset, const void* source, uint64_t bytes) {
+  void put(int peer, uint64_t offset, const void* source, uint64_t bytes) override {
     enqueue({peer, offset, source, bytes, 0, 0});
   }
 
-  void signal(int peer, uint64_t offset, uint64_t value) { enqueue({peer, offset, nullptr, 0, value, 0}); }
+  void signal(int peer, uint64_t offset, uint64_t value) override { enqueue({peer, offset, nullptr, 0, value, 0}); }
 
   // Overtakes what is under way, as a network may let it.
-  void get(int peer, uint64_t offset, void* target, uint64_t bytes) const {
+  void get(int peer, uint64_t offset, void* target, uint64_t bytes) override {
     if (max_delay_us_ != 0) usleep(static_cast<useconds_t>(max_delay_us_ / 8));
     std::memcpy(target, reinterpret_cast<const uint8_t*>(peer_heaps_[static_cast<size_t>(peer)]) + offset, bytes);
   }
 
-  void fence() {
+  void fence() override {
     std::lock_guard lock(mutex_);
     for (uint64_t& generation : generation_) ++generation;
   }
 
-  void quiet() {
+  void quiet() override {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return pending_.empty() && !busy_; });
   }

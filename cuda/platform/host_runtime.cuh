@@ -6,9 +6,9 @@
 #define PO_EXPORT extern "C" __attribute__((visibility("default")))
 
 PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int num_pes, uint64_t max_delay_us, uint64_t seed) {
-  return new po::DelayedNetwork(peer_heaps, num_pes, max_delay_us, seed);
+  return static_cast<po::Network*>(new po::DelayedNetwork(peer_heaps, num_pes, max_delay_us, seed));
 }
 
-PO_EXPORT void po_network_destroy(void* network) { delete static_cast<po::DelayedNetwork*>(network); }
+PO_EXPORT void po_network_destroy(void* network) { delete static_cast<po::Network*>(network); }
 
-PO_EXPORT void po_network_quiet(void* network) { static_cast<po::DelayedNetwork*>(network)->quiet(); }
+PO_EXPORT void po_network_quiet(void* network) { static_cast<po::Network*>(network)->quiet(); }
