@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from host_driver.build import HERE, compile_source
+from host_driver.build import HERE, compile_source, standard_headers
 from mutations import Edit, mutated_by
 
 __all__ = [
@@ -146,8 +146,8 @@ class Programs:
             if "\n" in source:
                 text, source = source, str(folder / "driver.cpp")
                 Path(source).write_text(text)
-            headers = ("-I", str(HERE))
-            compile_source(source, folder / "driver", *_FLAGS, *own.flags, *flags, *headers, cuda=root)
+            flags = (*_FLAGS, *standard_headers(*_FLAGS), *own.flags, *flags, "-I", str(HERE))
+            compile_source(source, folder / "driver", *flags, cuda=root)
         return folder / "driver"
 
 
