@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import test_gemv_vectors
 import test_lanes_sanitizer
 import test_sparse_sanitizer
 from mutations import Edit, tags
+from sanitizer import Driver, SanitizerSuite
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CUDA = REPOSITORY / "cuda"
@@ -37,16 +39,6 @@ MUTATIONS = {
     "test_embedding_inputs_sanitizer": (test_embedding_inputs_sanitizer.MUTATIONS, "11"),
     "test_lanes_sanitizer": (test_lanes_sanitizer.MUTATIONS, "3"),
 }
-SUITES = (
-    test_all_reduce_sanitizer.TestAllReduce,
-    test_embedding_backward_sanitizer.TestEmbeddingBackward,
-    test_embedding_inversion_sanitizer.TestEmbeddingInversion,
-    test_embedding_inputs_sanitizer.TestEmbeddingInputs,
-    test_embedding_sanitizer.TestEmbeddingAllToAll,
-    test_gemv_sanitizer.TestGemvAllReduce,
-    *test_lanes_sanitizer.SUITES,
-    test_sparse_sanitizer.TestSparseAllReduce,
-)
 SHARED = ("2", "3", "4", "5")
 # Instructions that no source has, a compiler's family of functions, a program.
 _NOT_OURS = re.compile(r"cp\.async\.bulk|fence\.proxy|__atomic$|compute-sanitizer")
@@ -150,9 +142,17 @@ def test_every_mutation_is_named(file: str) -> None:
     assert not unnamed
 
 
+def _drivers() -> list[Driver]:
+    """Return those of all test files."""
+    files = [path for path in Path(__file__).parent.glob("test_*.py") if "(SanitizerSuite)" in path.read_text()]
+    for path in files:
+        importlib.import_module(path.stem)
+    return [suite.driver for suite in SanitizerSuite.__subclasses__()]
+
+
 def _edits() -> list[Edit]:
     """Return every edit of every mutation, and of the builds that fit the kernels to a small world."""
-    drivers = [suite.driver for suite in SUITES]
+    drivers = _drivers()
     groups = [mutation.edits for driver in drivers for mutation in driver.mutations.values()]
     groups += [build.edits for driver in drivers for build in driver.builds.values()]
     return [edit for group in (*groups, *test_gemv_vectors.MUTATIONS.values()) for edit in group]

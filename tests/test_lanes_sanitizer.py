@@ -93,13 +93,3 @@ class TestSparseAllReduce(SanitizerSuite):
 
 class TestAllReduce(SanitizerSuite):
     driver: ClassVar = _driver(AllReduce, "one_shot", "--pes=2 --staged=1", OF_ALL_REDUCE)
-
-
-SUITES = (
-    TestAllReduce,
-    TestEmbeddingAllToAll,
-    TestEmbeddingBackward,
-    TestEmbeddingInputs,
-    TestEmbeddingInversion,
-    TestSparseAllReduce,
-)
