@@ -20,9 +20,9 @@ from harness.experiment import Experiment, Options, Trial
 from harness.figures import figure
 from harness.record import select, unique
 from harness.report import method_tables
-from persistent_ops.ops.all_gather import OPERATOR
 
 import persistent_ops as po
+from persistent_ops.ops.all_gather import OPERATOR
 from persistent_ops.runtime.world import World
 
 SIZES = {"16K": 16 << 10, "256K": 256 << 10, "4M": 4 << 20}  # bytes of each PE's tensor

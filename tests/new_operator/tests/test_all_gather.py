@@ -13,7 +13,6 @@ import torch
 from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from graphs import NUM_INPUTS, Call, GraphSuite
 from mutations import Drop
-from persistent_ops.ops.all_gather import OPERATOR, Tuning, kernel_request
 from protocol import Mismatch, ProtocolSuite, Work
 from sanitizer import RACE, Build, Driver, Mutation, SanitizerSuite
 from typer.testing import CliRunner
@@ -21,6 +20,7 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.cli import app
+from persistent_ops.ops.all_gather import OPERATOR, Tuning, kernel_request
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.jit import compile_cuda
 from persistent_ops.runtime.toolchain import find_nvcc
@@ -96,7 +96,7 @@ class TestBits(BitsSuite):
 _CASE = Case("protocol", (30, 11))
 
 
-def _call(case: Case) -> Mismatch:
+def _other(case: Case) -> Mismatch:
     return Mismatch(lambda: po.all_gather(own(case, 0)))
 
 
@@ -105,8 +105,8 @@ class TestProtocol(ProtocolSuite):
     ways = ("plain",)
     absences = (("plain", "auto"), ("plain", "staged"))
     mismatches: ClassVar = {
-        "shape": _call(Case("another shape", (11, 30))),
-        "dtype": _call(Case("another dtype", (30, 11), torch.float16)),
+        "shape": _other(Case("another shape", (11, 30))),
+        "dtype": _other(Case("another dtype", (30, 11), torch.float16)),
         "operator": Mismatch(po.barrier, ["barrier(world_size=3)"]),
     }
     first_call = "all_gather"
@@ -115,11 +115,13 @@ class TestProtocol(ProtocolSuite):
 
     @classmethod
     def work(cls, iteration: int, way: str) -> Work:
-        x, results = own(_CASE, iteration), []
-        return Work(
-            lambda: results.append(po.all_gather(x)),
-            lambda: difference(results[0], expected(_CASE, iteration)) is None,
-        )
+        x = own(_CASE, iteration)
+        results: list[torch.Tensor] = []
+
+        def is_right() -> bool:
+            return difference(results[0], expected(_CASE, iteration)) is None
+
+        return Work(lambda: results.append(po.all_gather(x)), is_right)
 
     @classmethod
     def meet(cls) -> object:

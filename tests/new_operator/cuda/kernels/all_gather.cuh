@@ -69,7 +69,8 @@ class Piece {
     for (int peer = wg_.rank(); peer < team_.size; peer += wg_.size()) {
       if (peer == team_.rank) continue;
       if (!is_reachable(team_, peer)) {
-        const uint8_t* source = team_.heap + output_ + part_ + begin_;
+        const uint8_t* source = team_.heap + output_ + place();
+        fence_acq_rel_sys();  // what all threads have stored into it, behind the sync, is out for the network
         put_nbi(team_, peer, granted_output(team_, peer) + place(), source, static_cast<uint64_t>(end_ - begin_));
         put_fence(team_);  // @piece-fence
         has_put = true;
