@@ -78,6 +78,7 @@ _LONG = (
     "lifecycle",
     "kernel_resources",
     "bootstrap",
+    "new_operator",
     "gemv_sanitizer",
     "sparse_all_reduce",
     "launch_by_value",
