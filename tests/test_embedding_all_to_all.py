@@ -34,9 +34,9 @@ def _dtypes_said_or_left_out() -> tuple[list[list[float]], int]:
     device = po.device()
     table = torch.arange(32.0, device=device).view(8, 4) + 100 * po.rank()
     rows, bags = torch.arange(8, device=device), torch.arange(9, device=device)
-    fp32 = torch.float32
-    said: list[dict[str, torch.dtype]] = [{}, {"dtype": fp32}, {"wire_dtype": fp32}, {"dtype": fp32, "wire_dtype": fp32}]
-    results = [po.embedding_all_to_all([table], rows, bags, **dtypes).flatten().tolist() for dtypes in said]
+    names = ((), ("dtype",), ("wire_dtype",), ("dtype", "wire_dtype"))
+    calls = [po.embedding_all_to_all([table], rows, bags, **dict.fromkeys(said, torch.float32)) for said in names]
+    results = [result.flatten().tolist() for result in calls]
     return results, len(OPERATOR.state(po.runtime.world.current()).plans)
 
 
