@@ -69,7 +69,7 @@ class OurBackward:
         self._optimizer = optimizer
         self._sets = sets
         self._gradients = gradients
-        self._split = {
+        self._split: dict[str, Any] = {
             "batch_per_rank": [config.batch // world.size] * world.size,
             "dim_per_rank": [config.tables * config.dim] * world.size,
             "dtype": config.torch_dtype,
@@ -111,7 +111,8 @@ class OurBackward:
                 self.backward(number)
             plan, arguments, options = calls["launch"]
             key: Any = next(key for key, found in self._plans.items() if found is plan)
-            self._parts.append(_Parts(*calls["invert"], key, arguments, options))
+            (invert,) = calls["invert"]
+            self._parts.append(_Parts(invert, key, arguments, options))
 
     def inversion(self, number: int) -> None:
         """Sort a set's lookups by row."""
