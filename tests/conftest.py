@@ -146,13 +146,17 @@ _SCOPE = re.compile(r"(?P<test>[^[]*::(?P<function>\w+))(?:\[(?P<world>\d+(?:[-a
 
 
 class _Scopes(LoadScopeScheduling):
-    """Hands out tests one by one, or together with those that they share something with."""
+    """Hands out tests one by one, or together with those that they share something with.
+
+    The parts of a world are one in a rehearsal, as on the host.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         found = _SCOPE.fullmatch(nodeid)
         if found is None or found["function"] not in _SHARING:
             return nodeid
-        return f"{found['test']} {found['world']}"
+        world = found["world"] or ""
+        return f"{found['test']} {world.partition('.')[0] if _is_rehearsal(self.config) else world}"
 
 
 @pytest.hookimpl(optionalhook=True)
