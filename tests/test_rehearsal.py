@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,18 @@ def test_a_source_survives_being_noted(tmp_path: Path) -> None:
         for nvshmem in (False, True):
             notes.add(Noted(source, nvshmem))
     assert _noted(notes) == {Noted(source, nvshmem) for source in sources for nvshmem in (False, True)}
+
+
+def test_a_note_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    notes, noted, is_over = Notes(tmp_path / "notes"), Noted(KernelSource("a.cuh"), nvshmem=False), threading.Event()
+    notes.path.write_bytes(noted.line[:-9])
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: list(notes.follow(is_over)))
+        time.sleep(0.2)
+        with notes.path.open("ab") as file:
+            file.write(noted.line[-9:])
+        is_over.set()
+        assert found.result() == [noted]
 
 
 def test_a_rehearsal_says_what_it_has_compiled_and_that_nothing_was_tested() -> None:
