@@ -32,8 +32,11 @@ demo: $(ready) ## run the fused embedding exchange on all GPUs, or on 4 processe
 test: $(ready) ## run the tests that need no GPU
 	$(py) -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Many worlds side by side, the PEs of each on one GPU; then, where there are several, worlds whose PEs have one each.
+# First a rehearsal without GPUs, which compiles on all cores what the tests will load (tests/rehearsal.py): what does
+# not compile there, or what it has missed, the tests compile themselves. Then many worlds side by side, the PEs of each
+# on one GPU; then, where there are several, worlds whose PEs have one each.
 test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
+	-$(py) -m pytest --backend=rehearsal -n auto --no-loadscope-reorder $(PYTEST_ARGS)
 	$(py) -m pytest --backend=cuda -n auto --no-loadscope-reorder $(PYTEST_ARGS)
 	$(py) -m pytest --backend=cuda -m apart -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: no test is left, or there is one GPU
 

@@ -144,7 +144,7 @@ class RowParallelLinear(Experiment[Shape]):
         layers = tuple(arguments.layers.split(",")) if arguments.layers else LAYERS
         for layer in layers:
             _sizes(layer)
-        vectors = VECTORS
+        vectors: tuple[int, ...] = VECTORS
         if arguments.vectors:
             vectors = tuple(_whole("--vectors", text) for text in arguments.vectors.split(","))
         at_least("--vectors", vectors)

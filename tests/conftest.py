@@ -18,7 +18,12 @@ _WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--backend", choices=("host", "cuda"), default="host", help="backend of the operator tests")
+    parser.addoption(
+        "--backend",
+        choices=("host", "cuda", "rehearsal"),
+        default="host",
+        help="backend of the operator tests; a rehearsal compiles what they will load on cuda (see rehearsal.py)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,11 +31,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests of Ctrl-C send it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # PEs are many and cores are few: torch's threads would spin
-    if config.getoption("--backend") == "host":
+    if _is_rehearsal(config):
+        import rehearsal
+
+        rehearsal.register(config)
+    if config.getoption("--backend") != "cuda":
         # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
         warm_python.fork_launches()
     elif (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
+
+
+def _is_rehearsal(config: pytest.Config) -> bool:
+    return bool(config.getoption("--backend") == "rehearsal")
 
 
 def _is_apart(config: pytest.Config) -> bool:
@@ -56,6 +69,8 @@ def _gpu_of(worker: str) -> str:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Say what `-n auto` means on GPUs: their PEs take turns on them, and start on CPU cores."""
+    if _is_rehearsal(config):
+        return max(1, (os.cpu_count() or 2) // 2)  # the compilers want cores too
     if config.getoption("--backend") != "cuda":
         return None
     per_gpu = _WORKERS_PER_GPU_APART if _is_apart(config) else _WORKERS_PER_GPU
@@ -68,7 +83,7 @@ def _fixtures_of(item: pytest.Item) -> list[str]:
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.config.getoption("--backend"))
+    return "host" if _is_rehearsal(request.config) else str(request.config.getoption("--backend"))
 
 
 # The files that take longest: first, so that no worker is left with one of them when the others are done (pytest-xdist
@@ -133,18 +148,22 @@ _SCOPE = re.compile(r"(?P<test>[^[]*::(?P<function>\w+))(?:\[(?P<world>\d+(?:[-a
 
 
 class _Scopes(LoadScopeScheduling):
-    """Hands out tests one by one, or together with those that they share something with."""
+    """Hands out tests one by one, or together with those that they share something with.
+
+    The parts of a world are one in a rehearsal, as on the host.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         found = _SCOPE.fullmatch(nodeid)
         if found is None or found["function"] not in _SHARING:
             return nodeid
-        return f"{found['test']} {found['world']}"
+        world = found["world"] or ""
+        return f"{found['test']} {world.partition('.')[0] if _is_rehearsal(self.config) else world}"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    return _Scopes(config, log) if config.getoption("--backend") == "cuda" else None
+    return None if config.getoption("--backend") == "host" else _Scopes(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -152,7 +171,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     With --backend=cuda what is the same on every backend is left to `make test`.
     """
-    on_gpu = config.getoption("--backend") == "cuda"
+    on_gpu = config.getoption("--backend") != "host"
     places = {f"test_{name}": place for place, name in enumerate(_LONG)}
     items.sort(key=_place_on_gpus if on_gpu else lambda item: places.get(item.path.stem, len(places)))
     if on_gpu:

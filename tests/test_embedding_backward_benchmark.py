@@ -289,6 +289,16 @@ def test_a_wrong_option_gives_exit_code_2(
     assert complaint in capsys.readouterr().err
 
 
+def test_a_timeline_of_a_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also of a kernel that is launched with what an earlier call has prepared."""
+    arguments = ("--trace", "--methods", "kernel_alone,exchange", "--rounds", "2", "--pes", "1")
+    assert run(*SMALL, *arguments, "--rows", "50", "--out", str(tmp_path)) == 0
+    (line,) = lines_of(tmp_path, "timeline", "embedding_backward_timeline")
+    assert (line["method"], line["operator"], line["launches"]) == ("kernel_alone", "embedding_backward", 9)
+    assert (tmp_path / "embedding_backward_kernel_alone_timeline.png").exists()
+    assert "no figure: exchange launches none" in capfd.readouterr().err
+
+
 def test_a_sweep_checks_bits_and_is_recorded(tmp_path: Path) -> None:
     assert run(*SMALL, "--sweep", "slice", "--rounds", "2", "--pes", "2", "--out", str(tmp_path)) == 0
     tried = lines_of(tmp_path, "tune", "embedding_backward_sweep_slice")

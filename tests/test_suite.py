@@ -21,7 +21,8 @@ def _commands() -> list[list[str]]:
 
 def test_what_runs_on_gpus_is_collected() -> None:
     """An option that pytest does not know, or takes for a folder, would stop it at once."""
-    side_by_side, apart = _commands()
+    rehearsal, side_by_side, apart = _commands()
+    assert rehearsal == [argument.replace("cuda", "rehearsal") for argument in side_by_side]
     assert apart == [*side_by_side[:4], "-m", "apart", *side_by_side[4:]]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [*side_by_side, "-n", "0", "--collect-only", "-q"]

@@ -17,7 +17,8 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.ops import embedding_backward
-from persistent_ops.ops.embedding_backward_plan import OPERATOR, BackwardPlan
+from persistent_ops.ops.embedding_backward_plan import OPERATOR, BackwardKey, BackwardPlan
+from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.world import World
 
 from .configs import Config
@@ -27,15 +28,18 @@ __all__ = ["OPERATOR", "OurBackward"]
 
 
 class _Parts(NamedTuple):
-    """A call of the backward pass in two."""
+    """A call of the backward pass in two.
+
+    Attributes:
+        invert: sorts the lookups.
+        key: of the plan.
+        arguments, options: of its launch: the gradient, what the inversion gave, and more.
+    """
 
     invert: Callable[[], object]
-    plan: BackwardPlan
-    arguments: tuple[Any, ...]  # of the plan's launch: the gradient, what the inversion gave, and more
+    key: BackwardKey
+    arguments: tuple[Any, ...]
     options: dict[str, Any]
-
-    def launch(self) -> None:
-        self.plan.launch(*self.arguments, **self.options)
 
 
 class OurBackward:
@@ -65,14 +69,14 @@ class OurBackward:
         self._optimizer = optimizer
         self._sets = sets
         self._gradients = gradients
-        self._split = {
+        self._split: dict[str, Any] = {
             "batch_per_rank": [config.batch // world.size] * world.size,
             "dim_per_rank": [config.tables * config.dim] * world.size,
             "dtype": config.torch_dtype,
             "wire_dtype": config.wire_dtype,
         }
+        self._plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         self._parts: list[_Parts] = []
-        self._alone: BackwardPlan | None = None
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -105,8 +109,10 @@ class OurBackward:
         for number in range(len(self._sets)):
             with _overheard() as calls:
                 self.backward(number)
-            self._parts.append(_Parts(*calls["invert"], *calls["launch"]))
-        self._alone = self._plan_alone(self._parts[0].plan)
+            plan, arguments, options = calls["launch"]
+            key: Any = next(key for key, found in self._plans.items() if found is plan)
+            (invert,) = calls["invert"]
+            self._parts.append(_Parts(invert, key, arguments, options))
 
     def inversion(self, number: int) -> None:
         """Sort a set's lookups by row."""
@@ -114,7 +120,8 @@ class OurBackward:
 
     def kernel(self, number: int) -> None:
         """Launch the kernel with lookups that were sorted before."""
-        self._parts[number].launch()
+        parts = self._parts[number]
+        self._plan(parts.key).launch(*parts.arguments, **parts.options)
 
     def kernel_alone(self, number: int, received: torch.Tensor) -> None:
         """Launch the kernel as a team of one, which exchanges nothing and waits for nobody.
@@ -123,21 +130,20 @@ class OurBackward:
             number: of the set.
             received: `[B, T * D]`, the gradient of the whole batch for this PE's tables.
         """
-        assert self._alone is not None
         parts = self._parts[number]
-        self._alone.launch(received, *parts.arguments[1:], **parts.options)
-
-    def _plan_alone(self, plan: BackwardPlan) -> BackwardPlan:
-        """Return the plan for a team of one with the same tables."""
-        plans, rank = OPERATOR.state(self._world).plans, self._world.rank
-        key = next(key for key, found in plans.items() if found is plan)
-        alone: Any = key._replace(  # type: ignore[attr-defined]  # a BackwardKey
+        rank, key = self._world.rank, parts.key
+        alone = key._replace(
             team=self._world.alone,
-            dim_per_rank=(sum(key.widths[rank]),),  # type: ignore[attr-defined]
-            widths=(key.widths[rank],),  # type: ignore[attr-defined]
+            dim_per_rank=(sum(key.widths[rank]),),
+            widths=(key.widths[rank],),
             batch_per_rank=(self._config.batch,),
         )
-        return self._optimizer._plan(self._world, alone, self._tables)
+        self._plan(alone).launch(received, *parts.arguments[1:], **parts.options)
+
+    def _plan(self, key: BackwardKey) -> BackwardPlan:
+        """Return the plan of a key with these tables; under `po.trace` another one, whose kernel traces."""
+        make = partial(self._optimizer._plan, self._world, key, self._tables)
+        return self._plans.find(key) or self._plans.make(key, make)
 
 
 @contextmanager

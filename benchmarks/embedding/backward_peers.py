@@ -41,7 +41,7 @@ class Exchange:
     def __init__(self, world: World, config: Config, device: torch.device) -> None:
         width = config.tables * config.dim
         self._shape = (config.batch // world.size, world.size, width)  # samples, PEs, columns
-        options = {"dtype": config.wire_dtype, "device": device}
+        options: dict[str, Any] = {"dtype": config.wire_dtype, "device": device}
         self._ordered = torch.empty(world.size, self._shape[0], width, **options)
         self._pooled = torch.empty_like(self._ordered)
         self._result = torch.empty(self._shape, **options)

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_plan import EmbeddingPlan, LookupKind, Tuning
+from persistent_ops.ops.embedding_all_to_all import table_set
+from persistent_ops.ops.embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, LookupKind, Tuning
+from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.world import World
 
@@ -41,20 +43,27 @@ def make_plan(
     schedule: str = "communication_aware",
 ) -> EmbeddingPlan:
     """Return the operator's plan for a team; ValueError and CompileError where there is none. Nothing is launched."""
-    return EmbeddingPlan(
-        world,
-        team,
-        tuning,
-        weights,
-        LookupKind.of_batch(lookups.indices, lookups.offsets),
-        dim_per_rank=(config.tables * config.dim,) * team.size,
-        batch_per_rank=(config.batch // team.size,) * team.size,
-        dtype=config.torch_dtype,
-        wire_dtype=config.wire_dtype,
-        mode="sum",
-        bounds="fatal",
-        schedule=schedule,
-    )
+    return _plan_of(world, _key(world, team, config, weights, lookups, tuning, schedule), weights)
+
+
+def _key(
+    world: World,
+    team: Team,
+    config: Config,
+    weights: Sequence[torch.Tensor],
+    lookups: LookupSet,
+    tuning: Tuning | None = None,
+    schedule: str = "communication_aware",
+) -> EmbeddingKey:
+    dim_per_rank = (config.tables * config.dim,) * team.size
+    batch_per_rank = (config.batch // team.size,) * team.size
+    choices = (dim_per_rank, batch_per_rank, config.torch_dtype, config.wire_dtype, "sum", "fatal", schedule)
+    kind = LookupKind.of_batch(lookups.indices, lookups.offsets)
+    return EmbeddingKey(team, table_set(world, weights), tuning, choices, kind)
+
+
+def _plan_of(world: World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
+    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *key.choices)
 
 
 class Methods:
@@ -84,9 +93,9 @@ class Methods:
         self._pooled = torch.empty(config.batch, width, dtype=dtype, device=device)
         self._received = torch.empty(world.size, share, width, dtype=dtype, device=device)
         self._reordered = torch.empty(share, world.size, width, dtype=dtype, device=device)
-        # The operator's kernel without its exchange: as a team of one it pools the whole batch, and waits for nobody.
         self._world = world
-        self._alone = make_plan(world, world.alone, config, self._weights, sets[0])
+        # The operator's kernel without its exchange: as a team of one it pools the whole batch, and waits for nobody.
+        self._alone = _key(world, world.alone, config, self._weights, sets[0])
         # The kernel adds this to the heap's base, so that the output may lie outside the heap, and below it.
         self._pooled_offset = self._pooled.data_ptr() - world.backend.heap_base
 
@@ -116,7 +125,10 @@ class Methods:
         return self.fused(lookups, "oblivious")
 
     def pooling_own(self, lookups: LookupSet) -> torch.Tensor:
-        self._alone.launch(self._world, lookups.indices, lookups.offsets, None, self._pooled_offset)
+        world, key = self._world, self._alone
+        plans: Plans[EmbeddingPlan] = OPERATOR.state(world).plans
+        plan = plans.find(key) or plans.make(key, lambda: _plan_of(world, key, self._weights))
+        plan.launch(world, lookups.indices, lookups.offsets, None, self._pooled_offset)
         return self._pooled
 
     def pooling_torch(self, lookups: LookupSet) -> torch.Tensor:

@@ -54,6 +54,9 @@ def write_timeline(timeline: Timeline, path: Path, write: Callable[..., None], f
     for pe in timeline.pes:
         if pe.dropped or pe.lost_spans:
             write("timeline_lost", **fields, pe=pe.pe, work_groups=pe.dropped, spans=pe.lost_spans)
+    if not any(pe.launches for pe in timeline.pes):
+        print(f"no figure: {fields['method']} launches none of the operators' kernels", file=sys.stderr)
+        return
     try:
         pyplot()
         timeline.draw(path.with_suffix(".png"))

@@ -249,9 +249,16 @@ def _completed(
         dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
     if batch_per_rank is None:
         batch_per_rank = _even_split(len(weights), num_offsets, world.size)
+    return dim_per_rank, batch_per_rank, *_dtypes(weights, dtype, wire_dtype)
+
+
+def _dtypes(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype | None, wire_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the tables' dtype, and that of pooled rows, where the caller left them to the tables."""
     if dtype is None:
         dtype = weights[0].dtype if len(weights) else torch.float32
-    return dim_per_rank, batch_per_rank, dtype, dtype if wire_dtype is None else wire_dtype
+    return dtype, dtype if wire_dtype is None else wire_dtype
 
 
 def completed_split(
@@ -398,12 +405,13 @@ def _plan(
     """Find or make it; `choices`: of `EmbeddingKey`, `check`: of the arguments' types, before it is made."""
     state = OPERATOR.state(world)
     tables = (state.own or _table_sets(world)).find(weights)
-    dim_per_rank, batch_per_rank, *others = choices
+    dim_per_rank, batch_per_rank, dtype, wire_dtype, *others = choices
     if dim_per_rank is not None:
         dim_per_rank = tuple(dim_per_rank)
     if batch_per_rank is not None:
         batch_per_rank = tuple(batch_per_rank)
-    key = EmbeddingKey(team, tables, state.tuning, (dim_per_rank, batch_per_rank, *others), kind)
+    chosen = (dim_per_rank, batch_per_rank, *_dtypes(weights, dtype, wire_dtype), *others)
+    key = EmbeddingKey(team, tables, state.tuning, chosen, kind)
     plan: EmbeddingPlan | None = state.plans.find(key)
     if plan is None:
         check()

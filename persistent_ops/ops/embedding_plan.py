@@ -131,7 +131,7 @@ class EmbeddingKey(NamedTuple):
         team: who exchanges.
         tables: this PE's.
         tuning: see `OperatorState`.
-        choices: dim_per_rank, batch_per_rank, dtype, wire_dtype (None where the caller left them), mode, bounds,
+        choices: dim_per_rank, batch_per_rank (None where the caller left them), dtype, wire_dtype, mode, bounds,
             schedule.
         lookups: see `LookupKind`.
     """

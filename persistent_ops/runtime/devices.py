@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .errors import BootstrapError
 
-__all__ = ["Numbers", "check_sharing", "choose_device"]
+__all__ = ["Numbers", "architecture", "check_sharing", "choose_device"]
 
 
 class Numbers(NamedTuple):
@@ -20,6 +20,11 @@ class Numbers(NamedTuple):
 
     rank: int
     size: int | None
+
+
+def architecture(major: int, minor: int) -> str:
+    """Return what code for GPUs of a compute capability is compiled for, as nvcc spells it."""
+    return f"sm_{major}{minor}"
 
 
 def choose_device(count: int, *, current: int | None, of_job: Numbers | None, of_world: Numbers) -> int:

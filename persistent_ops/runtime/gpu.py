@@ -16,7 +16,7 @@ from . import launchers
 from .backend import KernelRequest
 from .bootstrap import Bootstrap
 from .bounded import refuse_after, within
-from .devices import Numbers, check_sharing, choose_device
+from .devices import Numbers, architecture, check_sharing, choose_device
 from .errors import BackendUnavailableError, BootstrapError
 from .interruptible import Interruptible
 from .jit import compile_cuda
@@ -246,8 +246,8 @@ class GpuBackend:
 
     def load(self, request: KernelRequest) -> _GpuKernel:
         needs_nvshmem = not all(self.peer_heaps)
-        major, minor = torch.cuda.get_device_capability(self.device)
-        binary = compile_cuda(request.source(), arch=f"sm_{major}{minor}", nvshmem=needs_nvshmem)
+        arch = architecture(*torch.cuda.get_device_capability(self.device))
+        binary = compile_cuda(request.source(), arch=arch, nvshmem=needs_nvshmem)
         code = ObjectCode.from_cubin(str(binary.path))
         kernel = code.get_kernel(request.name)
         if needs_nvshmem:

@@ -1,0 +1,356 @@
+"""A rehearsal of the tests for GPUs: it compiles the kernels that they will load, ahead of them and on all cores.
+
+    python -m pytest --backend=rehearsal -n auto
+
+Tests run as on the host, but operators plan as on a GPU, and launch nothing: the backend only notes which kernels it is
+asked for. The process that hands out the tests compiles what is noted, into the compile cache, where the tests on GPUs
+find it. Results are wrong, of course, and every test counts as skipped. What a test asks for behind something that
+needs a right result, or behind PATIENCE_S, is not noted, and compiled when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import bits
+import kept_pes
+import pytest
+import torch
+
+import persistent_ops as po
+from persistent_ops.ops.embedding_inputs_lookups import Lookups
+from persistent_ops.ops.embedding_inversion import InversionPlan, Inverted
+from persistent_ops.ops.sparse_plan import SparsePlan
+from persistent_ops.runtime import host
+from persistent_ops.runtime import world as worlds
+from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.devices import architecture
+from persistent_ops.runtime.jit import CudaBinary, KernelSource, compile_cuda
+from persistent_ops.runtime.residency import Footprint
+
+__all__ = ["Compiler", "Gpu", "Noted", "Notes", "NotingBackend", "PaperGpu", "rehearsing"]
+
+PATIENCE_S = 60.0  # for a test: some wait for what only kernels bring, and on a busy machine all take long
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A kernel that a backend was asked for.
+
+    Attributes:
+        source: of the kernel.
+        nvshmem: whether it is linked with NVSHMEM.
+    """
+
+    source: KernelSource
+    nvshmem: bool
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Noted:
+        found = json.loads(line)
+        fields = found["source"]
+        root = None if fields["root"] is None else Path(fields["root"])
+        defines = tuple((name, value) for name, value in fields["defines"])
+        return cls(KernelSource(**{**fields, "root": root, "defines": defines}), found["nvshmem"])
+
+    @property
+    def line(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), default=str).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Kernels that processes note in a file, one a line."""
+
+    path: Path
+
+    def add(self, noted: Noted) -> None:
+        with self.path.open("ab", buffering=0) as file:  # one write: no other process's comes in between
+            file.write(noted.line)
+
+    def follow(self, is_over: threading.Event) -> Iterator[Noted]:
+        """Yield what has been noted and what will be, each kernel once, until nothing more is to come."""
+        seen = set()
+        self.path.touch()
+        with self.path.open("rb") as file:
+            while True:
+                was_over = is_over.is_set()
+                while (line := file.readline()).endswith(b"\n"):
+                    if line not in seen:
+                        seen.add(line)
+                        yield Noted.of_line(line)
+                file.seek(-len(line), os.SEEK_CUR)  # one that is being written
+                if was_over:
+                    return
+                is_over.wait(0.1)
+
+
+# ---- backends that launch nothing ------------------------------------------------------------------------------------
+
+
+class _Silent:
+    """A kernel that does nothing."""
+
+    def __init__(self, threads: int, blocks_per_sm: int) -> None:
+        self.admitted_grid = 0
+        self._threads, self._blocks_per_sm = threads, blocks_per_sm
+
+    def footprint(self) -> Footprint:
+        return Footprint(self._threads, 0, 0, self._blocks_per_sm)
+
+    def max_blocks_per_sm(self) -> int:
+        return self._blocks_per_sm
+
+    def launch(self, grid: int, plan: int, call: object) -> None:
+        """Nothing."""
+
+    def trace_into(self, sink: object, memory: object) -> None:
+        """Nothing: there will be no timeline."""
+
+
+class NotingBackend(host.HostBackend):
+    """The host's, with kernels that are noted and do nothing."""
+
+    def __init__(self, notes: Notes, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._notes = notes
+
+    def load(self, request: KernelRequest) -> Any:
+        self._notes.add(Noted(request.source(), nvshmem=not all(self.peer_heaps)))
+        return _Silent(request.threads, self.default_blocks_per_sm)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What plans and the compiler look at; by default an H100's or an H200's.
+
+    Attributes:
+        arch: architecture, as nvcc spells it.
+        num_sms: streaming multiprocessors.
+        arena_bytes: the most shared memory that a WG can have.
+    """
+
+    arch: str = "sm_90"
+    num_sms: int = 132
+    arena_bytes: int = 227 << 10
+
+    @classmethod
+    def of_machine(cls) -> Gpu:
+        """Return this machine's first one, or the default where it has none."""
+        if not torch.cuda.is_available():
+            return cls()
+        found = torch.cuda.get_device_properties(0)
+        arena_bytes = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return cls(architecture(found.major, found.minor), found.multi_processor_count, arena_bytes)
+
+
+class PaperGpu(NotingBackend):
+    """One to which a PE looks as if it had a GPU, until it wants to do something with it."""
+
+    name = "rehearsal"
+    default_blocks_per_sm = 2  # GpuBackend's; its module cannot be imported without a GPU's packages
+
+    def __init__(self, gpu: Gpu, notes: Notes, *args: Any, **options: Any) -> None:
+        super().__init__(notes, *args, **options)
+        self.num_sms, self.arena_bytes = gpu.num_sms, gpu.arena_bytes
+
+    def warps_of(self, threads: int) -> int:
+        return threads // 32
+
+
+# What the host reads of launches and decides by, in place of what they would have left there; the same on all PEs. An
+# operator whose host waits for something new finds nothing there, and its tests end early: it needs a line here.
+_MOST_ROWS = 1000
+
+
+def _rows_of_a_sum(plan: SparsePlan, *_: object) -> tuple[int, float]:
+    return min(plan._key.layout.num_rows, _MOST_ROWS), 1.0
+
+
+def _arrival(lookups: Lookups) -> Any:
+    report = lookups._region.report
+    report.full_source = -1  # there was room for all
+    return report
+
+
+_invert = InversionPlan._launch
+
+
+def _nothing_inverted(plan: InversionPlan, capacities: Any) -> Inverted:
+    inverted = _invert(plan, capacities)
+    inverted.count.zero_()
+    return inverted
+
+
+_ANSWERS = (
+    (SparsePlan, "await_report", _rows_of_a_sum),
+    (Lookups, "_await_report", _arrival),
+    (InversionPlan, "_launch", _nothing_inverted),
+)
+
+
+@contextlib.contextmanager
+def rehearsing(make_backend: Callable[..., Any]) -> Iterator[None]:
+    """Give worlds that are opened in this context another backend, whichever they ask for.
+
+    Args:
+        make_backend: called as `HostBackend` is.
+    """
+    real = worlds._make_backend
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(host, "HostBackend", make_backend))
+        stack.enter_context(mock.patch.object(worlds, "_make_backend", lambda name, *rest: real("host", *rest)))
+        for place, name, answer in _ANSWERS:
+            stack.enter_context(mock.patch.object(place, name, answer))
+        stack.enter_context(mock.patch.object(bits, "check", _call))
+        yield
+
+
+def _call(trial: bits.Trial) -> tuple[None, int]:
+    """Call a trial as `bits.check` does, whatever comes of it."""
+    for iteration in range(bits.NUM_ITERATIONS):
+        for way in trial.ways(iteration):
+            with contextlib.suppress(Exception):
+                trial.call(iteration, iteration, way)
+    with contextlib.suppress(Exception):
+        po.check()
+    trial.close()
+    return None, 0
+
+
+def _as_pe(gpu: Gpu, notes: Notes, program: Callable[..., Any], *args: Any) -> Any:
+    """Be a PE that is a process."""
+    with rehearsing(functools.partial(PaperGpu, gpu, notes)):
+        return program(*args)
+
+
+# ---- under pytest ----------------------------------------------------------------------------------------------------
+
+
+class _EnoughError(Exception):
+    """Raised in a test that has taken too long."""
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise _EnoughError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Rehearsal:
+    """Makes tests rehearse, in a process that runs them; a plugin of pytest.
+
+    Args:
+        gpu: for which they plan.
+        notes: where they note what they ask for.
+    """
+
+    def __init__(self, gpu: Gpu, notes: Notes) -> None:
+        self.gpu, self.notes = gpu, notes
+
+    def pytest_configure(self) -> None:
+        """Make all PEs that tests start rehearse, before test modules are imported."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whoever asks for a GPU is told at once that there is none
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what torch would compile asks for the same kernels
+        self._context = rehearsing(functools.partial(PaperGpu, self.gpu, self.notes))
+        self._context.__enter__()
+        po.launch = self._with_rehearsing_processes(po.launch)
+        kept_pes.in_processes = self._with_rehearsing_processes(kept_pes.in_processes)
+
+    def _with_rehearsing_processes(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def launch_rehearsal(program: Callable[..., Any], num_pes: int, *args: Any, **options: Any) -> Any:
+            if not options.get("threads"):
+                program = functools.partial(_as_pe, self.gpu, self.notes, program)
+            return launch(program, num_pes, *args, **options)
+
+        return launch_rehearsal
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self) -> Iterator[None]:
+        with contextlib.suppress(Exception, pytest.fail.Exception), _at_most(PATIENCE_S):
+            yield
+        pytest.skip("rehearsed")
+
+
+class Compiler:
+    """Compiles what is noted, in the process that hands out the tests; a plugin of pytest.
+
+    Args:
+        gpu: for which it compiles.
+        notes: to read.
+    """
+
+    def __init__(self, gpu: Gpu, notes: Notes) -> None:
+        self._gpu, self._notes = gpu, notes
+        self._begin = time.monotonic()
+        self._is_over = threading.Event()
+        self._made: list[Future[CudaBinary]] = []
+        self._thread = threading.Thread(target=self._compile, daemon=True)
+        self._thread.start()
+
+    def _compile(self) -> None:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for noted in self._notes.follow(self._is_over):
+                make = functools.partial(compile_cuda, noted.source, arch=self._gpu.arch, nvshmem=noted.nvshmem)
+                self._made.append(pool.submit(make))
+
+    def finish(self) -> list[str]:
+        """Wait for all that has been noted; return what came of it, line by line."""
+        asked = time.monotonic() - self._begin
+        self._is_over.set()
+        self._thread.join()
+        errors = [error for each in self._made if (error := each.exception()) is not None]
+        count = f"{len(self._made) - len(errors)} of {len(self._made)} kernels for {self._gpu.arch}"
+        seconds = f"after {time.monotonic() - self._begin:.0f} s; the tests took {asked:.0f} s to ask for them"
+        return [*dict.fromkeys(map(str, errors)), f"{count} are in the compile cache, {seconds}"]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell one of pytest-xdist's workers."""
+        node.workerinput["rehearsal"] = (dataclasses.asdict(self._gpu), str(self._notes.path))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section("kernels")
+        for line in self.finish():
+            terminalreporter.line(line)
+
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self._notes.path.parent, ignore_errors=True)
+
+
+def register(config: pytest.Config) -> None:
+    """Make this process of pytest's take part in a rehearsal."""
+    told = getattr(config, "workerinput", {}).get("rehearsal")
+    if told is None:
+        gpu, notes = Gpu.of_machine(), Notes(Path(tempfile.mkdtemp(prefix="rehearsal-"), "notes"))
+        if not config.option.collectonly:
+            config.pluginmanager.register(Compiler(gpu, notes), "compiler of the rehearsal")
+    else:
+        gpu, notes = Gpu(**told[0]), Notes(Path(told[1]))
+    config.pluginmanager.register(Rehearsal(gpu, notes), "rehearsal")
