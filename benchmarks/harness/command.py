@@ -108,7 +108,7 @@ def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any
     parser.add_argument("--methods", help=f"comma-separated, of {known} (default: all)")
     parser.add_argument("--rounds", type=int, help=f"times each method is timed {experiment.rounds_help}")
     parser.add_argument("--quick", action="store_true", help=f"a look: {experiment.quick_help}")
-    timelines = "record the launches of the first case as timelines, beside the record, and time nothing"
+    timelines = "record the launches of the first case as timelines, beside the record, and time only what that costs"
     parser.add_argument("--trace", action="store_true", help=f"{timelines} (methods: the first one)")
     parser.set_defaults(tune=None, tune_mode="product", sweep=None)
     if experiment.knobs:

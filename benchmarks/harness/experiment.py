@@ -30,7 +30,7 @@ from .check import everyones
 from .pes import agree, gather
 from .record import Recorder, describe_run, progress
 from .timing import Subject, quantile, time_interleaved, time_replays
-from .tracing import timeline_of, timeline_path, write_timeline
+from .tracing import timeline_of, timeline_path, tracing_cost, write_timeline
 from .trial import LeftOut, Trial
 from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
@@ -57,7 +57,8 @@ class Options:
         timeout: seconds that a PE waits for another.
         tune: fields of the operator's Tuning and the values to try; nothing is tried where it is empty.
         tune_mode: "product" or "star".
-        traces: whether the first case's launches are recorded as timelines, beside the record, and nothing is timed.
+        traces: whether the first case's launches are recorded as timelines, beside the record, and what that costs is
+            all that is timed.
     """
 
     backend: str = "auto"
@@ -373,7 +374,7 @@ class Experiment(ABC, Generic[_Case]):
     # ---- timelines ---------------------------------------------------------------------------------------------------
 
     def _trace_case(self, case: _Case) -> bool:
-        """Check one case and record its launches; collective."""
+        """Check one case, record its launches, and time what that costs; collective."""
         trial = self.prepare(case)
         failures = everyones(self.world, trial.check()["failures"])
         self.write("check", **trial.fields, failures=failures)
@@ -384,6 +385,9 @@ class Experiment(ABC, Generic[_Case]):
             timeline = timeline_of(self.world, trial.calls(name), record, replays=self.options.rounds, path=path)
             if self.world.rank == 0:
                 write_timeline(timeline, path, self.write, {**trial.fields, "method": name})
+            times = {"rounds": self.options.rounds, "burst_seconds": self.options.burst_ms * 1e-3}
+            if cost := tracing_cost(self.world, self._repeated(trial.calls(name)), record, **times):
+                self.write("tracing_cost", **trial.fields, method=name, **cost)
         self._close(trial)
         return not failures
 

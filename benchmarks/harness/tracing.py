@@ -1,8 +1,10 @@
-"""Timelines in place of times: the launches of one case, of each method asked for, and what they come to."""
+"""Timelines of one case's launches, of each method asked for, what they come to, and what recording them costs."""
 
 from __future__ import annotations
 
+import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,19 @@ from typing import Any
 from rich.table import Table
 
 import persistent_ops as po
+from persistent_ops.runtime.tracing import Tracer
 from persistent_ops.runtime.world import World
 from persistent_ops.timeline import Timeline
 
 from .figures import pyplot, why_none
+from .pes import gather
 from .record import select, us_text
-from .timing import Subject
+from .timing import Subject, time_interleaved
 
-__all__ = ["timeline_of", "timeline_path", "timeline_tables", "write_timeline"]
+__all__ = ["timeline_of", "timeline_path", "timeline_tables", "tracing_cost", "write_timeline"]
 
 _LONGEST = 3  # waits that are shown
+_ROOM = {"cuda": 1 << 30, "host": 64 << 20}  # for a round's timelines, bytes: what is dropped would cost less
 
 
 def timeline_path(folder: Path, operator: str, method: str) -> Path:
@@ -64,6 +69,52 @@ def write_timeline(timeline: Timeline, path: Path, write: Callable[..., None], f
         print(f"no figure: {why_none(error)}", file=sys.stderr)
 
 
+def tracing_cost(
+    world: World,
+    calls: Sequence[Callable[[], object]],
+    record: Callable[[list[Callable[[], object]]], Subject],
+    *,
+    rounds: int,
+    burst_seconds: float,
+) -> dict[str, Any]:
+    """Time calls with kernels that trace and with those that do not; collective.
+
+    On GPUs graphs of both take turns. On the host backend, where what traces is planned anew in each context, one
+    comes behind the other.
+
+    Returns:
+        Fields of a "tracing_cost" line: microseconds a call, traced and not, and the share of work-groups that found no
+        room; none where the calls launch no kernels that trace.
+    """
+    tracer, plain = Tracer(world, _ROOM[world.backend.name]), record(list(calls))
+    times: dict[str, list[float]] = defaultdict(list)
+    found = lost = 0
+
+    def time(subjects: Mapping[str, Subject]) -> None:
+        nonlocal found, lost
+        for number in range(rounds):
+            turns = list(subjects.items())[:: -1 if number % 2 else 1]
+            for name, seconds in time_interleaved(world, dict(turns), rounds=1, burst_seconds=burst_seconds).items():
+                times[name] += seconds
+            used, dropped = tracer.clear()
+            found, lost = found + used, lost + dropped
+
+    world.set_tracer(tracer)
+    try:
+        traced = record(list(calls))
+        tracer.clear()
+        if world.backend.name != "cuda":
+            time({"traced": traced})
+    finally:
+        world.set_tracer(None)
+    time({"plain": plain} if "traced" in times else {"plain": plain, "traced": traced})
+    tracer.close()
+    us = {
+        name: max(statistics.median(each) for each in gather(world.bootstrap, own)) * 1e6 for name, own in times.items()
+    }
+    return {"us": us["plain"], "us_traced": us["traced"], "dropped": lost / found} if found else {}
+
+
 def timeline_tables(lines: Sequence[dict[str, Any]]) -> Iterable[Table | str]:
     """Return what to print of a record of timelines."""
     found = select(lines, "timeline")
@@ -97,6 +148,13 @@ def timeline_tables(lines: Sequence[dict[str, Any]]) -> Iterable[Table | str]:
     yield waits
     error = max((line["clock_error_us"] for line in found), default=0.0)
     yield f"The PEs' clocks are aligned to {us_text(error)} us."
+    for line in select(lines, "tracing_cost"):
+        share = 100 * (line["us_traced"] / line["us"] - 1)
+        dropped = f"; {_share(line['dropped'])} of the work-groups found no room" if line["dropped"] else ""
+        yield (
+            f"{line['method']}: {us_text(line['us'])} us a call, and {us_text(line['us_traced'])} us where its kernels "
+            f"trace ({share:+.1f} %{dropped})"
+        )
     for line in select(lines, "timeline_lost"):
         yield (
             f"{line['method']}, PE {line['pe']}: {line['work_groups']} WGs and {line['spans']} waits and signals found "

@@ -125,6 +125,15 @@ class Tracer:
         """Have a kernel's launches leave their timelines here."""
         kernel.trace_into(self._sink, self._memory)
 
+    def clear(self) -> tuple[int, int]:
+        """Take launches from now on in the room of those so far; return of how many WGs these were, and how many lost.
+
+        No launch may be in flight.
+        """
+        used = int(self._memory[0])
+        self._memory[0] = 0
+        return used, max(used - self._num_blocks, 0)
+
     def close(self) -> None:
         """Take no more: a CUDA graph that was captured meanwhile may still launch such kernels."""
         self._memory[0] = self._num_blocks
