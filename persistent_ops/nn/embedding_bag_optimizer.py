@@ -133,10 +133,15 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         """
         self._saves_param_groups = save
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return rates, the number of steps and all states, as shards over this PE's memory; waits on the host."""
+    def state_dict(self, *, prefix: str = "") -> dict[str, Any]:  # type: ignore[override]
+        """Return rates, the number of steps and all states, as shards over this PE's memory; waits on the host.
+
+        Args:
+            prefix: of the tables' names: "sparse." for those that a model has whose attribute `sparse` is the
+                collection, which are TorchRec's names under DistributedModelParallel.
+        """
         state = {
-            f"embedding_bags.{name}.weight": {
+            f"{prefix}embedding_bags.{name}.weight": {
                 f"{name}.{kind}": shards for kind, shards in zip(_STATE_NAMES, of_table, strict=False)
             }
             for name, of_table in self._shards.items()
@@ -152,12 +157,13 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         group["column_slices"] = [list(each) for each in self._column_slices.items()]
         return {"state": state, "param_groups": [group]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, prefix: str = "") -> None:  # type: ignore[override]
         """Take states over, and say that this makes good for a launch that was given up.
 
         Args:
             state_dict: whole states, or shards of this placement; without "param_groups", as TorchRec has it, rates
                 stay and steps begin at 0.
+            prefix: of the tables' names; see `state_dict`.
 
         Raises:
             ValueError: it is of another algorithm or other tables; or of another number of column slices, under
@@ -170,7 +176,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         if self._algorithm == "adam" and "step" not in saved:
             raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
         for name, of_table in self._shards.items():
-            self._load_table(name, of_table, saved, state_dict.get("state", {}))
+            of_saved = state_dict.get("state", {}).get(f"{prefix}embedding_bags.{name}.weight", {})
+            self._load_table(name, of_table, saved, of_saved)
         for name, value in saved.items():
             if name not in _OF_MODULE:
                 self.param_groups[0][name] = value
@@ -187,7 +194,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self.push_rate()
 
     def _load_table(
-        self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], state: Mapping[str, Any]
+        self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], found: Mapping[str, Any]
     ) -> None:
         here = self._column_slices[name]
         counts: dict[str, int] = dict(saved.get("column_slices", []))
@@ -196,7 +203,6 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 f"state_dict: {name} was trained in {counts[name]} column slices, and has {here}: a state of "
                 "'rowwise_adagrad' is a mean over the columns of a slice, so the number of slices must stay"
             )
-        found = state.get(f"embedding_bags.{name}.weight", {})
         for kind, shards in zip(_STATE_NAMES, of_table, strict=False):
             key = f"{name}.{kind}"
             if key not in found:
