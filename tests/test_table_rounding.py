@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_backward_cases import random_halves, round_stochastically
-from sharded_embedding_cases import Case, Reference, batch_of, gradient_of
+from sharded_embedding_cases import Case, Reference, batch_of, gradient_of, samples_of
 from worlds import in_world
 
 import persistent_ops as po
@@ -56,7 +56,8 @@ class _Rounded(Reference):
 
 def _train(module: Any, step: int) -> None:
     batch = batch_of(_CASE, po.rank(), step)
-    result = module(batch.values.to(po.device()), batch.lengths.to(po.device()))
+    split = [samples_of(pe, step) for pe in range(po.world_size())] if step % 2 else None
+    result = module(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=split)
     result.backward(gradient_of(_CASE, po.rank(), step).to(po.device()))
 
 
@@ -71,7 +72,7 @@ def _wrong(module: Any, reference: Reference) -> list[str]:
 
 
 def _trained(num_steps: int) -> list[list[str]]:
-    """Train, and go on from a copy in memory in a collection of another seed."""
+    """Train, with and without a split, and go on from a copy in memory in a collection of another seed."""
     module, reference = _CASE.make(), _Rounded(_CASE)
     wrong = []
     for step in range(num_steps):
