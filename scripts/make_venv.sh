@@ -49,4 +49,16 @@ if ! has_gpu && ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         { say "torch's index of CPU builds has no answer; taking $torch from pip's usual index" && "${pip[@]}" "$torch"; }
 fi
 "${pip[@]}" --editable ".[$extras]"
+
+# FBGEMM and TorchRec, 8 MB with what they import: tests that have them beside the package are skipped without. FBGEMM's
+# wheels are for one torch each, and for Linux on x86-64; TorchRec would bring its CUDA build, so nothing is resolved.
+peers=(fbgemm-gpu-cpu==1.8.0 torchrec==1.6.1 tensordict==0.15.3 pyvers==0.2.3 pyre-extensions==0.0.32 typing-inspect==0.9.0)
+has_torch_of_peers() { "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.__version__.startswith("2.13."))'; }
+if ! has_gpu && has_torch_of_peers; then
+    if ! { "${pip[@]}" --no-deps --only-binary :all: --retries 1 --timeout 15 "${peers[@]}" &&
+        "$venv/bin/python" -W ignore -c 'import torchrec.distributed'; } 2>/dev/null; then
+        say "FBGEMM and TorchRec cannot be had for this Python, or not from here; tests beside them will be skipped"
+        "$venv/bin/python" -m pip uninstall --quiet --yes "${peers[@]%%==*}" 2>/dev/null || true
+    fi
+fi
 say "$venv is ready"

@@ -52,6 +52,7 @@ OPERATORS = {
             "nn/embedding_bag_optimizer.py",
             "nn/embedding_features.py",
             "nn/embedding_tables.py",
+            "nn/ignored_tables.py",
             "nn/local_lookups.py",
             "nn/placement_costs.py",
             "nn/placement_report.py",
@@ -60,6 +61,7 @@ OPERATORS = {
             "nn/sharded_table.py",
             "nn/table_layout.py",
             "nn/table_placements.py",
+            "nn/table_rounding.py",
             "nn/table_shards.py",
         ),
         (

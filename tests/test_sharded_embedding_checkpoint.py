@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,7 @@ def _refused() -> dict[str, str]:
     other = {**states, "param_groups": [{**states["param_groups"][0], "algorithm": "adam"}]}
     tried("algorithm", module.optimizer.load_state_dict, other, ValueError)
     tried("no states", module.optimizer.load_state_dict, {"state": {}}, ValueError)
+    tried("no prefix", module.optimizer.load_state_dict, module.optimizer.state_dict(prefix="m."), ValueError)
     tried("a table too few", module.load_state_dict, dict(list(tables.items())[1:]), RuntimeError)
     tried("a table too many", module.load_state_dict, {**tables, "embedding_bags.e.weight": 0}, RuntimeError)
     small = {**tables, "embedding_bags.a.weight": torch.zeros(2, 2)}
@@ -196,6 +198,7 @@ def test_what_cannot_be_loaded(backend: str) -> None:
         "shape of slices": "the number of column slices must stay",
         "algorithm": "of 'adam', but the optimizer is 'rowwise_adagrad'",
         "no states": "expected 'a.momentum1'",
+        "no prefix": "expected 'a.momentum1'",
         "a table too few": "embedding_bags.a.weight",
         "a table too many": "embedding_bags.e.weight",
         "a shape": "expected a tensor of [30, 8], got [2, 2]",
@@ -208,32 +211,46 @@ def test_what_cannot_be_loaded(backend: str) -> None:
 
 
 def _in_memory() -> list[bool]:
-    """Copies of state dicts bring everything back, with one step behind them undone; whole tensors do too."""
+    """Copies of state dicts bring everything back, with one step behind them undone; whole tensors do too.
+
+    Of param_groups, the number of steps is enough.
+    """
     case = _case("adam")
     module = case.make()
     _train(module, case, range(2))
-    kept = copy.deepcopy(_parts(module))
+    kept = copy.deepcopy({"tables": module.state_dict(), "optimizer": module.optimizer.state_dict(prefix="m.")})
     before = _blocks(module)
     rate = kept["optimizer"]["param_groups"][0]["lr"]
     module.optimizer.param_groups[0]["lr"] = 7.0
     _train(module, case, range(2, 3))
     again = _blocks(module)
     module.load_state_dict(kept["tables"])
-    module.optimizer.load_state_dict(kept["optimizer"])
+    module.optimizer.load_state_dict(kept["optimizer"], prefix="m.")
     loaded = _blocks(module)
     module.optimizer.param_groups[0]["lr"] = 7.0
     _train(module, case, range(2, 3))  # the count of steps has come back too, so these are the same bits
     whole = {name: torch.full(shards.shape, 2.0) for name, shards in module.state_dict().items()}
     repeated = _blocks(module)
+    module.load_state_dict(kept["tables"])
+    module.optimizer.load_state_dict({"state": kept["optimizer"]["state"], "param_groups": [{"step": 2}]}, prefix="m.")
+    _train(module, case, range(2, 3))
+    counted = _blocks(module)
     module.load_state_dict(whole)
     filled = all(bool((block == 2).all()) for shards in module.state_dict().values() for _, block in shards.shards)
 
-    def same(a: Any, b: Any) -> bool:
-        return all(torch.equal(x, y) for name in a for (_, x), (_, y) in zip(a[name], b[name], strict=True))
+    def same(a: Any, b: Any, alike: Any = torch.equal) -> bool:
+        return all(alike(x, y) for name in a for (_, x), (_, y) in zip(a[name], b[name], strict=True))
 
-    return [same(before, loaded), same(again, repeated), not same(before, again), rate == 0.5, filled]
+    return [
+        same(before, loaded),
+        same(again, repeated),
+        same(again, counted, functools.partial(torch.allclose, rtol=1e-3, atol=1e-3)),  # 1 - 0.999^3 has few digits
+        not same(before, again),
+        rate == 0.5,
+        filled,
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_copies_in_memory(backend: str, world: int) -> None:
-    assert in_world(_in_memory, world, backend) == [[True] * 5] * world
+    assert in_world(_in_memory, world, backend) == [[True] * 6] * world

@@ -227,6 +227,8 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "a number": ({"placement": 3}, "TypeError", "ShardingPlan, got int"),
     "no plan of it": ({"placement": SimpleNamespace(plan={"m": {"c": 1}})}, "ValueError", "one module"),
     "another plan": ({"placement": {"a": 3}}, "TypeError", "got int"),
+    "rounding of no table": ({"rounding": "stochastic"}, "ValueError", "tables of 16 bits, but all are float32"),
+    "unknown rounding": ({"rounding": "up"}, "ValueError", "rounding: expected one of 'nearest', 'stochastic'"),
     "no tables": ({"tables": []}, "ValueError", "at least one"),
     "names": ({"tables": [_PLAIN[0], _PLAIN[0]]}, "ValueError", "occur once"),
     "dots": ({"tables": [("a.b", 3, 4, ["x"])]}, "ValueError", "without dots"),
@@ -283,6 +285,7 @@ def _called() -> dict[str, tuple[str, str]]:
     weighted = _WEIGHTED.make()
     factors = torch.ones(4, requires_grad=True)
     four = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    trained = Jagged(list("xyzw"), [four[0]], [four[1]], [factors])
     tried = {
         "variable": lambda: module(variable),
         "values alone": lambda: module(values),
@@ -291,6 +294,7 @@ def _called() -> dict[str, tuple[str, str]]:
         "weights": lambda: module(values, lengths, per_sample_weights=values.float()),
         "no weights": lambda: weighted(*four),
         "gradients of weights": lambda: weighted(*four, per_sample_weights=factors),
+        "gradients of a KeyedJaggedTensor's": lambda: weighted(trained),
         "bad index": lambda: module(values + 1000, lengths),
         "too many samples": lambda: module(values.repeat(30), lengths.repeat(30)),
         "scaler": lambda: scaler.step(module.optimizer),
@@ -316,7 +320,8 @@ def test_what_it_cannot_be_called_with() -> None:
         "weights beside": ("ValueError", "its own"),
         "weights": ("ValueError", "is_weighted"),
         "no weights": ("ValueError", "is_weighted"),
-        "gradients of weights": ("NotImplementedError", "require no gradient"),
+        "gradients of weights": ("NotImplementedError", "per_sample_weights: gradients of weights"),
+        "gradients of a KeyedJaggedTensor's": ("NotImplementedError", "per_sample_weights.detach()"),
         "bad index": ("IndexError", "index 1000"),
         "too many samples": ("ValueError", "max_batch"),
         "scaler": ("NotImplementedError", "GradScaler"),

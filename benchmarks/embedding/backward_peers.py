@@ -139,7 +139,8 @@ class Fbgemm:
     """FBGEMM's table-batched embeddings over this PE's tables.
 
     As `fbgemm_gpu` has them by default, but exact: no stochastic rounding, results in the wire's dtype, everything in
-    the GPU's memory. What goes through autograd runs on one stream, `stream`, where its nodes belong.
+    the GPU's memory. On CPUs it has no results in bfloat16: they are cast there, as their gradients are. What goes
+    through autograd runs on one stream, `stream`, where its nodes belong.
 
     Args:
         config: shape.
@@ -164,14 +165,15 @@ class Fbgemm:
         location = common.EmbeddingLocation.DEVICE if is_gpu else common.EmbeddingLocation.HOST
         device = training.ComputeDevice.CUDA if is_gpu else training.ComputeDevice.CPU
         precisions = {name: getattr(configs.SparseType, name.upper()) for name in ("fp32", "fp16", "bf16")}
-        self._sets = sets
+        wire = config.wire or config.dtype
+        self._sets, self._wire_dtype = sets, config.wire_dtype
         self._module: Any = training.SplitTableBatchedEmbeddingBagsCodegen(
             [(config.rows, config.dim, location, device)] * config.tables,
             optimizer=getattr(configs.EmbOptimType, f"EXACT_{algorithm.upper()}"),
             learning_rate=RATE,
             eps=EPS,
             weights_precision=precisions[config.dtype],
-            output_dtype=precisions[config.wire or config.dtype],
+            output_dtype=precisions["fp32" if wire == "bf16" and not is_gpu else wire],
             stochastic_rounding=False,
             device=storage.device,
         )
@@ -192,7 +194,7 @@ class Fbgemm:
         drawn = self._sets[number]
         with torch.enable_grad():
             pooled: torch.Tensor = self._module(drawn.indices, drawn.offsets)
-        return pooled
+            return pooled.to(self._wire_dtype)
 
     def backward(self, received: torch.Tensor, number: int) -> None:
         """Update the tables with the gradient `[B, T * D]` of a set, whose forward pass was made once and is kept."""

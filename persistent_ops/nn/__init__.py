@@ -4,13 +4,11 @@ from .ddp import allow_unused_sparse as allow_unused_sparse
 from .embedding_bag_collection import (
     ShardedEmbeddingBagCollection as ShardedEmbeddingBagCollection,
 )
-from .embedding_bag_collection import (
-    ignore_sharded_tables as ignore_sharded_tables,
-)
 from .embedding_bag_optimizer import EmbeddingBagOptimizer as EmbeddingBagOptimizer
 from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
 from .embedding_features import SentFeatures as SentFeatures
 from .embedding_tables import TableConfig as TableConfig
+from .ignored_tables import ignore_sharded_tables as ignore_sharded_tables
 from .ordered_all_reduce import OrderedAllReduce as OrderedAllReduce
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,

@@ -17,11 +17,12 @@ from ..runtime import world as _world
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
-from .embedding_tables import TableConfig, lookup_estimates, table_configs
+from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs
 from .pooled_lookups import pool_arrived
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
 from .table_placements import TablePlacement
+from .table_rounding import check_rounding, drawn_of, rounding_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from typing_extensions import Self
 
-__all__ = ["ShardedEmbeddingBagCollection", "ignore_sharded_tables"]
+__all__ = ["ShardedEmbeddingBagCollection"]
 
 _CLIPPING = (
     "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
@@ -60,10 +61,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             DistributedDataParallel takes of the dense part's.
         max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
         max_grad_norm: refused.
-        is_weighted: whether lookups have weights; all tables are pooled by "sum" then. They get no gradient.
+        is_weighted: whether lookups have weights; all tables are pooled by "sum" then. Weights get no gradient: those
+            that require one are refused.
         wire_dtype: bfloat16 halves the bytes that pooled rows of float32 tables, and their gradients, travel in; their
             part of the result has that dtype (`embedding_all_to_all`). Tables of 16 bits stay as they are.
-        seed: of the first rows, which are uniform in TableConfig's init_range and the same for any placement and world.
+        rounding: of rows of 16 bits: "nearest" or "stochastic" (`EmbeddingOptimizer`). Random bits depend on `seed`,
+            the step, the table, the slice, the row and the column there, and so on the number of slices, but neither on
+            the world nor on who has a slice; replicated tables of equal pooling and dtype and width draw as one.
+        seed: of the first rows, which are uniform in TableConfig's init_range and the same for any placement and world;
+            and of stochastic rounding, where that of a loaded optimizer takes its place.
         bounds: of `EmbeddingInputs`.
         keyed_tensor: makes the result of a KeyedJaggedTensor of names, columns of each, and values; TorchRec's
             KeyedTensor fits.
@@ -106,6 +112,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_grad_norm: float | None = None,
         is_weighted: bool = False,
         wire_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
         seed: int = 0,
         bounds: str = "fatal",
         keyed_tensor: Callable[[list[str], list[int], torch.Tensor], Any] = KeyedEmbeddings,
@@ -120,7 +127,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
         if wire_dtype is not None:
-            _check_wire(configs, wire_dtype)
+            check_wire(configs, wire_dtype)
+        check_rounding(configs, rounding)
         self._wire_dtype = wire_dtype
         estimates = lookup_estimates(configs, lookups_per_sample)
         self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype)
@@ -139,7 +147,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         }
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
-        self._agree([algorithm, options, scale, max_gradient, wire_dtype, seed])
+        self._agree([algorithm, options, scale, max_gradient, wire_dtype, rounding, seed])
         self._replicas = None
         if self.layout.replicated:
             self._replicas = ReplicatedTables(
@@ -151,6 +159,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 bounds=bounds,
                 algorithm=algorithm,
                 options=options,
+                rounding=rounding,
                 scale=scale,
             )
         self.embedding_bags = torch.nn.ModuleDict(
@@ -160,7 +169,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._weights, optimizers = [], []
         for group in self.layout.groups:
             weights = [self._table(slot.table).slice(slot.slice) for slot in group.slots[world.rank]]
-            optimizer = EmbeddingOptimizer(weights, algorithm, **options)  # type: ignore[arg-type]
+            rounded = rounding_of(group, rounding)
+            optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounded, **options)  # type: ignore[arg-type]
             optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
             agree_on_widths(world, optimizer._token, group.dim_per_rank, weights)
             self._weights.append(weights)
@@ -169,7 +179,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
         self._ahead: SentFeatures | None = None
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
-        self.optimizer = EmbeddingBagOptimizer(algorithm, options, self._of_optimizer(), [*optimizers, *of_replicas])
+        self.optimizer = EmbeddingBagOptimizer(
+            algorithm,
+            {**options, "seed": seed},
+            self._of_optimizer(),
+            [*optimizers, *of_replicas],
+            drawn_of(self.layout, world.rank),
+        )
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 
     @classmethod
@@ -310,7 +326,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             given = features_of(features, self.feature_names)
             given = given if self._is_weighted else given._replace(weights=None)
         if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("per_sample_weights: expected weights that require no gradient")
+            raise NotImplementedError(
+                "per_sample_weights: gradients of weights do not travel back from the tables' owners; pass weights "
+                "that require none, per_sample_weights.detach()"
+            )
         self._make_room()
         own = None if self._replicas is None else self._replicas.begin(given)
         sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
@@ -464,33 +483,3 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             for number, config in enumerate(layout.configs)
         }
         return f"owners={owners}, {layout.costs.unit}={[float(f'{load:.3g}') for load in layout.loads]}"
-
-
-def ignore_sharded_tables(model: torch.nn.Module) -> None:
-    """Let DistributedDataParallel leave the tables of all `ShardedEmbeddingBagCollection`s in a model alone.
-
-    Otherwise it would write rank 0's part over the others'. Call it before ``DistributedDataParallel(model)``; where
-    the collection itself is wrapped, it is not needed.
-
-    Raises:
-        NotImplementedError: the model is in DistributedModelParallel.
-    """
-    for module in model.modules():
-        if any(kind.__name__ == "DistributedModelParallel" for kind in type(module).__mro__):
-            raise NotImplementedError(
-                "model: DistributedModelParallel spreads tables by itself; put the dense part under "
-                "DistributedDataParallel instead"
-            )
-    names = [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, ShardedEmbeddingBagCollection)
-        for name, _ in module.named_parameters()
-    ]
-    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
-
-
-def _check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:
-    if wire_dtype != torch.bfloat16 or all(config.data_type != torch.float32 for config in configs):
-        raise TypeError(f"wire_dtype: expected None, or torch.bfloat16 where tables are of float32, got {wire_dtype}")

@@ -9,6 +9,7 @@ import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..runtime import world as _world
+from .table_rounding import Drawn, rounding_seed
 from .table_shards import TableShards
 
 __all__ = ["EmbeddingBagOptimizer"]
@@ -38,10 +39,11 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
     Args:
         algorithm: of `po.EmbeddingOptimizer`.
-        options: of it too.
+        options: of it too, and the seed of stochastic rounding.
         tables: of the collection, by name: the parameter, size of the table, its number of slices, and of each that
             this PE has its number and its states.
         optimizers: that have these states.
+        drawn: what the tables of each of them are drawn as (`drawn_of`).
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses
@@ -52,15 +54,17 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         options: Mapping[str, Any],
         tables: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[_States]]],
         optimizers: Sequence[EmbeddingOptimizer],
+        drawn: Sequence[Sequence[Drawn]],
     ) -> None:
         self._algorithm = algorithm
-        self._optimizers = list(optimizers)
+        self._optimizers, self._drawn = list(optimizers), drawn
         self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
         self._shards = {name: self._states_of(*table) for name, table in tables.items()}
         self._saves_param_groups = True
         self._pushed: Any = None
         super().__init__([parameter for parameter, *_ in tables.values()], dict(options))
         self.push_rate()
+        self._push_seeds()
 
     def _states_of(
         self,
@@ -96,6 +100,11 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             for optimizer in self._optimizers:
                 optimizer.lr.fill_(rate)
         self._pushed = None if isinstance(rate, torch.Tensor) else rate
+
+    def _push_seeds(self) -> None:
+        seed = self.param_groups[0]["seed"]
+        for optimizer, drawn in zip(self._optimizers, self._drawn, strict=True):
+            optimizer.seeds = [rounding_seed(seed, each) for each in drawn]  # type: ignore[assignment]  # as above
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Bring the learning rate to the device; the backward pass has updated the tables.
@@ -133,10 +142,15 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         """
         self._saves_param_groups = save
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return rates, the number of steps and all states, as shards over this PE's memory; waits on the host."""
+    def state_dict(self, *, prefix: str = "") -> dict[str, Any]:  # type: ignore[override]
+        """Return rates, seed, the number of steps and all states, as shards over this PE's memory; waits on the host.
+
+        Args:
+            prefix: of the tables' names: "sparse." for those that a model has whose attribute `sparse` is the
+                collection, which are TorchRec's names under DistributedModelParallel.
+        """
         state = {
-            f"embedding_bags.{name}.weight": {
+            f"{prefix}embedding_bags.{name}.weight": {
                 f"{name}.{kind}": shards for kind, shards in zip(_STATE_NAMES, of_table, strict=False)
             }
             for name, of_table in self._shards.items()
@@ -152,12 +166,13 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         group["column_slices"] = [list(each) for each in self._column_slices.items()]
         return {"state": state, "param_groups": [group]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, prefix: str = "") -> None:  # type: ignore[override]
         """Take states over, and say that this makes good for a launch that was given up.
 
         Args:
             state_dict: whole states, or shards of this placement; without "param_groups", as TorchRec has it, rates
-                stay and steps begin at 0.
+                and the seed of stochastic rounding stay, and steps begin at 0.
+            prefix: of the tables' names; see `state_dict`.
 
         Raises:
             ValueError: it is of another algorithm or other tables; or of another number of column slices, under
@@ -170,7 +185,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         if self._algorithm == "adam" and "step" not in saved:
             raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
         for name, of_table in self._shards.items():
-            self._load_table(name, of_table, saved, state_dict.get("state", {}))
+            of_saved = state_dict.get("state", {}).get(f"{prefix}embedding_bags.{name}.weight", {})
+            self._load_table(name, of_table, saved, of_saved)
         for name, value in saved.items():
             if name not in _OF_MODULE:
                 self.param_groups[0][name] = value
@@ -185,9 +201,10 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             changes.loaded(*(block for shards in of_table for _, block in shards.shards))
         self._pushed = None
         self.push_rate()
+        self._push_seeds()
 
     def _load_table(
-        self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], state: Mapping[str, Any]
+        self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], found: Mapping[str, Any]
     ) -> None:
         here = self._column_slices[name]
         counts: dict[str, int] = dict(saved.get("column_slices", []))
@@ -196,7 +213,6 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 f"state_dict: {name} was trained in {counts[name]} column slices, and has {here}: a state of "
                 "'rowwise_adagrad' is a mean over the columns of a slice, so the number of slices must stay"
             )
-        found = state.get(f"embedding_bags.{name}.weight", {})
         for kind, shards in zip(_STATE_NAMES, of_table, strict=False):
             key = f"{name}.{kind}"
             if key not in found:

@@ -11,7 +11,7 @@ import torch
 
 from ..runtime.dtypes import SCALARS
 
-__all__ = ["TableConfig", "lookup_estimates", "plain_name", "table_configs"]
+__all__ = ["TableConfig", "check_wire", "lookup_estimates", "plain_name", "table_configs"]
 
 _POOLINGS = ("sum", "mean")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -103,6 +103,12 @@ def lookup_estimates(configs: Sequence[TableConfig], given: float | Mapping[str,
     if set(given) != set(names):
         raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
     return {name: float(given[name]) for name in names}
+
+
+def check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:
+    """Raise TypeError for a dtype in which rows of no table travel."""
+    if wire_dtype != torch.bfloat16 or all(config.data_type != torch.float32 for config in configs):
+        raise TypeError(f"wire_dtype: expected None, or torch.bfloat16 where tables are of float32, got {wire_dtype}")
 
 
 def plain_name(value: Any) -> str:

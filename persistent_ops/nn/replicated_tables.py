@@ -19,6 +19,7 @@ from ..runtime import world as _world
 from .embedding_features import Features
 from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features
 from .table_layout import Group, Layout
+from .table_rounding import rounding_of
 
 __all__ = ["LocalBatch", "ReplicatedTables"]
 
@@ -68,7 +69,7 @@ class ReplicatedTables:
         lookups_per_sample: of each feature, by name: estimates, of which room for lookups comes.
         is_weighted: whether lookups have weights.
         bounds: "fatal" or "ignore", of bad lookups.
-        algorithm, options: of `EmbeddingOptimizer`.
+        algorithm, options, rounding: of `EmbeddingOptimizer`; the rounding that of tables of 16 bits.
         scale: factor of the summed gradients.
 
     Attributes:
@@ -86,6 +87,7 @@ class ReplicatedTables:
         bounds: str,
         algorithm: str,
         options: Mapping[str, Any],
+        rounding: str,
         scale: float,
     ) -> None:
         self._world = world
@@ -93,7 +95,15 @@ class ReplicatedTables:
         self._is_fatal = bounds == "fatal"
         device = world.backend.device
         stacks = [
-            _Stack(layout, group, max_batch, lookups_per_sample, device, algorithm, options)
+            _Stack(
+                layout,
+                group,
+                max_batch,
+                lookups_per_sample,
+                device,
+                algorithm,
+                {**options, "rounding": rounding_of(group, rounding)},
+            )
             for group in layout.replicated
         ]
         self._sums = torch.zeros(sum(stack.num_floats for stack in stacks), device=device)

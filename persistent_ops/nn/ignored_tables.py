@@ -1,0 +1,36 @@
+"""Models with sharded embedding tables under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .embedding_bag_collection import ShardedEmbeddingBagCollection
+
+__all__ = ["ignore_sharded_tables"]
+
+
+def ignore_sharded_tables(model: torch.nn.Module) -> None:
+    """Let DistributedDataParallel leave the tables of all `ShardedEmbeddingBagCollection`s in a model alone.
+
+    Otherwise it would write rank 0's part over the others'. Call it before ``DistributedDataParallel(model)``; where
+    the collection itself is wrapped, it is not needed.
+
+    Raises:
+        NotImplementedError: the model is in DistributedModelParallel.
+    """
+    for module in model.modules():
+        if any(kind.__name__ == "DistributedModelParallel" for kind in type(module).__mro__):
+            raise NotImplementedError(
+                "model: DistributedModelParallel spreads tables by itself; put the dense part under "
+                "DistributedDataParallel instead"
+            )
+    names = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, ShardedEmbeddingBagCollection)
+        for name, _ in module.named_parameters()
+    ]
+    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
