@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
 import dlrm_train
 from dlrm.batches import Batches
+from dlrm.compare import disagreements
 from dlrm.data import open_data
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
@@ -272,13 +273,14 @@ def test_what_order_refuses() -> None:
 
 @pytest.mark.host
 def test_other_tables_have_the_same_losses(tmp_path: Path) -> None:
-    """Also at rates that make the losses leap, and magnify what rounding does beyond what is tolerated in 30 steps."""
-    rates = {"learning_rate": 0.3, "table_learning_rate": 0.3}
+    """At rates that make losses leap: in 30 steps from first rows alone they would come to differ by more than 1e-5."""
+    rates = {"learning_rate": 0.15, "table_learning_rate": 0.15}
     options = options_of(tmp_path, compare_steps=30, replicated_rows=20, **rates)
     report = in_processes(run_pe, 2, options, timeout=200)[0]
     compared = report["compared"]
     assert "torch + gloo" in compared["losses"] and not problems(report)
-    assert all(len(set(each)) == 30 and max(each) > 1e4 for each in compared["losses"].values())
+    assert all(len(set(each)) == 30 and max(each) > 10 for each in compared["losses"].values())
+    assert disagreements(compared)["torch + gloo"] < 3e-6
     assert set(compared["seconds"]) == set(compared["losses"])
     assert len(compared["losses"]) + len(compared["left_out"]) == 3
     for line in compared["left_out"]:

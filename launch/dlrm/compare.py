@@ -77,6 +77,7 @@ def compare(
             begin = time.perf_counter()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Sparse invariant checks")  # of torch's optimizers
+                warnings.filterwarnings("ignore", "fbgemm::dense.*autograd kernel")  # it has one, of the older kind
                 shares[name] += itertools.islice(walks[name], burst)
             world.check()
             world.backend.synchronize()
