@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dlrm.data import check_data
-from dlrm.options import ALGORITHMS, FORMATS, MODELS, PRECISIONS, Options
+from dlrm.options import ALGORITHMS, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
 from dlrm.report import draw_if_possible
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
@@ -101,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", help="file (criteo: text; raw: HugeCTR's) or folder (npy)")
     parser.add_argument("--optimizer", choices=ALGORITHMS, default="adagrad", help="of tables; dense: SGD or Adagrad")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the dense part's products")
+    parser.add_argument("--wire", choices=PRECISIONS, help="in which pooled rows travel (default: as --precision)")
+    parser.add_argument(
+        "--placement", choices=PLACEMENTS, default="model", help="of tables; auto: by costs that are measured"
+    )
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the dense part's kernels")
     for name, kind, text in _NUMBERS:
         parser.add_argument(f"--{name}", type=kind, help=f"{text} ({_default(name)})")
@@ -118,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 _NUMBERS = (
     ("days", int, "of the folder, of which the last one evaluates"),
     ("max-rows", int, "of a table; rows are ids modulo that"),
+    ("replicated-rows", int, "tables of at most so many are on every PE"),
     ("samples", int, "of the synthetic log that train"),
     ("evaluation-samples", int, "that evaluate; a file's last ones"),
     ("batch", int, "samples of a step, on all PEs together"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
 from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
-from persistent_ops.nn import TableConfig, TablePlacement
+from persistent_ops.nn import TablePlacement
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
 
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
 import dlrm_train
 from dlrm.batches import Batches
+from dlrm.compare import disagreements
 from dlrm.data import open_data
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
@@ -38,6 +41,7 @@ from dlrm.peers import ExchangedEmbedding
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
+from dlrm.way import placement_of
 from dlrm.workload import run_pe
 
 CPU = torch.device("cpu")
@@ -79,17 +83,59 @@ def one_process(options: Options, **more: Any) -> Training:
 
 
 @pytest.mark.host
-@pytest.mark.parametrize(("world", "interaction", "optimizer"), [(2, "dcn", "adagrad"), (3, "dot", "sgd")])
-def test_losses_are_those_of_one_process(world: int, interaction: str, optimizer: str, tmp_path: Path) -> None:
-    options = options_of(tmp_path, interaction=interaction, optimizer=optimizer, steps=10)
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"replicated_rows": 20, "precision": "bf16"}),  # pooled rows travel in bf16 too
+        (2, {"placement": "auto"}),
+        (3, {"replicated_rows": 50, "interaction": "dot", "optimizer": "sgd"}),
+    ],
+    ids=["bf16", "auto", "dot"],
+)
+def test_losses_are_those_of_one_process(world: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    options = options_of(tmp_path, steps=10, **changes)
     report = in_processes(run_pe, world, options, timeout=200)[0]
-    expected = one_process(options).run(Plan(most_steps=10, evaluate_every=4))
+    expected = one_process(options, precision=options.dense_dtype).run(Plan(most_steps=10, evaluate_every=4))
     assert len(report["losses"]) == 10 and len(set(report["losses"])) == 10
-    assert report["losses"] == pytest.approx(expected.losses, rel=1e-5)
+    tolerance = 1e-5 if options.precision == "fp32" else 2e-2
+    assert report["losses"] == pytest.approx(expected.losses, rel=tolerance)
     assert [each["step"] for each in report["evaluations"]] == [4, 8, 10]
     assert report["evaluations"][-1]["auc"] == pytest.approx(expected.evaluations[-1]["auc"], abs=1e-3)
     best = open_data(options).best_auc()
     assert best is not None and report["best_auc"] == best
+    kinds = [each["kind"] for each in report["placements"].values()]
+    if options.placement == "model":
+        rows = open_data(options).train.num_rows
+        assert kinds == ["replicated" if each <= options.replicated_rows else "table_wise" for each in rows]
+    else:
+        assert len(kinds) == 4 and "auto" not in kinds
+
+
+def test_placements(tmp_path: Path) -> None:
+    rows = (3, 8192, 8193, *(10_000,) * 17, 50_000)
+    whole, copy = TablePlacement(), TablePlacement("replicated")
+    for changes, expected in (
+        ({}, [whole] * 20 + [TablePlacement("column_wise", 4)]),
+        ({"replicated_rows": 8192}, [copy] * 2 + [whole] * 18 + [TablePlacement("column_wise", 4)]),
+        ({"replicated_rows": 50_000}, [copy] * 21),
+        ({"placement": "table_wise"}, [whole] * 21),
+        ({"placement": "auto", "replicated_rows": 3}, [copy] + [TablePlacement("auto")] * 20),
+    ):
+        found = placement_of(options_of(tmp_path, model="mlperf", **changes), rows)
+        assert list(found) == [f"t{number}" for number in range(21)] and list(found.values()) == expected
+    assert list(placement_of(options_of(tmp_path, model="mlperf"), rows[:2]).values()) == [whole] * 2
+
+
+@pytest.mark.host
+def test_rows_that_travel_in_the_dense_parts_dtype_lose_nothing(tmp_path: Path) -> None:
+    wide, narrow, rounded = (
+        in_processes(run_pe, 2, options_of(tmp_path, steps=4, evaluate_every=0, **changes), timeout=200)[0]["losses"]
+        for changes in ({"precision": "bf16", "wire": "fp32"}, {"precision": "bf16"}, {"wire": "bf16"})
+    )
+    assert narrow == wide
+    exact = one_process(options_of(tmp_path)).run(Plan(most_steps=4)).losses
+    assert rounded == pytest.approx(exact, rel=2e-2)
+    assert all(abs(one - other) > 1e-6 for one, other in zip(rounded, exact, strict=True))
 
 
 @pytest.mark.host
@@ -227,58 +273,81 @@ def test_what_order_refuses() -> None:
 
 @pytest.mark.host
 def test_other_tables_have_the_same_losses(tmp_path: Path) -> None:
-    report = in_processes(run_pe, 2, options_of(tmp_path, compare_steps=10), timeout=200)[0]
+    """At rates that make losses leap: in 30 steps from first rows alone they would come to differ by more than 1e-5."""
+    rates = {"learning_rate": 0.15, "table_learning_rate": 0.15}
+    options = options_of(tmp_path, compare_steps=30, replicated_rows=20, **rates)
+    report = in_processes(run_pe, 2, options, timeout=200)[0]
     compared = report["compared"]
     assert "torch + gloo" in compared["losses"] and not problems(report)
-    assert all(len(set(each)) == 10 for each in compared["losses"].values())
+    assert all(len(set(each)) == 30 and max(each) > 10 for each in compared["losses"].values())
+    assert disagreements(compared)["torch + gloo"] < 3e-6
     assert set(compared["seconds"]) == set(compared["losses"])
     assert len(compared["losses"]) + len(compared["left_out"]) == 3
     for line in compared["left_out"]:
         assert line.startswith("FBGEMM + gloo is left out: PE 0: it cannot be imported (ModuleNotFoundError")
     text = _printed(report)
-    assert "the losses of 10 steps agree" in text and "torch + gloo" in text
+    assert "the losses of 30 steps agree" in text and "torch + gloo" in text
     compared["losses"]["torch + gloo"][3] *= 1.1
     assert "losses of torch + gloo differ from persistent_ops's by 0.1 (tolerance 1e-05)" in problems(report)
     assert "WRONG" in _printed(report)
 
 
+def _collection(wire_dtype: torch.dtype | None) -> po.nn.ShardedEmbeddingBagCollection:
+    """Return tables of all placements for 3 PEs, of which PE 1 has none of its own."""
+    placement = {"a": TablePlacement("column_wise", 2, (2, 0)), "b": TablePlacement(ranks=(2,))}
+    return po.nn.ShardedEmbeddingBagCollection(
+        [("a", 20, 8, ["x"]), ("c", 5, 8, ["z"]), ("b", 9, 4, ["y"]), ("d", 7, 4, ["w"])],
+        max_batch=4,
+        placement={**placement, "c": "replicated", "d": "replicated"},
+        algorithm="adagrad",
+        lr=0.5,
+        wire_dtype=wire_dtype,
+        seed=1,
+    )
+
+
+def _agree_in_step(step: int, *modules: Any) -> bool:
+    """Make a step with some samples of this PE, perhaps none; return whether the results agree."""
+    split = [(rank + step) % 4 for rank in range(3)]
+    samples = split[po.rank()]
+    drawer = torch.Generator().manual_seed(10 * step + po.rank())
+    lengths = torch.randint(0, 4, (4 * samples,), generator=drawer)
+    values = torch.randint(0, 5, (int(lengths.sum()),), generator=drawer)
+    gradient = torch.randint(-4, 5, (samples, 24), generator=drawer)
+    results = []
+    for module in modules:
+        module.optimizer.zero_grad()
+        result = module(module.input_dist(values, lengths, batch_per_rank=split))
+        result.backward(gradient.to(result.dtype))
+        module.optimizer.step()
+        results.append(result.detach())
+    return torch.allclose(*results, rtol=1e-5 if results[0].dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
 def _peer() -> list[bool]:
-    """Train sliced tables, on PEs of which one has none, and the same exchanged by torch; return what agrees."""
+    """Train tables, and the same exchanged by torch; return what agrees."""
     po.init("host", heap_size=64 << 20)
+    agree = []
     try:
         with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
-            collection = po.nn.ShardedEmbeddingBagCollection(
-                [TableConfig("a", 20, 8, ["x"]), TableConfig("b", 9, 4, ["y"])],
-                max_batch=4,
-                placement={"a": TablePlacement("column_wise", 2, (2, 0)), "b": TablePlacement(ranks=(2,))},
-                lr=0.5,
-                seed=1,
-            )
-            peer = ExchangedEmbedding(collection, lambda tables: torch.optim.SGD(tables, lr=0.5))
-            agree = [len(peer.tables) == (1, 0, 2)[po.rank()]]
-            for step in range(4):
-                split = [(rank + step) % 4 for rank in range(3)]
-                samples = split[po.rank()]
-                drawer = torch.Generator().manual_seed(10 * step + po.rank())
-                lengths = torch.randint(0, 4, (2 * samples,), generator=drawer)
-                values = torch.randint(0, 9, (int(lengths.sum()),), generator=drawer)
-                gradient = torch.randint(-4, 5, (samples, 12), generator=drawer).float()
-                results = []
-                for module in (collection, peer):
-                    module.optimizer.zero_grad()
-                    result = module(module.input_dist(values, lengths, batch_per_rank=split))
-                    result.backward(gradient)
-                    module.optimizer.step()
-                    results.append(result.detach())
-                agree.append(torch.allclose(*results, rtol=1e-5, atol=1e-5))
-            return agree
+            for wire_dtype in (None, torch.bfloat16):
+                collection = _collection(wire_dtype)
+                make = functools.partial(torch.optim.Adagrad, lr=0.5, eps=1e-8)
+                peer = ExchangedEmbedding(collection, make, wire_dtype=wire_dtype)
+                agree.append((len(peer.tables), len(peer.replicas)) == ((1, 2), (0, 2), (2, 2))[po.rank()])
+                agree += [_agree_in_step(step, collection, peer) for step in range(4)]
+                for tensor in itertools.chain(*peer._parts()):
+                    tensor.add_(1)
+                peer.take_over(collection)
+                agree += [_agree_in_step(step, collection, peer) for step in range(4, 6)]
+        return agree
     finally:
         po.finalize()
 
 
 @pytest.mark.host
 def test_the_exchange_by_torch() -> None:
-    assert in_processes(_peer, 3, timeout=200) == [[True] * 5] * 3
+    assert in_processes(_peer, 3, timeout=200) == [[True] * 14] * 3
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -351,12 +420,14 @@ def test_an_auc_below_the_best_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.host
-def test_prints_records_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_prints_records_and_draws(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, output = tmp_path / "training.jsonl", tmp_path / "out"
     command = ["--backend", "host", "--pes", "2", "--samples", "4000", "--evaluation-samples", "500", "--steps", "3"]
+    command += ["--placement", "auto", "--replicated-rows", "3", "--wire", "bf16"]
     assert dlrm_train.main([*command, "--output", str(output), "--json", str(record)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capfd.readouterr().out.split())
     for part in (
+        "us per step",  # of the tables
         "DLRM-DCNv2 on the host backend: 2 x CPU process",
         "4,000 samples train",
         "in 3 steps",
@@ -364,6 +435,7 @@ def test_prints_records_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: 
     ):
         assert part in text, text
     (line,) = [json.loads(each) for each in record.read_text().splitlines()]
+    assert line["placements"]["t1"]["kind"] == "replicated" and line["options"]["wire"] == "bf16"
     assert len(line["losses"]) == 3 and line["command"].startswith("python launch/dlrm_train.py --backend host")
     with Image.open(output / "curves.png") as image:
         assert image.format == "PNG" and image.size[0] > 1000
@@ -372,6 +444,7 @@ def test_prints_records_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 REFUSED = {
     "--batch 0": "batch must be at least 1, got 0",
+    "--replicated-rows -1": "replicated_rows must be at least 0, got -1",
     "--learning-rate nan": "learning_rate must be above 0 and below infinity, got nan",
     "--warmup-steps 5 --decay-steps 3": "decay_start must be at least warmup_steps, which is 5, got 0",
     "--format raw": "data: format raw takes a file or folder",

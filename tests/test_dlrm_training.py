@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
 from dlrm.batches import Batches
-from dlrm.click_log import ClickLog
+from dlrm.click_log import ClickLog, Teacher
 from dlrm.embedding import PlainEmbedding
 from dlrm.metrics import auroc
 from dlrm.model import DenseModel, Sizes
@@ -86,6 +86,17 @@ def test_training_comes_within_a_hundredth_of_the_best_auc() -> None:
     found = trained_auc(0.05, 2)
     assert best - 0.01 < found < best + 0.003, "no model can know more than the teacher does"
     assert trained_auc(0.0, 1) < best - 0.02, "tables that do not learn must show"
+
+
+def test_bf16_comes_as_near() -> None:
+    teacher = Teacher(row_scale=2.0, pair_scale=0.0)  # of which much is learned in few steps
+    log = ClickLog(80_000, num_rows=(20, 3, 30, 10), hotness=HOTNESS, seed=3, num_dense=4, teacher=teacher)
+    parts = Batches(Span(log, 0, 60_000), batch_size=512, seed=0), Batches(Span(log, 60_000, 20_000), batch_size=4096)
+    model, embedding = DenseModel(SIZES, seed=1), PlainEmbedding(log.num_rows, SIZES.dims, adagrad(0.1), seed=1)
+    optimizer = adagrad(0.02)(model.parameters())
+    training = Training(model, embedding, optimizer, parts[0], evaluation=parts[1], precision=torch.bfloat16)
+    best, _ = log.best_auroc(60_000)
+    assert best - 0.01 < training.run(Plan()).evaluations[-1]["auc"] < best + 0.003
 
 
 # ---- against plain torch -------------------------------------------------------------------------------------------

@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
 
 from .model import Sizes
 from .schedule import Schedule
 
-__all__ = ["ALGORITHMS", "FORMATS", "MODELS", "PRECISIONS", "Options", "Preset"]
+__all__ = ["ALGORITHMS", "FORMATS", "MODELS", "PLACEMENTS", "PRECISIONS", "Options", "Preset"]
 
 ALGORITHMS = ("sgd", "adagrad", "rowwise_adagrad")
 FORMATS = ("synthetic", "criteo", "npy", "raw")
+PLACEMENTS = ("model", "table_wise", "auto")
 PRECISIONS = ("fp32", "bf16")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Preset:
         dim: width of the tables.
         sizes: further arguments of `Sizes`.
         num_rows, hotness: of the synthetic log's tables.
-        slices: columns of these tables, by number, are cut into so many slices.
+        slices: columns of these tables, by number, are cut into so many slices under placement "model".
         defaults: of options.
     """
 
@@ -95,10 +99,15 @@ class Options:
         batch: samples of a step, on all PEs together.
         epochs: to train until; a resumed training goes on to there.
         steps: to stop at, if that is earlier; None for all.
+        placement: one of `PLACEMENTS`: tables whole on a PE, but for the model's slices; without these; or where
+            measured costs put them.
+        replicated_rows: tables of at most so many rows are on every PE, whatever `placement` says.
         optimizer: one of `ALGORITHMS`, of the tables; of the dense part SGD or Adagrad.
         learning_rate, table_learning_rate: of the dense part and of the tables.
         schedule: of both.
         precision: one of `PRECISIONS`, of the dense part's products.
+        wire: one of `PRECISIONS`, in which pooled rows and their gradients travel; None for `precision`, which loses
+            nothing by it.
         is_compiled: whether torch.compile makes the dense part's kernels.
         compare_steps: of each way, in a comparison that takes the training's place; 0 for the training.
         seed: of the log, the order of samples and all weights.
@@ -130,9 +139,12 @@ class Options:
     data: str | None = None
     days: int = 24
     steps: int | None = None
+    placement: str = "model"
+    replicated_rows: int = 0
     optimizer: str = "adagrad"
     schedule: Schedule = field(default_factory=Schedule)
     precision: str = "fp32"
+    wire: str | None = None
     is_compiled: bool = False
     compare_steps: int = 0
     seed: int = 0
@@ -146,14 +158,15 @@ class Options:
 
     def __post_init__(self) -> None:
         choices = {"model": tuple(MODELS), "format": FORMATS, "optimizer": ALGORITHMS, "precision": PRECISIONS}
-        choices |= {"interaction": ("dcn", "dot"), "backend": ("auto", "cuda", "host")}
+        choices |= {"interaction": ("dcn", "dot"), "backend": ("auto", "cuda", "host"), "placement": PLACEMENTS}
+        choices |= {"wire": PRECISIONS} if self.wire is not None else {}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name in ("batch", "epochs", "samples", "evaluation_samples", "max_rows", "readers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("evaluate_every", "checkpoint_every", "compare_steps"):
+        for name in ("evaluate_every", "checkpoint_every", "compare_steps", "replicated_rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("learning_rate", "table_learning_rate", "timeout", *(("heap_gib",) * (self.heap_gib is not None))):
@@ -172,6 +185,16 @@ class Options:
     def folder(self) -> Path:
         return Path(self.output)
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        return _DTYPES[self.precision]
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """As the embedding collection takes it: None for that of its tables, float32."""
+        dtype = _DTYPES[self.wire or self.precision]
+        return None if dtype == torch.float32 else dtype
+
     def sizes(self, num_features: int, num_dense: int) -> Sizes:
         """Return the sizes of the dense part."""
         preset = self.preset
@@ -181,4 +204,5 @@ class Options:
     def identity(self) -> dict[str, Any]:
         """Return what decides the losses beside samples and sizes: a checkpoint of other choices is refused."""
         names = ("optimizer", "learning_rate", "table_learning_rate", "precision", "seed")
-        return {name: getattr(self, name) for name in names} | {"schedule": dict(vars(self.schedule))}
+        chosen = {name: getattr(self, name) for name in names}
+        return chosen | {"wire": self.wire or self.precision, "schedule": dict(vars(self.schedule))}

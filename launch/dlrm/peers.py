@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,25 +11,33 @@ from torch import nn
 from torch.nn import functional as F
 
 import persistent_ops as po
+from persistent_ops.nn.table_layout import Slot
 
-from .embedding import EmbeddingOptimizer
-from .way import EPS
-
-__all__ = ["ExchangedEmbedding", "FbgemmEmbedding", "why_no_fbgemm"]
-
-_FBGEMM_MODULES = ("split_table_batched_embeddings_ops_training", "split_table_batched_embeddings_ops_common")
+__all__ = ["Bags", "ExchangedEmbedding", "means_over_pes", "parts_of"]
 
 
-class _Arrived(NamedTuple):
-    """The global batch's lookups of this PE's slots.
+class Bags(NamedTuple):
+    """Lookups of some slots, on the PE that pools them.
 
     Attributes:
-        values, lengths: of each slot; `[n]` and `[B]`.
-        batch_per_rank: samples of every PE.
+        values, lengths: of each slot; `[n]` and `[samples]`.
     """
 
     values: list[torch.Tensor]
     lengths: list[torch.Tensor]
+
+
+class _Arrived(NamedTuple):
+    """A batch's lookups on this PE.
+
+    Attributes:
+        spread: of this PE's tables, for the global batch.
+        replicated: of the tables that every PE has, for this PE's samples.
+        batch_per_rank: samples of every PE.
+    """
+
+    spread: Bags
+    replicated: Bags
     batch_per_rank: tuple[int, ...]
 
 
@@ -38,187 +45,188 @@ class ExchangedEmbedding(nn.Module):
     """Tables on the PEs that have them in another module, pooled by `embedding_bag`; an `EmbeddingModule`.
 
     Lengths, lookups, pooled rows and their gradients travel through `all_to_all_single`, as TorchRec has it: how many
-    lookups come is read on the host.
+    lookups come is read on the host. Replicated tables are TorchRec's data_parallel ones: pooled where the samples are,
+    with dense gradients that one `all_reduce` sums.
 
     Args:
-        collection: whose placement this takes, and whose rows it begins with, in memory of its own; with one group of
-            tables.
-        optimizer: makes the optimizer of this PE's tables; their gradients are sparse.
+        collection: whose placement this takes, and whose rows and states it begins with, in memory of its own; of
+            tables of equal pooling and dtype with a feature each.
+        optimizer: makes the optimizer of this PE's tables. Gradients are sparse, and dense for replicated tables; its
+            states are "sum", or none.
+        wire_dtype: of the collection.
     """
 
-    optimizer: EmbeddingOptimizer
+    optimizer: Any
 
     def __init__(
         self,
         collection: po.nn.ShardedEmbeddingBagCollection,
-        optimizer: Callable[[Iterable[nn.Parameter]], EmbeddingOptimizer],
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._place(collection)
-        self.tables = nn.ParameterList(nn.Parameter(block.clone()) for block in self._blocks(collection))
+        self._place(collection, wire_dtype)
+        self.tables = nn.ParameterList(nn.Parameter(rows.clone()) for rows, *_ in parts_of(collection, self._slots))
+        self.replicas = nn.ParameterList(nn.Parameter(rows.clone()) for rows, *_ in parts_of(collection, self._copied))
         # An optimizer needs a parameter, also where the PE has no table.
-        self.optimizer = optimizer(list(self.tables) or [nn.Parameter(torch.empty(0))])
+        self.optimizer = optimizer([*self.tables, *self.replicas] or [nn.Parameter(torch.empty(0))])
+        self.take_over(collection)
 
-    def _place(self, collection: po.nn.ShardedEmbeddingBagCollection) -> None:
+    def _place(self, collection: po.nn.ShardedEmbeddingBagCollection, wire_dtype: torch.dtype | None) -> None:
         """Note who has what."""
         layout = collection.layout
-        (group,) = layout.groups
         self._rank, self._num_pes = dist.get_rank(), dist.get_world_size()
         self._num_features = len(layout.features)
-        self._features = [[slot.feature for slot in of_pe] for of_pe in group.slots]
-        self._widths = [slot.width for slot in group.columns]
-        self._dims = group.dim_per_rank
-        self._order = [column for _, column in layout.outputs]
-        self._slots = group.slots[self._rank]
+        slots = layout.groups[0].slots if layout.groups else ((),) * self._num_pes
+        self._slots = slots[self._rank]
+        self._copied = [slot for group in layout.replicated for slot in group.columns]
+        self._features = [[slot.feature for slot in of_pe] for of_pe in slots]
+        self._widths = [slot.width for of_pe in slots for slot in of_pe]
+        self._dims = [sum(slot.width for slot in of_pe) for of_pe in slots]
+        firsts = [0]
+        for group in [*layout.groups, *layout.replicated]:
+            firsts.append(firsts[-1] + len(group.columns))
+        self._order = [firsts[group] + column for group, column in layout.outputs]
+        self._wire_dtype = wire_dtype or torch.float32
 
-    def _blocks(self, collection: po.nn.ShardedEmbeddingBagCollection) -> list[torch.Tensor]:
-        """Return the rows of this PE's slots, in the collection's memory."""
-        state = collection.state_dict()
-        found = []
-        for slot in self._slots:
-            shards = dict(state[f"embedding_bags.{collection.layout.configs[slot.table].name}.weight"].shards)
-            found.append(shards[torch.Size((0, slot.slice * slot.width))])
-        return found
+    def take_over(self, collection: po.nn.ShardedEmbeddingBagCollection) -> None:
+        """Take over the rows of a collection of the same placement, and its optimizer's states; rates stay."""
+        with torch.no_grad():
+            for own, given in zip(self._parts(), parts_of(collection, [*self._slots, *self._copied]), strict=True):
+                for mine, other in zip(own, given, strict=True):
+                    mine.copy_(other)
+
+    def _parts(self) -> list[list[torch.Tensor]]:
+        """Return the rows of each slot, this PE's and then the replicated ones, and their states."""
+        tables = [*self.tables, *self.replicas]
+        return [[table.detach(), *sums(self.optimizer, table)] for table in tables]
 
     def input_dist(self, values: torch.Tensor, lengths: torch.Tensor, *, batch_per_rank: Sequence[int]) -> _Arrived:
         """See `EmbeddingModule`; waits on the host."""
         split = tuple(batch_per_rank)
         per_feature = lengths.view(self._num_features, split[self._rank])
         of_feature = values.split(per_feature.sum(1).tolist())
+        copied = [slot.feature for slot in self._copied]
+        replicated = Bags([of_feature[feature] for feature in copied], [per_feature[feature] for feature in copied])
+        spread = self._sent(of_feature, per_feature, split) if self._widths else Bags([], [])
+        return _Arrived(spread, replicated, split)
+
+    def _sent(self, of_feature: Sequence[torch.Tensor], per_feature: torch.Tensor, split: tuple[int, ...]) -> Bags:
+        """Send the lookups of this PE's samples to the tables, and return those that come to this PE's."""
         num_slots = len(self._slots)
         came = _exchanged(
             [per_feature[features].flatten() for features in self._features], [num_slots * each for each in split]
         )
         of_source = [part.view(num_slots, samples) for part, samples in zip(came, split, strict=True)]
         counts = torch.stack([each.sum(1) for each in of_source]).tolist()
-        nothing = values[:0]
+        nothing = of_feature[0][:0]
         came = _exchanged(
             [torch.cat([nothing, *(of_feature[feature] for feature in of_pe)]) for of_pe in self._features],
             [sum(of_pe) for of_pe in counts],
         )
         pieces = [part.split(own) for part, own in zip(came, counts, strict=True)]
-        return _Arrived(
-            [torch.cat([of_pe[slot] for of_pe in pieces]) for slot in range(num_slots)],
-            list(torch.cat(of_source, dim=1)),
-            split,
-        )
+        values = [torch.cat([of_pe[slot] for of_pe in pieces]) for slot in range(num_slots)]
+        return Bags(values, list(torch.cat(of_source, dim=1)))
 
     def forward(self, features: _Arrived) -> torch.Tensor:
         """See `EmbeddingModule`."""
-        pooled = self._pooled(features)
-        samples = features.batch_per_rank[self._rank]
-        rows: torch.Tensor = _RowsToSamples.apply(pooled, features.batch_per_rank, self._dims, self._rank)
-        of_pes = rows.split([samples * dim for dim in self._dims])
-        columns = torch.cat([part.view(samples, dim) for part, dim in zip(of_pes, self._dims, strict=True)], dim=1)
-        blocks = columns.split(self._widths, dim=1)
+        blocks: list[torch.Tensor] = []
+        if self._widths:
+            blocks += self._from_owners(features.spread, features.batch_per_rank).split(self._widths, dim=1)
+        if self._copied:
+            pooled = self._pooled_here(features.replicated).to(self._wire_dtype)
+            blocks += pooled.split([slot.width for slot in self._copied], dim=1)
         return torch.cat([blocks[column] for column in self._order], dim=1)
 
-    def _pooled(self, features: _Arrived) -> torch.Tensor:
+    def _from_owners(self, bags: Bags, split: tuple[int, ...]) -> torch.Tensor:
+        """Return the pooled rows of this PE's samples, in the order of PEs and their slots."""
+        pooled = self._pooled(bags, sum(split))
+        rows: torch.Tensor = _RowsToSamples.apply(pooled, split, self._dims, self._rank, self._wire_dtype)
+        samples = split[self._rank]
+        of_pes = rows.split([samples * dim for dim in self._dims])
+        return torch.cat([part.view(samples, dim) for part, dim in zip(of_pes, self._dims, strict=True)], dim=1)
+
+    def _pooled(self, bags: Bags, num_samples: int) -> torch.Tensor:
         """Return the pooled rows of the global batch, `[B, D here]`."""
         reference = self.tables[0] if len(self.tables) else torch.empty(0)
-        pooled = [reference.new_empty(sum(features.batch_per_rank), 0, requires_grad=torch.is_grad_enabled())]
-        for table, values, lengths in zip(self.tables, features.values, features.lengths, strict=True):
-            offsets = F.pad(lengths.cumsum(0, dtype=values.dtype), (1, 0))
-            pooled.append(F.embedding_bag(values, table, offsets, mode="sum", sparse=True, include_last_offset=True))
-        return torch.cat(pooled, dim=1)
+        nothing = reference.new_empty(num_samples, 0, requires_grad=torch.is_grad_enabled())
+        return torch.cat([nothing, *_each_pooled(self.tables, bags, is_sparse=True)], dim=1)
+
+    def _pooled_here(self, bags: Bags) -> torch.Tensor:
+        """Return the pooled rows of this PE's samples in the replicated tables."""
+        return torch.cat(_each_pooled(means_over_pes(*self.replicas), bags, is_sparse=False), dim=1)
 
 
-class FbgemmEmbedding(ExchangedEmbedding):
-    """The same with FBGEMM's table-batched embeddings, which update rows in their backward pass.
-
-    Exact, without stochastic rounding, all memory on the GPU.
-
-    Args:
-        collection: see `ExchangedEmbedding`.
-        algorithm: of the optimizer.
-        rate: learning rate.
-
-    Raises:
-        Exception: of any type; it cannot be made here.
-    """
-
-    def __init__(self, collection: po.nn.ShardedEmbeddingBagCollection, algorithm: str, rate: float) -> None:
-        nn.Module.__init__(self)
-        self._place(collection)
-        blocks = self._blocks(collection)
-        if not blocks:
-            raise ValueError("FBGEMM makes no module without tables")
-        training, common = (importlib.import_module(f"fbgemm_gpu.{name}") for name in _FBGEMM_MODULES)
-        configs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
-        is_gpu = blocks[0].is_cuda
-        location = common.EmbeddingLocation.DEVICE if is_gpu else common.EmbeddingLocation.HOST
-        device = training.ComputeDevice.CUDA if is_gpu else training.ComputeDevice.CPU
-        self._fused: Any = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [(*block.shape, location, device) for block in blocks],
-            optimizer=getattr(configs.EmbOptimType, f"EXACT_{algorithm.upper()}"),
-            learning_rate=rate,
-            eps=EPS,
-            weights_precision=configs.SparseType.FP32,
-            output_dtype=configs.SparseType.FP32,
-            stochastic_rounding=False,
-            device=blocks[0].device,
-        )
-        for own, block in zip(self._fused.split_embedding_weights(), blocks, strict=True):
-            own.copy_(block)
-        self.optimizer = _FusedRate(self._fused, rate)
-
-    def _pooled(self, features: _Arrived) -> torch.Tensor:
-        lengths = torch.cat(features.lengths)
-        pooled: torch.Tensor = self._fused(torch.cat(features.values).long(), F.pad(lengths.long().cumsum(0), (1, 0)))
-        return pooled
+def parts_of(collection: po.nn.ShardedEmbeddingBagCollection, slots: Iterable[Slot]) -> list[list[torch.Tensor]]:
+    """Return the rows of slots that this PE has, and the states of their optimizer, in the collection's memory."""
+    layout, tables = collection.layout, collection.state_dict()
+    states = collection.optimizer.state_dict()["state"]
+    found = []
+    for slot in slots:
+        name = f"embedding_bags.{layout.configs[slot.table].name}.weight"
+        number = layout.slices_of(slot.table, dist.get_rank()).index(slot.slice)
+        found.append([shards.shards[number][1] for shards in (tables[name], *states[name].values())])
+    return found
 
 
-class _FusedRate:
-    """The learning rate of FBGEMM's optimizer; see `EmbeddingOptimizer`."""
-
-    def __init__(self, fused: Any, rate: float) -> None:
-        self._fused = fused
-        self._pushed = rate
-        self.param_groups: list[dict[str, Any]] = [{"lr": rate}]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        rate = self.param_groups[0]["lr"]
-        if rate != self._pushed:
-            self._fused.set_learning_rate(rate)
-            self._pushed = rate
-
-    def step(self) -> None:
-        pass  # the backward pass has updated the rows
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self._fused.split_optimizer_states()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("FBGEMM's states are not loaded")
+def sums(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torch.Tensor]:
+    """Return the state of a parameter that torch's Adagrad has, and SGD has not."""
+    state = optimizer.state[parameter]
+    return [state["sum"]] if "sum" in state else []
 
 
-def why_no_fbgemm() -> str | None:
-    """Return why FBGEMM cannot be imported, or None where it can."""
-    try:
-        for name in _FBGEMM_MODULES:
-            importlib.import_module(f"fbgemm_gpu.{name}")
-    except Exception as error:  # another library's, of any version
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return None
+def _each_pooled(tables: Iterable[torch.Tensor], bags: Bags, *, is_sparse: bool) -> list[torch.Tensor]:
+    pooled = []
+    for table, values, lengths in zip(tables, *bags, strict=True):
+        offsets = F.pad(lengths.cumsum(0, dtype=values.dtype), (1, 0))
+        pooled.append(F.embedding_bag(values, table, offsets, mode="sum", sparse=is_sparse, include_last_offset=True))
+    return pooled
+
+
+class _MeansOverPes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(table.view_as(table) for table in tables)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = torch.cat([each.flatten() for each in gradients])
+        dist.all_reduce(whole)
+        parts = whole.div_(dist.get_world_size()).split([each.numel() for each in gradients])
+        return tuple(part.view_as(each) for part, each in zip(parts, gradients, strict=True))
+
+
+def means_over_pes(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return replicated tables whose gradients become the means over the PEs; the backward pass is collective."""
+    found: tuple[torch.Tensor, ...] = _MeansOverPes.apply(*tables)
+    return found
 
 
 class _RowsToSamples(torch.autograd.Function):
-    """Sends pooled rows `[B, D here]` to the PEs that have the samples; gradients come back as the mean over the PEs.
+    """Sends pooled rows `[B, D here]`, float32, to the PEs that have the samples; gradients come back as the mean.
 
-    Returns what this PE gets, PE by PE, `[samples here * sum of D]`.
+    Returns what this PE gets, PE by PE, `[samples here * sum of D]`, of the dtype in which both travel.
     """
 
     @staticmethod
-    def forward(ctx: Any, pooled: torch.Tensor, split: Sequence[int], dims: Sequence[int], rank: int) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        pooled: torch.Tensor,
+        split: Sequence[int],
+        dims: Sequence[int],
+        rank: int,
+        wire_dtype: torch.dtype,
+    ) -> torch.Tensor:
         ctx.split, ctx.width, ctx.counts = split, dims[rank], [split[rank] * dim for dim in dims]
-        sent = pooled.contiguous().view(-1).split([samples * dims[rank] for samples in split])
+        sent = pooled.to(wire_dtype).contiguous().view(-1).split([samples * dims[rank] for samples in split])
         return torch.cat(_exchanged(sent, ctx.counts))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         sent = gradient.contiguous().split(ctx.counts)
-        came = torch.cat(_exchanged(sent, [samples * ctx.width for samples in ctx.split]))
-        return came.view(sum(ctx.split), ctx.width).div_(len(ctx.split)), None, None, None
+        came = torch.cat(_exchanged(sent, [samples * ctx.width for samples in ctx.split])).float()
+        return came.view(sum(ctx.split), ctx.width).div_(len(ctx.split)), None, None, None, None
 
 
 def _exchanged(sent: Sequence[torch.Tensor], counts: Sequence[int]) -> tuple[torch.Tensor, ...]:

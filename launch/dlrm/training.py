@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -240,6 +241,11 @@ class Training:
         self.step, self.position = found.step, (found.epoch, found.batch)
         self.history = History(list(found.losses), list(found.evaluations))
         self._shares.clear()
+
+    def take_over(self, other: Training) -> None:
+        """Take over the dense part of another training, and its optimizer; the position stays."""
+        self._model.load_state_dict(other._model.state_dict())
+        self._optimizer.load_state_dict(copy.deepcopy(other._optimizer.state_dict()))
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

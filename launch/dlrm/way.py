@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from .model import DenseModel
 from .options import Options
 from .training import Training
 
-__all__ = ["EPS", "make_collection", "make_training", "most_samples"]
+__all__ = ["DENSE_OPTIMIZERS", "EPS", "make_collection", "make_training", "most_samples", "placement_of"]
 
 EPS = 1e-8  # of Adagrad, MLPerf's
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+# Torch's, of dense gradients, by the algorithm of the tables.
+DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
     "rowwise_adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
@@ -30,7 +31,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def make_collection(options: Options, data: Data, world: World) -> po.nn.ShardedEmbeddingBagCollection:
     """Make this package's tables; collective."""
-    source, slices = data.train, options.preset.slices
+    source = data.train
     return po.nn.ShardedEmbeddingBagCollection(
         [
             TableConfig(f"t{number}", rows, options.preset.dim, [f"f{number}"])
@@ -38,16 +39,24 @@ def make_collection(options: Options, data: Data, world: World) -> po.nn.Sharded
         ],
         max_batch=most_samples(options, world.size),
         lookups_per_sample={f"f{number}": hotness for number, hotness in enumerate(source.hotness)},
-        placement={
-            f"t{number}": TablePlacement("column_wise", count)
-            for number, count in slices.items()
-            if number < len(source.num_rows)
-        },
+        placement=placement_of(options, source.num_rows),
         algorithm=options.optimizer,
         lr=options.table_learning_rate,
         eps=EPS,
+        wire_dtype=options.wire_dtype,
         seed=options.seed,
     )
+
+
+def placement_of(options: Options, num_rows: Sequence[int]) -> dict[str, TablePlacement]:
+    """Return where tables of so many rows are to lie, by name."""
+    kind = "auto" if options.placement == "auto" else "table_wise"
+    chosen = {f"t{number}": TablePlacement(kind) for number in range(len(num_rows))}
+    if options.placement == "model":
+        sliced = {f"t{number}": TablePlacement("column_wise", count) for number, count in options.preset.slices.items()}
+        chosen |= {name: placement for name, placement in sliced.items() if name in chosen}
+    small = [number for number, rows in enumerate(num_rows) if rows <= options.replicated_rows]
+    return chosen | {f"t{number}": TablePlacement("replicated") for number in small}
 
 
 def most_samples(options: Options, num_pes: int) -> int:
@@ -69,12 +78,12 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
     return Training(
         model,
         embedding,
-        _OPTIMIZERS[options.optimizer](model.parameters(), lr=options.learning_rate),
+        DENSE_OPTIMIZERS[options.optimizer](model.parameters(), lr=options.learning_rate),
         Batches(source, seed=options.seed, shuffle_block=data.shuffle_block, **shared),
         evaluation=Batches(data.evaluation, **shared),
         device=device,
         identity=options.identity(),
         schedule=options.schedule,
-        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision],
+        precision=options.dense_dtype,
         is_compiled=options.is_compiled,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from harness.pes import gather
 from machine_share import machine_share
+from rich.console import Console
 from training_progress import progress_bar
 
 import persistent_ops as po
@@ -34,7 +35,7 @@ def run_pe(options: Options) -> dict[str, Any]:
     Returns:
         What was done and measured, what JSON can carry: of a training `losses` of all steps, `first_step` of this run,
         `evaluations`, `best_auc` (None for files), `timed_steps` and their `seconds`; of a comparison `compared`, see
-        `compare.compare`; and what was run on what.
+        `compare.compare`; of both `placements` of the tables, and what was run on what.
 
     Raises:
         ValueError: data, checkpoint or plan do not do.
@@ -51,14 +52,23 @@ def run_pe(options: Options) -> dict[str, Any]:
         device = world.backend.device
         data = open_data(options)
         with process_group(world.bootstrap, backend=group, device=device, timeout=options.timeout), trace:
-            result = {"compared": compare(options, data, world, group)} if options.compare_steps else {}
-            return {**_what_ran_on_what(options, data, world, shares_gpu), **(result or _trained(options, data, world))}
+            collection = make_collection(options, data, world)
+            if options.placement == "auto" and world.rank == 0:
+                Console().print(collection.placement_table())
+            if options.compare_steps:
+                result = {"compared": compare(options, data, collection, world, group)}
+            else:
+                result = _trained(options, data, collection, world)
+            placements = {name: dataclasses.asdict(each) for name, each in collection.placements().items()}
+            return {**_what_ran_on_what(options, data, world, shares_gpu), "placements": placements, **result}
     finally:
         po.finalize()
 
 
-def _trained(options: Options, data: Data, world: World) -> dict[str, Any]:
-    training = make_training(options, data, make_collection(options, data, world), world)
+def _trained(
+    options: Options, data: Data, collection: po.nn.ShardedEmbeddingBagCollection, world: World
+) -> dict[str, Any]:
+    training = make_training(options, data, collection, world)
     if options.is_resumed:
         training.resume(options.folder)
     first_step = training.step
