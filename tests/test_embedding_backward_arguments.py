@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -82,6 +84,40 @@ def test_a_second_backward_pass_is_refused(backend: str) -> None:
 def test_what_an_optimizer_cannot_be(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         po.EmbeddingOptimizer([torch.ones(2, 4)], **options)
+
+
+def test_what_an_update_alone_cannot_have() -> None:
+    with joined_alone():
+        table = torch.ones(4, 4)
+        optimizer = po.EmbeddingOptimizer([table], lr=1.0)
+        rows, offsets = torch.tensor([2, 2]), torch.arange(3)
+        for gradient, text in (
+            (torch.ones(2, 4, dtype=torch.bfloat16), r"gradient: expected torch\.float32"),
+            (torch.ones(2, 3), r"gradient: expected \[B, 4\]"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=text):
+                optimizer.update_alone(gradient, rows, offsets)
+        optimizer.update_alone(torch.ones(2, 4), rows, offsets)
+        assert table.sum(dim=1).tolist() == [4.0, 4.0, -4.0, 4.0]
+
+
+def test_a_table_without_columns_is_refused() -> None:
+    with joined_alone():
+        tables = [torch.ones(4, 2), torch.ones(4, 0)]
+        optimizer = po.EmbeddingOptimizer(tables)
+        pooled = po.embedding_all_to_all(tables, torch.arange(4), torch.arange(5), optimizer=optimizer)
+        with pytest.raises(ValueError, match="without columns"):
+            pooled.sum().backward()
+
+
+@contextlib.contextmanager
+def joined_alone() -> Iterator[None]:
+    """Be a world of one PE, on the host."""
+    po.init("host", heap_size=32 << 20)
+    try:
+        yield
+    finally:
+        po.finalize()
 
 
 def test_tables_that_overlap_are_refused() -> None:

@@ -13,6 +13,8 @@ from protocol import Mismatch, ProtocolSuite, Work
 from worlds import error_of, gave_up, in_world
 
 import persistent_ops as po
+from persistent_ops.ops.embedding_backward_plan import OPERATOR
+from persistent_ops.ops.embedding_gradients import dense_gradients
 
 
 class TestFaults(ProtocolSuite):
@@ -116,3 +118,60 @@ def _half_updated(folder: Path) -> list[Any]:
 def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Path) -> None:
     late, (name, again, says_so, is_right) = in_world(_half_updated, 2, backend, tmp_path)
     assert name == "PeerTimeoutError" and again == "PersistentOpsError" and says_so and is_right and late[3]
+
+
+def _sums_beside_leftovers() -> bool:
+    """What a launch of all PEs has counted before it was given up stays; one of this PE alone may be behind it."""
+    po.init("host", heap_size=32 << 20)
+    world = po.runtime.world.current()
+    table = torch.zeros(8, 4)
+    optimizer = po.EmbeddingOptimizer([table])
+    for samples in (100, 300):
+        offsets = torch.arange(samples + 1) * 2
+        rows = torch.arange(2 * samples) % 3
+        pooled = po.embedding_all_to_all([table], rows, offsets, optimizer=optimizer)
+        pooled.backward(torch.ones_like(pooled))
+    po.check()
+    gradient = torch.ones(samples, 4)
+    expected = torch.zeros(8, 4).index_add(0, rows, gradient.repeat_interleave(2, dim=0))
+    sums = []
+    for leftover in (0, 7):
+        world.workspace.zero_words(world.team, 1).fill_(leftover)
+        sums.append(dense_gradients(gradient, [table], rows, offsets).sums[0])
+    po.recover()  # clears them
+    is_clear = not any(world.workspace.zero_words(team, 1).any() for team in (world.team, world.alone))
+    po.finalize()
+    return is_clear and all(torch.equal(found, expected) for found in sums)
+
+
+def test_what_was_counted_in_vain_is_of_no_launch_of_this_pe_alone() -> None:
+    assert po.launch(_sums_beside_leftovers, 2, threads=True, timeout=100) == [True, True]
+
+
+def _plans_of_two_places() -> tuple[str, str]:
+    """The staging grows; then PE 0 launches with the plan from before, as a CUDA graph does, and PE 1 with its new one."""
+    po.init("host", heap_size=32 << 20)
+    tables = [torch.zeros(4, 4)]
+    optimizer = po.EmbeddingOptimizer(tables)
+
+    def backward(samples: int) -> None:
+        rows, offsets = torch.zeros(samples, dtype=torch.int64), torch.arange(samples + 1)
+        pooled = po.embedding_all_to_all(tables, rows, offsets, optimizer=optimizer)
+        pooled.backward(torch.ones_like(pooled))
+        po.check()
+
+    backward(4)
+    plans = OPERATOR.state(po.runtime.world.current()).plans
+    ((key, plan),) = plans.items()
+    backward(64)
+    if po.rank() == 0:
+        plans[key] = plan
+    name, text, _ = error_of(lambda: backward(4))
+    po.recover()
+    po.finalize()
+    return name, text
+
+
+def test_gradients_for_another_place_are_refused() -> None:
+    for name, text in po.launch(_plans_of_two_places, 2, threads=True, timeout=100):
+        assert name == "ContractMismatchError" and "staging_offset is" in text, text

@@ -492,6 +492,37 @@ def test_room_grows_while_lookups_are_held(backend: str) -> None:
     assert in_world(_grown_while_held, 3, backend) == [[[None] * 6, True]] * 3
 
 
+def _more_than_a_message_takes() -> list[Any]:
+    case = dataclasses.replace(CASES[0], name="too long", lookups_per_sample=0.2, batch=lambda rank, iteration: 9)
+    inputs = make(case)
+    before = inputs.capacity
+    with pytest.MonkeyPatch.context() as patch:
+        if po.rank() == 0:  # of all
+            patch.setattr(embedding_inputs, "MOST_LOOKUPS", max(map(max, before)) + 1)
+        po.barrier()
+        lookups = _exchange(inputs, case, 0, "lengths")
+        name, text, _ = error_of(lookups.wait)
+        po.barrier()
+    lookups.release()
+    with _exchange(inputs, case, 1, "lengths") as lookups:
+        right = problem(case, 1, arrived(lookups))
+    po.check()
+    return [name, "a message takes at most" in text, right]
+
+
+def test_more_lookups_than_a_message_takes_are_told_on_every_pe() -> None:
+    """The PEs are threads: one of them sets the limit of all."""
+    results = po.launch(_in_a_host_world, 2, _more_than_a_message_takes, threads=True, timeout=100)
+    assert results == [["CapacityError", True, None]] * 2
+
+
+def _in_a_host_world(program: Any) -> Any:
+    po.init("host", heap_size=32 << 20)
+    result = program()
+    po.finalize()
+    return result
+
+
 def _heap_too_small() -> list[Any]:
     case = dataclasses.replace(CASES[0], name="too much", max_batch=1, batch=lambda rank, iteration: 1)
     inputs = dataclasses.replace(case, lookups_per_sample=1.0)
@@ -642,6 +673,7 @@ _MADE: dict[str, tuple[dict[str, Any], str]] = {
     "estimates of one feature": ({"lookups_per_sample": [1.0]}, "lookups_per_sample"),
     "estimates below 0": ({"lookups_per_sample": -1.0}, "lookups_per_sample"),
     "a shape of capacity": ({"lookups_per_sample": None, "capacity": [[1, 2]]}, "capacity"),
+    "capacity beyond a message": ({"lookups_per_sample": None, "capacity": [[2**31 - 1]]}, "capacity"),
     "capacity below 0": ({"lookups_per_sample": None, "capacity": [[-1]]}, "capacity"),
     "int32 for large tables": ({"slots": [[(0, 2**31)]], "index_dtype": torch.int32}, "index_dtype"),
     "another dtype": ({"index_dtype": torch.float32}, "index_dtype"),

@@ -24,6 +24,7 @@ from .embedding_backward_plan import (
     agree_on_widths,
     identity,
 )
+from .embedding_checks import check_gradient
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 
@@ -252,9 +253,13 @@ class EmbeddingOptimizer:
             indices: `[n]`, int32 or int64; those outside of a table are skipped.
             offsets: `[T * B + 1]`, int32 or int64, feature-major: of the bags.
 
+        Raises:
+            ValueError, TypeError: an argument; before anything is launched.
+
         Not collective, on the current stream; may be captured in a CUDA graph behind a first call with the same shapes.
         """
         world = _world.for_call()
+        check_gradient(gradient, self._tables)
         widths = tuple(table.shape[1] for table in self._tables)
         key = BackwardKey(
             world.alone,

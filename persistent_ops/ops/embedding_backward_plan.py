@@ -93,6 +93,7 @@ OPERATOR = Operator(
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
         Field.numbers("widths"),
+        "staging_offset",
     ),
     phases={"kPhaseGradients": "its gradients of table {index}"},
     changes={"tables": OnAbort.REFUSE, "states": OnAbort.REFUSE},
@@ -293,6 +294,8 @@ class BackwardPlan(Plan):
         column_start = [0, *itertools.accumulate(key.dim_per_rank)]
         samples = key.batch_per_rank[rank]
         widths = key.widths
+        if any(0 in of_pe for of_pe in widths):
+            raise ValueError("weights: a table without columns has no gradient")
         if max(map(len, widths)) * batch >= 2**31:
             raise ValueError(f"offsets: at most 2^31 - 1 bags of a PE, got {max(map(len, widths)) * batch}")
         if max(map(len, widths)) > world.workspace.max_ready_words:
@@ -391,9 +394,11 @@ class BackwardPlan(Plan):
             blocks_per_sm=tuning.blocks_per_sm,
         )
         self._kernel = world.load(request)
-        self._grid = tuning.work_groups or world.backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())
-        contract = OPERATOR.contract(
-            team,
+        resident = world.backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())
+        self._grid = tuning.work_groups or resident
+        if not is_host and resident < self._grid:
+            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {self._grid}")
+        self._contract_words = (
             batch,
             dtype,
             wire_dtype,
@@ -402,7 +407,8 @@ class BackwardPlan(Plan):
             tuple(key.dim_per_rank),
             tuple(width for of_pe in widths for width in (*of_pe, 0)),
         )
-        self._pushed = world.workspace.zero_words(max(len(self._pushes), 1))
+        self._team = team
+        self._pushed = world.workspace.zero_words(team, max(len(self._pushes), 1))
         self._uploaded = [
             upload(world.backend, b"".join(map(bytes, structures)) or b"\0" * 8) for structures in (groups, tables)
         ]
@@ -411,7 +417,6 @@ class BackwardPlan(Plan):
         self._slot_lookups = OPERATOR.description.constants["kSlotLookups"]
         self._sum_elements = max((weight.shape[1] for weight in weights), default=1)
         self._struct: Any = structs["Plan"](
-            team=world.workspace.team(contract),
             groups=self._uploaded[0].data_ptr(),
             members=self._members.data_ptr(),
             tables=self._uploaded[1].data_ptr(),
@@ -440,8 +445,11 @@ class BackwardPlan(Plan):
 
     def place(self) -> None:
         self.held = [self._areas[name] for name in self.areas]
-        if _STAGING in self.areas:
-            self._struct.staging_offset = self._areas[_STAGING].offset
+        staging = self._areas[_STAGING].offset if _STAGING in self.areas else 0
+        self._struct.staging_offset = staging
+        # Who pushes takes its own plan's word for where that is, and a CUDA graph may have a plan from before it grew.
+        contract = OPERATOR.contract(self._team, *self._contract_words, staging)
+        self._struct.team = self._world.workspace.team(contract)
         pushes = []
         for push in self._pushes:
             copied = type(push).from_buffer_copy(push)
@@ -476,7 +484,8 @@ class BackwardPlan(Plan):
                 raise RuntimeError(
                     f"{_NAME}: a CUDA-graph capture meets more lookups than any call before; make one such call first"
                 )
-            self._chunks_done = self._world.workspace.zero_words(len(self._pushes) + slots)[len(self._pushes) :]
+            words = self._world.workspace.zero_words(self._team, len(self._pushes) + slots)
+            self._chunks_done = words[len(self._pushes) :]
             self._slots = slots
         sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
         call = self._call

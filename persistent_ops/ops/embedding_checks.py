@@ -18,6 +18,7 @@ __all__ = [
     "SCHEDULES",
     "check_arrived",
     "check_choices",
+    "check_gradient",
     "check_split",
     "check_tables",
     "check_tables_and_split",
@@ -160,3 +161,18 @@ def check_split(
             f"offsets: expected T * B + 1 = {len(weights)} * {sum(batch_per_rank)} + 1 = {expected} elements, got "
             f"{num_offsets}"
         )
+
+
+def check_gradient(gradient: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    """Raise for what the kernel would misread; the inversion checks the lookups."""
+    for t, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_contiguous():
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor")
+        if weight.dtype != gradient.dtype or weight.device != gradient.device:
+            raise TypeError(
+                f"gradient: expected {weight.dtype} on {weight.device} as weights[{t}] is, got {gradient.dtype} on "
+                f"{gradient.device}"
+            )
+    columns = sum(weight.shape[1] for weight in weights)
+    if gradient.dim() != 2 or gradient.shape[1] != columns:
+        raise ValueError(f"gradient: expected [B, {columns}], got {list(gradient.shape)}")

@@ -14,7 +14,7 @@ from ..runtime.torch_private import queue_callback
 from .embedding_all_to_all import table_set
 from .embedding_backward import Inputs, aligned, backward_key, record
 from .embedding_backward_plan import GRADIENT, OPERATOR, BackwardKey, BackwardPlan, identity
-from .embedding_checks import MODES
+from .embedding_checks import MODES, check_gradient
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, invert
 
@@ -279,18 +279,7 @@ def _views(memory: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[list[
 def _check(
     gradient: torch.Tensor, weights: Sequence[torch.Tensor], mode: str, per_sample_weights: torch.Tensor | None
 ) -> None:
-    """Raise for what the kernel would misread; the inversion checks the lookups."""
-    for t, weight in enumerate(weights):
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_contiguous():
-            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor")
-        if weight.dtype != gradient.dtype or weight.device != gradient.device:
-            raise TypeError(
-                f"gradient: expected {weight.dtype} on {weight.device} as weights[{t}] is, got {gradient.dtype} on "
-                f"{gradient.device}"
-            )
-    columns = sum(weight.shape[1] for weight in weights)
-    if gradient.dim() != 2 or gradient.shape[1] != columns:
-        raise ValueError(f"gradient: expected [B, {columns}], got {list(gradient.shape)}")
+    check_gradient(gradient, weights)
     if mode not in MODES or (mode == "mean" and per_sample_weights is not None):
         raise ValueError(f"mode: expected one of {MODES}, 'sum' with per_sample_weights, got {mode!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import weakref
@@ -11,10 +12,10 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.dtypes import INDEX_TYPES
-from ..runtime.errors import SymmetricHeapError
+from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
-from .embedding_inputs_plan import OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
+from .embedding_inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
 
 __all__ = ["EmbeddingInputs"]
 
@@ -156,8 +157,7 @@ class EmbeddingInputs:
             offsets: `[F * B + 1]`, the same: instead of lengths.
             per_sample_weights: `[n]`, float32, exactly where `is_weighted`.
             batch_per_rank: samples that each PE brings, in rank order, the same on every PE. None where the host does
-                not
-                know: then the sources alone tell, in device memory.
+                not know: then the sources alone tell, in device memory.
 
         Returns:
             A handle on what arrives. At most two are held at a time: `Lookups.release` gives one back.
@@ -169,9 +169,9 @@ class EmbeddingInputs:
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
         The inputs must stay as they are until `Lookups.wait`. Where a message finds no room, no lookup of it is sent,
-        and every PE learns of it: `wait` makes more room on all and sends again. In a CUDA graph there is no more room
-        to be
-        had: po.check() raises CapacityError, and the message's bags are empty.
+        and every PE learns of it: `wait` makes more room on all and sends again, up to 2^31 - 2^20 lookups from a PE to
+        an owner. In a CUDA graph there is no more room to be had: po.check() raises CapacityError, and the message's
+        bags are empty.
 
         Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same dtypes.
         Two regions take turns, also where calls are captured: a graph replays into those that it was captured with.
@@ -290,9 +290,15 @@ class EmbeddingInputs:
         told = [
             json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs-count", json.dumps(counts).encode())
         ]
+        for source, owner in itertools.product(range(world.size), repeat=2):
+            if told[owner][source] > MOST_LOOKUPS:
+                raise CapacityError(
+                    f"values: PE {source} has {told[owner][source]} lookups for PE {owner}; a message takes at most "
+                    f"{MOST_LOOKUPS}"
+                )
         capacity = tuple(
             tuple(
-                had if told[owner][source] <= had else min(told[owner][source] * 5 // 4, 2**31 - 1)
+                had if told[owner][source] <= had else min(told[owner][source] * 5 // 4, MOST_LOOKUPS)
                 for owner, had in enumerate(of_source)
             )
             for source, of_source in enumerate(self._capacity)
@@ -357,9 +363,9 @@ def _checked_capacity(capacity: Sequence[Sequence[int]], size: int) -> tuple[tup
         raise ValueError(f"capacity: expected {size} x {size} numbers, got {[len(row) for row in chosen]}")
     for source, of_source in enumerate(chosen):
         for owner, number in enumerate(of_source):
-            if not 0 <= number < 2**31:
+            if not 0 <= number <= MOST_LOOKUPS:
                 raise ValueError(
-                    f"capacity: from PE {source} to PE {owner} expected 0 to 2^31 - 1 lookups, got {number}"
+                    f"capacity: from PE {source} to PE {owner} expected 0 to {MOST_LOOKUPS} lookups, got {number}"
                 )
     return chosen
 

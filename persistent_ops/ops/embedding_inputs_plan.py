@@ -19,12 +19,24 @@ from ..runtime.team import Team
 from ..runtime.workspace import Workspace
 from ..runtime.world import World, upload
 
-__all__ = ["OPERATOR", "WORKSPACE", "InputsKey", "InputsLayout", "InputsPlan", "Slots", "Tuning", "kernel_request"]
+__all__ = [
+    "MOST_LOOKUPS",
+    "OPERATOR",
+    "WORKSPACE",
+    "InputsKey",
+    "InputsLayout",
+    "InputsPlan",
+    "Slots",
+    "Tuning",
+    "kernel_request",
+]
 
 WORKSPACE = "inputs"
 _NAME = "embedding_inputs"
 _OUTGOING = "outgoing lookups"  # an area: copies of what is put to PEs that are not reachable
 _HOST_WORK_GROUPS = 2
+_MOST_PIECE_LOOKUPS = 1 << 20
+MOST_LOOKUPS = 2**31 - _MOST_PIECE_LOOKUPS  # of a message, whose pieces are counted in 32 bits
 _MOST_CONTRACTS = 1024  # batches that vary without end must not collect
 _FIRST_FIELD = 2  # of a contract's words: operator and team come first
 
@@ -203,6 +215,8 @@ class InputsPlan(Plan):
         self._grid = tuning.work_groups or (_HOST_WORK_GROUPS if is_host else 16)
         if not 1 <= self._grid <= 16:
             raise ValueError(f"work_groups: expected 1 to 16, got {self._grid}")
+        if not 1 <= tuning.piece_lookups <= _MOST_PIECE_LOOKUPS:
+            raise ValueError(f"piece_lookups: expected 1 to {_MOST_PIECE_LOOKUPS}, got {tuning.piece_lookups}")
         chunks = max(1, -(-layout.max_batch // tuning.chunk_bags))
         most_pieces = max(
             1 + len(of_pe) * chunks + -(-key.capacities[team.rank][pe] // tuning.piece_lookups)
@@ -229,7 +243,7 @@ class InputsPlan(Plan):
             "slot_begins": backend.private_words(num_slots + team.size),
             "longest": backend.private_words(constants["kNumLongest"]),
             "added_up": backend.private_words(self._grid + 1),
-            "sent": workspace.zero_words(team.size),
+            "sent": workspace.zero_words(team, team.size),
             "no_offsets": backend.private_words((own_slots * layout.max_batch + 2) // 2),
         }
         slots = [structs["Slot"](*slot) for of_pe in layout.slots for slot in of_pe]

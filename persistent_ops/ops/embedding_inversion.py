@@ -219,7 +219,7 @@ class InversionPlan(Plan):
         if not is_host and resident < self._grid:
             raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {self._grid}")
         words = description.structs["Words"]
-        self._zero_words = world.workspace.zero_words(ctypes.sizeof(words) // 8)
+        self._zero_words = world.workspace.zero_words(key.team, ctypes.sizeof(words) // 8)
         contract = OPERATOR.contract(key.team, rows.num_tables, rows.batch, rows.num_keys, self._grid)
         plan = description.structs["Plan"](
             team=world.workspace.team(contract),

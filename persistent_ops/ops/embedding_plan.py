@@ -242,7 +242,7 @@ class EmbeddingPlan(Plan):
                 raise ValueError(
                     f"weights: at most 4096 tables per PE where peers are not reachable, got {len(weights)}"
                 )
-            wg_done = world.workspace.zero_words(slices * (-(-len(weights) // 64) + 1))
+            wg_done = world.workspace.zero_words(team, slices * (-(-len(weights) // 64) + 1))
 
         self._tables = upload(world.backend, b"".join(bytes(table) for table in tables) or b"\0" * 8)
         self._batch_start = upload(world.backend, _packed(batch_start))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -26,7 +27,7 @@ from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, Pers
 from .heap import SymmetricHeap
 from .operator import COMM
 from .stream_order import StreamOrder
-from .team import ALONE
+from .team import ALONE, Team
 
 __all__ = ["Workspace"]
 
@@ -82,7 +83,7 @@ class Workspace:
         state_words = ctypes.sizeof(self._structs["LocalState"]) // 8
         self._local = backend.private_words(state_words)
         self._local_alone = backend.private_words(state_words)
-        self._zero_words: list[torch.Tensor] = []
+        self._zero_words: dict[int, list[torch.Tensor]] = {}  # by team
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(error) + ctypes.sizeof(input_error))
         self._error: Any = error.from_address(self._mailbox.data_ptr())
         self._input_error: Any = input_error.from_address(self._mailbox.data_ptr() + ctypes.sizeof(error))
@@ -110,11 +111,16 @@ class Workspace:
         """The most WGs, or slices for one peer, that a launch may have."""
         return self._ready_words
 
-    def zero_words(self, count: int) -> torch.Tensor:
-        """Return `count` words that every launch finds zero and leaves so (WG_Done bitmasks), as `recover` does."""
-        if not self._zero_words or self._zero_words[-1].numel() < count:
-            self._zero_words.append(self._backend.private_words(count))
-        return self._zero_words[-1]
+    def zero_words(self, team: Team, count: int) -> torch.Tensor:
+        """Return `count` words that every launch finds zero and leaves so (WG_Done bitmasks), as `recover` does.
+
+        A launch that is given up leaves them as they are. Those behind it see that and touch none, if they are of the
+        same team; launches of another one go on, so teams have words of their own.
+        """
+        of_team = self._zero_words.setdefault(team.number, [])
+        if not of_team or of_team[-1].numel() < count:
+            of_team.append(self._backend.private_words(count))
+        return of_team[-1]
 
     def team(self, contract: Contract) -> ctypes.Structure:
         """Return the part of a plan that every operator shares; `contract`: of its launches.
@@ -314,7 +320,7 @@ class Workspace:
             self._local_alone.zero_()
             self._backend.synchronize()
             self._tell_kernels()
-        for words in self._zero_words:
+        for words in itertools.chain.from_iterable(self._zero_words.values()):
             words.zero_()
         self._local[self._structs["LocalState"].epoch.offset // 8] = max(epochs) + 1
         self._backend.synchronize()
