@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
 from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
-from persistent_ops.nn import TablePlacement
+from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
 
@@ -348,6 +349,16 @@ def _peer() -> list[bool]:
 @pytest.mark.host
 def test_the_exchange_by_torch() -> None:
     assert in_processes(_peer, 3, timeout=200) == [[True] * 14] * 3
+
+
+@pytest.mark.parametrize(
+    "table", [("a", 5, 8, ["x"], "mean"), ("a", 5, 8, ["x", "y"]), ("a", 5, 8, ["x"], "sum", torch.bfloat16)]
+)
+def test_what_the_exchange_by_torch_refuses(table: tuple[Any, ...]) -> None:
+    configs = [TableConfig("b", 5, 8, ["z"]), TableConfig(*table)]
+    collection: Any = SimpleNamespace(layout=SimpleNamespace(configs=configs))
+    with pytest.raises(ValueError, match="collection: expected float32 tables of pooling 'sum' with one feature"):
+        ExchangedEmbedding(collection, torch.optim.SGD)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------

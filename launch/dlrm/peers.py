@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import persistent_ops as po
 from persistent_ops.nn.table_layout import Slot
 
-__all__ = ["Bags", "ExchangedEmbedding", "means_over_pes", "parts_of"]
+__all__ = ["Bags", "ExchangedEmbedding", "means_over_pes", "parts_of", "sums"]
 
 
 class Bags(NamedTuple):
@@ -49,11 +49,13 @@ class ExchangedEmbedding(nn.Module):
     with dense gradients that one `all_reduce` sums.
 
     Args:
-        collection: whose placement this takes, and whose rows and states it begins with, in memory of its own; of
-            tables of equal pooling and dtype with a feature each.
+        collection: whose placement this takes, and whose rows and states it begins with, in memory of its own.
         optimizer: makes the optimizer of this PE's tables. Gradients are sparse, and dense for replicated tables; its
             states are "sum", or none.
         wire_dtype: of the collection.
+
+    Raises:
+        ValueError: a table is not of float32 and pooling "sum", or has several features.
     """
 
     optimizer: Any
@@ -67,8 +69,10 @@ class ExchangedEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self._place(collection, wire_dtype)
-        self.tables = nn.ParameterList(nn.Parameter(rows.clone()) for rows, *_ in parts_of(collection, self._slots))
-        self.replicas = nn.ParameterList(nn.Parameter(rows.clone()) for rows, *_ in parts_of(collection, self._copied))
+        self.tables, self.replicas = (
+            nn.ParameterList(nn.Parameter(torch.empty_like(rows)) for rows, *_ in parts_of(collection, slots))
+            for slots in (self._slots, self._copied)
+        )
         # An optimizer needs a parameter, also where the PE has no table.
         self.optimizer = optimizer([*self.tables, *self.replicas] or [nn.Parameter(torch.empty(0))])
         self.take_over(collection)
@@ -76,6 +80,9 @@ class ExchangedEmbedding(nn.Module):
     def _place(self, collection: po.nn.ShardedEmbeddingBagCollection, wire_dtype: torch.dtype | None) -> None:
         """Note who has what."""
         layout = collection.layout
+        kinds = {(config.pooling, config.data_type, len(config.feature_names)) for config in layout.configs}
+        if kinds != {("sum", torch.float32, 1)}:
+            raise ValueError(f"collection: expected float32 tables of pooling 'sum' with one feature, got {kinds}")
         self._rank, self._num_pes = dist.get_rank(), dist.get_world_size()
         self._num_features = len(layout.features)
         slots = layout.groups[0].slots if layout.groups else ((),) * self._num_pes
