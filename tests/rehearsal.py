@@ -43,9 +43,9 @@ from persistent_ops.runtime.devices import architecture
 from persistent_ops.runtime.jit import CudaBinary, KernelSource, compile_cuda
 from persistent_ops.runtime.residency import Footprint
 
-__all__ = ["Compiler", "Gpu", "Noted", "Notes", "NotingBackend", "PaperGpu", "rehearsing"]
+__all__ = ["Compiler", "Gpu", "Noted", "Notes", "NotingBackend", "PaperGpu", "bound", "rehearsing"]
 
-PATIENCE_S = 60.0  # for a test: some wait for what only kernels bring, and on a busy machine all take long
+PATIENCE_S = 30.0  # for a test: some wait for what only kernels bring, and on a busy machine all take long
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -207,16 +207,17 @@ _ANSWERS = (
 )
 
 
-@contextlib.contextmanager
-def rehearsing(make_backend: Callable[..., Any]) -> Iterator[None]:
-    """Give worlds that are opened in this context another backend, whichever they ask for.
+def bound(backend: type[NotingBackend], *arguments: Any) -> type[NotingBackend]:
+    """Return a backend whose first arguments are given; the others are those of `HostBackend`."""
+    return type(backend.__name__, (backend,), {"__init__": functools.partialmethod(backend.__init__, *arguments)})
 
-    Args:
-        make_backend: called as `HostBackend` is.
-    """
+
+@contextlib.contextmanager
+def rehearsing(backend: type[NotingBackend]) -> Iterator[None]:
+    """Give worlds that are opened in this context another backend, whichever they ask for; see `bound`."""
     real = worlds._make_backend
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host, "HostBackend", make_backend))
+        stack.enter_context(mock.patch.object(host, "HostBackend", backend))
         stack.enter_context(mock.patch.object(worlds, "_make_backend", lambda name, *rest: real("host", *rest)))
         for place, name, answer in _ANSWERS:
             stack.enter_context(mock.patch.object(place, name, answer))
@@ -238,7 +239,7 @@ def _call(trial: bits.Trial) -> tuple[None, int]:
 
 def _as_pe(gpu: Gpu, notes: Notes, program: Callable[..., Any], *args: Any) -> Any:
     """Be a PE that is a process."""
-    with rehearsing(functools.partial(PaperGpu, gpu, notes)):
+    with rehearsing(bound(PaperGpu, gpu, notes)):
         return program(*args)
 
 
@@ -278,7 +279,7 @@ class Rehearsal:
         """Make all PEs that tests start rehearse, before test modules are imported."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whoever asks for a GPU is told at once that there is none
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what torch would compile asks for the same kernels
-        self._context = rehearsing(functools.partial(PaperGpu, self.gpu, self.notes))
+        self._context = rehearsing(bound(PaperGpu, self.gpu, self.notes))
         self._context.__enter__()
         po.launch = self._with_rehearsing_processes(po.launch)
         kept_pes.in_processes = self._with_rehearsing_processes(kept_pes.in_processes)
@@ -311,8 +312,8 @@ class Compiler:
         self._begin = time.monotonic()
         self._is_over = threading.Event()
         self._made: list[Future[CudaBinary]] = []
-        self._thread = threading.Thread(target=self._compile, daemon=True)
-        self._thread.start()
+        self._follower = ThreadPoolExecutor(1)
+        self._followed = self._follower.submit(self._compile)
 
     def _compile(self) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -324,7 +325,7 @@ class Compiler:
         """Wait for all that has been noted; return what came of it, line by line."""
         asked = time.monotonic() - self._begin
         self._is_over.set()
-        self._thread.join()
+        self._followed.result()
         errors = [error for each in self._made if (error := each.exception()) is not None]
         count = f"{len(self._made) - len(errors)} of {len(self._made)} kernels for {self._gpu.arch}"
         seconds = f"after {time.monotonic() - self._begin:.0f} s; the tests took {asked:.0f} s to ask for them"
@@ -341,6 +342,8 @@ class Compiler:
             terminalreporter.line(line)
 
     def pytest_unconfigure(self) -> None:
+        self._is_over.set()
+        self._follower.shutdown()
         shutil.rmtree(self._notes.path.parent, ignore_errors=True)
 
 

@@ -25,7 +25,7 @@ from all_reduce_cases import AllReduceTrial
 from embedding_cases import EmbeddingTrial
 from gemv_cases import GemvTrial
 from kernel_resources import ALL_SHAPES, AllReduce, Barrier, Embedding, Sparse
-from rehearsal import Compiler, Gpu, Noted, Notes, NotingBackend, PaperGpu, rehearsing
+from rehearsal import Compiler, Gpu, Noted, Notes, NotingBackend, PaperGpu, bound, rehearsing
 from sparse_cases import SparseTrial
 
 import persistent_ops as po
@@ -79,8 +79,8 @@ def _noted(notes: Notes) -> set[Noted]:
     return set(notes.follow(is_over))
 
 
-def _rehearsed(notes: Notes, make_backend: Callable[..., Any], operators: Sequence[str]) -> set[Noted]:
-    with rehearsing(functools.partial(make_backend, notes)):
+def _rehearsed(notes: Notes, backend: type[NotingBackend], operators: Sequence[str]) -> set[Noted]:
+    with rehearsing(backend):
         po.launch(_called, 2, operators, threads=True, timeout=100)
     return _noted(notes)
 
@@ -88,8 +88,8 @@ def _rehearsed(notes: Notes, make_backend: Callable[..., Any], operators: Sequen
 @pytest.mark.parametrize("operator", TRIALS)
 def test_what_is_noted_is_what_is_loaded(operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without results, and with them, the tests ask for the same."""
-    rehearsed = _rehearsed(Notes(tmp_path / "rehearsed"), NotingBackend, [operator])
-    heard = Notes(tmp_path / "heard")
+    notes, heard = Notes(tmp_path / "notes"), Notes(tmp_path / "heard")
+    rehearsed = _rehearsed(notes, bound(NotingBackend, notes), [operator])
     monkeypatch.setattr(host, "HostBackend", functools.partial(_Overheard, heard))
     assert po.launch(_called, 2, [operator], threads=True, timeout=100) == [[None]] * 2
     assert rehearsed == _noted(heard) != set()
@@ -98,7 +98,8 @@ def test_what_is_noted_is_what_is_loaded(operator: str, tmp_path: Path, monkeypa
 
 def test_plans_are_those_for_a_gpu(tmp_path: Path) -> None:
     operators = ["all_reduce", "embedding_all_to_all", "sparse_all_reduce"]
-    noted = _rehearsed(Notes(tmp_path / "notes"), functools.partial(PaperGpu, Gpu()), operators)
+    notes = Notes(tmp_path / "notes")
+    noted = _rehearsed(notes, bound(PaperGpu, Gpu(), notes), operators)
     wanted = (
         AllReduce("bfloat16", "one_shot", 128),
         AllReduce("bfloat16", "slices", 256),
