@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Reference, batch_of, gradient_of, samples_of
 from test_dlrm_training import CPU, HOTNESS, ROWS, SIZES, Plan, training_of
 from torch.nn.parallel import DistributedDataParallel
-from worlds import in_world
+from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement, ignore_sharded_tables
@@ -199,3 +200,85 @@ def test_ddp_leaves_tables_alone() -> None:
     first, second = in_processes(_under_ddp, 2, timeout=200)
     assert first[:2] == second[:2] == [True, ["top.bias", "top.weight"]]
     assert torch.equal(first[2], second[2])
+
+
+# ---- steps that are not like the others ------------------------------------------------------------------------------
+
+
+def _in_a_loop() -> list[Any]:
+    """What loops do beside forward and backward: checks in inference mode, steps that are left out, evaluations."""
+    tables = [TableConfig("a", 50, 4, ["a"]), TableConfig("b", 60, 4, ["b"]), TableConfig("c", 8, 4, ["c"])]
+    owners = {"a": TablePlacement(ranks=(1,)), "b": TablePlacement(ranks=(0,)), "c": "replicated"}
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=8, lr=0.1, placement=owners)
+    device = po.device()
+    values = torch.arange(6, device=device) + po.rank()
+    lengths = torch.ones(6, dtype=torch.int64, device=device)
+
+    def forward() -> torch.Tensor:
+        pooled: torch.Tensor = module(values, lengths, batch_per_rank=[2, 2])
+        return pooled
+
+    def trains(pooled: torch.Tensor) -> bool:
+        before = {name: each.detach().clone() for name, each in module.named_parameters()}
+        pooled.view(2, 3, 4).sum().backward()
+        po.check()
+        changed = [not torch.equal(before[name], each) for name, each in module.named_parameters()]
+        return sum(changed) == 2  # the own one and the replica
+
+    with torch.inference_mode():
+        forward()
+    seen = [trains(forward()) for _ in range(3)]
+    for _ in range(3):
+        forward()  # left out
+    seen += [trains(forward()) for _ in range(3)]
+    pooled = forward()
+    with torch.no_grad():
+        for _ in range(3):
+            forward()
+    return [*seen, trains(pooled), trains(forward())]
+
+
+def test_loops_may_check_leave_out_and_evaluate(backend: str) -> None:
+    assert in_world(_in_a_loop, 2, backend) == [[True] * 8] * 2
+
+
+def _fixed_options() -> list[Any]:
+    """What schedulers and checkpoints change beside the rate."""
+    tables = [TableConfig("a", 5, 4, ["a"])]
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, algorithm="adam", lr=0.1)
+    values, lengths = torch.arange(2), torch.ones(2, dtype=torch.int64)
+    saved = module.optimizer.state_dict()
+    seen: list[Any] = []
+    for name, value in (("eps", 0.5), ("weight_decay", 0.5), ("betas", (0.5, 0.999))):
+        group = module.optimizer.param_groups[0]
+        had, group[name] = group[name], value
+        calls = (module.optimizer.step, module.optimizer.zero_grad, lambda: module(values, lengths))
+        seen.append([error_of(call)[0] for call in calls])
+        group[name] = had
+        other = {**saved, "param_groups": [{**saved["param_groups"][0], name: value}]}
+        told, text, _ = error_of(lambda other=other: module.optimizer.load_state_dict(other))
+        seen.append([told, f"saved with {name}" in text])
+    module.optimizer.load_state_dict(saved)
+    seen.append([error_of(lambda: copy.deepcopy(module))[1][:40]])
+    return seen
+
+
+def test_only_the_rate_may_change() -> None:
+    refused = [["NotImplementedError"] * 3, ["ValueError", True]] * 3
+    expected = [*refused, ["a ShardedEmbeddingBagCollection is one of a "[:40]]]
+    assert in_world(_fixed_options, 1, "host") == [expected]
+
+
+def _weights_differentiated_twice() -> str:
+    tables, weights = [torch.ones(5, 4)], torch.ones(2, requires_grad=True)
+    pooled = po.embedding_all_to_all(
+        tables, torch.arange(2), torch.arange(3), weights, mode="sum", optimizer=po.EmbeddingOptimizer(tables)
+    )
+    (gradient,) = torch.autograd.grad((pooled**2).sum(), [weights], create_graph=True)
+    return error_of(lambda: gradient.sum().backward())[1]
+
+
+def test_a_gradient_s_gradient_is_refused() -> None:
+    """It would lack what the tables and the weights are worth."""
+    (text,) = in_world(_weights_differentiated_twice, 1, "host")
+    assert "once_differentiable" in text, text

@@ -188,6 +188,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         )
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, and copied."""
+        raise TypeError(
+            "a ShardedEmbeddingBagCollection is one of a world's and cannot be copied or pickled: save its state_dict, "
+            "and make another one"
+        )
+
     @classmethod
     def from_collection(cls, collection: Any, **options: Any) -> Self:
         """Make one of an EmbeddingBagCollection, with its tables' rows, to be put in its place in a model.

@@ -22,6 +22,7 @@ _OF_MODULE = (
     "algorithm",
     "column_slices",
 )  # of a saved group; not taken over as they are
+_FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
 
 _States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and its states
 
@@ -61,6 +62,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
         self._shards = {name: self._states_of(*table) for name, table in tables.items()}
         self._saves_param_groups = True
+        self._fixed = {name: _plain(options[name]) for name in _FIXED if name in options}
         self._pushed: Any = None
         super().__init__([parameter for parameter, *_ in tables.values()], dict(options))
         self.push_rate()
@@ -91,7 +93,18 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         ]
 
     def push_rate(self) -> None:
-        """Bring the learning rate to the device, where it has changed."""
+        """Bring the learning rate to the device, where it has changed.
+
+        Raises:
+            NotImplementedError: something else has changed in the group.
+        """
+        for name, value in self._fixed.items():
+            if _plain(self.param_groups[0][name]) != value:
+                raise NotImplementedError(
+                    f"param_groups: {name} is {value!r} for good, as the collection was made, not "
+                    f"{self.param_groups[0][name]!r}; only lr may change"
+                    + "; OneCycleLR and CyclicLR need cycle_momentum=False" * (name == "betas")
+                )
         rate = self.param_groups[0]["lr"]
         if isinstance(rate, torch.Tensor):
             for optimizer in self._optimizers:
@@ -175,13 +188,16 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             prefix: of the tables' names; see `state_dict`.
 
         Raises:
-            ValueError: it is of another algorithm or other tables; or of another number of column slices, under
-                "rowwise_adagrad".
+            ValueError: it is of another algorithm, other constants of it or other tables; or of another number of
+                column slices, under "rowwise_adagrad".
         """
         groups = state_dict.get("param_groups") or [{}]
         saved = groups[0]
         if saved.get("algorithm", self._algorithm) != self._algorithm:
             raise ValueError(f"state_dict: of {saved['algorithm']!r}, but the optimizer is {self._algorithm!r}")
+        for name, value in self._fixed.items():
+            if _plain(saved.get(name, value)) != value:
+                raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")
         if self._algorithm == "adam" and "step" not in saved:
             raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
         for name, of_table in self._shards.items():
@@ -224,3 +240,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                     f"state_dict: {key}: {error}"
                     + " (the number of column slices must stay)" * (self._algorithm == "rowwise_adagrad")
                 ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as it compares: a pair is a list where it was loaded."""
+    return tuple(value) if isinstance(value, (list, tuple)) else value

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .. import ops as _ops
 from ..ops.embedding_all_to_all import pool_alone
@@ -310,6 +311,7 @@ class _Recorded(torch.autograd.Function):
         return tuple(each.detach() for each in tables._pool(chosen))
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
         if context.is_done:
             raise RuntimeError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
 from ..runtime.plans import Plans
@@ -513,6 +514,7 @@ class _Recorded(torch.autograd.Function):
         return forward(weights, indices, offsets, per_sample_weights, **split, **choices).detach()
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if context.is_done and context.once:
             raise RuntimeError(

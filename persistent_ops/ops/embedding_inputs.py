@@ -165,7 +165,7 @@ class EmbeddingInputs:
         Raises:
             ValueError, TypeError: an argument; before anything is launched.
             NotImplementedError: weights that require a gradient where gradients are recorded: none travels back.
-            RuntimeError: the lookups of the last call but one have not been released; the world has been left.
+            RuntimeError: two earlier calls' lookups have not been released; the world has been left.
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
         The inputs must stay as they are until `Lookups.wait`. Where a message finds no room, no lookup of it is sent,
@@ -174,19 +174,25 @@ class EmbeddingInputs:
         bags are empty.
 
         Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same dtypes.
-        Two regions take turns, also where calls are captured: a graph replays into those that it was captured with.
+        Two regions take turns as far as they are free, also where calls are captured: a graph replays into those that
+        it was captured with.
         """
         world = _world.for_call()
         if world is not self._world:
             raise RuntimeError("EmbeddingInputs: it was made in a world that has been left; make another one")
         inputs = self._checked(values, lengths, offsets, per_sample_weights, batch_per_rank)
-        region = self._regions[self._next]
+        region = self._region_to_fill()
         region.order_behind_readers()
         lookups = Lookups(self, region, inputs, self._generation)
         lookups._launch(is_captured=world.workspace.is_capturing())
         region.is_held = True
-        self._next = (self._next + 1) % _REGIONS
+        self._next = (self._regions.index(region) + 1) % _REGIONS
         return lookups
+
+    def _region_to_fill(self) -> Region:
+        """Return the one whose turn it is, or another one where its lookups are still held."""
+        turns = [*self._regions[self._next :], *self._regions[: self._next]]
+        return next((region for region in turns if not region.is_held), turns[0])
 
     def run_beside(self) -> bool:
         """Let exchanges run beside the world's other launches, if every PE's GPU has room for both.

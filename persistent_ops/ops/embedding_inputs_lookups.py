@@ -109,8 +109,8 @@ class Region:
         """Order what the current stream does next behind the last one."""
         if self.is_held:
             raise RuntimeError(
-                "embedding_inputs: the lookups of the last call but one have not been released; call release() behind "
-                "the launches that read them, before the region is filled again"
+                "embedding_inputs: the lookups of two earlier calls have not been released; call release() behind the "
+                "launches that read them, before their region is filled again"
             )
         if self._released is not None:
             self._released.order_behind()

@@ -190,6 +190,9 @@ class _Slot:
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.tensor(dtype, shape)
         if self.typed is None or self.typed.dtype != dtype:
             self.typed = self.base.view(dtype)
             self.idle_uses = storage_use_count(self.storage_id)
@@ -217,6 +220,10 @@ class OutputPool:
                 what was queued there before may still read it.
             is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
         """
+        if torch.is_inference_mode_enabled():
+            # A tensor that is made there never takes part in a backward pass, and a buffer is handed out again behind it.
+            with torch.inference_mode(False):
+                return self.take(nbytes, stream, is_captured=is_captured)
         for slot in self._slots.get(nbytes, ()):
             if slot.stream == stream and slot.is_idle():
                 slot.is_captured = is_captured
