@@ -149,7 +149,7 @@ def test_what_was_counted_in_vain_is_of_no_launch_of_this_pe_alone() -> None:
 
 
 def _plans_of_two_places() -> tuple[str, str]:
-    """The staging grows; then PE 0 launches with the plan from before, as a CUDA graph does, and PE 1 with its new one."""
+    """The staging grows; then PE 0 launches with the plan from before, as a CUDA graph does, PE 1 with its new one."""
     po.init("host", heap_size=32 << 20)
     tables = [torch.zeros(4, 4)]
     optimizer = po.EmbeddingOptimizer(tables)

@@ -103,7 +103,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 raise NotImplementedError(
                     f"param_groups: {name} is {value!r} for good, as the collection was made, not "
                     f"{self.param_groups[0][name]!r}; only lr may change"
-                    + "; OneCycleLR and CyclicLR need cycle_momentum=False" * (name == "betas")
+                    + "; OneCycleLR and CyclicLR need cycle_momentum=False"
+                    * (name == "betas")
                 )
         rate = self.param_groups[0]["lr"]
         if isinstance(rate, torch.Tensor):

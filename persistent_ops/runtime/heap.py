@@ -221,7 +221,7 @@ class OutputPool:
             is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
         """
         if torch.is_inference_mode_enabled():
-            # A tensor that is made there never takes part in a backward pass, and a buffer is handed out again behind it.
+            # What is made there never takes part in a backward pass, and a buffer is handed out again behind it.
             with torch.inference_mode(False):
                 return self.take(nbytes, stream, is_captured=is_captured)
         for slot in self._slots.get(nbytes, ()):
