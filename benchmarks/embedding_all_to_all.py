@@ -21,7 +21,7 @@ import harness.experiment
 from embedding.check import check_methods
 from embedding.configs import CONFIGS, Config
 from embedding.inputs import DISTRIBUTIONS, Tables, draw_lookups, num_sets
-from embedding.methods import EXCHANGING, LABELS, METHODS, UNFUSED, Methods, make_plan
+from embedding.methods import EXCHANGING, LABELS, METHODS, UNFUSED, Methods, make_plan, plan_key
 from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized, wires_of
 from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import names, run_benchmark
@@ -99,7 +99,8 @@ class Exchange(Trial):
     def problem_of(self, name: str, tuning: Any) -> str | None:
         shaped, world, schedule = self._shaped, self._world, _SCHEDULES[name].replace("-", "_")
         inputs = (shaped.config, shaped.weights, shaped.sets[0])
-        return refusal(lambda: make_plan(world, world.team, *inputs, tuning=tuning, schedule=schedule))
+        key = plan_key(world, world.team, *inputs, tuning=tuning, schedule=schedule)
+        return refusal(lambda: make_plan(world, key, shaped.weights))
 
     def check_tuned(self, name: str) -> list[str]:
         """Compare the bits with those under the default Tuning."""

@@ -17,7 +17,7 @@ from persistent_ops.runtime.world import World
 from .configs import Config
 from .inputs import LookupSet
 
-__all__ = ["EXCHANGING", "LABELS", "METHODS", "Methods", "UNFUSED", "make_plan"]
+__all__ = ["EXCHANGING", "LABELS", "METHODS", "Methods", "UNFUSED", "make_plan", "plan_key"]
 
 LABELS = {
     "fused": "fused",
@@ -32,7 +32,7 @@ UNFUSED = ("unfused_own", "unfused_torch")
 EXCHANGING = ("fused", "oblivious", *UNFUSED)
 
 
-def make_plan(
+def plan_key(
     world: World,
     team: Team,
     config: Config,
@@ -41,20 +41,8 @@ def make_plan(
     *,
     tuning: Tuning | None = None,
     schedule: str = "communication_aware",
-) -> EmbeddingPlan:
-    """Return the operator's plan for a team; ValueError and CompileError where there is none. Nothing is launched."""
-    return _plan_of(world, _key(world, team, config, weights, lookups, tuning, schedule), weights)
-
-
-def _key(
-    world: World,
-    team: Team,
-    config: Config,
-    weights: Sequence[torch.Tensor],
-    lookups: LookupSet,
-    tuning: Tuning | None = None,
-    schedule: str = "communication_aware",
 ) -> EmbeddingKey:
+    """Return the key of the operator's plan for a team."""
     dim_per_rank = (config.tables * config.dim,) * team.size
     batch_per_rank = (config.batch // team.size,) * team.size
     choices = (dim_per_rank, batch_per_rank, config.torch_dtype, config.wire_dtype, "sum", "fatal", schedule)
@@ -62,7 +50,8 @@ def _key(
     return EmbeddingKey(team, table_set(world, weights), tuning, choices, kind)
 
 
-def _plan_of(world: World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
+def make_plan(world: World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
+    """Return the operator's plan; ValueError and CompileError where there is none. Nothing is launched."""
     return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *key.choices)
 
 
@@ -95,7 +84,7 @@ class Methods:
         self._reordered = torch.empty(share, world.size, width, dtype=dtype, device=device)
         self._world = world
         # The operator's kernel without its exchange: as a team of one it pools the whole batch, and waits for nobody.
-        self._alone = _key(world, world.alone, config, self._weights, sets[0])
+        self._alone = plan_key(world, world.alone, config, self._weights, sets[0])
         # The kernel adds this to the heap's base, so that the output may lie outside the heap, and below it.
         self._pooled_offset = self._pooled.data_ptr() - world.backend.heap_base
 
@@ -127,7 +116,7 @@ class Methods:
     def pooling_own(self, lookups: LookupSet) -> torch.Tensor:
         world, key = self._world, self._alone
         plans: Plans[EmbeddingPlan] = OPERATOR.state(world).plans
-        plan = plans.find(key) or plans.make(key, lambda: _plan_of(world, key, self._weights))
+        plan = plans.find(key) or plans.make(key, lambda: make_plan(world, key, self._weights))
         plan.launch(world, lookups.indices, lookups.offsets, None, self._pooled_offset)
         return self._pooled
 
