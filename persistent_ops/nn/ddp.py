@@ -52,8 +52,10 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
         ValueError: the group's ranks are not the PEs.
         RuntimeError: `po.init()` has not been called, or there is no process group.
         TypeError: a sparse gradient is of another dtype than float32, float16 and bfloat16.
-        IndexError, SymmetricHeapError, PeerTimeoutError, ContractMismatchError: of `po.sparse_all_reduce`; they come
-            out of `backward()`.
+        IndexError: of `po.sparse_all_reduce`; it comes out of `backward()` when all gradients are there, which lack
+            such entries, and the module goes on.
+        SymmetricHeapError, PeerTimeoutError, ContractMismatchError: of `po.sparse_all_reduce`; they come out of
+            `backward()`.
 
     Collective, once per bucket, in DDP's order.
     """
@@ -171,7 +173,8 @@ def _is_after_all_nodes() -> bool:
 def _finish(exchanges: list[_Exchange], group: Any) -> None:
     """Take in the sums, in the order of their launches, which is the same on all PEs.
 
-    What is wrong with this PE's input is raised when the other PEs have all that they need of it.
+    What is wrong with this PE's input is raised when the other PEs have all that they need of it, and DDP its futures:
+    it takes up no later pass where a hook has raised.
     """
     for exchange in exchanges:
         exchange.sum.resolve()
@@ -184,7 +187,6 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
         flags = flags.to(results[0].device)
         dist.all_reduce(flags, group=group)
         unused = {number for number, flag in zip(empty, flags.tolist(), strict=True) if not flag}
-    _world.current().workspace.raise_pending()
     for number, (exchange, result) in enumerate(zip(exchanges, results, strict=True)):
         parameter, gradient = exchange.parameter, exchange.gradient
         is_own = parameter.grad is gradient
@@ -196,6 +198,11 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
         exchange.future.set_result(gradient)
         if is_own and torch_private.backward_pass() != -1:
             _after_ddp(functools.partial(_let_go, gradient))
+    raise_pending = _world.current().workspace.raise_pending
+    if torch_private.backward_pass() != -1:
+        _after_ddp(raise_pending)
+    else:
+        raise_pending()
 
 
 def _after_ddp(callback: Any) -> None:
