@@ -70,6 +70,7 @@ def in_dtype(dtype: torch.dtype) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda given: {name: given[name].to(dtype) for name in ("values",)}
 
 
+_ENTRIES = ("indices", "values")
 _Wrong = tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]
 
 # name -> (entry, arguments that differ from the good ones, exception, what its message must say)
@@ -167,6 +168,19 @@ WRONG: dict[str, _Wrong] = {
         ValueError,
         "algorithm: expected one of 'auto', 'owner', 'allgather', 'dense', got 'ring'",
     ),
+    "too many entries": (
+        "sparse",
+        lambda given: {
+            "x": torch.sparse_coo_tensor(
+                torch.zeros(1, 1, dtype=torch.int64, device=po.device()).expand(1, 2**31),
+                torch.ones(1, COLUMNS, device=po.device()).expand(2**31, COLUMNS),
+                (ROWS, COLUMNS),
+                check_invariants=False,
+            )
+        },
+        ValueError,
+        r"x: expected at most 2\^31 - 1 entries, got 2147483648",
+    ),
     # what the other two have in common
     **{
         f"{name}, {entry}": (entry, change, error, text)
@@ -240,6 +254,18 @@ WRONG: dict[str, _Wrong] = {
             ("rows as text", given_as(num_rows="20"), TypeError, "num_rows: expected a whole number, got '20'"),
             ("rows as a fraction", given_as(num_rows=20.0), TypeError, "num_rows: expected a whole number, got 20.0"),
             ("op", given_as(op="max"), ValueError, "op: expected one of 'sum', 'mean', got 'max'"),
+            (
+                "too many entries",
+                lambda given: {name: given[name][:1].expand(2**31, *given[name].shape[1:]) for name in _ENTRIES},
+                ValueError,
+                r"indices: expected at most 2\^31 - 1 entries, got 2147483648",
+            ),
+            (
+                "values whose gradient is recorded",
+                changed("values", lambda values: values.clone().requires_grad_()),
+                NotImplementedError,
+                "has no backward pass",
+            ),
         )
     },
     # sparse_all_reduce_into
@@ -378,6 +404,12 @@ WRONG: dict[str, _Wrong] = {
         changed("count", lambda count: count.to("meta")),
         ValueError,
         r"count: expected a tensor on (cpu|cuda:\d+), got one on meta",
+    ),
+    "out_values whose gradient is recorded": (
+        "into",
+        changed("out_values", lambda out: out.detach().requires_grad_()),
+        NotImplementedError,
+        "has no backward pass",
     ),
     # sparse_all_reduce_buffers
     "no callback": (

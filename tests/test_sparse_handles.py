@@ -27,10 +27,12 @@ from sparse_cases import (
     wanted,
     zeros_have_signs,
 )
-from worlds import in_world
+from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
+from persistent_ops.ops import sparse_plan
 from persistent_ops.ops.sparse_plan import Layout, Room, state_of
+from persistent_ops.runtime import heap
 
 # ---- handles ---------------------------------------------------------------------------------------------------------
 
@@ -258,6 +260,133 @@ def test_dropped_handles(backend: str) -> None:
     assert in_world(_dropped_handles, 2, backend) == [[], []]
 
 
+def _waited_for_behind_the_end(backend: str) -> list[tuple[str, str]]:
+    """Handles that are held when the world is closed: of a sum that fits, of one that does not, and with buffers."""
+    po.init(backend, operator_timeout=20.0, heap_size=32 << 20)
+    device = po.device()
+
+    def entries(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(count, device=device), torch.ones(count, 4, device=device)
+
+    def x(count: int, rows: int) -> torch.Tensor:
+        indices, values = entries(count)
+        return torch.sparse_coo_tensor(indices[None], values, (rows, 4), check_invariants=False)
+
+    works: list[Any] = []
+    for rows, count in ((500, 3), (600, 400)):
+        po.sparse_all_reduce(x(3, rows))
+        works.append(po.sparse_all_reduce(x(count, rows), async_op=True))
+    for coalesce in ("regular", "disable"):
+        works.append(
+            po.sparse_all_reduce_buffers(
+                *entries(5),
+                num_rows=700,
+                coalesce=coalesce,
+                completion_fn=lambda *_: pytest.fail("the callback was called"),
+                async_op=True,
+            )
+        )
+    po.finalize()
+    return [error_of(work.wait)[:2] for work in works]
+
+
+def test_handles_that_are_waited_for_behind_the_end(backend: str) -> None:
+    for outcomes in run_pes(_waited_for_behind_the_end, 2, backend, timeout=100):
+        for name, text in outcomes:
+            assert name == "PeerTimeoutError" and "po.finalize()" in text, (name, text)
+
+
+def _many_layouts() -> list[Any]:
+    """Sums of more layouts than are remembered: handles of those that are forgotten are as good as others."""
+    rank, world = po.rank(), po.world_size()
+    problems, works, most = [], [], 0
+    for number in range(11):
+        case = Case(f"layout {number}", 400 + number, uniform(100), (4,))
+        x = to_sparse(case, make_inputs(case, world, 0)[rank])
+        works.append((case, po.sparse_all_reduce(x, async_op=True)))
+        most = max(most, len(state_of(po.runtime.world.current()).rooms))
+    for case, work in works:
+        found = rows_problem(taken_apart(work.wait()), wanted(case, world, 0), zeros_have_signs=False)
+        if found is not None:
+            problems.append(f"{case.name}: {found}")
+    return [most, problems]
+
+
+def _of_few_rooms(backend: str) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_plan, "MAX_ROOMS", 4)
+        po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
+        try:
+            found = _many_layouts()
+            po.check()
+            po.barrier()  # PEs that are threads share the limit
+            return found
+        finally:
+            po.finalize()
+
+
+def test_layouts_are_forgotten_when_there_are_too_many(backend: str) -> None:
+    assert run_pes(_of_few_rooms, 2, backend, timeout=200) == [[4, []]] * 2
+
+
+class _Stream:
+    """Stands for a CUDA stream: what it waits for."""
+
+    def __init__(self) -> None:
+        self.awaited: list[Any] = []
+        self.cuda_stream = id(self)
+
+    def wait_event(self, event: Any) -> None:
+        self.awaited.append(event)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.awaited.append(stream)
+
+
+class _Ended:
+    def query(self) -> bool:
+        return True
+
+
+def _read_on_other_streams() -> list[bool]:
+    """A result that two streams have waited for, as on a GPU: who writes its buffer next waits for both."""
+    case = _FLIGHT[0]
+    world = po.runtime.world.current()
+    x = to_sparse(case, make_inputs(case, po.world_size(), 0)[po.rank()])
+    po.sparse_all_reduce(x)
+    work = po.sparse_all_reduce(x, async_op=True)
+    pending: Any = work._pending
+    side, first, second = _Stream(), _Stream(), _Stream()
+    pending._ended, pending._stream = _Ended(), side
+    with pytest.MonkeyPatch.context() as patch:
+        for stream in (side, first, second, second):
+            patch.setattr(torch.cuda, "current_stream", lambda *_, stream=stream: stream)
+            work.wait()
+        slot, own = pending._slot, world.backend.stream()
+        waited = [first.awaited == [pending._ended], bool(second.awaited), not side.awaited]
+        patch.setattr(torch.cuda, "current_stream", lambda *_: side)
+        patch.setattr(heap, "capture_of", lambda stream: int(stream == second.cuda_stream))
+        taken = [world.outputs.take(slot.nbytes, own, is_captured=False) is slot]  # it is held
+        del work, pending
+        taken.append(world.outputs.take(slot.nbytes, own, is_captured=False) is slot)  # a reader is being captured
+        patch.setattr(heap, "capture_of", lambda stream: 0)
+        taken.append(world.outputs.take(slot.nbytes, own, is_captured=False) is slot)
+    return [*waited, *taken, len(side.awaited) == 2 and {*side.awaited} == {first, second}, not slot.readers]
+
+
+def _in_one_world_of_the_host() -> list[bool]:
+    po.init("host", heap_size=32 << 20)
+    try:
+        return _read_on_other_streams()
+    finally:
+        po.finalize()
+
+
+def test_the_next_result_waits_for_all_who_read_the_last_one() -> None:
+    expected = [True] * 3 + [False, False, True] + [True] * 2
+    assert po.launch(_in_one_world_of_the_host, 1, threads=True, timeout=60) == [expected]
+
+
 # ---- the entry with buffers ------------------------------------------------------------------------------------------
 
 _BUFFERS = [
@@ -365,6 +494,52 @@ def _buffers() -> list[str]:
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_buffers(backend: str, options: dict[str, Any]) -> None:
     assert in_world(_buffers, 3, backend, **options) == [[]] * 3
+
+
+def _entries_that_are_no_rows() -> list[Any]:
+    """Without coalescing too, what is no row is told where it was passed, and the others get the rest."""
+    rank = po.rank()
+    indices = torch.tensor([3, 40 if rank == 1 else 4, 3, -1 if rank == 1 else 5], device=po.device())
+    values = torch.arange(4.0, device=po.device())[:, None] + 10 * rank
+    given: list[Any] = []
+    found: list[Any] = []
+    for rows in (indices, indices.clamp(0, 39)):
+        error = error_of(
+            lambda rows=rows: po.sparse_all_reduce_buffers(  # type: ignore[misc]
+                rows,
+                values,
+                num_rows=40,
+                coalesce="disable",
+                completion_fn=lambda i, v, _: given.append([i.tolist(), v[:, 0].tolist()]),
+            )
+        )
+        found.append(error[:2])
+    return [found, given]
+
+
+def test_entries_that_are_no_rows_without_coalescing(backend: str) -> None:
+    whole = [[3, 4, 3, 5, 3, 39, 3, 0], [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]]
+    (first, first_given), (second, second_given) = in_world(_entries_that_are_no_rows, 2, backend)
+    assert first == [("", ""), ("", "")]
+    assert first_given == [[[3, 4, 3, 5, 3, 3], [0.0, 1.0, 2.0, 3.0, 10.0, 12.0]], whole]
+    assert second[0][0] == "IndexError" and "entry 1 is row 40, but the tensor has 40 rows" in second[0][1]
+    assert second[1] == ("", "") and second_given == [whole]
+
+
+def _different_num_rows() -> tuple[str, str]:
+    indices, values = torch.arange(3, device=po.device()), torch.ones(3, 2, device=po.device())
+    name, text, _ = error_of(
+        lambda: po.sparse_all_reduce_buffers(
+            indices, values, num_rows=40 + po.rank(), coalesce="disable", completion_fn=lambda *_: None
+        )
+    )
+    po.recover()
+    return name, text
+
+
+def test_rows_that_differ_without_coalescing(backend: str) -> None:
+    for name, text in in_world(_different_num_rows, 2, backend):
+        assert name == "ContractMismatchError" and "rows is" in text, (name, text)
 
 
 def _callback_problems() -> dict[str, Any]:

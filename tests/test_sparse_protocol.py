@@ -38,6 +38,7 @@ from sparse_cases import (
 from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
+from persistent_ops.ops.sparse_plan import OPERATOR, Tuning
 
 MB = 1 << 20
 _CASE = Case("protocol", 300, uniform(60, 45, 80), (10,))
@@ -458,3 +459,39 @@ def _stale_flags() -> list[str]:
 
 def test_flags_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
     assert in_world(_stale_flags, 2, backend) == [[], []]
+
+
+# ---- plans of two places ---------------------------------------------------------------------------------------------
+
+
+def _plans_of_two_places() -> tuple[str, str]:
+    """Words for progress move; PE 0 launches with a plan from before, as a CUDA graph does, PE 1 with its new one."""
+    po.init("host", heap_size=32 << 20, operator_timeout=20.0)
+    world = po.runtime.world.current()
+    indices, values = torch.arange(3), torch.ones(3, 2)
+    outputs = {
+        "out_indices": torch.zeros(8, dtype=torch.int64),
+        "out_values": po.empty(8, 2),
+        "out_count": torch.zeros(1, dtype=torch.int64),
+    }
+
+    def add_up(work_groups: int) -> None:
+        OPERATOR.tune(world, Tuning(work_groups=work_groups))
+        po.sparse_all_reduce_into(indices, values, num_rows=9, algorithm="owner", **outputs)
+        po.check()
+
+    add_up(1)
+    plans = OPERATOR.state(world).plans
+    ((key, plan),) = plans.items()
+    add_up(8)
+    if po.rank() == 0:
+        plans[key] = plan
+    name, text, _ = error_of(lambda: add_up(1))
+    po.recover()
+    po.finalize()
+    return name, text
+
+
+def test_progress_at_another_place_is_refused() -> None:
+    for name, text in po.launch(_plans_of_two_places, 2, threads=True, timeout=100):
+        assert name == "ContractMismatchError" and "progress_area is" in text, text

@@ -134,7 +134,7 @@ class _Pending(dict[int, _Exchange]):
     """Those of a backward pass, by the parameter's id."""
 
     def forget(self) -> None:
-        """Drop them: their launches were given up (`World.recover`)."""
+        """Drop them: their launches were given up."""
         self.clear()
 
 

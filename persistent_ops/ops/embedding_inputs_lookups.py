@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Given", "LookupSource", "Lookups", "Moment", "Region", "fields_of_source"]
 
 _LOOKS = 32
-_GIVEN_UP = "embedding_inputs: this exchange was given up before po.recover()"
+_GIVEN_UP = "embedding_inputs: this exchange was given up: po.recover() or po.finalize() came behind it"
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,9 @@ class Lookups:
 
     def check_is_here(self) -> None:
         """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""
-        self._check_generation()
         if self._inputs._world is not _world.for_call():
             raise RuntimeError("embedding_inputs: these lookups are of a world that has been left")
+        self._check_generation()
         if self._is_released:
             raise RuntimeError(
                 "embedding_inputs: these lookups have been released, and their region may be filled again; call "

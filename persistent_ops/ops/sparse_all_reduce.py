@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.torch_library import TorchOperator
 from .sparse_launch import PendingSum, find_plan, refuse_capture, sorted_entries, start
-from .sparse_plan import MAX_ROWS, OPERATOR, OPS, SCALARS, Entries, Layout, state_of
+from .sparse_plan import MAX_ENTRIES, MAX_ROWS, OPERATOR, OPS, SCALARS, Entries, Layout, bad_row, state_of
 
 __all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into", "start_sum"]
 
@@ -30,8 +30,9 @@ def sparse_all_reduce(
 
     Args:
         x: sparse COO `[R, ...]` with one sparse dimension and rows of any dense shape; float32, float16 or bfloat16;
-            coalesced or not; with any number of entries on each PE, 0 included. R is at most 2^31. R, the rows' shape
-            and the dtype are the same on every PE. A bit per row of R and PE travels: meant for R up to some 10^8.
+            coalesced or not; with any number of entries on each PE up to 2^31 - 1, 0 included. R is at most 2^31.
+            R, the rows' shape and the dtype are the same on every PE. A bit per row of R and PE travels:
+            meant for R up to some 10^8.
         op: "sum", or "mean", the sum divided by the number of PEs.
         algorithm: "owner" sends a row that one PE has straight to its place on every PE, and has one that several have
             summed up by one of them. "allgather" sends the latter to every PE, which sums up for itself: a latency
@@ -53,7 +54,7 @@ def sparse_all_reduce(
         SymmetricHeapError: no room for the result.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else.
         RuntimeError: in a CUDA-graph capture; `sparse_all_reduce_into` is for those.
-        NotImplementedError: in a backward pass.
+        NotImplementedError: in a backward pass; with `async_op`, where a gradient of x is recorded.
 
     Collective, on the current stream. It waits on the host until the number of rows is known, not for the rows. The
     first call with a layout, and one whose union has outgrown the room of the last, launch twice.
@@ -61,8 +62,7 @@ def sparse_all_reduce(
     if not async_op:
         return _operator((x, op, algorithm), {}, (x,))  # type: ignore[no-any-return]
     _check_types(x, op, "auto")
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise NotImplementedError(_NO_GRADIENT)
+    refuse_gradient(x)
     return _start(x, op, algorithm)
 
 
@@ -84,7 +84,7 @@ def sparse_all_reduce_into(
     Bits and order of sums as in `sparse_all_reduce`.
 
     Args:
-        indices: `[n]`, int32 or int64: row numbers, in any order, any number of times.
+        indices: `[n]`, int32 or int64: row numbers, in any order, any number of times; n is at most 2^31 - 1.
         values: `[n, ...]`, contiguous, float32, float16 or bfloat16.
         num_rows: R, at most 2^31, the same on every PE.
         out_indices: `[capacity]`, int64, on the device: receives the union's rows, ascending.
@@ -105,6 +105,7 @@ def sparse_all_reduce_into(
         ValueError: the indices are not as `is_coalesced` says. The sums are wrong, on all PEs.
         PeerTimeoutError, ContractMismatchError: as with `sparse_all_reduce`; `out_values` is NaN.
         RuntimeError: a CUDA-graph capture meets shapes that were not called before.
+        NotImplementedError: where a gradient of values or out_values is recorded.
 
     Collective, on the current stream; the first call with these shapes is blocking, and may not be captured. On "cuda"
     errors of the launch come with the next operator or `po.check()`.
@@ -200,11 +201,7 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     _, sums = start(world, whole, everywhere, dense, "owner", in_order=True).pair()
     world.workspace.raise_pending()
     if is_bad:
-        bad = numbers[~inside][0]
-        raise IndexError(
-            f"indices: entry {int((~inside).nonzero()[0])} is row {int(bad)}, but the tensor has {layout.num_rows} "
-            f"rows (valid: 0 to {layout.num_rows - 1})"
-        )
+        raise bad_row(int((~inside).nonzero()[0]), int(numbers[~inside][0]), layout.num_rows)
     values = sums.index_select(0, union).to(layout.dtype)
     return torch.sparse_coo_tensor(union.unsqueeze(0), values, x.shape, check_invariants=False, is_coalesced=True)
 
@@ -223,6 +220,7 @@ def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> La
     check_choices(op, algorithm, ALGORITHMS)
     check_values("x", x.dtype, x.device, device)
     check_num_rows("x", x.shape[0])
+    check_num_entries("x", x._nnz())
     return Layout(x.shape[0], tuple(x.shape[1:]), x.dtype, op)
 
 
@@ -247,6 +245,7 @@ def _check_into(
     check_entries(indices, values, num_rows, _world.current().backend.device)
     check_choices(op, algorithm, ALGORITHMS[:-1])
     _check_buffers(values, count, **outputs)
+    refuse_gradient(values, outputs["out_values"])
 
 
 def check_choices(op: str, algorithm: str, algorithms: Sequence[str]) -> None:
@@ -280,6 +279,18 @@ def check_num_rows(name: str, num_rows: int) -> None:
         raise ValueError(f"{name}: expected at least 0 rows, got {num_rows}")
 
 
+def check_num_entries(name: str, num_entries: int) -> None:
+    """Raise for more entries than the kernel numbers."""
+    if num_entries > MAX_ENTRIES:
+        raise ValueError(f"{name}: expected at most 2^31 - 1 entries, got {num_entries}")
+
+
+def refuse_gradient(*tensors: torch.Tensor) -> None:
+    """Raise where the sums that a tensor is to have a part in are recorded for a backward pass."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError(_NO_GRADIENT)
+
+
 def check_entries(
     indices: torch.Tensor, values: torch.Tensor, num_rows: int, device: torch.device
 ) -> tuple[int, tuple[int, ...]]:
@@ -297,6 +308,7 @@ def check_entries(
     if indices.device != device:
         raise ValueError(f"indices: expected a tensor on {device}, got one on {indices.device}")
     check_num_rows("num_rows", num_rows)
+    check_num_entries("indices", indices.shape[0])
     return indices.shape[0], tuple(values.shape[1:])
 
 

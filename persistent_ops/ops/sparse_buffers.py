@@ -8,15 +8,22 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
-from .sparse_all_reduce import check_choices, check_entries, check_num_rows
+from ..runtime.contract import Field
+from ..runtime.operator import Operator
+from .sparse_all_reduce import check_choices, check_entries, check_num_entries, refuse_gradient
 from .sparse_launch import PendingSum, start
-from .sparse_plan import Layout
+from .sparse_plan import SCALARS, Layout, bad_row
 
 __all__ = ["sparse_all_reduce_buffers"]
 
 COALESCE = ("regular", "disable", "keep_precision")
 CompletionFn = Callable[[torch.Tensor, torch.Tensor, Any], None]
 AllocFn = Callable[[int, torch.dtype, tuple[int, ...], torch.dtype, Any], tuple[torch.Tensor, torch.Tensor]]
+_ENTRIES = Operator(
+    "sparse_all_reduce_buffers without coalescing",
+    ("rows", Field.numbers("row_shape"), Field.dtype("dtype", list(SCALARS))),
+    has_kernel=False,
+)
 
 
 def sparse_all_reduce_buffers(
@@ -34,7 +41,7 @@ def sparse_all_reduce_buffers(
     """Sum entries over all PEs and hand the result to a callback.
 
     Args:
-        indices: `[n]`, int32 or int64: row numbers, in any order, any number of times.
+        indices: `[n]`, int32 or int64: row numbers, in any order, any number of times; n is at most 2^31 - 1.
         values: `[n, ...]`, float32, float16 or bfloat16.
         num_rows: R, at most 2^31, the same on every PE.
         completion_fn: called with the result's indices, values and `fn_ctx`. The library owns them: copy what is needed
@@ -46,7 +53,8 @@ def sparse_all_reduce_buffers(
         coalesce: "regular" as `sparse_all_reduce`; "keep_precision" the same with values of 16 bits not rounded but
             given as float32; "disable" all PEs' entries one behind the other, in rank order, neither sorted nor summed.
         op: "sum" or "mean"; "sum" with "disable".
-        async_op: return a handle; its wait() calls the callback.
+        async_op: return a handle; its wait() calls the callback. With "disable" the call waits on the host for the PEs'
+            numbers of entries nevertheless.
 
     Returns:
         None, or with `async_op` a handle.
@@ -54,7 +62,8 @@ def sparse_all_reduce_buffers(
     Raises:
         TypeError, ValueError: an argument; before anything is launched.
         IndexError, PeerTimeoutError, ContractMismatchError, SymmetricHeapError: as `sparse_all_reduce`; the callback is
-            not called.
+            not called. What the others get lacks entries that are no rows, with "disable" too.
+        NotImplementedError: where a gradient of values is recorded.
 
     Collective, on the current stream.
     Source: the contract of oneCCL's sparse_allreduce (2021.1 to 2021.5).
@@ -68,9 +77,15 @@ def sparse_all_reduce_buffers(
     if coalesce == "disable" and op != "sum":
         raise ValueError("op: without coalescing nothing is summed, so there is no mean; pass op='sum'")
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
+    refuse_gradient(values)
     work = BuffersWork(world, indices.dtype, completion_fn, alloc_fn, fn_ctx)
     if coalesce == "disable":
-        work.result = _concatenate(world, indices, values)
+        outside = (indices < 0) | (indices >= num_rows)
+        if bool(outside.any()):
+            entry = int(outside.nonzero()[0])
+            work.error = bad_row(entry, int(indices[entry]), num_rows)
+            indices, values = indices[~outside], values[~outside]
+        work.indices, work.pending = _concatenate(world, num_rows, indices, values)
     else:
         if coalesce == "keep_precision":
             values = values.float()
@@ -94,7 +109,10 @@ class BuffersWork:
         fn_ctx: Any,
     ) -> None:
         self.pending: PendingSum | None = None
-        self.result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.indices: torch.Tensor | None = None
+        """In place of the sum's row numbers."""
+        self.error: Exception | None = None
+        """What is wrong with this PE's entries."""
         self._world = world
         self._index_dtype = index_dtype
         self._completion_fn = completion_fn
@@ -110,18 +128,20 @@ class BuffersWork:
         """Call the callback, once; raise what the launch reported. In the same order on all PEs."""
         if self._is_done:
             return
-        if self.pending is not None:
-            self.result = self.pending.pair()
-        assert self.result is not None
-        indices, values = self.result
+        assert self.pending is not None
+        indices, values = self.pending.pair()
         self._world.workspace.raise_pending()
         self._is_done = True
+        if self.error is not None:
+            raise self.error
+        if self.indices is not None:
+            indices = self.indices
         indices = indices.to(self._index_dtype)
         if self._completion_fn is not None:
             self._completion_fn(indices, values, self._fn_ctx)
         elif self._alloc_fn is not None:
             self._fill(indices, values)
-        self.pending = self.result = None
+        self.pending = self.indices = None
 
     def _fill(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         assert self._alloc_fn is not None
@@ -141,16 +161,19 @@ class BuffersWork:
             target.copy_(source)
 
 
-def _concatenate(world: _world.World, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all PEs' entries in rank order: a sum in which every entry is a row of its own."""
+def _concatenate(
+    world: _world.World, num_rows: int, indices: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, PendingSum]:
+    """Return all PEs' indices, and their values under way: a sum in which every entry is a row, in rank order."""
     device = indices.device
+    world.meet(_ENTRIES.contract(world.team, num_rows, tuple(values.shape[1:]), values.dtype))
     halves = torch.tensor([[indices.numel() >> 16, indices.numel() & 0xFFFF]], dtype=torch.float32, device=device)
     own_number = torch.tensor([world.rank], device=device)
     counts_layout = Layout(world.size, (2,), torch.float32, "sum")
     _, counted = start(world, counts_layout, own_number, halves, "owner", in_order=True).pair()
     counts = [int(high) << 16 | int(low) for high, low in counted.tolist()]
     total, first = sum(counts), sum(counts[: world.rank])
-    check_num_rows("indices", total)
+    check_num_entries("indices of all PEs", total)
     num_places = 1 << max(total - 1, 0).bit_length()  # few layouts, as the total changes from call to call
     places = torch.arange(first, first + indices.numel(), device=device)
     # A row number travels as four numbers of 16 bits, which fp32 holds as they are.
@@ -160,5 +183,4 @@ def _concatenate(world: _world.World, indices: torch.Tensor, values: torch.Tenso
     _, gathered = start(world, pieces_layout, places, pieces, "owner", in_order=True).pair()
     all_indices = (gathered.long() << shifts).sum(1)
     layout = Layout(num_places, tuple(values.shape[1:]), values.dtype, "sum")
-    _, all_values = start(world, layout, places, values, "owner", in_order=True).pair()
-    return all_indices, all_values
+    return all_indices, start(world, layout, places, values, "owner", in_order=True)

@@ -137,7 +137,7 @@ class PendingSum:
         """Return row numbers and values, ordered before what the current stream does next.
 
         Raises:
-            PersistentOpsError: the launch was given up, now or before a recovery.
+            PersistentOpsError: the launch was given up, now or before a recovery, or its world is closed.
         """
         rows, values = self._taken()
         return rows[0], values
@@ -157,6 +157,7 @@ class PendingSum:
             here = torch.cuda.current_stream(self._world.backend.device)
             if here != self._stream:
                 here.wait_event(self._ended)
+                self._slot.readers.add(here)
         assert self._result is not None
         return self._result
 
@@ -191,9 +192,9 @@ class PendingSum:
         self._plan = find_plan(world, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag)
         self._values_bytes = -(-capacity * row_bytes // 8) * 8
         nbytes = max(self._values_bytes + 8 * capacity, 512)
-        slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
-        self._buffer = slot.tensor(layout.dtype, (nbytes // layout.dtype.itemsize,))
-        self._plan.launch(entries, slot.offset)
+        self._slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
+        self._buffer = self._slot.tensor(layout.dtype, (nbytes // layout.dtype.itemsize,))
+        self._plan.launch(entries, self._slot.offset)
 
     def _is_over(self) -> bool:
         waited_for = self._ended or self._stream

@@ -22,6 +22,8 @@ from ..runtime.world import World, upload
 
 __all__ = [
     "GIVEN_UP",
+    "MAX_ENTRIES",
+    "MAX_ROOMS",
     "MAX_ROWS",
     "OPERATOR",
     "OPS",
@@ -33,18 +35,21 @@ __all__ = [
     "SparsePlan",
     "SparseState",
     "Tuning",
+    "bad_row",
     "kernel_request",
     "state_of",
 ]
 
 OPS = ("sum", "mean")
 MAX_ROWS = 1 << 31
+MAX_ENTRIES = (1 << 31) - 1
+MAX_ROOMS = 1024
 _NAME = "sparse_all_reduce"
 _GATHER = "gather"  # areas: all PEs' rows in fp32, for "allgather"
 _LOW = "low"  # room for lower halves of this PE's sums
 _LOOKS = 32
 _THREADS = 256
-GIVEN_UP = "sparse_all_reduce: this launch was given up before po.recover()"
+GIVEN_UP = "sparse_all_reduce: this launch was given up: po.recover() or po.finalize() came before its wait"
 _HOST_WORK_GROUPS = 2
 _VECTOR_BYTES = 16
 _LEAST_ROOM = 64  # rows
@@ -52,11 +57,15 @@ _PATIENT_BYTES = 16 << 20
 _PATIENCE = 32
 
 
-def _bad_row(record: Any) -> IndexError:
+def bad_row(entry: int, row: int, num_rows: int) -> IndexError:
+    """Return what an entry raises that is no row of the tensor."""
     return IndexError(
-        f"indices: entry {record.inner} is row {record.value}, but the tensor has {record.limit} rows (valid: 0 to "
-        f"{record.limit - 1})"
+        f"indices: entry {entry} is row {row}, but the tensor has {num_rows} rows (valid: 0 to {num_rows - 1})"
     )
+
+
+def _bad_row(record: Any) -> IndexError:
+    return bad_row(record.inner, record.value, record.limit)
 
 
 def _bad_count(record: Any) -> IndexError:
@@ -106,6 +115,7 @@ OPERATOR = Operator(
         "work_groups",
         "planes",
         "gather_area",
+        "progress_area",
     ),
     phases={
         "kPhaseRowSet": "the set of its rows (part of its work-group {index})",
@@ -216,8 +226,8 @@ class SparseState:
     """What a world keeps for this operator, beside plans.
 
     Attributes:
-        rooms: by layout and tag.
-        generation: how often the world has recovered.
+        rooms: by layout and tag, MAX_ROOMS at most.
+        generation: how often the world has recovered, or been closed.
     """
 
     def __init__(self) -> None:
@@ -233,11 +243,22 @@ class SparseState:
         return self._stream
 
     def room(self, layout: Layout, tag: int) -> Room:
-        """Return what was learned about results of a layout and tag."""
+        """Return what was learned about results of a layout and tag; collective."""
         room = self.rooms.get((layout, tag))
         if room is None:
+            self._make_room()
             room = self.rooms[layout, tag] = Room(layout)
         return room
+
+    def _make_room(self) -> None:
+        """Drop the older half where there are too many. All PEs have had the same ones, and drop the same."""
+        if len(self.rooms) < MAX_ROOMS:
+            return
+        for key in list(self.rooms)[: MAX_ROOMS // 2]:
+            unresolved = self.rooms[key].unresolved
+            if unresolved is not None:
+                unresolved.resolve()
+            del self.rooms[key]
 
     def forget(self) -> None:
         """Drop what PEs learned from launches of which some were given up."""
@@ -356,7 +377,8 @@ class SparsePlan(Plan):
 
     def _contract(self) -> Contract:
         key, areas = self._key, self._areas
-        planes, gather = areas.get("planes"), areas.get(_GATHER) if key.gathers else None
+        planes, progress = areas.get("planes"), areas.get("progress")
+        gather = areas.get(_GATHER) if key.gathers else None
         return OPERATOR.contract(
             key.team,
             key.layout.num_rows,
@@ -369,6 +391,7 @@ class SparsePlan(Plan):
             self._grid,
             planes.offset if planes else 0,
             gather.offset if gather else 0,
+            progress.offset if progress else 0,
         )
 
     def place(self) -> None:

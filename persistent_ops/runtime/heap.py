@@ -11,13 +11,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .backend import Backend
 from .bootstrap import Bootstrap
 from .errors import NotSymmetricError, SymmetricHeapError
+from .stream_order import capture_of
 from .torch_private import storage_use_count
 
 __all__ = ["OutputPool", "SymmetricHeap"]
@@ -179,6 +180,13 @@ class SymmetricHeap:
 
 @dataclass
 class _Slot:
+    """A buffer of the pool.
+
+    Attributes:
+        stream: the handle of the one that writes it.
+        readers: other streams that have waited for what was written, and may still read it.
+    """
+
     offset: int
     nbytes: int
     base: torch.Tensor
@@ -187,6 +195,7 @@ class _Slot:
     stream: int
     is_captured: bool = False
     typed: torch.Tensor | None = None
+    readers: set[torch.cuda.Stream] = field(default_factory=set)
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone."""
@@ -200,6 +209,10 @@ class _Slot:
 
     def is_idle(self) -> bool:
         return not self.is_captured and storage_use_count(self.storage_id) == self.idle_uses
+
+    def can_await_readers(self, *, is_captured: bool) -> bool:
+        """Return whether the current stream can wait for them: it and they are outside of CUDA graphs' captures."""
+        return not self.readers or not (is_captured or any(capture_of(each.cuda_stream) for each in self.readers))
 
 
 class OutputPool:
@@ -216,8 +229,8 @@ class OutputPool:
 
         Args:
             nbytes: size.
-            stream: that will write it. A buffer stays with the stream that it was made for, as in torch's allocator:
-                what was queued there before may still read it.
+            stream: that will write it, the current one. A buffer stays with the stream that it was made for, as in
+                torch's allocator: what was queued there before may still read it. It waits for the other readers.
             is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
         """
         if torch.is_inference_mode_enabled():
@@ -225,7 +238,9 @@ class OutputPool:
             with torch.inference_mode(False):
                 return self.take(nbytes, stream, is_captured=is_captured)
         for slot in self._slots.get(nbytes, ()):
-            if slot.stream == stream and slot.is_idle():
+            if slot.stream == stream and slot.is_idle() and slot.can_await_readers(is_captured=is_captured):
+                while slot.readers:
+                    torch.cuda.current_stream(self._backend.device).wait_stream(slot.readers.pop())
                 slot.is_captured = is_captured
                 return slot
         offset = self._free_list.take(_rounded(nbytes), from_top=True)

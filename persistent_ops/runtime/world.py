@@ -55,10 +55,10 @@ _SIDE_READY_WORDS = 64
 
 @runtime_checkable
 class Forgetful(Protocol):
-    """An operator's state that PEs may see differently after a failure."""
+    """An operator's state that PEs may see differently after a failure; its handles end with the world."""
 
     def forget(self) -> None:
-        """Go back to what all PEs agree on."""
+        """Go back to what all PEs agree on; refuse what is still under way."""
 
 
 class World:
@@ -256,6 +256,9 @@ class World:
         patience = self.bootstrap.timeout * len(self.workspaces)
         for workspace in self.workspaces:
             workspace.recover(patience)
+        self._forget()
+
+    def _forget(self) -> None:
         for state in self.operator_state.values():
             own = state.own if isinstance(state, OperatorState) else state
             if isinstance(own, Forgetful):
@@ -285,6 +288,7 @@ class World:
             _log.info("PE %d: closing without its peers", self.rank)
         if self._watch is not None:
             self._watch.close()
+        self._forget()  # handles that are held must not launch
         self.operator_state.clear()
         self._captured.clear()
         self._kernels.clear()
