@@ -65,9 +65,12 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
+        "torch._library.autograd.make_autograd_impl",
+        "torch.Tensor._is_zerotensor",
         "torch.Tensor._make_wrapper_subclass",
         "torch.UntypedStorage._new_with_weak_ptr",
         "torch.autograd.Variable._execution_engine.queue_callback",
+        "torch.autograd.forward_ad._current_level",
         "torch.utils._python_dispatch._disable_current_modes",
     }
     assert not {file: names for file, names in used.items() if names}
@@ -112,6 +115,13 @@ def test_what_they_answer() -> None:
     assert found is not None and found.data_ptr() == tensor.data_ptr()
     assert torch_private.num_dispatch_modes() == 0 and torch_private.function_transform() is None
     assert torch_private.backward_pass() == -1 and torch_private.autograd_node() is None
+    assert torch_private.dual_level() == -1 and not torch_private.is_zero_tensor(tensor)
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor(4))
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.dual_level() == 0
+    levels = []
+    torch.func.jvp(lambda x: levels.append(torch_private.dual_level()) or x, (tensor,), (tensor,))
+    assert levels == [0]
     seen = []
 
     def look(gradient: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
+from ..runtime.forward_mode import refuse_tangents
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
@@ -35,6 +36,10 @@ __all__ = ["ShardedEmbeddingBagCollection"]
 _CLIPPING = (
     "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
     "clamps single elements"
+)
+_NO_GRADIENT = (
+    "per_sample_weights: gradients of weights do not travel back from the tables' owners; pass weights that require "
+    "none, per_sample_weights.detach()"
 )
 
 
@@ -332,11 +337,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
             given = features_of(features, self.feature_names)
             given = given if self._is_weighted else given._replace(weights=None)
-        if given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "per_sample_weights: gradients of weights do not travel back from the tables' owners; pass weights "
-                "that require none, per_sample_weights.detach()"
-            )
+        if given.weights is not None:
+            if given.weights.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(_NO_GRADIENT)
+            refuse_tangents([given.weights], _NO_GRADIENT)
         self._make_room()
         own = None if self._replicas is None else self._replicas.begin(given)
         sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)

@@ -19,6 +19,8 @@ from .. import ops as _ops
 from ..ops.gemv_plan import MAX_VECTORS, kernel_vectors_of
 from ..runtime import world as _world
 from ..runtime.dtypes import SCALARS
+from ..runtime.forward_mode import refuse_tangents
+from ..runtime.torch_private import dual_level
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -199,7 +201,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 of them count as 8, 9
       to 16 as 16, and these may have 128 KiB: K up to 8192 for 8 in 16 bits.
-    - "linear", more, or where gradients are recorded, under autocast, or away from `po.device()`:
+    - "linear", more, or where gradients of either mode are recorded, under autocast, or away from `po.device()`:
       `torch.nn.functional.linear`.
 
     Args:
@@ -244,7 +246,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _allows_gemv(self, x: torch.Tensor) -> bool:
         tensors = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
-        is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        is_recorded = (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or dual_level() >= 0
         device = _world.current().backend.device
         is_here = x.device == device and self.weight.device == device and self.weight.is_contiguous()
         return is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
@@ -396,8 +398,10 @@ class RowParallelLinear(_ParallelLinear):
 
     def _refuse_gradients(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         tensors = (x, self.weight, self.bias, residual)
+        message = "RowParallelLinear is forward only: call it under torch.no_grad()"
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise NotImplementedError("RowParallelLinear is forward only: call it under torch.no_grad()")
+            raise NotImplementedError(message)
+        refuse_tangents(tensors, message)
 
     def _all_reduced(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         product = F.linear(x, self.weight).to(self.weight.dtype)  # which autocast may have changed

@@ -13,6 +13,7 @@ import torch
 from ..runtime import world as _world
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
+from ..runtime.forward_mode import refuse_tangents
 from ..runtime.operator import Operator
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
@@ -22,6 +23,10 @@ __all__ = ["EmbeddingInputs"]
 _REGIONS = 2
 _BOUNDS = ("fatal", "ignore")
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
+_NO_GRADIENT = (
+    "per_sample_weights: gradients do not travel back to the PE that brought the weights; detach them, or pass the "
+    "lookups of the global batch to po.embedding_all_to_all"
+)
 _ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 
 
@@ -230,10 +235,8 @@ class EmbeddingInputs:
             raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
         if weights is not None:
             if weights.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError(
-                    "per_sample_weights: gradients do not travel back to the PE that brought the weights; detach them, "
-                    "or pass the lookups of the global batch to po.embedding_all_to_all"
-                )
+                raise NotImplementedError(_NO_GRADIENT)
+            refuse_tangents([weights], _NO_GRADIENT)
             self._check_tensor("per_sample_weights", weights, (torch.float32,))
             if weights.shape != values.shape:
                 raise ValueError(
@@ -276,6 +279,8 @@ class EmbeddingInputs:
             raise ValueError(
                 f"{name}: expected a contiguous 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}"
             )
+        if tensor.is_neg():
+            raise ValueError(f"{name}: expected a tensor without the negative bit; pass its resolve_neg()")
 
     def _plan(self, inputs: Given, *used: object) -> InputsPlan:
         world = self._world

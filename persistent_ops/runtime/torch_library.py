@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from .forward_mode import refuse_tangents
 from .plain_call import is_plain
+from .torch_private import autograd_kernel
 
 __all__ = ["TorchOperator"]
 
@@ -31,8 +34,8 @@ class TorchOperator:
         fake: the same for fake tensors; None where the result's shape depends on data.
         outputs: names of the tensors that may be given to be written: the results, where there are several. Where some
             of these are given, `fake` makes the others.
-        no_gradient: what a backward pass through the result raises; None: the operator has no result, its outputs must
-            be given, and `name` itself writes them.
+        no_gradient: what a backward pass through the result raises, and a call with tensors that have tangents (the
+            forward mode); None: the operator has no result, its outputs must be given, and `name` itself writes them.
     """
 
     def __init__(
@@ -56,17 +59,13 @@ class TorchOperator:
         self._writing_name = name if no_gradient is None else f"{name}_out"
         if no_gradient is not None:
             results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
-            _define(name, f"({arguments}) -> {results}", run, fake)
-
-            def refuse(context: object, *gradients: torch.Tensor) -> None:
-                raise NotImplementedError(no_gradient)
-
-            torch.library.register_autograd(f"persistent_ops::{name}", refuse, lib=_library)
+            _define(name, f"({arguments}) -> {results}", run, fake, no_gradient)
         if outputs:
             letters = "abcd"  # of aliases; arguments that change have those from the end of the alphabet
             written = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip(letters, outputs, strict=False))
             signature = f"({arguments}, *, {written}) -> ()"
-            _define(self._writing_name, signature, _without_result(run), fake and _without_result(fake))
+            refusal = no_gradient or f"{name} is forward only: it has no derivative"
+            _define(self._writing_name, signature, _without_result(run), fake and _without_result(fake), refusal)
 
     def __call__(
         self,
@@ -87,6 +86,9 @@ class TorchOperator:
             if is_plain(required, optional, tables):
                 return self._run(*arguments, **outputs)
             self._check(*arguments, **outputs)
+            for name, output in outputs.items():
+                if output is not None and output.is_neg():
+                    raise ValueError(f"{name}: expected a tensor without the negative bit, which is written as it is")
         if self._complete is not None:
             arguments = self._complete(*arguments)
         operators = torch.ops.persistent_ops
@@ -104,11 +106,23 @@ class TorchOperator:
         return tuple(outputs.values()) if len(outputs) > 1 else outputs[given[0]]
 
 
-def _define(name: str, signature: str, run: _Run, fake: _Run | None) -> None:
+def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient: str) -> None:
     _library.define(f"{name}{signature}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"persistent_ops::{name}", fake, lib=_library)
+
+    def refuse(context: object, *gradients: torch.Tensor) -> None:
+        raise NotImplementedError(no_gradient)
+
+    operator = getattr(torch.ops.persistent_ops, name).default
+    recorded = autograd_kernel(operator, SimpleNamespace(_backward_fn=refuse, _setup_context_fn=None))
+
+    def differentiate(keyset: object, *arguments: Any, **outputs: torch.Tensor) -> Any:
+        refuse_tangents((*arguments, *outputs.values()), no_gradient)
+        return recorded(keyset, *arguments, **outputs)
+
+    _library.impl(name, differentiate, "Autograd", with_keyset=True)
 
 
 def _without_result(run: _Run) -> _Run:

@@ -11,17 +11,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+from torch._library.autograd import make_autograd_impl
+from torch.autograd import Variable, forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 _guards = getattr(torch._C._dynamo, "guards", None)
 
 __all__ = [
     "TensorGuards",
+    "autograd_kernel",
     "autograd_node",
     "backward_pass",
     "current_raw_stream",
+    "dual_level",
     "function_transform",
+    "is_zero_tensor",
     "num_dispatch_modes",
     "queue_callback",
     "storage_of_weak",
@@ -58,6 +62,24 @@ function_transform: Callable[[], object | None] = torch._C._functorch.peek_inter
 """The innermost transform of torch.func (vmap, grad) that is active, or None; a call must go through the dispatcher.
 
 Public torch applies transforms, and does not say whether one is active.
+"""
+
+dual_level: Callable[[], int] = lambda: forward_ad._current_level  # noqa: E731
+"""The innermost level of forward-mode derivatives that is open, of torch.func.jvp too, or -1.
+
+Public torch opens one, and does not say whether one is.
+"""
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor  # type: ignore[attr-defined]
+"""Whether a tensor is zeros without memory, as derivatives may be: a call must go through the dispatcher.
+
+Public torch has no name for them; `is_neg` is the same question about a negative.
+"""
+
+autograd_kernel: Callable[..., Callable[..., Any]] = make_autograd_impl
+"""Makes what `torch.library.register_autograd` registers, to have a check before it that refuses the forward mode.
+
+Public torch lets an operator have a derivative of the reverse mode; without one of the forward mode it gives zeros.
 """
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id

@@ -1,0 +1,187 @@
+"""Calls that may not go to the kernel at once: of each operator, those in which torch has a part.
+
+Forward-mode derivatives, which no operator has, and tensors whose memory does not hold their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from worlds import error_of, in_world
+
+import persistent_ops as po
+import persistent_ops.nn as po_nn
+from persistent_ops.runtime.plain_call import is_plain
+
+SIZE, ROWS = 8, 12
+
+
+def _ones(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.ones(shape, device=po.device(), **options)
+
+
+def _lookups() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(ROWS, device=po.device()), torch.arange(0, ROWS + 1, 2, device=po.device())
+
+
+def _embedding(table: torch.Tensor, factors: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    split = {"dim_per_rank": [SIZE], "batch_per_rank": [ROWS // 2]}
+    return po.embedding_all_to_all([table], *_lookups(), factors, **split, **options)
+
+
+def _into(values: torch.Tensor) -> torch.Tensor:
+    out = po.empty(ROWS, SIZE)
+    indices, count = (torch.zeros(size, dtype=torch.int64, device=po.device()) for size in (ROWS, 1))
+    po.sparse_all_reduce_into(
+        torch.tensor([1, 3], device=po.device()),
+        values,
+        num_rows=ROWS,
+        out_indices=indices,
+        out_values=out,
+        out_count=count,
+    )
+    return out
+
+
+def _exchanged(weights: torch.Tensor, inputs: po.EmbeddingInputs | None = None) -> po.EmbeddingInputs:
+    inputs = inputs or po.EmbeddingInputs(
+        [[(0, ROWS)]], num_features=1, max_batch=ROWS, lookups_per_sample=1, is_weighted=True
+    )
+    given = {"lengths": _ones(ROWS).long(), "per_sample_weights": weights}
+    with inputs.exchange(_lookups()[0], **given) as lookups:
+        lookups.wait()
+    return inputs
+
+
+# name -> what has no derivative, and the shape of what it is called with
+CALLS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "gemv, x": (lambda x: po.gemv(_ones(SIZE, SIZE), x), (SIZE,)),
+    "gemv, weight": (lambda weight: po.gemv(weight, _ones(SIZE)), (SIZE, SIZE)),
+    "gemv, residual": (lambda r: po.gemv(_ones(SIZE, SIZE), _ones(SIZE), residual=r), (SIZE,)),
+    "gemv, out": (lambda x: po.gemv(_ones(SIZE, SIZE), x, out=_ones(SIZE)), (SIZE,)),
+    "gemv of torch.ops": (
+        lambda x: torch.ops.persistent_ops.gemv(_ones(SIZE, SIZE), x, None, None, False),
+        (SIZE,),
+    ),
+    "gemv_all_reduce": (lambda x: po.gemv_all_reduce(_ones(SIZE, SIZE), x), (SIZE,)),
+    "all_reduce": (po.all_reduce, (3, SIZE)),
+    "all_reduce, bias": (lambda bias: po.all_reduce(_ones(3, SIZE), bias=bias), (SIZE,)),
+    "all_reduce, out": (lambda x: po.all_reduce(x, out=_ones(3, SIZE)), (3, SIZE)),
+    "all_reduce_rms_norm": (lambda x: po.all_reduce_rms_norm(x, _ones(SIZE))[1], (3, SIZE)),
+    "all_reduce_rms_norm, norm_out": (
+        lambda x: po.all_reduce_rms_norm(x, _ones(SIZE), norm_out=_ones(3, SIZE))[1],
+        (3, SIZE),
+    ),
+    "embedding_all_to_all, table": (_embedding, (ROWS, SIZE)),
+    "embedding_all_to_all, factors": (lambda factors: _embedding(_ones(ROWS, SIZE), factors), (ROWS,)),
+    "embedding_all_to_all, out": (lambda table: _embedding(table, out=po.empty(ROWS // 2, SIZE)), (ROWS, SIZE)),
+    "sparse_all_reduce_into": (_into, (2, SIZE)),
+}
+
+
+def _in_forward_mode(name: str) -> dict[str, Any]:
+    function, shape = CALLS[name]
+    primal = _ones(*shape)
+
+    def at_a_dual_level(*, has_tangent: bool) -> bool:
+        with forward_ad.dual_level():
+            return torch.equal(function(forward_ad.make_dual(primal, primal) if has_tangent else primal), want)
+
+    want = function(primal)
+    seen: dict[str, Any] = {
+        "jvp": error_of(lambda: torch.func.jvp(function, (primal,), (primal,))),
+        "dual level": error_of(lambda: at_a_dual_level(has_tangent=True)),
+        "without a tangent": at_a_dual_level(has_tangent=False),
+    }
+    po.check()
+    return seen
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_mode_is_refused(backend: str, name: str) -> None:
+    (seen,) = in_world(_in_forward_mode, 1, backend, name)
+    assert seen.pop("without a tangent") and len(seen) == 2
+    for error, text, _ in seen.values():
+        assert error == "NotImplementedError" and ("forward only" in text or "gradient" in text or "backward" in text)
+
+
+def _weights_in_forward_mode() -> tuple[str, str, float]:
+    weights = _ones(ROWS)
+    inputs = _exchanged(weights)
+    return error_of(lambda: torch.func.jvp(lambda each: _exchanged(each, inputs), (weights,), (weights,)))
+
+
+def test_weights_of_lookups_in_forward_mode_are_refused(backend: str) -> None:
+    ((error, text, _),) = in_world(_weights_in_forward_mode, 1, backend)
+    assert error == "NotImplementedError" and text.startswith("per_sample_weights: gradients do not travel back")
+
+
+def _layers() -> dict[str, Any]:
+    x, few = _ones(20, SIZE), _ones(2, SIZE)
+    with torch.no_grad():
+        row = po_nn.RowParallelLinear(SIZE, SIZE)
+        column = po_nn.ColumnParallelLinear(SIZE, SIZE)
+    own = po_nn.RowParallelLinear(SIZE, SIZE, comm_dtype=torch.float32, dtype=torch.bfloat16)
+    halves = x.to(torch.bfloat16)
+    calls = {"fused": (row, few), "all_reduce": (row, x), "unfused": (own, halves)}
+    seen: dict[str, Any] = {path: layer.path(given.shape[0]) for path, (layer, given) in calls.items()}
+    for path, (layer, given) in calls.items():
+        found = error_of(lambda layer=layer, given=given: torch.func.jvp(layer, (given,), (given,)))
+        seen[path] = seen[path] == path and found[0] == "NotImplementedError"
+    _, tangent = torch.func.jvp(column, (few,), (few,))
+    seen["column"] = torch.allclose(tangent, torch.nn.functional.linear(few, column.weight))
+    return seen
+
+
+def test_layers_in_forward_mode(backend: str) -> None:
+    (seen,) = in_world(_layers, 1, backend)
+    assert len(seen) == 4 and all(value is True for value in seen.values()), seen
+
+
+def _negated() -> dict[str, bool]:
+    """Take tensors whose memory holds what they are the negative of."""
+    weight, x = _ones(SIZE, SIZE), torch.arange(1.0, 1 + SIZE, device=po.device())
+    negative = torch._neg_view
+    factors = torch.arange(1.0, 1 + ROWS, device=po.device())
+    table = _ones(ROWS, SIZE)
+    seen = {
+        "gemv, x": torch.equal(po.gemv(weight, negative(x)), -po.gemv(weight, x)),
+        "gemv, residual": torch.equal(po.gemv(weight, x, residual=negative(x)), po.gemv(weight, x) - x),
+        "gemv, out": error_of(lambda: po.gemv(weight, x, out=negative(_ones(SIZE))))[:2]
+        == ("ValueError", "out: expected a tensor without the negative bit, which is written as it is"),
+        "gemv_all_reduce": torch.equal(po.gemv_all_reduce(negative(weight), x), -po.gemv_all_reduce(weight, x)),
+        "all_reduce": torch.equal(po.all_reduce(negative(x)), -po.all_reduce(x)),
+        "all_reduce_rms_norm": torch.equal(
+            po.all_reduce_rms_norm(negative(x), weight[0])[1], -po.all_reduce_rms_norm(x, weight[0])[1]
+        ),
+        "factors": torch.equal(_embedding(table, negative(factors)), -_embedding(table, factors)),
+        "table": error_of(lambda: _embedding(negative(table)))[:2]
+        == ("TypeError", "weights[0]: expected a tensor without the negative bit; pass its resolve_neg()"),
+        "EmbeddingInputs": error_of(lambda: _exchanged(negative(factors)))[:2]
+        == ("ValueError", "per_sample_weights: expected a tensor without the negative bit; pass its resolve_neg()"),
+        "sparse_all_reduce_into": torch.equal(_into(negative(_ones(2, SIZE))), -_into(_ones(2, SIZE))),
+    }
+    po.check()
+    return seen
+
+
+def test_negative_bit(backend: str) -> None:
+    (seen,) = in_world(_negated, 1, backend)
+    assert all(seen.values()), seen
+
+
+def _zeros() -> list[Any]:
+    zero = torch._efficientzerotensor(1, device=po.device())
+    seen = [not is_plain((zero,)), not is_plain((_ones(1),), (zero,)), is_plain((_ones(1),), (_ones(1),))]
+    total = po.all_reduce(zero)  # has no memory to read
+    product = po.gemv(_ones(1, 1), zero, bias=zero)
+    po.check()
+    return [*seen, total.tolist(), product.tolist()]
+
+
+def test_zeros_without_memory(backend: str) -> None:
+    assert in_world(_zeros, 1, backend) == [[True, True, True, [0.0], [0.0]]]
