@@ -19,7 +19,10 @@ from worlds import run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime import host
+from persistent_ops.runtime.areas import Areas, Need
 from persistent_ops.runtime.heap import _FreeList
+from persistent_ops.runtime.plans import Plans
+from persistent_ops.runtime.world import _BARRIER, current
 
 MB = 1 << 20
 _CASE = Case("heap", dims=lambda rank: (8, 24), batch=lambda world: 13)
@@ -454,6 +457,26 @@ def test_host_heaps_are_private_to_the_user_and_have_no_name(monkeypatch: pytest
 
     po.launch(program, 2, threads=True, timeout=60)
     assert seen == [(0o600, 0, os.geteuid(), 3 * MB)] * 4
+
+
+def _areas_without_room(backend: str) -> list[Any]:
+    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
+    world = current()
+    areas, contract = Areas(world, Plans(world, _BARRIER)), _BARRIER.contract(world.team)
+    free, seen = world.heap.free_list.free_bytes, []
+    for _ in range(3):
+        with pytest.raises(po.SymmetricHeapError, match="no room for"):
+            areas.reserve([Need("small", MB), Need("other", 2 * MB), Need("large", 20 * MB)], lambda: contract)
+        seen.append((sorted(areas), world.heap.free_list.free_bytes - free))
+    areas.reserve([Need("small", MB), Need("other", free - 2 * MB)], lambda: contract)
+    seen.append((sorted(areas), areas.nbytes_of("other") == free - 2 * MB))
+    po.finalize()
+    return seen
+
+
+def test_areas_for_which_there_is_no_room_leave_nothing_behind(backend: str) -> None:
+    wants = [([], 0)] * 3 + [(["other", "small"], True)]
+    assert _run(_areas_without_room, 2, backend) == [wants] * 2
 
 
 def _heaps_of(process: str) -> set[tuple[str, str]]:

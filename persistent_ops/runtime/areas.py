@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .contract import Contract
+from .errors import SymmetricHeapError
 
 if TYPE_CHECKING:
     from .plans import Plans
@@ -75,6 +76,10 @@ class Areas(dict[str, Area]):
         Args:
             needs: all that the launch has.
             contract: of the launch, under which the PEs meet.
+
+        Raises:
+            SymmetricHeapError: no room for all of them on some PE; then none is set aside.
+            RuntimeError: the current stream is being captured.
         """
         missing = [need for need in needs if self.nbytes_of(need.name) < max(need.nbytes, 1)]
         if not missing:
@@ -82,7 +87,14 @@ class Areas(dict[str, Area]):
         self._plans.refuse_capture()
         world = self._world
         world.meet(contract())
-        fresh = {need.name: self._symmetric(need) for need in missing}
+        fresh: dict[str, Area] = {}
+        try:
+            for need in missing:
+                fresh[need.name] = self._symmetric(need)
+        except SymmetricHeapError:  # as on all other PEs, which have made the same ones
+            for area in fresh.values():
+                world.heap.free(area.memory)
+            raise
         # Of plans that are not a graph's, all are to name the same areas as on the other PEs.
         self._plans.renew(set(fresh), lambda: self.update(fresh))
         world.backend.synchronize()
