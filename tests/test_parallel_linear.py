@@ -268,6 +268,51 @@ def test_column_parallel_takes_the_library_s_product_where_it_must(backend: str)
     assert autocast == f"linear {[torch.bfloat16] * 2}" and weight == "linear True"
 
 
+@torch.no_grad()
+def other_dtypes_program(backend: str) -> list[object]:
+    found: list[object] = []
+    with world_of(backend):
+        layer = po_nn.ColumnParallelLinear(8, 5, dtype=torch.float64)
+        for count in (1, 3, 20):
+            x = torch.arange(8.0 * count, device=po.device(), dtype=torch.float64).view(count, 8)
+            found.append([layer.last_path, torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))])
+        found.append(layer.last_path)
+    return found
+
+
+def test_column_parallel_takes_dtypes_that_the_kernel_does_not(backend: str) -> None:
+    found = launched(other_dtypes_program, 1, backend)
+    assert found == [[[None, True], ["linear", True], ["linear", True], "linear"]]
+
+
+@torch.no_grad()
+def autocast_program(backend: str) -> list[str]:
+    problems = []
+    with world_of(backend, has_group=True) as world:
+        for dtype, comm_dtype, path in (
+            (torch.float32, None, "all_reduce"),
+            (torch.bfloat16, torch.bfloat16, "all_reduce"),
+            (torch.bfloat16, None, "unfused"),
+        ):
+            case = Case(f"autocast {path}", dtype=dtype)
+            splits = po_nn.balanced_splits(case.inputs, world.size)
+            layer = po_nn.RowParallelLinear.from_linear(whole_layer(case), splits=splits, comm_dtype=comm_dtype)
+            first, last = layer.shard_range
+            for count, taken in ((4, "fused"), (20, path)):
+                x = values(case, "x", count, case.inputs)[:, first:last].to(po.device())
+                want = layer(x)
+                with torch.autocast(po.device().type, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16):
+                    result = layer(x)
+                if layer.last_path != taken or not torch.equal(result, want):
+                    problems.append(f"{dtype}, {comm_dtype}, {count} vectors: {layer.last_path}, {result - want}")
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_row_parallel_rounds_no_product_for_autocast(backend: str, world: int) -> None:
+    assert in_processes(autocast_program, world, backend, timeout=120) == [[]] * world
+
+
 class Block(torch.nn.Module):
     """A gated block as models have it: two column-parallel layers, then a row-parallel one."""
 

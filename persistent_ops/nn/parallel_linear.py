@@ -32,6 +32,11 @@ _ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is nearly as fast (two H20
 _log = logging.getLogger("persistent_ops")
 
 
+def _without_autocast(x: torch.Tensor) -> torch.autocast:
+    """Return a context in which products are of their operands' dtype, as the sums of a row-parallel layer must be."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[int, ...]:
     """Cut a number of features into one share per PE, as equal as whole units allow; earlier PEs get the larger shares.
 
@@ -201,8 +206,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 of them count as 8, 9
       to 16 as 16, and these may have 128 KiB: K up to 8192 for 8 in 16 bits.
-    - "linear", more, or where gradients of either mode are recorded, under autocast, or away from `po.device()`:
-      `torch.nn.functional.linear`.
+    - "linear", more, or where gradients of either mode are recorded, under autocast, away from `po.device()`, or
+      in a dtype that `po.gemv` does not take: `torch.nn.functional.linear`.
 
     Args:
         in_features: K; every PE passes all of x, `[..., K]`.
@@ -249,7 +254,9 @@ class ColumnParallelLinear(_ParallelLinear):
         is_recorded = (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or dual_level() >= 0
         device = _world.current().backend.device
         is_here = x.device == device and self.weight.device == device and self.weight.is_contiguous()
-        return is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
+        return (
+            self.weight.dtype in SCALARS and is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
+        )
 
     def path(self, num_vectors: int) -> str:
         """Return the path that a number of vectors takes where nothing else speaks against "gemv"; else "linear"."""
@@ -404,12 +411,14 @@ class RowParallelLinear(_ParallelLinear):
         refuse_tangents(tensors, message)
 
     def _all_reduced(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        product = F.linear(x, self.weight).to(self.weight.dtype)  # which autocast may have changed
+        with _without_autocast(x):
+            product = F.linear(x, self.weight)
         addend = None if residual is None else residual.contiguous()
         return _ops.all_reduce(product, residual=addend, bias=self.bias, out=product)
 
     def _unfused(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        total = self._product(x)
+        with _without_autocast(x):
+            total = self._product(x)
         world = _world.current()
         if world.size > 1 and total.numel():
             self._check_group(world)
