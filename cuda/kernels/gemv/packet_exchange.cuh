@@ -85,6 +85,7 @@ class PacketExchange {
       }
     }
     if (plan_.all_reachable != 0) return;
+    fence_acq_rel_sys();  // each lane's packets are out for the network
     warp.sync();
     if (warp.rank() == 0) {
       PO_NO_UNROLL
@@ -272,6 +273,7 @@ class PacketExchange {
   // Sends the results of the own tiles to the peers that are not reachable. All threads, behind their items. Where items
   // failed, older packets lie in their places: they are sent, and as their flags are older nobody takes them.
   PO_FN void put_results(int num_others) const {
+    fence_acq_rel_sys();                                     // each thread's packets are out for the network
     wg_.sync();                                              // @results-sync
     if (wg_.rank() != 0 || shared_.takes_part == 0) return;  // @results-take-part
     for (int position = num_others; position < tiles_.count; ++position) {
