@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from embedding_cases import split_of
 
 import persistent_ops as po
 
-__all__ = ["brought", "exchange", "make_exchange"]
+__all__ = ["brought", "exchange", "make_exchange", "of_own_samples"]
 
 
 def _slots_of(case: Case, world: int) -> list[list[tuple[int, int]]]:
@@ -28,17 +29,34 @@ def brought(case: Case, iteration: int) -> tuple[torch.Tensor, torch.Tensor, tor
     rank, world = po.rank(), po.world_size()
     split = split_of(case.shape, world)
     batch, first = sum(split), sum(split[:rank])
-    values, lengths, weights = [], [], []
+    lengths = []
     for owner in range(world):
         inputs = make_inputs(case, owner, world, iteration)
         for table in range(len(inputs.tables)):
             begin = table * batch + first
-            ends = inputs.offsets[begin : begin + split[rank] + 1].long()
-            values.append(inputs.indices[ends[0] : ends[-1]])
-            lengths.append(ends.diff())
-            weights += [] if inputs.factors is None else [inputs.factors[ends[0] : ends[-1]]]
+            lengths.append(inputs.offsets[begin : begin + split[rank] + 1].long().diff())
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0).to(case.shape.offset_dtype)
-    return torch.cat(values), offsets, torch.cat(weights) if weights else None
+    values = of_own_samples(case, iteration, lambda owner: make_inputs(case, owner, world, iteration).indices)
+    assert values is not None
+    weights = of_own_samples(case, iteration, lambda owner: make_inputs(case, owner, world, iteration).factors)
+    return values, offsets, weights
+
+
+def of_own_samples(case: Case, iteration: int, of_lookups: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
+    """Return what this PE's lookups have of something that each owner's lookups of the global batch have."""
+    rank, world = po.rank(), po.world_size()
+    split = split_of(case.shape, world)
+    batch, first = sum(split), sum(split[:rank])
+    found = []
+    for owner in range(world):
+        inputs, whole = make_inputs(case, owner, world, iteration), of_lookups(owner)
+        if whole is None:
+            return None
+        for table in range(len(inputs.tables)):
+            begin = table * batch + first
+            ends = inputs.offsets[begin : begin + split[rank] + 1].long()
+            found.append(whole[ends[0] : ends[-1]])
+    return torch.cat(found)
 
 
 def make_exchange(case: Case, **options: Any) -> po.EmbeddingInputs:
@@ -60,11 +78,13 @@ def make_exchange(case: Case, **options: Any) -> po.EmbeddingInputs:
     )
 
 
-def exchange(inputs: po.EmbeddingInputs, case: Case, iteration: int) -> po.Lookups:
-    """Let this PE's part of a batch travel. Collective."""
+def exchange(inputs: po.EmbeddingInputs, case: Case, iteration: int, *, gives_gradients: bool = False) -> po.Lookups:
+    """Let this PE's part of a batch travel; `gives_gradients`: and those of the weights back. Collective."""
     values, offsets, weights = (
         None if each is None else each.to(po.device()) for each in brought(case, iteration)
     )  # fmt: skip
     assert values is not None
+    if weights is not None and gives_gradients:
+        weights = weights.clone().requires_grad_()
     split = split_of(case.shape, po.world_size())
     return inputs.exchange(values, offsets=offsets, per_sample_weights=weights, batch_per_rank=split)

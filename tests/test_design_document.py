@@ -14,6 +14,7 @@ import test_embedding_backward_sanitizer
 import test_embedding_inputs_sanitizer
 import test_embedding_inversion_sanitizer
 import test_embedding_sanitizer
+import test_embedding_weight_gradients_sanitizer
 import test_gemv_sanitizer
 import test_gemv_vectors
 import test_lanes_sanitizer
@@ -37,6 +38,7 @@ MUTATIONS = {
     "test_embedding_backward_sanitizer": (test_embedding_backward_sanitizer.MUTATIONS, "10"),
     "test_embedding_inversion_sanitizer": (test_embedding_inversion_sanitizer.MUTATIONS, "10"),
     "test_embedding_inputs_sanitizer": (test_embedding_inputs_sanitizer.MUTATIONS, "11"),
+    "test_embedding_weight_gradients_sanitizer": (test_embedding_weight_gradients_sanitizer.MUTATIONS, "11"),
     "test_lanes_sanitizer": (test_lanes_sanitizer.MUTATIONS, "3"),
 }
 SHARED = ("2", "3", "4", "5")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -22,7 +22,7 @@ from embedding_backward_cases import (
 )
 from embedding_cases import Case as Shape
 from embedding_cases import split_of
-from embedding_lookups_cases import brought, exchange, make_exchange
+from embedding_lookups_cases import brought, exchange, make_exchange, of_own_samples
 from graphs import NUM_INPUTS, Call, GraphSuite
 from worlds import error_of, in_world
 
@@ -54,6 +54,17 @@ def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Input
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 
+def _of_weights(
+    case: Case, iteration: int, weights: torch.Tensor | None, of_owners: Mapping[int, torch.Tensor | None]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the gradient of this PE's weights and what it must be, if there are weights."""
+    wanted = of_own_samples(case, iteration, lambda owner: of_owners.get(owner))
+    if weights is None or weights.grad is None or wanted is None:
+        assert not case.shape.is_weighted
+        return []
+    return [(weights.grad, wanted)]
+
+
 class _Steps(Trial):
     """A training; the next batch arrives between the forward and the backward pass of one."""
 
@@ -67,19 +78,21 @@ class _Steps(Trial):
         self._begin()
 
     def _begin(self) -> None:
+        """Make the tables of this PE, and the models of all PEs' tables where their lookups' weights have gradients."""
         case, rank, world = self._case, po.rank(), po.world_size()
         tables = [table.to(po.device(), copy=True) for table in make_inputs(case, rank, world, 0).tables]
         self._tables = [tables[0]] * 2 if case.shape.same_table else tables
         self._optimizer = po.EmbeddingOptimizer(self._tables, case.algorithm, lr=0.1, **dict(case.options))
         self._optimizer.gradient_scale.fill_(case.scale)
-        self._model = Model(case, rank, world)
+        self._models = {pe: Model(case, pe, world) for pe in range(world) if pe == rank or case.shape.is_weighted}
+        self._model = self._models[rank]
 
     def ways(self, turn: int) -> Sequence[Hashable]:
         return (0,)
 
     def _lookups(self, iteration: int) -> po.Lookups:
         if self._arriving is None:
-            return exchange(self._inputs, self._case, iteration)
+            return exchange(self._inputs, self._case, iteration, gives_gradients=True)
         number, lookups = self._arriving
         assert number == iteration
         return lookups
@@ -91,6 +104,7 @@ class _Steps(Trial):
         split, lr = split_of(case.shape, world), 0.1 / (1 + iteration)
         self._optimizer.lr.fill_(lr)
         with self._lookups(iteration) as lookups:
+            weights = lookups.per_sample_weights
             wanted = _pool_global_batch(case, self._tables, make_inputs(case, rank, world, iteration))
             result = po.embedding_all_to_all(
                 self._tables,
@@ -102,12 +116,13 @@ class _Steps(Trial):
                 optimizer=self._optimizer,
             )
             after = (iteration + 1) % NUM_ITERATIONS
-            self._arriving = after, exchange(self._inputs, case, after)
+            self._arriving = after, exchange(self._inputs, case, after, gives_gradients=True)
             first = sum(split[:rank])
             gradient = make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device())
             result.backward(gradient)
-        self._model.step(iteration, 0, lr)
+        of_weights = {pe: model.step(iteration, 0, lr) for pe, model in self._models.items()}
         pairs = [(result.detach(), wanted), *zip(self._tables, self._model.tables, strict=True)]
+        pairs += _of_weights(case, iteration, weights, of_weights)
         num_tensors = 1 if case.shape.same_table else len(self._tables)
         for table, states in zip(self._tables[:num_tensors], self._model.states, strict=False):
             pairs += zip(self._optimizer.state(table), states, strict=True)
@@ -170,6 +185,7 @@ class _Sparse(_Steps):
         case, rank, world = self._case, po.rank(), po.world_size()
         split = split_of(case.shape, world)
         with self._lookups(iteration) as lookups:
+            weights = lookups.per_sample_weights
             result = po.embedding_all_to_all(
                 self._tables,
                 lookups,
@@ -180,14 +196,18 @@ class _Sparse(_Steps):
                 requires_grad=not self._tables,
             )
             after = (iteration + 1) % NUM_ITERATIONS
-            self._arriving = after, exchange(self._inputs, case, after)
+            self._arriving = after, exchange(self._inputs, case, after, gives_gradients=True)
             first = sum(split[:rank])
             for table in self._tables:
                 table.grad = None
             result.backward(make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device()))
-        wanted = self._model.gradients(iteration, 0).sums
+        found = {pe: model.gradients(iteration, 0) for pe, model in self._models.items()}
         tables = self._tables[:1] if case.shape.same_table else self._tables
-        problems = [sparse_problem(table, table.grad, sums) for table, sums in zip(tables, wanted, strict=True)]
+        problems = [
+            sparse_problem(table, table.grad, sums) for table, sums in zip(tables, found[rank].sums, strict=True)
+        ]
+        of_owners = {pe: gradients.factors for pe, gradients in found.items()}
+        problems += [difference(*pair) for pair in _of_weights(case, iteration, weights, of_owners)]
         gradients = [table.grad.values().clone() for table in tables if table.grad is not None]
         return Outcome(gradients, next(filter(None, problems), None))
 
@@ -354,8 +374,6 @@ def _refused() -> dict[str, tuple[str, str]]:
     seen = {}
     with inputs.exchange(values, offsets=offsets, per_sample_weights=weights) as unknown:
         seen["no split"] = error_of(lambda: po.embedding_all_to_all(tables, unknown))[:2]
-    required = weights.clone().requires_grad_()
-    seen["a gradient"] = error_of(lambda: inputs.exchange(values, offsets=offsets, per_sample_weights=required))[:2]
     with exchange(inputs, case, 0) as lookups:
         calls: dict[str, Callable[[], Any]] = {
             "offsets": lambda: po.embedding_all_to_all(tables, lookups, offsets),
@@ -381,7 +399,6 @@ def test_what_is_refused() -> None:
     (seen,) = in_world(_refused, 1, "host")
     told = {
         "no split": ("ValueError", "batch_per_rank"),
-        "a gradient": ("NotImplementedError", "per_sample_weights"),
         "offsets": ("ValueError", "offsets"),
         "weights": ("ValueError", "per_sample_weights"),
         "another split": ("ValueError", "batch_per_rank"),

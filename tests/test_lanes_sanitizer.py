@@ -16,6 +16,7 @@ from test_embedding_backward_sanitizer import TestEmbeddingBackward as Embedding
 from test_embedding_inputs_sanitizer import TestEmbeddingInputs as EmbeddingInputs
 from test_embedding_inversion_sanitizer import TestEmbeddingInversion as EmbeddingInversion
 from test_embedding_sanitizer import TestEmbeddingAllToAll as EmbeddingAllToAll
+from test_embedding_weight_gradients_sanitizer import TestEmbeddingWeightGradients as EmbeddingWeightGradients
 from test_sparse_sanitizer import TestSparseAllReduce as SparseAllReduce
 
 _WARP = "--wgs=1 --threads=32 --epochs=3"
@@ -50,6 +51,11 @@ OF_INVERSION = {
     ),
     "counters_are_added_to_before_all_lanes_have_read_them": Mutation((Drop("inversion-counters-read"),), _WARP, RACE),
 }
+OF_WEIGHT_GRADIENTS = {
+    "returns_are_counted_before_all_lanes_have_stored": Mutation(
+        (Drop("returns-of-lanes"),), f"{_WARPS} --length=60 --piece=128", RACE
+    ),
+}
 OF_SPARSE = {
     "a_lane_counts_no_others": Mutation(
         (Swap("lanes-there", "warp_.count(is_there)", "(warp_.rank() == 0 ? warp_.size() : warp_.count(is_there))"),),
@@ -62,7 +68,7 @@ OF_ALL_REDUCE = {
         (Drop("packets-of-lanes"),), f"{_STAGED} --staged=1", RACE | {Exit.TIMED_OUT}
     ),
 }
-MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INPUTS | OF_INVERSION | OF_SPARSE | OF_ALL_REDUCE
+MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INPUTS | OF_INVERSION | OF_WEIGHT_GRADIENTS | OF_SPARSE | OF_ALL_REDUCE
 
 
 def _driver(of: type[SanitizerSuite], build: str, staged: str, mutations: dict[str, Mutation]) -> Driver:
@@ -85,6 +91,10 @@ class TestEmbeddingInputs(SanitizerSuite):
 
 class TestEmbeddingInversion(SanitizerSuite):
     driver: ClassVar = _driver(EmbeddingInversion, "narrow", "", OF_INVERSION)
+
+
+class TestEmbeddingWeightGradients(SanitizerSuite):
+    driver: ClassVar = _driver(EmbeddingWeightGradients, "returns", "--pes=2 --staged=1", OF_WEIGHT_GRADIENTS)
 
 
 class TestSparseAllReduce(SanitizerSuite):

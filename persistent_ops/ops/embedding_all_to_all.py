@@ -57,7 +57,8 @@ def embedding_all_to_all(
         indices: `[n]`, int32 or int64: the lookups of the *global* batch in this PE's tables, bag after bag. Or the
             `Lookups` that `EmbeddingInputs.exchange` has returned, behind `wait` and before `release`, from slots that
             are these tables: they are read where they have arrived, and offsets, per_sample_weights and batch_per_rank
-            come with them; `bounds` is that of the exchange.
+            come with them; `bounds` is that of the exchange. The gradient of their per_sample_weights travels to the PE
+            that passed them to `exchange`.
         offsets: `[T * B + 1]`, int32 or int64, feature-major: bag (t, b) of the global batch B is
             indices[offsets[t * B + b] : offsets[t * B + b + 1]]. An empty bag gives zeros.
         per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
@@ -120,9 +121,8 @@ def embedding_all_to_all(
         batch_per_rank = indices.batch_per_rank
     elif offsets is None:
         raise TypeError("offsets: only None where lookups come from an input exchange")
-    if torch.is_grad_enabled() and (
-        optimizer is not None or _gives_gradients(weights, per_sample_weights, requires_grad)
-    ):
+    differentiated = indices.per_sample_weights if isinstance(indices, Lookups) else per_sample_weights
+    if torch.is_grad_enabled() and (optimizer is not None or _gives_gradients(weights, differentiated, requires_grad)):
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}

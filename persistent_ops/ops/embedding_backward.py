@@ -28,6 +28,7 @@ from .embedding_backward_plan import (
 from .embedding_checks import check_gradient
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
+from .embedding_weight_gradients import return_gradients
 
 __all__ = ["EmbeddingOptimizer", "Inputs", "aligned", "backward_key", "record"]
 
@@ -309,7 +310,7 @@ class EmbeddingOptimizer:
             beta_powers=beta_powers,
             seeds=seeds,
         )
-        return (), factor_gradients
+        return (), None if factor_gradients is None else inputs.returned(world, factor_gradients)
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
         states = [self.state(weight) for weight in weights]
@@ -345,6 +346,10 @@ class _OfBatch:
     def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
         return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted)
 
+    def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the factors' gradients as the caller has the factors."""
+        return gradients
+
 
 @dataclass(frozen=True)
 class _OfExchange:
@@ -375,6 +380,10 @@ class _OfExchange:
 
     def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
         return invert_sources(world, rows, self.lookups, counts=counts)
+
+    def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
+        """Let them travel to the PEs that brought the lookups; collective."""
+        return return_gradients(world, self.lookups, gradients)
 
 
 Inputs = _OfBatch | _OfExchange
@@ -471,6 +480,8 @@ def record(
     """
     # Autograd sees the tables that a gradient may come for.
     tables = () if once else tuple(weights)
+    if isinstance(indices, Lookups):
+        per_sample_weights = indices.per_sample_weights
     result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
         placeholder,
         per_sample_weights,
@@ -506,6 +517,8 @@ class _Recorded(torch.autograd.Function):
         context.lookups = indices if isinstance(indices, Lookups) else None
         if context.lookups is None:
             context.save_for_backward(indices, offsets, per_sample_weights)
+        else:
+            per_sample_weights = None  # the lookups have them
         context.passes_back, context.once = backward
         context.weights = weights
         context.split, context.mode = split, choices["mode"]
@@ -525,7 +538,8 @@ class _Recorded(torch.autograd.Function):
         inputs = _OfBatch(*context.saved_tensors) if context.lookups is None else _OfExchange(context.lookups)
         inputs.check()
         context.is_done = True
-        wants_factors = context.needs_input_grad[1]
+        # Those that travel concern all PEs, whatever is asked for here.
+        wants_factors = context.needs_input_grad[1] if context.lookups is None else context.lookups.gives_gradients
         if wants_factors and context.versions != [weight._version for weight in context.weights]:
             raise RuntimeError(
                 "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "

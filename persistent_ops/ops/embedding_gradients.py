@@ -177,7 +177,7 @@ def _sparse_gradients(
         if first is not None:
             found[first] = _coalesced(rows, of_rows, weights[first])
     _keep_coalesced(weights, found)
-    return found, factor_gradients
+    return found, None if factor_gradients is None else inputs.returned(world, factor_gradients)
 
 
 class _Touched(NamedTuple):

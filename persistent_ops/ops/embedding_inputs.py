@@ -23,10 +23,7 @@ __all__ = ["EmbeddingInputs"]
 _REGIONS = 2
 _BOUNDS = ("fatal", "ignore")
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
-_NO_GRADIENT = (
-    "per_sample_weights: gradients do not travel back to the PE that brought the weights; detach them, or pass the "
-    "lookups of the global batch to po.embedding_all_to_all"
-)
+_NO_TANGENT = "per_sample_weights: no derivative in forward mode; the backward pass brings the PE its weights' gradients"
 _ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 
 
@@ -53,6 +50,9 @@ class EmbeddingInputs:
         index_dtype: of the lookups in regions; None for int32 where all tables have fewer than 2^31 rows, else int64.
         bounds: "fatal" raises IndexError for an index outside of its table, a negative length or an offset that falls
             or leaves the values, on the PE that passed it; "ignore" skips silently.
+        slot_order: for each PE, a number for each of its slots. Where a feature goes to several slots, the gradient of
+            a weight is the sum of what these have for it, added up in ascending order of the numbers; equal ones, and
+            all where it is None, in the order of `slots`.
 
     Attributes:
         index_dtype: see above.
@@ -77,6 +77,7 @@ class EmbeddingInputs:
         is_weighted: bool = False,
         index_dtype: torch.dtype | None = None,
         bounds: str = "fatal",
+        slot_order: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._world = world = _world.for_call()
         chosen = _checked_slots(slots, num_features, world.size)
@@ -93,7 +94,8 @@ class EmbeddingInputs:
         self._bounds = bounds
         self.workspace = world.side_workspace(WORKSPACE)
         OPERATOR.prepare(world)
-        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, is_weighted, 0)
+        order = _checked_order(slot_order, chosen)
+        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, is_weighted, 0, order)
         self._layout = self._layout._replace(number=self._agree())
         self._generation = 0
         self._next = 0
@@ -118,8 +120,8 @@ class EmbeddingInputs:
         other = next((pe for pe, (_, text) in enumerate(told) if text != mine[1]), None)
         if other is not None:
             raise ValueError(
-                "slots, num_features, max_batch, capacity, is_weighted, index_dtype: expected the same on all PEs, got "
-                f"{mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
+                "slots, num_features, max_batch, capacity, is_weighted, index_dtype, slot_order: expected the same on "
+                f"all PEs, got {mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
             )
         made.alive.add(self)
         return made.count
@@ -160,7 +162,10 @@ class EmbeddingInputs:
             values: `[n]`, int32 or int64, n < 2^31: feature by feature, and in a feature sample by sample.
             lengths: `[F * B]`, int32 or int64: of the bags.
             offsets: `[F * B + 1]`, the same: instead of lengths.
-            per_sample_weights: `[n]`, float32, exactly where `is_weighted`.
+            per_sample_weights: `[n]`, float32, exactly where `is_weighted`. Where they require a gradient on one PE,
+                and gradients are recorded, they must on all: a backward pass through `embedding_all_to_all` brings each
+                PE those of its own, ``<gradient of the pooled row, the table's row before its update>``, in float32,
+                summed over the slots of the lookup's feature. A lookup that is skipped, or has found no room, has 0.
             batch_per_rank: samples that each PE brings, in rank order, the same on every PE. None where the host does
                 not know: then the sources alone tell, in device memory.
 
@@ -169,7 +174,6 @@ class EmbeddingInputs:
 
         Raises:
             ValueError, TypeError: an argument; before anything is launched.
-            NotImplementedError: weights that require a gradient where gradients are recorded: none travels back.
             RuntimeError: two earlier calls' lookups have not been released; the world has been left.
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
@@ -234,9 +238,7 @@ class EmbeddingInputs:
         if (weights is not None) != layout.is_weighted:
             raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
         if weights is not None:
-            if weights.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError(_NO_GRADIENT)
-            refuse_tangents([weights], _NO_GRADIENT)
+            refuse_tangents([weights], _NO_TANGENT)
             self._check_tensor("per_sample_weights", weights, (torch.float32,))
             if weights.shape != values.shape:
                 raise ValueError(
@@ -266,7 +268,8 @@ class EmbeddingInputs:
                 raise ValueError(
                     f"batch_per_rank: entry {world.rank} is {split[world.rank]}, but {name} has {samples} samples"
                 )
-        return Given(values, bounds, weights, lengths is not None, samples, split)
+        gives_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        return Given(values, bounds, weights, gives_gradients, lengths is not None, samples, split)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
         device = self._world.backend.device
@@ -287,7 +290,14 @@ class EmbeddingInputs:
         state = OPERATOR.state(world)
         dtypes = (inputs.values.dtype, inputs.bounds.dtype)
         key = InputsKey(
-            world.team, self._layout, self._capacity, state.tuning, *dtypes, inputs.has_lengths, self._bounds
+            world.team,
+            self._layout,
+            self._capacity,
+            state.tuning,
+            *dtypes,
+            inputs.has_lengths,
+            self._bounds,
+            inputs.gives_gradients,
         )
         plan: InputsPlan | None = state.plans.find(key, *used)
         return plan or state.plans.make(key, lambda: InputsPlan(world, self.workspace, key))
@@ -354,6 +364,20 @@ def _checked_slots(
                 raise ValueError(f"slots: PE {pe} has feature {feature}, expected 0 to {num_features - 1}")
             if not 0 <= rows < 2**32 - 1:
                 raise ValueError(f"slots: PE {pe} has a table of {rows} rows, expected 0 to 2^32 - 2")
+    return chosen
+
+
+def _checked_order(
+    order: Sequence[Sequence[int]] | None, slots: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[tuple[int, ...], ...]:
+    if order is None:
+        return tuple((0,) * len(of_pe) for of_pe in slots)
+    chosen = tuple(tuple(int(number) for number in of_pe) for of_pe in order)
+    if [len(of_pe) for of_pe in chosen] != [len(of_pe) for of_pe in slots]:
+        raise ValueError(
+            f"slot_order: expected a number for each slot, {[len(of_pe) for of_pe in slots]} of them, got "
+            f"{[len(of_pe) for of_pe in chosen]}"
+        )
     return chosen
 
 

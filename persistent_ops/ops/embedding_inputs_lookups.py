@@ -52,6 +52,7 @@ class Given(NamedTuple):
     values: torch.Tensor
     bounds: torch.Tensor
     weights: torch.Tensor | None
+    gives_gradients: bool
     has_lengths: bool
     samples: int
     batch_per_rank: tuple[int, ...] | None
@@ -141,6 +142,11 @@ class Lookups:
         rows: of each slot's table.
         index_dtype: of the indices.
         is_weighted: whether they have weights.
+        gives_gradients: whether a backward pass brings the weights' gradients to the PEs that passed them.
+        per_sample_weights: of `exchange`, where `gives_gradients` and until `release`; None elsewhere.
+        layout, capacity_matrix: of the exchange; `capacity_matrix[source][owner]` is what it sent under.
+        num_values: of this PE's, that were passed to `exchange`.
+        begins: where `gives_gradients`, what the exchange has found of this PE's own messages: see `InputsPlan.begins`.
     """
 
     def __init__(self, inputs: EmbeddingInputs, region: Region, given: Given, generation: int) -> None:
@@ -157,11 +163,15 @@ class Lookups:
         self.num_slots = len(self.rows)
         self.is_weighted = inputs._layout.is_weighted
         self.index_dtype = inputs.index_dtype
+        self.layout, self.num_values = inputs._layout, given.values.numel()
+        self.gives_gradients = given.gives_gradients
+        self.per_sample_weights = given.weights if given.gives_gradients else None
 
     def _launch(self, *, is_captured: bool) -> None:
         inputs, region, given = self._inputs, self._region, self._given
         assert given is not None
         self._memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
+        self.capacity_matrix = inputs.capacity
         self._capacities = tuple(of_source[inputs._world.rank] for of_source in inputs.capacity)
         self._plan = plan = inputs._plan(given, self._memory, self.sources)  # sources may point into its memory
         report = 0 if is_captured else ctypes.addressof(region.report)
@@ -179,6 +189,8 @@ class Lookups:
             report,
             self._report_number,
         )
+        if given.gives_gradients:
+            self.begins = plan.begins(given.samples)
         if inputs._world.backend.name == "cuda":
             self._arrived = Moment(inputs._world.backend.device)
         if is_captured:
@@ -217,7 +229,7 @@ class Lookups:
             for tensor in (self._given.values, self._given.bounds, self._given.weights):
                 if tensor is not None:
                     tensor.record_stream(self._arrived.stream)
-        self._given = None
+        self._given = self.per_sample_weights = None
         self._region.release()
 
     def __enter__(self) -> Lookups:

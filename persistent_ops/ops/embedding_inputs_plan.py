@@ -101,6 +101,7 @@ OPERATOR = Operator(
         Field.flag("weighted"),
         Field.numbers("slots"),
         Field.numbers("capacity"),
+        Field.flag("weight_gradients"),
     ),
     phases={"kPhaseLookups": "its lookups"},
     input_errors={
@@ -127,6 +128,7 @@ class InputsLayout(NamedTuple):
         index_dtype: of the lookups in the owners' regions.
         is_weighted: whether they have factors.
         number: which one it is.
+        order: of each slot, a number by which the gradients of a weight that goes to several are put in order.
     """
 
     slots: Slots
@@ -135,6 +137,7 @@ class InputsLayout(NamedTuple):
     index_dtype: torch.dtype
     is_weighted: bool
     number: int
+    order: tuple[tuple[int, ...], ...]
 
     def region_bytes(self, owner: int, capacity: int) -> int:
         """Return the size of a region of an owner's heap, with room for so many lookups."""
@@ -163,6 +166,7 @@ class InputsKey(NamedTuple):
         value_dtype, bound_dtype: of values, and of lengths or offsets.
         has_lengths: which of the two.
         bounds: of `EmbeddingInputs`.
+        gives_gradients: whether those of the weights travel back.
     """
 
     team: Team
@@ -173,6 +177,7 @@ class InputsKey(NamedTuple):
     bound_dtype: torch.dtype
     has_lengths: bool
     bounds: str
+    gives_gradients: bool
 
 
 def kernel_request(
@@ -305,6 +310,7 @@ class InputsPlan(Plan):
             layout.is_weighted,
             tuple(number for of_pe in layout.slots for slot in (*of_pe, (-1, -1)) for number in slot),
             tuple(capacity for of_source in self._key.capacities for capacity in of_source),
+            self._key.gives_gradients,
         )
 
     def place(self) -> None:
@@ -350,3 +356,20 @@ class InputsPlan(Plan):
         call.report_number = report_number
         call.contract_hash, call.contract_word = self._contract_words(batch_per_rank)
         self._workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call, raises_input_errors=False)
+
+    def begins(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of what the last launch has found, made on the current stream, which must be that launch's.
+
+        The next launch waits for what is on this stream before it (`StreamOrder`), so it changes nothing of them.
+
+        Args:
+            samples: of that launch.
+
+        Returns:
+            Where each feature's values begin, and the last one's end, `[F + 1]`; and where each owner's slots begin in
+            the message to it, and its end, side by side. Both int64.
+        """
+        features, bags = self._key.layout.num_features, self._struct.chunk_bags
+        stride = max(-(-samples // bags), 1)
+        chunks = self._scratch["chunks"][: features * stride + 1 : stride]
+        return chunks.clone(), self._scratch["slot_begins"].clone()
