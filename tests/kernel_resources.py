@@ -33,6 +33,8 @@ from persistent_ops.ops.embedding_inputs_plan import kernel_request as inputs_ke
 from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
 from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
 from persistent_ops.ops.embedding_plan import LookupKind, Tuning, _request, _threads
+from persistent_ops.ops.embedding_weight_gradients import OPERATOR as WEIGHT_GRADIENTS
+from persistent_ops.ops.embedding_weight_gradients import kernel_request as weight_gradients_kernel_request
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
@@ -210,6 +212,25 @@ class EmbeddingInputs:
 
 
 @dataclass(frozen=True)
+class EmbeddingWeightGradients:
+    """The kernel that lets gradients of lookups' weights travel back."""
+
+    arch: str
+
+    @property
+    def name(self) -> str:
+        return f"embedding_weight_gradients {self.arch}"
+
+    @property
+    def threads(self) -> int:
+        return WEIGHT_GRADIENTS.description.constants["kThreads"]
+
+    def request(self) -> KernelRequest:
+        """Return what the plan would have compiled."""
+        return weight_gradients_kernel_request(self.threads)
+
+
+@dataclass(frozen=True)
 class Barrier:
     """The kernel of po.barrier()."""
 
@@ -361,7 +382,16 @@ class Traced:
 
 
 Combination = (
-    Embedding | EmbeddingBackward | EmbeddingInversion | EmbeddingInputs | Barrier | Gemv | Sparse | AllReduce | Traced
+    Embedding
+    | EmbeddingBackward
+    | EmbeddingInversion
+    | EmbeddingInputs
+    | EmbeddingWeightGradients
+    | Barrier
+    | Gemv
+    | Sparse
+    | AllReduce
+    | Traced
 )
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 _UPDATES = [step for step in STEPS if step != GRADIENT]
@@ -439,6 +469,7 @@ def _rest() -> Iterator[Combination]:
     for arch in ARCHITECTURES:
         yield EmbeddingInversion(8, arch=arch)
         yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, arch=arch)
+        yield EmbeddingWeightGradients(arch)
         yield Barrier(arch)
         yield EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch)
         yield EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True, arch=arch)
@@ -503,6 +534,7 @@ def sample() -> list[Combination]:
             EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch),
             EmbeddingInversion(8, arch=arch),
             EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True, arch=arch),
+            EmbeddingWeightGradients(arch),
             Barrier(arch),
             Gemv("bfloat16", 1, "one_shot", prefetches=arch == "sm_90", arch=arch, lets_in=_lets_in(arch)),
             Sparse("bfloat16", 8192, "owner", arch=arch),
