@@ -71,6 +71,11 @@ _MIXED = [
     TableConfig("d", 12, 8, ["x"], "sum", torch.bfloat16),
     TableConfig("e", 5, 4, ["w"]),
 ]
+_DTYPES = [
+    TableConfig("a", 30, 8, ["x", "y"]),
+    TableConfig("b", 9, 8, ["x", "z"], "sum", torch.bfloat16),
+    TableConfig("c", 12, 16, ["y"]),
+]
 _SLICED = {"a": TablePlacement("column_wise", 2), "c": TablePlacement("column_wise", 4)}
 CASES = [
     Case("plain", _PLAIN),
@@ -78,6 +83,10 @@ CASES = [
     Case("shared", _SHARED),
     Case("mixed", _MIXED),
     Case("weighted", _PLAIN, is_weighted=True),
+    Case("weighted slices", _SHARED, _SLICED, "adagrad", is_weighted=True),
+    Case("weighted, of two dtypes", _DTYPES, _SLICED, is_weighted=True, index_dtype=torch.int32),
+    Case("weighted slices beside replicas", _DTYPES, {**_SLICED, "b": "replicated"}, is_weighted=True),
+    Case("weighted replicas", _SHARED, "replicated", "adagrad", is_weighted=True),
     Case("on the last", _PLAIN, {name: TablePlacement(ranks=(-1,)) for name in "abcd"}),
     Case("slices", _SHARED, _SLICED),
     Case("slices, mixed", _MIXED, _SLICED, index_dtype=torch.int32),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from bits import difference
 from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of, samples_of
-from worlds import in_world
+from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement
@@ -16,9 +17,16 @@ from persistent_ops.nn import TablePlacement
 _STEPS = 6
 
 
-def _run(module: Any, case: Case, step: int, *, knows_split: bool = False) -> torch.Tensor:
+def _weights_of(case: Case, step: int) -> torch.Tensor | None:
+    """Return this PE's weights, which require a gradient."""
+    weights = batch_of(case, po.rank(), step).weights
+    return None if weights is None else weights.to(po.device(), copy=True).requires_grad_()
+
+
+def _run(
+    module: Any, case: Case, step: int, weights: torch.Tensor | None = None, *, knows_split: bool = False
+) -> torch.Tensor:
     batch = batch_of(case, po.rank(), step)
-    weights = None if batch.weights is None else batch.weights.to(po.device())
     split = [samples_of(pe, step) for pe in range(po.world_size())] if knows_split else None
     result: torch.Tensor = module(
         batch.values.to(po.device()),
@@ -62,14 +70,24 @@ def _trained(name: str) -> list[str]:
     problems = _problems_of_tables(module, reference, case)
     for step in range(_STEPS):
         module.optimizer.zero_grad()
-        result = _run(module, case, step, knows_split=step % 2 == 0)
-        wanted = reference.forward(batch_of(case, po.rank(), step)).detach()
+        weights = _weights_of(case, step)
+        result = _run(module, case, step, weights, knows_split=step % 2 == 0)
+        batch = batch_of(case, po.rank(), step)
+        if batch.weights is not None:
+            batch = replace(batch, weights=batch.weights.clone().requires_grad_())
+        pooled = reference.forward(batch)
+        wanted = pooled.detach()
         is_rounded = "wire_dtype" in case.options or any(table.data_type != torch.float32 for table in case.tables)
         dtype = torch.bfloat16 if is_rounded else torch.float32
         if "wire_dtype" in case.options and result.dtype != case.options["wire_dtype"]:
             problems.append(f"result of step {step}: of {result.dtype}")
         problems += _difference(result.detach(), wanted, dtype, f"result of step {step}")
-        result.backward(gradient_of(case, po.rank(), step).to(po.device()))
+        gradient = gradient_of(case, po.rank(), step)
+        result.backward(gradient.to(po.device()))
+        if weights is not None and batch.weights is not None:
+            assert weights.grad is not None
+            (of_weights,) = torch.autograd.grad(pooled, batch.weights, gradient)
+            problems += _difference(weights.grad, of_weights, torch.float32, f"gradient of weights of step {step}")
         module.optimizer.step()
         reference.step(po.world_size(), step)
     po.check()
@@ -80,6 +98,56 @@ def _trained(name: str) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_is_that_of_one_process(backend: str, world: int, name: str) -> None:
     assert in_world(_trained, world, backend, name) == [[]] * world
+
+
+def _gradients_of_weights(name: str, knows_split: bool) -> list[torch.Tensor]:
+    """Return this PE's gradients of weights in some steps, in which the tables stay as they are."""
+    case = next(case for case in CASES if case.name == name)
+    module, found = case.make(lr=0.0), []
+    for step in range(_STEPS):
+        weights = _weights_of(case, step)
+        result = _run(module, case, step, weights, knows_split=knows_split)
+        rng = torch.Generator().manual_seed(100 * step + po.rank())
+        result.backward(torch.randn(result.shape, generator=rng).to(po.device()))
+        assert weights is not None and weights.grad is not None
+        found.append(weights.grad.cpu())
+    po.check()
+    return found
+
+
+@pytest.mark.parametrize("name", ["weighted slices", "weighted, of two dtypes", "weighted slices beside replicas"])
+def test_gradients_of_weights_have_the_same_bits_in_every_world(backend: str, name: str) -> None:
+    wanted: dict[int, list[torch.Tensor]] = {}
+    for world in (1, 2, 3, 4):
+        for knows_split in (True, False):
+            for rank, found in enumerate(in_world(_gradients_of_weights, world, backend, name, knows_split)):
+                assert any(gradient.any() for gradient in found)
+                for step, (one, other) in enumerate(zip(wanted.setdefault(rank, found), found, strict=True)):
+                    assert difference(one, other) is None, f"world of {world}, PE {rank}, step {step}"
+
+
+def _in_inference() -> list[Any]:
+    """Weights that require a gradient where none is recorded, and a batch that is never differentiated."""
+    case = next(case for case in CASES if case.name == "weighted slices beside replicas")
+    module = case.make()
+    with torch.no_grad():
+        weights = _weights_of(case, 2)
+        plain = _run(module, case, 2, weights, knows_split=True)
+    with torch.inference_mode():
+        inferred = _run(module, case, 2, batch_of(case, po.rank(), 2).weights.to(po.device()), knows_split=True)  # type: ignore[union-attr]
+    first = _run(module, case, 2, weights, knows_split=True)
+    second = _run(module, case, 2, weights, knows_split=True)
+    second.sum().backward()
+    assert weights is not None
+    told = error_of(first.sum().backward)[:2]  # the tables are other ones since
+    po.check()
+    return [plain.requires_grad, torch.equal(plain, inferred), weights.grad is not None, *told]
+
+
+def test_weights_that_require_a_gradient_where_none_is_recorded() -> None:
+    for requires, is_same, has_one, name, text in in_world(_in_inference, 2, "host"):
+        assert not requires and is_same and has_one
+        assert name == "RuntimeError" and "changed since the forward pass" in text, text
 
 
 def _kept() -> list[Any]:

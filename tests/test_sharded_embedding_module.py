@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,11 +70,22 @@ class Jagged:
         return Jagged(*[None if part is None else [part[n] for n in order] for part in self._parts])  # type: ignore[arg-type]
 
 
-def _jagged(case: Case, rank: int, step: int, order: list[int]) -> Jagged:
+class _Detaching(Jagged):
+    """One whose operator for another order has no backward pass."""
+
+    def permute(self, order: list[int]) -> Jagged:
+        with torch.no_grad():
+            keys, values, lengths, weights = super().permute(order)._parts
+            return Jagged(keys, values, lengths, [each.detach() for each in weights])
+
+
+def _jagged(case: Case, rank: int, step: int, order: list[int], factors: torch.Tensor | None = None) -> Jagged:
+    """Return a PE's lookups; `factors`: in place of the weights of the batch."""
     batch, names = batch_of(case, rank, step), case.features()
     lengths = batch.lengths.unflatten(0, (len(names), -1))
     counts = lengths.sum(1).tolist()
-    weights = None if batch.weights is None else list(batch.weights.to(po.device()).split(counts))
+    factors = batch.weights if factors is None else factors
+    weights = None if factors is None else list(factors.to(po.device()).split(counts))
     parts = (list(batch.values.to(po.device()).split(counts)), list(lengths.to(po.device())))
     return Jagged(names, *parts, weights).permute(order)
 
@@ -84,17 +96,27 @@ def _of_jagged(name: str) -> list[Any]:
     seen = []
     for step, order in enumerate(([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0, 3])):
         order = [number for number in order if number < len(case.features())]
-        result = module(_jagged(case, po.rank(), step, order))
+        weights = batch_of(case, po.rank(), step).weights
+        weights = None if weights is None else weights.to(po.device(), copy=True).requires_grad_()
+        result = module(_jagged(case, po.rank(), step, order, weights))
         assert isinstance(result, KeyedEmbeddings)
-        wanted = reference.forward(batch_of(case, po.rank(), step)).detach()
-        right = torch.allclose(result.values().detach().cpu(), wanted, rtol=2e-5, atol=2e-5)
+        batch = batch_of(case, po.rank(), step)
+        if batch.weights is not None:
+            batch = replace(batch, weights=batch.weights.clone().requires_grad_())
+        wanted = reference.forward(batch)
+        right = torch.allclose(result.values().detach().cpu(), wanted.detach(), rtol=2e-5, atol=2e-5)
         at = 0
         for key, dim in zip(result.keys(), result.length_per_key(), strict=True):
             block = result.values()[:, at : at + dim]
             right &= torch.equal(result[key], block) and torch.equal(result.to_dict()[key], block)
             at += dim
         assert result.offset_per_key()[-1] == at == result.values().shape[1] and result.key_dim() == 1
-        result.values().backward(gradient_of(case, po.rank(), step).to(po.device()))
+        gradient = gradient_of(case, po.rank(), step)
+        result.values().backward(gradient.to(po.device()))
+        if weights is not None and batch.weights is not None:
+            assert weights.grad is not None
+            (of_weights,) = torch.autograd.grad(wanted, batch.weights, gradient)
+            right &= torch.allclose(weights.grad.cpu(), of_weights, rtol=2e-5, atol=2e-5)
         reference.step(po.world_size(), step)
         seen.append(right)
     return [seen, result.keys()]
@@ -283,9 +305,9 @@ def _called() -> dict[str, tuple[str, str]]:
     model.inner = type("DistributedModelParallel", (torch.nn.Module,), {})()
     sharded = type("ShardedEmbeddingBagCollection", (), {})()
     weighted = _WEIGHTED.make()
-    factors = torch.ones(4, requires_grad=True)
+    factors = torch.ones(1, requires_grad=True)
     four = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
-    trained = Jagged(list("xyzw"), [four[0]], [four[1]], [factors])
+    trained = _Detaching(list("yxzw"), [four[0][:1]] * 4, [four[1][:1]] * 4, [factors] * 4)
     tried = {
         "variable": lambda: module(variable),
         "values alone": lambda: module(values),
@@ -293,8 +315,7 @@ def _called() -> dict[str, tuple[str, str]]:
         "weights beside": lambda: module(jagged, per_sample_weights=values.float()),
         "weights": lambda: module(values, lengths, per_sample_weights=values.float()),
         "no weights": lambda: weighted(*four),
-        "gradients of weights": lambda: weighted(*four, per_sample_weights=factors),
-        "gradients of a KeyedJaggedTensor's": lambda: weighted(trained),
+        "a gradient that gets lost": lambda: weighted(trained),
         "bad index": lambda: module(values + 1000, lengths),
         "too many samples": lambda: module(values.repeat(30), lengths.repeat(30)),
         "scaler": lambda: scaler.step(module.optimizer),
@@ -320,8 +341,7 @@ def test_what_it_cannot_be_called_with() -> None:
         "weights beside": ("ValueError", "its own"),
         "weights": ("ValueError", "is_weighted"),
         "no weights": ("ValueError", "is_weighted"),
-        "gradients of weights": ("NotImplementedError", "per_sample_weights: gradients of weights"),
-        "gradients of a KeyedJaggedTensor's": ("NotImplementedError", "per_sample_weights.detach()"),
+        "a gradient that gets lost": ("NotImplementedError", "in the order ['x', 'y', 'z', 'w']"),
         "bad index": ("IndexError", "index 1000"),
         "too many samples": ("ValueError", "max_batch"),
         "scaler": ("NotImplementedError", "GradScaler"),

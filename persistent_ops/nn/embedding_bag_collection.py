@@ -11,7 +11,7 @@ import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_backward_plan import agree_on_widths
-from ..ops.embedding_inputs import EmbeddingInputs
+from ..ops.embedding_inputs import NO_TANGENT, EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from ..runtime.forward_mode import refuse_tangents
@@ -36,10 +36,6 @@ __all__ = ["ShardedEmbeddingBagCollection"]
 _CLIPPING = (
     "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
     "clamps single elements"
-)
-_NO_GRADIENT = (
-    "per_sample_weights: gradients of weights do not travel back from the tables' owners; pass weights that require "
-    "none, per_sample_weights.detach()"
 )
 
 
@@ -66,8 +62,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             DistributedDataParallel takes of the dense part's.
         max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
         max_grad_norm: refused.
-        is_weighted: whether lookups have weights; all tables are pooled by "sum" then. Weights get no gradient: those
-            that require one are refused.
+        is_weighted: whether lookups have weights; all tables are pooled by "sum" then. Weights that require a gradient,
+            on all PEs or on none, get that of this PE's result with respect to them, in float32: `gradient_scale` does
+            not count, and of a lookup in several slices or tables it is their sum.
         wire_dtype: bfloat16 halves the bytes that pooled rows of float32 tables, and their gradients, travel in; their
             part of the result has that dtype (`embedding_all_to_all`). Tables of 16 bits stay as they are.
         rounding: of rows of 16 bits: "nearest" or "stochastic" (`EmbeddingOptimizer`). Random bits depend on `seed`,
@@ -250,6 +247,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def _make_inputs(self, max_batch: int, estimates: Mapping[str, float], bounds: str) -> list[EmbeddingInputs]:
         configs, features = self.layout.configs, self.layout.features
+        most = max(placement.num_slices for placement in self.layout.placements)
         return [
             EmbeddingInputs(
                 [[(slot.feature, configs[slot.table].num_embeddings) for slot in of_pe] for of_pe in group.slots],
@@ -258,6 +256,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 lookups_per_sample=[estimates[name] for name in features],
                 is_weighted=self._is_weighted,
                 bounds=bounds,
+                slot_order=[[slot.table * most + slot.slice for slot in of_pe] for of_pe in group.slots],
             )
             for group in self.layout.groups
         ]
@@ -335,12 +334,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         else:
             if per_sample_weights is not None:
                 raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
-            given = features_of(features, self.feature_names)
-            given = given if self._is_weighted else given._replace(weights=None)
+            given = features_of(features, self.feature_names, is_weighted=self._is_weighted)
         if given.weights is not None:
-            if given.weights.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError(_NO_GRADIENT)
-            refuse_tangents([given.weights], _NO_GRADIENT)
+            refuse_tangents([given.weights], NO_TANGENT)
         self._make_room()
         own = None if self._replicas is None else self._replicas.begin(given)
         sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
@@ -374,9 +370,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             features: `[n]`, int32 or int64: values, feature by feature in the order of `feature_names`, in a feature
                 sample by sample; or a KeyedJaggedTensor; or, alone, what `input_dist` returned for either.
             lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
-            per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone.
+            per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone. They, or a
+                KeyedJaggedTensor's, may require a gradient.
             batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
-                for what has come and copies it.
+                for what has come and, unless weights require a gradient, copies it.
 
         Returns:
             `[B, sum of D]`, of the tables' dtype or, of float32 tables, `wire_dtype`; where these are several, what
@@ -384,7 +381,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
         Raises:
             ValueError, TypeError: an argument's shape, dtype, device or layout.
-            NotImplementedError: a batch that varies from feature to feature; gradients of weights.
+            NotImplementedError: a batch that varies from feature to feature; a KeyedJaggedTensor's weights that
+                require a gradient, where its features come in another order and its `permute` takes the gradient away.
             RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed.
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
@@ -419,7 +417,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
                 pooled.append(pool_arrived(group, weights, optimizer, lookups, self._wire_dtype))
-            is_kept = features.knows_split and torch.is_grad_enabled()
+            is_known = features.knows_split or any(lookups.gives_gradients for lookups in sent)
+            is_kept = is_known and torch.is_grad_enabled()
         finally:
             if not is_kept:
                 for lookups in sent:

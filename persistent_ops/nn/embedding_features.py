@@ -62,13 +62,14 @@ class SentFeatures:
                 lookups.release()
 
 
-def features_of(jagged: Any, names: Sequence[str]) -> Features:
-    """Return the lookups of a KeyedJaggedTensor, with its features in the order of `names`.
+def features_of(jagged: Any, names: Sequence[str], *, is_weighted: bool) -> Features:
+    """Return the lookups of a KeyedJaggedTensor, with its features in the order of `names`; with weights if they count.
 
     Raises:
         TypeError: it is none.
         ValueError: it lacks a feature.
-        NotImplementedError: its features have batches of different sizes.
+        NotImplementedError: its features have batches of different sizes; or they come in another order, and putting
+            them in order takes its weights' gradient away.
     """
     needed = ("keys", "values", "lengths", "weights_or_none")
     if not all(callable(getattr(jagged, name, None)) for name in needed):
@@ -86,9 +87,17 @@ def features_of(jagged: Any, names: Sequence[str]) -> Features:
     missing = [name for name in names if name not in keys]
     if missing:
         raise ValueError(f"features: expected {list(names)}, the KeyedJaggedTensor lacks {missing}")
+    weights = jagged.weights_or_none() if is_weighted else None
     if keys != list(names):
         jagged = jagged.permute([keys.index(name) for name in names])
-    return Features(jagged.values(), jagged.lengths(), jagged.weights_or_none())
+        given, weights = weights, jagged.weights_or_none() if is_weighted else None
+        is_lost = weights is not None and not weights.requires_grad
+        if is_lost and given is not None and given.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"features: weights require a gradient, but {type(jagged).__name__}.permute takes it away; pass "
+                f"features in the order {list(names)}"
+            )
+    return Features(jagged.values(), jagged.lengths(), weights)
 
 
 class KeyedEmbeddings:

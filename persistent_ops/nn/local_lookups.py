@@ -9,7 +9,7 @@ import torch
 
 from .embedding_features import Features
 
-__all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features"]
+__all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features", "value_begins"]
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -133,6 +133,12 @@ class SlotFeatures:
         self.is_all = list(slots) == list(range(num_features))
         self.most = max(map(list(slots).count, slots))
         self._slots = torch.tensor(slots, device=device)
+        # Of each feature its first slot, then its second one, and so on; T where it has no more.
+        in_turn = [[len(slots)] * num_features for _ in range(self.most)]
+        for slot, feature in enumerate(slots):
+            turn = slots[:slot].count(feature)
+            in_turn[turn][feature] = slot
+        self._in_turn = torch.tensor(in_turn, device=device)
 
     def lookups(self, given: Features, lengths: torch.Tensor, room: int) -> LocalLookups:
         """Return the lookups of the slots, one slot behind the other; no wait on the host.
@@ -153,9 +159,47 @@ class SlotFeatures:
         sources.clamp_(0, values.numel() - 1)
         return LocalLookups(values[sources], offsets, None if weights is None else weights[sources])
 
+    def to_values(
+        self, of_lookups: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """Return for each of a batch's values the sum of what its lookups have, in the order of the slots.
+
+        Args:
+            of_lookups: `[n]`: of each of the lookups that `lookups` has returned, floating-point.
+            offsets: of these.
+            begins: `[F + 1]`, int64: where each feature's values begin, and the last one's end.
+            count: values of the batch.
+
+        Returns:
+            `[count]`; 0 where a value has no lookup. No wait on the host.
+        """
+        if self.is_all:
+            return of_lookups
+        total = of_lookups.new_zeros(count)
+        num_slots, most = self._slots.numel(), of_lookups.numel()
+        if not count or not most or offsets.numel() < 2:
+            return total
+        places = torch.arange(count, device=total.device)
+        features = torch.searchsorted(begins, places, right=True).sub_(1)
+        is_one = (features >= 0) & (features < self._num_features)
+        features.clamp_(0, self._num_features - 1)
+        first, shift = offsets[:: (offsets.numel() - 1) // num_slots], places - begins[features]
+        for slots in self._in_turn:
+            slot = slots[features]
+            at = first[slot] + shift
+            has_one = is_one & (slot < num_slots) & (at >= 0) & (at < most)
+            total = total + torch.where(has_one, of_lookups[at.clamp_(0, most - 1)], 0.0)
+        return total
+
     def _of_slots(self, of_bags: torch.Tensor) -> torch.Tensor:
         of_slots: torch.Tensor = of_bags.unflatten(0, (self._num_features, -1))[self._slots]  # type: ignore[no-untyped-call]
         return of_slots.flatten()
+
+
+def value_begins(lengths: torch.Tensor, num_features: int) -> torch.Tensor:
+    """Return where each feature's values begin in a batch with such lengths of bags, and the last one's end, int64."""
+    counts = lengths.long().unflatten(0, (num_features, -1)).sum(1)  # type: ignore[no-untyped-call]
+    return _ends(counts)
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ def pool_arrived(
 ) -> torch.Tensor:
     """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
 
-    Bad lookups are skipped here, since the exchange has told.
+    Where gradients of weights are to travel back, the host waits until it knows. Bad lookups are skipped here, since
+    the exchange has told.
 
     Args:
         group: of the tables.
@@ -32,6 +33,8 @@ def pool_arrived(
         wire_dtype: of what float32 tables send; None for theirs.
     """
     wire_dtype = wire_dtype if group.dtype == torch.float32 else None
+    if lookups.gives_gradients:
+        lookups.learn_split()
     if lookups.batch_per_rank is not None:
         from_sources: torch.Tensor = _ops.embedding_all_to_all(
             weights,

@@ -18,7 +18,7 @@ from ..ops.embedding_gradients import dense_gradients, dense_size
 from ..ops.embedding_inputs_lookups import Moment
 from ..runtime import world as _world
 from .embedding_features import Features
-from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features
+from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features, value_begins
 from .table_layout import Group, Layout
 from .table_rounding import rounding_of
 
@@ -35,12 +35,14 @@ class LocalBatch(NamedTuple):
         given: lookups of all features.
         chosen: those of each group.
         findings: what they are like; None in a CUDA-graph capture.
+        weights: those given, where a backward pass is to give them a gradient; else None.
         begun: where in a stream of the device that was launched; None on the host.
     """
 
     given: Features
     chosen: list[LocalLookups]
     findings: Findings | None
+    weights: torch.Tensor | None = None
     begun: Moment | None = None
 
     def take_over(self) -> None:
@@ -143,12 +145,14 @@ class ReplicatedTables:
 
     def _picked(self, given: Features) -> LocalBatch:
         device, stacks = self._world.backend.device, self._stacks
+        weights = given.weights if _require_gradient(given.weights) else None
+        given = given if given.weights is None else given._replace(weights=given.weights.detach())
         lengths = given.lengths.long()
         chosen = [stack.features.lookups(given, lengths, stack.room) for stack in stacks]
         findings = None
         if not self._world.workspace.is_capturing():
             findings = Findings(lengths, chosen, [stack.limits if self._is_fatal else None for stack in stacks])
-        return LocalBatch(given, chosen, findings, Moment(device) if device.type == "cuda" else None)
+        return LocalBatch(given, chosen, findings, weights, Moment(device) if device.type == "cuda" else None)
 
     def pool(self, batch: LocalBatch) -> list[torch.Tensor]:
         """Return the pooled rows of each group, `[B, sum of D]`; where gradients are recorded, backward is collective.
@@ -161,7 +165,10 @@ class ReplicatedTables:
         """
         batch.take_over()
         chosen = batch.chosen if batch.findings is None else self._looked_at(batch, batch.findings)
-        pooled: list[torch.Tensor] = list(_Recorded.apply(self._placeholder, self, chosen))  # type: ignore[no-untyped-call]
+        begins = None if batch.weights is None else value_begins(batch.given.lengths, self._num_features)
+        pooled: list[torch.Tensor] = list(
+            _Recorded.apply(self._placeholder, batch.weights, self, chosen, begins)  # type: ignore[no-untyped-call]
+        )
         if batch.findings is None:
             for number, lookups in enumerate(chosen):
                 is_short = lookups.offsets[-1] > lookups.indices.numel()
@@ -197,15 +204,35 @@ class ReplicatedTables:
         with torch.no_grad():
             _ops.all_reduce(self._sums, out=self._sums)
 
-    def _update(self, gradients: Sequence[torch.Tensor], chosen: Sequence[LocalLookups]) -> None:
-        """Update all replicas; collective."""
+    def _versions(self) -> list[int]:
+        return [table._version for stack in self._stacks for table in stack.tables.values()]
+
+    def _update(
+        self, gradients: Sequence[torch.Tensor], chosen: Sequence[LocalLookups], begins: torch.Tensor | None, count: int
+    ) -> torch.Tensor | None:
+        """Update all replicas; collective.
+
+        Args:
+            gradients: of the pooled rows of each group.
+            chosen: of the forward pass.
+            begins: where each feature's values begin, where their weights are to have a gradient.
+            count: values.
+
+        Returns:
+            The weights' gradient, group after group added up; None where `begins` is.
+        """
         # Where the all-reduce is given up, another PE may have updated its replicas.
         _BACKWARD.begin_changes(_world.for_call(), self._changed, self._changing)
+        of_weights: torch.Tensor | None = None
         for stack, gradient, lookups in zip(self._stacks, gradients, chosen, strict=True):
-            stack.add_up(gradient, lookups)
+            of_lookups = stack.add_up(gradient, lookups, wants_factors=begins is not None)
+            if begins is not None and of_lookups is not None:
+                of_values = stack.features.to_values(of_lookups, lookups.offsets, begins, count)
+                of_weights = of_values if of_weights is None else of_weights + of_values
         self._all_reduce()
         for stack in self._stacks:
             stack.update()
+        return of_weights
 
 
 class _Stack:
@@ -276,10 +303,19 @@ class _Stack:
             self.room = needed * 5 // 4
         return has_room
 
-    def add_up(self, gradient: torch.Tensor, lookups: LocalLookups) -> None:
-        """Write this PE's sums."""
+    def add_up(self, gradient: torch.Tensor, lookups: LocalLookups, *, wants_factors: bool) -> torch.Tensor | None:
+        """Write this PE's sums; return the gradient of the lookups' weights, if it is wanted."""
         indices, offsets, weights = lookups
-        dense_gradients(gradient, self.weights, indices, offsets, weights, mode=self.mode, memory=self._found)
+        return dense_gradients(
+            gradient,
+            self.weights,
+            indices,
+            offsets,
+            weights,
+            mode=self.mode,
+            memory=self._found,
+            wants_factors=wants_factors,
+        ).factors
 
     def update(self) -> None:
         """Update the rows that have been touched by the sums of all PEs."""
@@ -303,23 +339,39 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, placeholder: torch.Tensor, tables: ReplicatedTables, chosen: Sequence[LocalLookups]
+        context: Any,
+        placeholder: torch.Tensor,
+        weights: torch.Tensor | None,
+        tables: ReplicatedTables,
+        chosen: Sequence[LocalLookups],
+        begins: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         context.tables, context.is_done = tables, False
+        context.begins, context.num_values = begins, 0 if weights is None else weights.numel()
+        context.versions = tables._versions()
         context.save_for_backward(*(tensor for lookups in chosen for tensor in lookups))
         # Detached: a view that is made in here could not be changed in place.
         return tuple(each.detach() for each in tables._pool(chosen))
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if context.is_done:
             raise RuntimeError(
                 "a second backward pass of one forward pass would update the replicated tables twice; call the module "
                 "again"
             )
         saved = context.saved_tensors
+        if context.begins is not None and context.versions != context.tables._versions():
+            raise RuntimeError(
+                "the replicated tables have changed since the forward pass, so the gradient of per_sample_weights "
+                "cannot be computed; make the backward pass first"
+            )
         context.is_done = True
         chosen = [LocalLookups(*saved[first : first + 3]) for first in range(0, len(saved), 3)]
-        context.tables._update(gradients, chosen)
-        return None, None, None
+        of_weights = context.tables._update(gradients, chosen, context.begins, context.num_values)
+        return None, of_weights, None, None, None
+
+
+def _require_gradient(weights: torch.Tensor | None) -> bool:
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()

@@ -18,12 +18,12 @@ from ..runtime.operator import Operator
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
 
-__all__ = ["EmbeddingInputs"]
+__all__ = ["NO_TANGENT", "EmbeddingInputs"]
 
 _REGIONS = 2
 _BOUNDS = ("fatal", "ignore")
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
-_NO_TANGENT = "per_sample_weights: no derivative in forward mode; the backward pass brings the PE its weights' gradients"
+NO_TANGENT = "per_sample_weights: no derivative in forward mode; the backward pass brings the PE its weights' gradients"
 _ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 
 
@@ -238,7 +238,7 @@ class EmbeddingInputs:
         if (weights is not None) != layout.is_weighted:
             raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
         if weights is not None:
-            refuse_tangents([weights], _NO_TANGENT)
+            refuse_tangents([weights], NO_TANGENT)
             self._check_tensor("per_sample_weights", weights, (torch.float32,))
             if weights.shape != values.shape:
                 raise ValueError(

@@ -220,6 +220,12 @@ class Lookups:
         if not self._is_captured:
             self._inputs.workspace.raise_pending()
 
+    def learn_split(self) -> None:
+        """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host."""
+        if self.batch_per_rank is None:
+            self.check_is_here()
+            self.batch_per_rank = tuple(self.sources[:, fields_of_source()["samples"]].tolist())
+
     def release(self) -> None:
         """Say that no launch behind those of the current stream reads them: their region may be filled again."""
         if self._is_released or self._generation != self._inputs._generation:
