@@ -76,6 +76,7 @@ _DTYPES = [
     TableConfig("b", 9, 8, ["x", "z"], "sum", torch.bfloat16),
     TableConfig("c", 12, 16, ["y"]),
 ]
+_EQUAL = [TableConfig("a", 30, 8, ["x", "y"]), TableConfig("b", 9, 8, ["z", "x"]), TableConfig("c", 1, 16, ["y"])]
 _SLICED = {"a": TablePlacement("column_wise", 2), "c": TablePlacement("column_wise", 4)}
 CASES = [
     Case("plain", _PLAIN),
@@ -86,7 +87,7 @@ CASES = [
     Case("weighted slices", _SHARED, _SLICED, "adagrad", is_weighted=True),
     Case("weighted, of two dtypes", _DTYPES, _SLICED, is_weighted=True, index_dtype=torch.int32),
     Case("weighted slices beside replicas", _DTYPES, {**_SLICED, "b": "replicated"}, is_weighted=True),
-    Case("weighted replicas", _SHARED, "replicated", "adagrad", is_weighted=True),
+    Case("weighted replicas", _EQUAL, "replicated", "adagrad", is_weighted=True),
     Case("on the last", _PLAIN, {name: TablePlacement(ranks=(-1,)) for name in "abcd"}),
     Case("slices", _SHARED, _SLICED),
     Case("slices, mixed", _MIXED, _SLICED, index_dtype=torch.int32),
