@@ -206,8 +206,9 @@ class RadixPass {
   // Adds up how many entries of the tiles before have the digit. Asks for some tiles' words at a time.
   PO_FN bool look_back(int32_t tile, int digit, uint32_t& sum) const {
     constexpr int kWordsAtOnce = Traits::kWordsAtOnce;
+    const Team& team = group_.plan.team;
     int32_t next = tile - 1;
-    return await_own(group_.plan.team, [&] {
+    const auto look = [&] {
       const uint32_t* last = tile_word(next, digit);
       uint32_t words[kWordsAtOnce];
       PO_UNROLL
@@ -220,7 +221,14 @@ class RadixPass {
         if (words[k] >= kOfAll) return true;  // tile 0 tells no other
       }
       return false;
-    });
+    };
+    WaitTrace trace(0, 0);
+    for (uint32_t spins = 1; !look(); ++spins) {  // await_own, whose waits of all threads would fill a timeline
+      if (wg_.rank() == 0) trace.looked_in_vain(team.rank);
+      if (looks_up(spins) && is_aborted(team)) return false;
+      spin_pause(spins);
+    }
+    return true;
   }
 
   PO_FN void store(int count) const {
