@@ -141,15 +141,19 @@ class Summary(NamedTuple):
     skew_us: float | None
 
 
-_Key = tuple[str, int, int, int]  # operator, team, epoch, and which with that epoch
+_Key = tuple[str, int, int, int, int]  # operator, team, epoch, grid, and which with those
 
 
 def _by_launch(launches: Sequence[Launch]) -> dict[_Key, list[Launch]]:
-    """Return the WGs of each launch; behind a recovery epochs begin anew: a WG that comes again is of another one."""
+    """Return the WGs of each launch.
+
+    Behind a recovery epochs begin anew, and products of a PE alone leave them as they are: a WG that comes again is of
+    another launch, and so is one of another grid.
+    """
     found: dict[_Key, list[Launch]] = defaultdict(list)
-    seen: Counter[tuple[str, int, int, int]] = Counter()
+    seen: Counter[tuple[str, int, int, int, int]] = Counter()
     for launch in launches:
-        epoch = (launch.operator, launch.team, launch.epoch)
+        epoch = (launch.operator, launch.team, launch.epoch, launch.num_wgs)
         wg = (*epoch, launch.wg)
         key = (*epoch, seen[wg])
         found[key].append(launch)

@@ -123,6 +123,20 @@ def test_a_team_of_one_has_memory_of_its_own(backend: str, world: int) -> None:
     assert in_world(_places, world, backend) == [[]] * world
 
 
+def _words_of_a_pe_alone() -> list[int]:
+    weight, x = torch.ones(ROWS, COLUMNS, device=po.device()), torch.ones(COLUMNS, device=po.device())
+    for _ in range(3):
+        po.gemv(weight, x)
+    po.check()
+    return po.runtime.world.current().workspace._local_alone.tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_team_of_one_counts_nothing(backend: str, world: int) -> None:
+    for words in in_world(_words_of_a_pe_alone, world, backend):
+        assert words and not any(words)
+
+
 def _checked(weight: torch.Tensor, x: torch.Tensor) -> None:
     po.gemv_all_reduce(weight, x)
     po.check()

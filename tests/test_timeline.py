@@ -16,6 +16,7 @@ from kernel_resources import sample
 from worlds import in_world
 
 import persistent_ops as po
+from persistent_ops.ops.gemv_plan import OPERATOR, Tuning
 from persistent_ops.runtime.jit import compile_cuda
 from persistent_ops.runtime.tracing import align_clocks
 from persistent_ops.runtime.world import current
@@ -128,6 +129,22 @@ def _alone_and_recovered() -> list[Any]:
 def test_launches_of_a_pe_alone_are_apart_though_their_epochs_begin_anew(backend: str) -> None:
     first, second = in_world(_alone_and_recovered, 2, backend)
     assert first == [[2, 2], [None, None]] and second == [[2], [None]]
+
+
+def _alone_with_grids() -> list[Any]:
+    grids = (3, 2, 3)
+    x = torch.ones(16, device=po.device())
+    weights = {grid: torch.ones(8 * grid, 16, device=po.device()) for grid in grids}
+    OPERATOR.tune(po.runtime.world.current(), Tuning(work_groups=3))
+    with po.trace() as timeline:
+        for grid in grids:
+            po.gemv(weights[grid], x)
+    own = timeline.pes[0].launches
+    return [sorted(launch.wg for launch in own), [(each.launches, each.work_groups) for each in timeline.summary()]]
+
+
+def test_products_of_a_pe_alone_are_apart_though_they_have_one_epoch(backend: str) -> None:
+    assert in_world(_alone_with_grids, 1, backend) == [[[0, 0, 0, 1, 1, 1, 2, 2], [(3, 3)]]]
 
 
 def _one_cannot_begin(folder: Path) -> list[str]:

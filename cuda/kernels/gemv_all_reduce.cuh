@@ -223,7 +223,8 @@ struct Kernel {
     }
     warp.sync();
     if (keeps_credits(wg)) grant_credit(team, warp, 0);
-    if (warp.rank() == 0) close_epoch(team, wg);
+    // A PE alone counts no launches: its replays may overlap, and WGs of different grids cannot be counted together.
+    if (warp.rank() == 0 && team.size != 1) close_epoch(team, wg);
   }
 };
 
