@@ -46,6 +46,21 @@ def test_passes_may_overlap_and_come_once(backend: str) -> None:
     assert [seen[5] for seen in found] == ["ValueError"] * 2
 
 
+def _made_in_inference_mode() -> bool:
+    training = Training(case_of("adam"))
+    with torch.inference_mode():
+        training.optimizer = po.EmbeddingOptimizer(training.tables, "adam", **dict(case_of("adam").options))
+    training.begin()
+    training.backward(1)()
+    training.model.step(1, 0, 0.1)
+    po.check()
+    return training.is_right()
+
+
+def test_an_optimizer_that_is_made_in_inference_mode_steps_outside_of_it(backend: str) -> None:
+    assert in_world(_made_in_inference_mode, 2, backend) == [True, True]
+
+
 def _retained() -> list[Any]:
     training = Training(case_of("sgd"))
     inputs = make_inputs(case_of("sgd"), po.rank(), 2, 0)

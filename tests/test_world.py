@@ -152,6 +152,42 @@ def test_check_and_barrier_without_launches(backend: str, world: int) -> None:
     assert results == [[True, True]] * world
 
 
+def _called() -> list[torch.Tensor]:
+    rank, device = po.rank(), po.device()
+    rng = torch.Generator().manual_seed(rank)
+    weight, x = (torch.randn(shape, generator=rng).to(device) for shape in ((24, 40), (2, 40)))
+    tables = [torch.randn(30, 8, generator=rng).to(device)]
+    indices, offsets = torch.arange(24, device=device), torch.arange(0, 25, 2, device=device)
+    rows = torch.sparse_coo_tensor([[rank, 9]], torch.ones(2, 4), (12, 4), device=device, check_invariants=False)
+    results = [po.gemv(weight, x), po.gemv_all_reduce(weight, x), po.all_reduce(x, algorithm="slices")]
+    results += [po.embedding_all_to_all(tables, indices, offsets), po.sparse_all_reduce(rows).to_dense()]
+    return [result.cpu() for result in results]
+
+
+def _begun_in_inference_mode(backend: str, options: dict[str, Any]) -> list[bool]:
+    with torch.inference_mode():
+        po.init(backend, operator_timeout=20.0, heap_size=64 << 20, **options)
+        own = po.empty(8, dtype=torch.int64)
+        first = _called()
+    right = [not own.is_inference(), int(own.zero_().sum()) == 0]
+    for _ in range(2):
+        po.recover()
+        right += [torch.equal(a, b) for a, b in zip(first, _called(), strict=True)]
+    po.finalize()
+    return right
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="direct"),
+        pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
+    ],
+)
+def test_what_begins_in_inference_mode_recovers_outside_of_it(backend: str, options: dict[str, Any]) -> None:
+    assert run_pes(_begun_in_inference_mode, 2, backend, options, timeout=120) == [[True] * 12] * 2
+
+
 def _from_a_thread(program: Any) -> Any:
     outcome: list[Any] = []
     thread = threading.Thread(target=lambda: outcome.append(error_of(program)[:2]), name="second")

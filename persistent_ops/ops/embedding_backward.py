@@ -86,6 +86,7 @@ class EmbeddingOptimizer:
     Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3" (SC11).
     """
 
+    @torch.inference_mode(False)  # steps write to what it holds
     def __init__(
         self,
         tables: Sequence[torch.Tensor],

@@ -76,7 +76,11 @@ class Kernel(Protocol):
 
 
 class Backend(Protocol):
-    """One PE's access to its world's memory and compute."""
+    """One PE's access to its world's memory and compute.
+
+    What it makes tensors of is written for as long as the world lives, so they are no inference tensors, whatever mode
+    they are made in.
+    """
 
     name: str
     device: torch.device

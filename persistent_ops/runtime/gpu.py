@@ -230,14 +230,17 @@ class GpuBackend:
             heaps = [base if pe == bootstrap.rank else 0 for pe, base in enumerate(heaps)]
         return tuple(heaps)
 
+    @torch.inference_mode(False)
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.as_tensor(_DeviceMemory(address, nbytes, self._buffer), device=self.device)
 
+    @torch.inference_mode(False)
     def private_words(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64, device=self.device)
 
+    @torch.inference_mode(False)
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -80,6 +80,7 @@ class SymmetricHeap:
         self._live: dict[int, int] = {}
         self._freed: dict[int, int] = {}
 
+    @torch.inference_mode(False)  # who writes to it need not be in the mode in which it is made
     def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a symmetric tensor; collective."""
         nbytes = math.prod(size) * dtype.itemsize
@@ -137,6 +138,7 @@ class SymmetricHeap:
         self._freed[offset] = nbytes
         self.free_list.give(offset, _rounded(nbytes))
 
+    @torch.inference_mode(False)
     def peer_view(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """Return a peer's copy of a symmetric tensor."""
         offset = self.offset_of(tensor, "tensor")

@@ -110,6 +110,7 @@ class HostBackend:
                 table, len(addresses), ctypes.c_uint64(network_delay_us), ctypes.c_uint64(bootstrap.rank + 1)
             )
 
+    @torch.inference_mode(False)
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -117,12 +118,14 @@ class HostBackend:
         memory._segments = self._segments  # type: ignore[attr-defined]  # the mapping outlives the tensor
         return torch.frombuffer(memory, dtype=torch.uint8)
 
+    @torch.inference_mode(False)
     def private_words(self, count: int) -> torch.Tensor:
         # LocalState wants a cache line's alignment; torch's CPU allocator gives 64 bytes, so cut to 128.
         words = torch.zeros(count + 16, dtype=torch.int64)
         skip = (-words.data_ptr() % 128) // 8
         return words[skip : skip + count]
 
+    @torch.inference_mode(False)
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
         return self.private_words((nbytes + 7) // 8).view(torch.uint8)[:nbytes]
 
