@@ -347,6 +347,16 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         "out: expected residual itself or memory apart from residual",
     ),
     "out is bias": (lambda: {_X: (b := _good(8)) + 1, "bias": b, "out": b}, ValueError, "out: expected memory apart"),
+    "out in scale": (
+        lambda: {_W: _good(8), "out": (o := _good()), "scale": o[1, 2:3]},
+        ValueError,
+        "out: expected memory apart from scale",
+    ),
+    "norm_out in scale": (
+        lambda: {_W: _good(8), "scale": (s := _good())[2, :1], "norm_out": s.view(-1).view(FLOAT8)[60:84].view(3, 8)},
+        ValueError,
+        "norm_out: expected memory apart from scale",
+    ),
     "algorithm": (lambda: {"algorithm": "ring"}, ValueError, "algorithm: expected one of 'auto', 'one_shot', .*'ring'"),
     "weight is None": (lambda: {_W: None}, TypeError, "weight: expected a tensor, got NoneType"),
     "weight shape": (lambda: {_W: _good(3)}, ValueError, r"weight: expected shape \[8\], got \[3\]"),

@@ -65,6 +65,10 @@ def nothing(dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(0, dtype=dtype, device=po.device())
 
 
+def in_heap(shape: tuple[int, ...]) -> torch.Tensor:
+    return po.to_symmetric(torch.ones(shape, device=po.device()))
+
+
 def no_bags() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device=po.device())
 
@@ -345,6 +349,16 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         lambda: {"out": po.empty(BATCH * TABLES * DIM + 1)[1:].view(BATCH, TABLES * DIM)},
         ValueError,
         "out: expected a tensor that begins at a multiple of 16 bytes, as po.empty.*, got one 4 bytes behind",
+    ),
+    "out that is a table": (
+        lambda: {"weights": [w := in_heap((ROWS, DIM)), good()["weights"][1]], "out": w.view(-1)[:48].view(BATCH, 16)},
+        ValueError,
+        r"out: expected memory apart from weights\[0\], got a tensor that overlaps it",
+    ),
+    "out in the factors": (
+        lambda: {"per_sample_weights": (m := in_heap((48,)))[36:], "out": m.view(BATCH, 16)},
+        ValueError,
+        "out: expected memory apart from per_sample_weights",
     ),
     "out that is no tensor": (lambda: {"out": [0.0]}, TypeError, "out: expected a tensor, got list"),
 }

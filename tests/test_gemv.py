@@ -245,6 +245,9 @@ def _refusals() -> list[str]:
             po.gemv(**given)
         if text not in str(caught.value):
             problems.append(f"{text!r}: {caught.value}")
+    x = torch.ones(COLUMNS, device=po.device())
+    with pytest.raises(ValueError, match="out: expected memory apart from x, got a tensor that overlaps it"):
+        po.gemv(good["weight"].to(po.device()), x, out=x[-ROWS:])
     return problems
 
 

@@ -231,6 +231,26 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         r"out: expected a contiguous .*got strides? [\[(]1, 3",
     ),
+    "out in the weight": (
+        lambda: {"weight": (w := good()["weight"]), "out": w.view(-1)[3:21].view(3, 6)},
+        ValueError,
+        "out: expected memory apart from weight, got a tensor that overlaps it",
+    ),
+    "out in x": (
+        lambda: {"x": (x := good()["x"]), "out": x.view(-1)[6:].view(3, 6)},
+        ValueError,
+        "out: expected memory apart from x, got",
+    ),
+    "out is bias": (
+        lambda: {"x": good(None)["x"], "residual": None, "bias": (b := good()["bias"]), "out": b},
+        ValueError,
+        "out: expected memory apart from bias, got",
+    ),
+    "out a row behind residual": (
+        lambda: {"residual": (m := torch.ones(4, 6, device=po.device()))[:3], "out": m[1:]},
+        ValueError,
+        "out: expected residual itself or memory apart from residual, got",
+    ),
     "out on another device": (
         out(3, 6, device="meta"),
         ValueError,

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator
 from .all_reduce_plan import (
@@ -49,8 +50,8 @@ def all_reduce(
         residual: of x's shape and dtype, contiguous; added once. The PEs pass one all or none. With two shots the owner
             of an element adds its own residual and bias, so all PEs get its sum.
         bias: `[x.shape[-1]]`, dtype of x; added once. The PEs pass one all or none.
-        out: of x's shape and dtype, contiguous, any memory of the device; it may be x or residual, and overlaps no
-            other part of them.
+        out: of x's shape and dtype, contiguous, any memory of the device; it may be x or residual, and overlaps
+            nothing else that is passed.
         algorithm: "one_shot" sends every element to every PE; "two_shot" to its owner, which sends every PE the sum;
             both in packets that carry a flag beside each 8 bytes. "slices" is "two_shot" without flags among the data,
             for large tensors. "auto" chooses by bytes and PEs (`SWITCH_POINTS` in all_reduce_plan.py).
@@ -100,9 +101,10 @@ def all_reduce_rms_norm(
         residual, bias, algorithm: as for `all_reduce`.
         eps: 0 or more; it may differ from call to call.
         weight_bias: added to the weight, in fp32 (1 for Gemma's norm).
-        out: for the sum; of x's shape and dtype, contiguous; it may be x or residual.
+        out: for the sum; of x's shape and dtype, contiguous; it may be x or residual, and overlaps nothing else that is
+            passed.
         norm_out: for the norm; of x's shape, contiguous, dtype of x, or float8_e4m3fn where `scale` is given; it may be
-            x or residual where it has their dtype, and overlaps neither `out` nor another part of them.
+            x or residual where it has their dtype, and overlaps nothing else that is passed.
         scale: `[1]` or `[]`, float32, on the device, above 0: what the norm is divided by.
 
     Returns:
@@ -172,7 +174,10 @@ def _execute(
     rows = 1 if width == numel else numel // width
     is_aligned = not together & 15 and (rows == 1 or width * dtype.itemsize % 16 == 0)
     if out is not None or norm_out is not None:
-        _check_overlap(x, residual, bias, weight, total, norm)
+        read, may_be = {"bias": bias, "weight": weight, "scale": scale}, {"x": x, "residual": residual}
+        check_apart("out", total, read, may_be)
+        if norm is not None:
+            check_apart("norm_out", norm, {**read, "out": total}, may_be)
     state = OPERATOR.state(world)
     has_bias, has_residual, norms = bias is not None, residual is not None, weight is not None
     key = AllReduceKey(
@@ -273,30 +278,6 @@ def _check_choices(algorithm: str, eps: float, weight_bias: float) -> None:
         raise ValueError(f"eps: expected a number of at least 0 and below infinity, got {eps}")
     if not math.isfinite(weight_bias):
         raise ValueError(f"weight_bias: expected a finite number, got {weight_bias}")
-
-
-def _check_overlap(
-    x: torch.Tensor, residual: _Optional, bias: _Optional, weight: _Optional, out: torch.Tensor, norm: _Optional
-) -> None:
-    """Raise where what is written overlaps what is read at another place, or the other result."""
-    inputs = (("x", x, True), ("residual", residual, True), ("bias", bias, False), ("weight", weight, False))
-    for name, written in (("out", out), ("norm_out", norm)):
-        if written is None:
-            continue
-        begin, nbytes = written.data_ptr(), written.nbytes
-        others = inputs if name == "out" else (*inputs, ("out", out, False))
-        for other_name, other, may_be in others:
-            if other is None:
-                continue
-            other_begin, other_bytes = other.data_ptr(), other.nbytes
-            if begin >= other_begin + other_bytes or other_begin >= begin + nbytes or not nbytes or not other_bytes:
-                continue
-            if not (may_be and begin == other_begin and nbytes == other_bytes):
-                allowed = f"{other_name} itself or " if may_be else ""
-                raise ValueError(
-                    f"{name}: expected {allowed}memory apart from {other_name}, got a tensor that overlaps it; pass "
-                    "another one"
-                )
 
 
 # ---- torch operators -----------------------------------------------------------------------------------------------

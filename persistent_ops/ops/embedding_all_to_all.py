@@ -63,7 +63,7 @@ def embedding_all_to_all(
         per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
         mode: "sum", or "mean" (over the entries that are not skipped).
         out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead; it
-            begins at a multiple of 16 bytes.
+            begins at a multiple of 16 bytes, and overlaps nothing that is read.
         batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
             first B % world_size. A PE whose T is 0 must give it, since it cannot tell the batch from `offsets`.
         dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on
@@ -98,7 +98,7 @@ def embedding_all_to_all(
     on all PEs that have some.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype, device or layout; before anything is launched.
+        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
         NotSymmetricError: `out` is not in this PE's symmetric heap.
         SymmetricHeapError: no room for the result.
         IndexError: see `bounds`. On "cuda" it comes with the next operator or `po.check()`, since the launch is
@@ -358,6 +358,10 @@ def _run(
     choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
     plan = _plan(world, world.team, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
+    if out is not None:
+        plan.check_output(
+            out, weights, {"indices": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
+        )
     place, result = _place_of_result(world, plan, out)
     plan.launch(world, indices, offsets, per_sample_weights, place)
     return result()
@@ -389,6 +393,8 @@ def _run_from_sources(
 
     choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
     plan = _plan(world, world.team, weights, kind, choices, check)
+    if out is not None:
+        plan.check_output(out, weights, {})
     place, result = _place_of_result(world, plan, out)
     plan.launch_from(world, sources, place)
     return result()
@@ -429,9 +435,9 @@ def _place_of_result(
 ) -> tuple[int, Callable[[], torch.Tensor]]:
     """Return where in the heap it goes, and what makes the tensor behind the launch."""
     if out is not None:
-        plan.check_output(out)
+        offset = world.heap.offset_of(out, "out")
         increment_version(out)
-        return world.heap.offset_of(out, "out"), lambda: out
+        return offset, lambda: out
     is_captured = world.workspace.is_capturing()
     slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
     return slot.offset, lambda: slot.tensor(plan.dtype, plan.output_shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from ..runtime.backend import KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
 from ..runtime.operator import Operator
+from ..runtime.overlap import check_apart
 from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.world import World, upload
@@ -176,6 +177,8 @@ class EmbeddingPlan(Plan):
         self._device = world.backend.device
         check_choices(mode, bounds, schedule, is_weighted=lookups.is_weighted)
         check_tables(weights, dtype, self._device)
+        begin, end = world.backend.heap_base, world.backend.heap_base + world.backend.heap_bytes
+        self._tables_in_heap = [t for t, weight in enumerate(weights) if begin <= weight.data_ptr() < end]
         check_wire(dtype, wire_dtype)
         self.dtype = wire_dtype
         check_split(team, weights, lookups.num_offsets, dim_per_rank, batch_per_rank)
@@ -315,8 +318,10 @@ class EmbeddingPlan(Plan):
                 f"{list(per_sample_weights.shape)}"
             )
 
-    def check_output(self, out: torch.Tensor) -> None:
-        """Raise unless `out` can hold the result."""
+    def check_output(
+        self, out: torch.Tensor, weights: Sequence[torch.Tensor], lookups: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        """Raise unless `out` can hold the result; `weights`, `lookups`: what the launch reads."""
         if out.dtype != self.dtype or tuple(out.shape) != self.output_shape or not out.is_contiguous():
             raise ValueError(
                 f"out: expected a contiguous {self.dtype} tensor of shape {list(self.output_shape)}, got {out.dtype} "
@@ -327,6 +332,7 @@ class EmbeddingPlan(Plan):
                 f"out: expected a tensor that begins at a multiple of {_VECTOR_BYTES} bytes, as po.empty() returns it, "
                 f"got one {out.data_ptr() % _VECTOR_BYTES} bytes behind"
             )
+        check_apart("out", out, {**lookups, **{f"weights[{t}]": weights[t] for t in self._tables_in_heap}})
 
     def launch(
         self,

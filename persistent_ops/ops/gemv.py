@@ -46,7 +46,8 @@ def gemv(
         x: `[K]`, or `[N, K]` with N from 1 to 16, contiguous, dtype of the weight.
         bias: `[M]`, dtype of the weight. A captured graph keeps reading it.
         residual: of the result's shape and dtype.
-        out: of the result's shape, contiguous, any memory of the device; it may be `residual`, but no part of x.
+        out: of the result's shape, contiguous, any memory of the device; it may be `residual`, and overlaps
+            nothing else that is passed.
         prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
             (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays behind kernels
             that let this one begin early and then still have work, such as GEMVs of this package; behind short ones it
@@ -57,7 +58,7 @@ def gemv(
         `[M]` or `[N, M]`, dtype of the weight, in ordinary memory of this PE's device.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype, device or layout; before anything is launched.
+        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
         RuntimeError: a CUDA-graph capture meets a shape that was not called before, or `po.init()` was not called.
         PersistentOpsError: what an earlier operator of this PE left behind, as from `po.check()`.
         NotImplementedError: in a backward pass; the operator is forward only.

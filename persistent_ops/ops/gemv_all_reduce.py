@@ -44,7 +44,8 @@ def gemv_all_reduce(
         bias: `[M]`, dtype of the weight; added once. A captured graph keeps reading it.
         residual: of the result's shape and dtype; added once. In two phases a row's owner adds its own bias and
             residual, so all PEs get its sum.
-        out: of the result's shape, contiguous, any memory of the device; it may be `residual`, but no part of x.
+        out: of the result's shape, contiguous, any memory of the device; it may be `residual`, and overlaps
+            nothing else that is passed.
         algorithm: "one_shot" sends each PE's sums to every PE, "two_phase" to the owner of a row, which sends every PE
             the result: fewer bytes, one more latency. "auto" chooses by the bytes that a PE would send.
         comm_dtype: of the sums under way: None for float32, which keeps the result within the error of an fp32 sum
@@ -59,7 +60,7 @@ def gemv_all_reduce(
         `[M]` or `[N, M]`, dtype of the weight, in ordinary memory of this PE's device.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype, device or layout; before anything is launched.
+        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
         RuntimeError: a CUDA-graph capture meets a shape that was not called before.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else (another M, N, dtype
             or algorithm). On "cuda" they come with the next operator or `po.check()`; rows that did not arrive are NaN.

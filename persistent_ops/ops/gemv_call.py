@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator
 from .gemv_plan import (
@@ -80,6 +81,8 @@ def execute(
     world = _world.for_call()
     device = world.backend.device
     rows, columns, num_vectors, shape = check(weight, x, bias, residual, out, device)
+    if out is not None:
+        check_apart("out", out, {"weight": weight, "x": x, "bias": bias}, {"residual": residual})
     weight_at, x_at = weight.data_ptr(), x.data_ptr()
     is_aligned = not ((weight_at | x_at | columns * weight.dtype.itemsize) & 15)
     team = world.alone if is_alone else world.team
