@@ -202,6 +202,16 @@ def test_tuning_sorts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(timed) == 3
 
 
+@pytest.mark.parametrize(("pes", "method"), [(1, "gemv_alone"), (2, "fused")])
+def test_a_timeline_has_what_the_operator_is_in_a_world(tmp_path: Path, pes: int, method: str) -> None:
+    assert run("--trace", "--pes", str(pes), "--rounds", "2", "--out", str(tmp_path)) == 0
+    name = "gemv_all_reduce_timeline"
+    assert [(line["method"], line["pe"]) for line in lines_of(tmp_path, "timeline", name)] == [
+        (method, pe) for pe in range(pes)
+    ]
+    assert [line["method"] for line in lines_of(tmp_path, "tracing_cost", name)] == [method]
+
+
 def test_tuning_reports_what_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,7 +138,7 @@ def _common(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
     if tune and not arguments.methods:
         methods = experiment.tuned_methods
     elif arguments.trace and not arguments.methods:
-        methods = methods[:1]
+        methods = experiment.traced_methods or methods[:1]
     found = {"backend": arguments.backend, "methods": methods, "rounds": rounds, "traces": arguments.trace}
     return {**found, "tune": tune, "tune_mode": arguments.tune_mode}
 

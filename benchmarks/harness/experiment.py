@@ -93,6 +93,7 @@ class Experiment(ABC, Generic[_Case]):
         is_fresh: whether a world of one gets a process of its own where several worlds are run.
         operator: whose Tuning --tune changes; None where there is none.
         tuned_methods: that --tune times where no methods are asked for; `tunable` are all that it can.
+        traced_methods: that --trace records where no methods are asked for; none: the first one.
         knobs: what --sweep can go through: a field of the Tuning and its values; none for shares of the GPU's SMs.
         correct: what is printed where no check failed; the largest numbers of the checks stand for their names.
         note: behind the description of the run, such as the dtype.
@@ -114,6 +115,7 @@ class Experiment(ABC, Generic[_Case]):
     is_fresh: ClassVar[bool] = False
     operator: ClassVar[Operator | None] = None
     tuned_methods: ClassVar[tuple[str, ...]] = ()
+    traced_methods: ClassVar[tuple[str, ...]] = ()
     tunable: ClassVar[Sequence[str]] = ()
     knobs: ClassVar[Mapping[str, tuple[str, tuple[int, ...]]]] = {}
     correct: ClassVar[str] = "correct"
