@@ -313,6 +313,30 @@ def test_lookups_that_find_no_room_in_a_graph_have_no_gradient(backend: str) -> 
     assert in_world(_without_room_in_a_graph, 3, backend) == [["CapacityError", None, None]] * 3
 
 
+def _exchanged_outside_of_the_graph() -> list[Any]:
+    """A graph would add up by where one batch's lookups are; nothing is launched, and the eager pass is right."""
+    inputs, tables = _PLAIN.make(), _tables(_PLAIN)
+    optimizer = po.EmbeddingOptimizer(tables, lr=0.0)
+    gradient = _gradient(_PLAIN, _given(_PLAIN, po.rank(), 0))
+    lookups, weights = _exchange(inputs, _PLAIN, 0)
+    with lookups:
+        result = po.embedding_all_to_all(tables, lookups, dim_per_rank=_dims(_PLAIN), optimizer=optimizer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(po.runtime.world.current().workspace, "is_capturing", lambda: True)
+            told = error_of(lambda: result.backward(gradient, retain_graph=True))[:2]
+        steps = int(optimizer.step_count)
+        result.backward(gradient)
+    po.check()
+    assert weights.grad is not None
+    return [*told, steps, difference(weights.grad, _wanted(_PLAIN, po.rank(), 0))]
+
+
+def test_a_graph_without_the_exchange_is_refused(backend: str) -> None:
+    for name, text, steps, problem in in_world(_exchanged_outside_of_the_graph, 2, backend):
+        assert name == "RuntimeError" and "capture the exchange, too" in text, text
+        assert steps == 0 and problem is None
+
+
 # ---- late, absent and dead peers -------------------------------------------------------------------------------------
 
 _FAULTS = Case("faults", batch=(4, 6, 5))

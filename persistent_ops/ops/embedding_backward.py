@@ -377,6 +377,8 @@ class _OfExchange:
 
     def check(self) -> None:
         self.lookups.check_is_here()
+        if self.lookups.gives_gradients:
+            self.lookups.check_is_captured()
 
     def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
         return invert_sources(world, rows, self.lookups, counts=counts)

@@ -293,6 +293,14 @@ class Lookups:
         if not self._is_ordered:
             raise RuntimeError("embedding_inputs: call wait() before the launches that read these lookups")
 
+    def check_is_captured(self) -> None:
+        """Raise RuntimeError where a capture would keep what this exchange alone has found of its messages."""
+        if self._inputs._world.workspace.is_capturing() and not self._is_captured:
+            raise RuntimeError(
+                "embedding_inputs: a CUDA graph cannot give gradients to the weights of an exchange that it does not "
+                "have; capture the exchange, too, or pass weights that require no gradient"
+            )
+
     def _check_generation(self) -> None:
         if self._generation != self._inputs._generation:
             raise PeerTimeoutError(_GIVEN_UP)
