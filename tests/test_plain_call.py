@@ -120,6 +120,17 @@ def test_weights_of_lookups_in_forward_mode_are_refused(backend: str) -> None:
     assert error == "NotImplementedError" and text.startswith("per_sample_weights: no derivative in forward mode")
 
 
+def _weights_inside_of_func() -> tuple[str, str, float]:
+    weights = _ones(ROWS)
+    inputs = _exchanged(weights)
+    return error_of(lambda: torch.func.grad(lambda each: [_exchanged(each, inputs), each.sum()][1])(weights))
+
+
+def test_weights_of_lookups_inside_of_func_are_refused(backend: str) -> None:
+    ((error, text, _),) = in_world(_weights_inside_of_func, 1, backend)
+    assert error == "NotImplementedError" and text.startswith("per_sample_weights: no gradient inside of torch.func")
+
+
 def _layers() -> dict[str, Any]:
     x, few = _ones(20, SIZE), _ones(2, SIZE)
     with torch.no_grad():

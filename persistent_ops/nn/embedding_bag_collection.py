@@ -11,10 +11,10 @@ import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_backward_plan import agree_on_widths
-from ..ops.embedding_inputs import NO_TANGENT, EmbeddingInputs
+from ..ops.embedding_checks import check_derivatives
+from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
-from ..runtime.forward_mode import refuse_tangents
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
@@ -336,7 +336,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
             given = features_of(features, self.feature_names, is_weighted=self._is_weighted)
         if given.weights is not None:
-            refuse_tangents([given.weights], NO_TANGENT)
+            check_derivatives(given.weights)
         self._make_room()
         own = None if self._replicas is None else self._replicas.begin(given)
         sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
@@ -382,7 +382,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Raises:
             ValueError, TypeError: an argument's shape, dtype, device or layout.
             NotImplementedError: a batch that varies from feature to feature; a KeyedJaggedTensor's weights that
-                require a gradient, where its features come in another order and its `permute` takes the gradient away.
+                require a gradient, where its features come in another order and its `permute` takes the gradient away;
+                weights that have a tangent, or require a gradient inside of torch.func.
             RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed.
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.

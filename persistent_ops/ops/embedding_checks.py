@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..runtime.dtypes import SCALARS
+from ..runtime.forward_mode import refuse_tangents
 from ..runtime.team import Team
+from ..runtime.torch_private import function_transform
 
 if TYPE_CHECKING:
     from .embedding_inputs_lookups import Lookups
@@ -18,6 +20,7 @@ __all__ = [
     "SCHEDULES",
     "check_arrived",
     "check_choices",
+    "check_derivatives",
     "check_gradient",
     "check_split",
     "check_tables",
@@ -105,6 +108,19 @@ def check_arrived(
             f"weights: tables of {list(rows)} rows, but the lookups are of slots of {list(lookups.rows)} rows"
         )
     lookups.check_is_here()
+
+
+def check_derivatives(per_sample_weights: torch.Tensor) -> None:
+    """Raise NotImplementedError for weights of this PE's lookups whose derivatives are not a backward pass's."""
+    is_transformed = function_transform() is not None
+    if is_transformed and per_sample_weights.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "per_sample_weights: no gradient inside of torch.func; the backward pass of a plain call brings it"
+        )
+    refuse_tangents(
+        [per_sample_weights],
+        "per_sample_weights: no derivative in forward mode; the backward pass brings the PE its weights' gradients",
+    )
 
 
 def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:

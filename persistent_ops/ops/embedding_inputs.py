@@ -13,17 +13,16 @@ import torch
 from ..runtime import world as _world
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
-from ..runtime.forward_mode import refuse_tangents
 from ..runtime.operator import Operator
+from .embedding_checks import check_derivatives
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
 
-__all__ = ["NO_TANGENT", "EmbeddingInputs"]
+__all__ = ["EmbeddingInputs"]
 
 _REGIONS = 2
 _BOUNDS = ("fatal", "ignore")
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
-NO_TANGENT = "per_sample_weights: no derivative in forward mode; the backward pass brings the PE its weights' gradients"
 _ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 
 
@@ -174,6 +173,7 @@ class EmbeddingInputs:
 
         Raises:
             ValueError, TypeError: an argument; before anything is launched.
+            NotImplementedError: weights that have a tangent, or require a gradient inside of torch.func.
             RuntimeError: two earlier calls' lookups have not been released; the world has been left.
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
@@ -238,7 +238,7 @@ class EmbeddingInputs:
         if (weights is not None) != layout.is_weighted:
             raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
         if weights is not None:
-            refuse_tangents([weights], NO_TANGENT)
+            check_derivatives(weights)
             self._check_tensor("per_sample_weights", weights, (torch.float32,))
             if weights.shape != values.shape:
                 raise ValueError(
