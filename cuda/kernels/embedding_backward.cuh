@@ -49,7 +49,8 @@ class Reducer {
   PO_FN void run() {
     // Behind a launch that was given up, what is sorted may be anything. One lane decides for the warp.
     if (warp_.shuffle(is_aborted(team_), 0)) return;
-    const TaskTrace trace(false);  // of all ranges: one for each would cost more than a range
+    // Of all ranges: one for each would cost more than a range.
+    const TaskTrace trace(false);
     for (;;) {
       int32_t ticket = 0;
       if (warp_.rank() == 0) {

@@ -224,7 +224,9 @@ class RadixPass {
     };
     WaitTrace trace(0, 0);
     for (uint32_t spins = 1; !look(); ++spins) {  // await_own, whose waits of all threads would fill a timeline
-      if (wg_.rank() == 0) trace.looked_in_vain(team.rank);
+      if (wg_.rank() == 0) {
+        trace.looked_in_vain(team.rank);
+      }
       if (looks_up(spins) && is_aborted(team)) return false;
       spin_pause(spins);
     }
