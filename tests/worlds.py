@@ -23,6 +23,7 @@ __all__ = [
     "gave_up",
     "in_world",
     "init_with_impatient_kernels",
+    "meet_in",
     "python_path",
     "run_pes",
 ]
@@ -88,9 +89,19 @@ def error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
 
 def gave_up(folder: Path, count: int) -> None:
     """Wait until `count` PEs have left a file gave_up_<rank>, however busy the machine is; at most 60 s."""
+    _await_files(folder, "gave_up_*", count, 0.02)
+
+
+def meet_in(folder: Path, name: str) -> None:
+    """Wait until all PEs of the world have called this, which launches nothing; at most 60 s."""
+    (folder / f"{name}.{po.rank()}").touch()
+    _await_files(folder, f"{name}.*", po.world_size(), 0.001)
+
+
+def _await_files(folder: Path, pattern: str, count: int, pause: float) -> None:
     deadline = time.monotonic() + 60
-    while len(list(folder.glob("gave_up_*"))) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
+    while len(list(folder.glob(pattern))) < count and time.monotonic() < deadline:
+        time.sleep(pause)
 
 
 # ---- dead peers ------------------------------------------------------------------------------------------------------
