@@ -28,9 +28,9 @@ template <class Kernel>
 concept BeginsEarly = requires(const WorkGroup& wg, const typename Kernel::Call& call) { Kernel::begin(wg, call); };
 
 // The plan is read all through the launch, so each WG keeps a copy in its own memory.
-template <class Kernel>
+template <class Kernel, class Trace = NoLaunchTrace>
 PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, const typename Kernel::Plan* plan,
-                      const typename Kernel::Call& call) {
+                      const typename Kernel::Call& call, const Trace& trace = {}) {
   constexpr int kPlanWords = sizeof(typename Kernel::Plan) / sizeof(uint64_t);
   static_assert(sizeof(typename Kernel::Plan) % sizeof(uint64_t) == 0, "the plan is copied in 64-bit words");
   const auto* source = reinterpret_cast<const uint64_t*>(plan);
@@ -40,10 +40,12 @@ PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, cons
     auto begun = Kernel::begin(wg, call);
     if (wg.rank() < kPlanWords) target[wg.rank()] = first;
     for (int i = wg.rank() + wg.size(); i < kPlanWords; i += wg.size()) target[i] = source[i];
+    trace.place();
     wg.sync();
     Kernel::run(wg, shared, call, begun);
   } else {
     for (int i = wg.rank(); i < kPlanWords; i += wg.size()) target[i] = source[i];
+    trace.place();
     wg.sync();
     Kernel::run(wg, shared, call);
   }
@@ -52,11 +54,9 @@ PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, cons
 template <class Kernel>
 PO_FN void run_traced(const WorkGroup& wg, typename Kernel::Shared& shared, const typename Kernel::Plan* plan,
                       const typename Kernel::Call& call, const TraceSink& sink) {
-  if (wg.rank() == 0) trace_begin(sink);  // run_kernel's sync is behind it
-  run_kernel<Kernel>(wg, shared, plan, call);
-  const Warp warp;
-  warp.sync();
-  if (warp.rank() == 0) trace_end(wg, shared.plan.team);
+  const LaunchTrace trace(wg, sink);
+  run_kernel<Kernel>(wg, shared, plan, call, trace);
+  trace.end(shared.plan.team);
 }
 
 }  // namespace po

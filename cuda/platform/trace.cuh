@@ -31,35 +31,35 @@ struct TraceSpan {
 };
 PO_DESCRIBE(TraceSpan, begin, end, index, kind, phase, peer, warp)
 
-// [0] is for this PE, [1] for others.
-struct TraceTasks {
-  uint64_t count[2];
+// What a WG counts from its begin on. [0] is for this PE, [1] for others.
+struct TraceTotals {
+  uint64_t wg;
+  uint64_t num_wgs;
+  uint64_t num_warps;
+  uint64_t unit;      // ticks of `first_begin` and `last_end`, which count from `begin`
+  uint64_t begin;     // ticks
+  uint64_t begin_ns;  // then
   uint64_t first_begin[2];
   uint64_t last_end[2];
-  uint64_t total[2];  // ticks, of all warps, without those that they waited in between
+  uint64_t tasks[2];
+  uint64_t worked[2];  // ticks, of all warps, without those that they waited in between
+  uint64_t waited;     // ticks, of all warps
+  uint64_t num_spans;  // that were met; those above kTraceSpans are lost
 };
-PO_DESCRIBE(TraceTasks, count, first_begin, last_end, total)
+PO_DESCRIBE(TraceTotals, wg, num_wgs, num_warps, unit, begin, begin_ns, first_begin, last_end, tasks, worked, waited,
+            num_spans)
 
 // What a WG leaves of a launch.
 struct TraceBlock {
   int64_t operator_id;  // the contract's first word; 0: the WG has not ended
   int64_t team;         // the contract's second word
   uint64_t epoch;
-  uint64_t wg;
-  uint64_t num_wgs;
-  uint64_t num_warps;
-  uint64_t begin;  // these two in ticks
-  uint64_t end;
-  uint64_t last;       // when the head was written
-  uint64_t begin_ns;   // at `begin`
-  uint64_t last_ns;    // at `last`
-  uint64_t waited;     // ticks, of all warps
-  uint64_t num_spans;  // that were met; those above kTraceSpans are lost
-  TraceTasks tasks;
+  uint64_t end;     // ticks
+  uint64_t end_ns;  // then
+  TraceTotals totals;
   TraceSpan spans[kTraceSpans];
 };
-PO_DESCRIBE(TraceBlock, operator_id, team, epoch, wg, num_wgs, num_warps, begin, end, last, begin_ns, last_ns, waited,
-            num_spans, tasks, spans)
+PO_DESCRIBE(TraceBlock, operator_id, team, epoch, end, end_ns, totals, spans)
 
 // Where they leave it: an argument of the launch.
 struct TraceSink {
@@ -71,27 +71,30 @@ PO_DESCRIBE(TraceSink, blocks, num_blocks, used)
 
 inline constexpr int kMostWarps = PO_ON_DEVICE ? 32 : 64;  // of a WG
 
-// Ticks that a warp has not waited, of which differences count: two seconds of work on a GPU, where this memory is scarce.
+// On a GPU only words of 32 bits are added to and compared without a loop in a WG's own memory, which is scarce, too. There a
+// TraceMark is the lower half of a word of TraceTotals, with times in units of 16 ticks, of which it holds half a minute; or
+// ticks of which differences count, two seconds of work.
 #if PO_ON_DEVICE
 using TraceMark = uint32_t;
+inline constexpr int kUnitShift = 4;
 #else
 using TraceMark = uint64_t;
+inline constexpr int kUnitShift = 0;
 #endif
+inline constexpr auto kMostMark = static_cast<TraceMark>(-1);
 
 // A WG's own memory while it runs.
 struct TraceState {
   TraceBlock* block;  // null: no room
-  uint64_t begin;
-  uint64_t begin_ns;
-  uint64_t end;
-  uint64_t num_spans;
-  uint64_t warps_done;
-  TraceTasks tasks;
-  uint64_t waited[kMostWarps];  // ticks; of a warp whose lanes wait for several peers at once, of each
-  TraceMark task_begin[kMostWarps];
+  TraceTotals totals;
+  TraceMark waited[kMostWarps];      // ticks; of a warp whose lanes wait for several peers at once, of each
+  TraceMark task_begin[kMostWarps];  // ticks that the warp had not waited
 };
 
 // ---- of one WG ------------------------------------------------------------------------------------------------------
+
+// The lower half of a word on a GPU, and all of it on the host.
+PO_FN TraceMark* low_half(uint64_t* word) { return reinterpret_cast<TraceMark*>(word); }
 
 #if PO_ON_DEVICE
 
@@ -109,19 +112,18 @@ PO_FN bool leads_here(uint64_t key) {
 }
 PO_FN bool leads_warp() { return threadIdx.x % kWarpSize == 0; }
 
-// Between what the warps of a WG have counted and who looks at it.
-PO_FN void trace_fence() { __threadfence_block(); }
-
 PO_FN uint32_t trace_warp() { return threadIdx.x / kWarpSize; }
 
-PO_FN uint64_t trace_add(uint64_t* word, uint64_t value) {
-  return atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
-}
-PO_FN void trace_min(uint64_t* word, uint64_t value) {
-  atomicMin(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
-}
-PO_FN void trace_max(uint64_t* word, uint64_t value) {
-  atomicMax(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
+PO_FN uint32_t trace_add(uint32_t* word, uint32_t value) { return atomicAdd(word, value); }
+PO_FN void trace_min(uint32_t* word, uint32_t value) { atomicMin(word, value); }
+PO_FN void trace_max(uint32_t* word, uint32_t value) { atomicMax(word, value); }
+
+// To a whole word: what the lower half carries over goes to the upper one.
+PO_FN void trace_add(uint64_t* word, uint64_t value) {
+  const auto low = static_cast<uint32_t>(value);
+  const uint32_t carry = trace_add(low_half(word), low) > ~low ? 1 : 0;
+  const uint32_t high = static_cast<uint32_t>(value >> 32) + carry;
+  if (high != 0) atomicAdd(low_half(word) + 1, high);
 }
 
 #else
@@ -136,9 +138,8 @@ inline TraceState& trace_state() { return *trace_thread.state; }
 inline uint64_t trace_ticks() { return clock_ns(); }
 inline bool leads_here(uint64_t) { return true; }
 inline bool leads_warp() { return true; }
-inline void trace_fence() {}  // counts are released and acquired here
 inline uint32_t trace_warp() { return trace_thread.warp; }
-inline uint64_t trace_add(uint64_t* word, uint64_t value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
+inline uint64_t trace_add(uint64_t* word, uint64_t value) { return __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }
 inline void trace_min(uint64_t* word, uint64_t value) {
   uint64_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
   while (value < old && !__atomic_compare_exchange_n(word, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -157,18 +158,21 @@ inline void trace_max(uint64_t* word, uint64_t value) {
 PO_FN void trace_span(TraceKind kind, uint32_t phase, int peer, uint64_t index, uint64_t begin, uint64_t end) {
   TraceState& state = trace_state();
   if (state.block == nullptr) return;
-  const uint64_t number = trace_add(&state.num_spans, 1);
+  const TraceMark number = trace_add(low_half(&state.totals.num_spans), 1);
   if (number >= kTraceSpans) return;
   state.block->spans[number] = {begin, end, index, kind, phase, static_cast<uint32_t>(peer), trace_warp()};
 }
 
-// Out of line what follows: a kernel's registers are few, and a wait is over when it comes to this.
+// Waits and signals out of line: a kernel's registers are few, and a wait is over when it comes to this. Tasks in line: in a
+// short launch to fetch a function's instructions takes longer than all that they do.
 
 // Of lanes that waited for the same, one counts. `end` 0: now.
 PO_NOINLINE inline void trace_wait(uint32_t phase, int peer, uint64_t index, uint64_t begin, uint64_t end) {
   if (!leads_here(static_cast<uint64_t>(peer) << 48 | index)) return;
   if (end == 0) end = trace_ticks();
-  trace_add(&trace_state().waited[trace_warp()], end - begin);
+  TraceState& state = trace_state();
+  trace_add(&state.waited[trace_warp()], static_cast<TraceMark>(end - begin));
+  trace_add(&state.totals.waited, end - begin);
   trace_span(kTraceWait, phase, peer, index, begin, end);
 }
 
@@ -177,21 +181,25 @@ PO_NOINLINE inline void trace_signal(int peer, uint64_t offset) {
   if (leads_here(static_cast<uint64_t>(peer) << 48 | offset)) trace_span(kTraceSend, 0, peer, offset, now, now);
 }
 
-PO_NOINLINE inline void trace_task_begin(bool is_for_others) {
-  TraceState& state = trace_state();
-  const uint64_t now = trace_ticks();
-  trace_min(&state.tasks.first_begin[is_for_others], now);
-  state.task_begin[trace_warp()] = static_cast<TraceMark>(now - state.waited[trace_warp()]);
+PO_FN TraceMark trace_units(const TraceState& state, uint64_t now) {
+  return static_cast<TraceMark>(min_of((now - state.totals.begin) >> kUnitShift, uint64_t{kMostMark}));
 }
 
-PO_NOINLINE inline void trace_task_end(bool is_for_others) {
+PO_FN void trace_task_begin(bool is_for_others) {
   TraceState& state = trace_state();
   const uint64_t now = trace_ticks();
-  trace_add(&state.tasks.count[is_for_others], 1);
-  trace_max(&state.tasks.last_end[is_for_others], now);
-  const auto worked = static_cast<TraceMark>(now - state.waited[trace_warp()]) - state.task_begin[trace_warp()];
-  const bool is_negative = worked > static_cast<TraceMark>(-1) / 2;  // lanes waited for several peers side by side
-  trace_add(&state.tasks.total[is_for_others], is_negative ? 0 : worked);
+  state.task_begin[trace_warp()] = static_cast<TraceMark>(now) - state.waited[trace_warp()];
+  trace_min(low_half(&state.totals.first_begin[is_for_others]), trace_units(state, now));
+}
+
+PO_FN void trace_task_end(bool is_for_others) {
+  TraceState& state = trace_state();
+  const uint64_t now = trace_ticks();
+  const TraceMark ticks = static_cast<TraceMark>(now) - state.waited[trace_warp()] - state.task_begin[trace_warp()];
+  const bool is_negative = ticks > kMostMark / 2;  // lanes waited for several peers side by side
+  trace_add(&state.totals.worked[is_for_others], uint64_t{is_negative ? 0 : ticks});
+  trace_max(low_half(&state.totals.last_end[is_for_others]), trace_units(state, now));
+  trace_add(low_half(&state.totals.tasks[is_for_others]), 1);
 }
 
 template <bool kDoes>
@@ -263,45 +271,62 @@ using TaskTrace = Traces<kTraces<>>::Task;
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// One thread, before a sync of the WG.
-PO_FN void trace_begin(const TraceSink& sink) {
-  const uint64_t number = atomic_fetch_add_relaxed_gpu(sink.used, 1);
-  TraceState& state = trace_state();
-  state.begin_ns = clock_ns();
-  state.begin = trace_ticks();
-  state.end = state.num_spans = state.warps_done = 0;
-  for (int i = 0; i < 2; ++i) {
-    state.tasks.count[i] = state.tasks.last_end[i] = state.tasks.total[i] = 0;
-    state.tasks.first_begin[i] = ~0ull;
+// From a WG's first instruction to its last one; all its threads have one.
+class LaunchTrace {
+ public:
+  // Where the timeline goes is on its way from here on, and known behind `place`.
+  PO_FN LaunchTrace(const WorkGroup& wg, const TraceSink& sink) : wg_(wg), sink_(sink) {
+    TraceState& state = trace_state();
+    uint64_t* counts = words_of(state.totals) + kFirstCount;
+    constexpr int kCounts = kTotals - kFirstCount;
+    for (int i = wg.rank(); i < kCounts; i += wg.size()) counts[i] = i < kFirstBegins ? kMostMark : 0;
+    for (int i = wg.rank(); i < kMostWarps; i += wg.size()) state.waited[i] = 0;
+    if (wg.rank() != 0) return;
+    number_ = atomic_fetch_add_relaxed_gpu(sink.used, 1);
+    state.totals.wg = static_cast<uint64_t>(wg.index());
+    state.totals.num_wgs = static_cast<uint64_t>(wg.count());
+    state.totals.num_warps = static_cast<uint64_t>(wg.num_warps());
+    state.totals.unit = 1u << kUnitShift;
+    state.totals.begin_ns = clock_ns();
+    state.totals.begin = trace_ticks();
   }
-  for (uint64_t& waited : state.waited) waited = 0;
-  state.block = number < sink.num_blocks ? sink.blocks + number : nullptr;
-}
 
-// A thread of each warp, when that has ended.
-template <class Team>
-PO_FN void trace_end(const WorkGroup& wg, const Team& team) {
-  TraceState& state = trace_state();
-  trace_max(&state.end, trace_ticks());
-  trace_fence();
-  if (trace_add(&state.warps_done, 1) + 1 != static_cast<uint64_t>(wg.num_warps()) || state.block == nullptr) return;
-  trace_fence();
-  TraceBlock& block = *state.block;
-  block.team = team.contract[1];
-  block.epoch = team.epoch;
-  block.wg = static_cast<uint64_t>(wg.index());
-  block.num_wgs = static_cast<uint64_t>(wg.count());
-  block.num_warps = static_cast<uint64_t>(wg.num_warps());
-  block.begin = state.begin;
-  block.begin_ns = state.begin_ns;
-  block.end = state.end;
-  block.last = trace_ticks();
-  block.last_ns = clock_ns();
-  block.waited = 0;
-  for (const uint64_t waited : state.waited) block.waited += waited;
-  block.num_spans = state.num_spans;
-  block.tasks = state.tasks;
-  block.operator_id = team.contract[0];
-}
+  // Before a sync of the WG.
+  PO_FN void place() const {
+    if (wg_.rank() == 0) trace_state().block = number_ < sink_.num_blocks ? sink_.blocks + number_ : nullptr;
+  }
+
+  template <class Team>
+  PO_FN void end(const Team& team) const {
+    wg_.sync();  // all warps have counted
+    TraceState& state = trace_state();
+    if (state.block == nullptr) return;
+    TraceBlock& block = *state.block;
+    if (wg_.rank() == 0) {
+      block.end = trace_ticks();
+      block.end_ns = clock_ns();
+      block.epoch = team.epoch;
+      block.team = team.contract[1];
+      block.operator_id = team.contract[0];
+    }
+    for (int i = wg_.rank(); i < kTotals; i += wg_.size()) words_of(block.totals)[i] = words_of(state.totals)[i];
+  }
+
+ private:
+  static constexpr int kTotals = sizeof(TraceTotals) / sizeof(uint64_t);
+  static constexpr int kFirstCount = offsetof(TraceTotals, first_begin) / sizeof(uint64_t);
+  static constexpr int kFirstBegins = sizeof(TraceTotals::first_begin) / sizeof(uint64_t);
+
+  static PO_FN uint64_t* words_of(TraceTotals& totals) { return reinterpret_cast<uint64_t*>(&totals); }
+
+  const WorkGroup& wg_;
+  const TraceSink& sink_;
+  uint64_t number_ = 0;
+};
+
+// Of a launch without a timeline.
+struct NoLaunchTrace {
+  PO_FN void place() const {}
+};
 
 }  // namespace po

@@ -157,17 +157,20 @@ class Tracer:
         assert operator is not None
         number, size = team_of(block.team)
 
+        totals = block.totals
+
         def time(ticks: int) -> float:
-            return float(block.begin_ns + (ticks - block.begin) * tick)
+            return float(totals.begin_ns + (ticks - totals.begin) * tick)
 
         def tasks(which: int) -> Tasks | None:
-            of = block.tasks
-            if not of.count[which]:
+            if not totals.tasks[which]:
                 return None
-            begin, end = time(of.first_begin[which]), time(of.last_end[which])
-            return Tasks(of.count[which], begin, end, of.total[which] * tick)
+            begin, end = (
+                time(totals.begin + units[which] * totals.unit) for units in (totals.first_begin, totals.last_end)
+            )
+            return Tasks(totals.tasks[which], begin, end, totals.worked[which] * tick)
 
-        kept = min(block.num_spans, self._constants["kTraceSpans"])
+        kept = min(totals.num_spans, self._constants["kTraceSpans"])
         spans = []
         for span in block.spans[:kept]:
             is_wait = span.kind == self._constants["kTraceWait"]
@@ -182,16 +185,16 @@ class Tracer:
             number,
             block.epoch,
             size,
-            block.wg,
-            block.num_wgs,
-            block.num_warps,
-            time(block.begin),
+            totals.wg,
+            totals.num_wgs,
+            totals.num_warps,
+            time(totals.begin),
             time(block.end),
-            block.waited * tick,
+            totals.waited * tick,
             tasks(0),
             tasks(1),
             spans,
-            block.num_spans - kept,
+            totals.num_spans - kept,
         )
 
 
@@ -201,8 +204,8 @@ _OTHER_WG = "another work-group"
 
 def _nanoseconds_of_a_tick(blocks: Sequence[Any]) -> float:
     """Return what all WGs together say of their clock; it ticks in nanoseconds on the host."""
-    ticks = sum(block.last - block.begin for block in blocks)
-    return sum(block.last_ns - block.begin_ns for block in blocks) / ticks if ticks else 1.0
+    ticks = sum(block.end - block.totals.begin for block in blocks)
+    return sum(block.end_ns - block.totals.begin_ns for block in blocks) / ticks if ticks else 1.0
 
 
 def align_clocks(world: World) -> Clock:

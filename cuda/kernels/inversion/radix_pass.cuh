@@ -191,8 +191,6 @@ class RadixPass {
       uint32_t earlier = 0;
       if (tile != 0) {
         if (!look_back(tile, digit, earlier)) return false;
-        const uint32_t count = group_.shared.shifts[digit];
-        count_store_relaxed_gpu(tile_word(tile, digit), kOfAll | (earlier + count));
       }
       group_.shared.shifts[digit] = group_.shared.first_places[digit] + earlier - group_.shared.staged_places[digit];
     }
@@ -203,7 +201,8 @@ class RadixPass {
     return tile_words_ + static_cast<int64_t>(tile) * kDigits + digit;
   }
 
-  // Adds up how many entries of the tiles before have the digit. Asks for some tiles' words at a time.
+  // Adds up how many entries of the tiles before have the digit, and tells the sum up to this tile. Asks for some tiles' words
+  // at a time.
   PO_FN bool look_back(int32_t tile, int digit, uint32_t& sum) const {
     constexpr int kWordsAtOnce = Traits::kWordsAtOnce;
     const Team& team = group_.plan.team;
@@ -230,6 +229,7 @@ class RadixPass {
       if (looks_up(spins) && is_aborted(team)) return false;
       spin_pause(spins);
     }
+    count_store_relaxed_gpu(tile_word(tile, digit), kOfAll | (sum + group_.shared.shifts[digit]));
     return true;
   }
 
