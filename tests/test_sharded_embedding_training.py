@@ -133,6 +133,54 @@ def test_rates_are_those_of_torch_under_its_schedulers(backend: str, zeroes_behi
     assert in_world(_scheduled, 3, backend, zeroes_behind, as_tensor) == [[]] * 3
 
 
+def _rates_in_captures() -> dict[str, list[list[float]]]:
+    """What tables are updated with behind changes of the rate, in captures and between them."""
+    tables = [TableConfig("a", 5, 4, ["a"]), TableConfig("b", 6, 4, ["b"])]
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, lr=0.5, placement={"b": "replicated"})
+    optimizer, group = module.optimizer, module.optimizer.param_groups[0]
+    seen: dict[str, list[list[float]]] = {"number": [], "elsewhere": [], "on the device": []}
+
+    def call(kind: str) -> None:
+        for each in (optimizer.zero_grad, optimizer.step):
+            each()
+            seen[kind].append([float(own.lr) for own in optimizer._optimizers])
+
+    def capture(kind: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(po_world.current().workspace, "is_capturing", lambda: True)
+            call(kind)
+
+    group["lr"] = 0.25
+    capture("number")
+    call("number")
+    group["lr"] = torch.empty((), device="meta")  # whose copy to where kernels read it would be refused
+    capture("elsewhere")
+    group["lr"] = torch.tensor(0.125, device=po.device())
+    capture("on the device")
+    return seen
+
+
+def test_a_capture_keeps_no_rate_of_the_host() -> None:
+    (found,) = in_world(_rates_in_captures, 1, "host")
+    before, changed = [[0.5, 0.5]] * 2, [[0.25, 0.25]] * 2
+    assert found == {"number": before + changed, "elsewhere": changed, "on the device": [[0.125, 0.125]] * 2}
+
+
+def _loaded_rates() -> list[Any]:
+    tables = [TableConfig("a", 5, 4, ["a"])]
+    one, other = (po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, lr=lr) for lr in (0.5, 0.25))
+    rate = other.optimizer.param_groups[0]["lr"] = torch.tensor(0.25, device=po.device())
+    other.optimizer.load_state_dict(one.optimizer.state_dict())
+    seen = [other.optimizer.param_groups[0]["lr"] is rate, float(rate), float(other.optimizer._optimizers[0].lr)]
+    one.optimizer.param_groups[0]["lr"] = 0.125
+    one.optimizer.load_state_dict(other.optimizer.state_dict())
+    return [*seen, float(one.optimizer.param_groups[0]["lr"]), float(one.optimizer._optimizers[0].lr)]
+
+
+def test_a_rate_in_a_tensor_is_loaded_into_it(backend: str) -> None:
+    assert in_world(_loaded_rates, 1, backend) == [[True, 0.5, 0.5, 0.5, 0.5]]
+
+
 def _clamped() -> list[bool]:
     module, plain = _SHARED.make(max_gradient=0.25), _SHARED.make()
     before = {name: shards.clone() for name, shards in module.state_dict().items()}

@@ -32,7 +32,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
     `step` and `zero_grad` therefore do nothing but bring ``param_groups[0]["lr"]`` to the device, where kernels, also
     those of a CUDA graph, read it; so does the collection's forward pass outside of a capture. A scheduler of torch's
-    that is stepped behind `step()` gives step t the rate that it gives an optimizer of torch's.
+    that is stepped behind `step()` gives step t the rate that it gives an optimizer of torch's. In a capture a rate on
+    the host, a number or a tensor, stays where it is: one of these calls brings it ahead of a replay. A rate in a
+    tensor on the device is brought by every replay of a graph that has one of the calls.
 
     The state dict has TorchRec's form: ``state["embedding_bags.<table>.weight"]["<table>.momentum1"]``, and
     ``"<table>.exp_avg_sq"`` beside it for "adam", each a `TableShards`, there from the beginning. States of
@@ -62,6 +64,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
         self._shards = {name: self._states_of(*table) for name, table in tables.items()}
         self._saves_param_groups = True
+        self._workspace = _world.current().workspace
         self._fixed = {name: _plain(options[name]) for name in _FIXED if name in options}
         self._pushed: Any = None
         super().__init__([parameter for parameter, *_ in tables.values()], dict(options))
@@ -93,7 +96,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         ]
 
     def push_rate(self) -> None:
-        """Bring the learning rate to the device, where it has changed.
+        """Bring the learning rate to the device, where it has changed; in a capture only from there.
 
         Raises:
             NotImplementedError: something else has changed in the group.
@@ -107,6 +110,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                     * (name == "betas")
                 )
         rate = self.param_groups[0]["lr"]
+        if self._workspace.is_capturing() and not self._is_on_device(rate):
+            return  # every replay would bring what the rate is now
         if isinstance(rate, torch.Tensor):
             for optimizer in self._optimizers:
                 optimizer.lr.copy_(rate.detach().reshape(1))
@@ -114,6 +119,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             for optimizer in self._optimizers:
                 optimizer.lr.fill_(rate)
         self._pushed = None if isinstance(rate, torch.Tensor) else rate
+
+    def _is_on_device(self, rate: Any) -> bool:
+        return isinstance(rate, torch.Tensor) and all(rate.device == each.lr.device for each in self._optimizers)
 
     def _push_seeds(self) -> None:
         seed = self.param_groups[0]["seed"]
@@ -188,6 +196,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 and the seed of stochastic rounding stay, and steps begin at 0.
             prefix: of the tables' names; see `state_dict`.
 
+        A rate that is a tensor here stays that tensor, and takes the loaded value: a CUDA graph may read it.
+
         Raises:
             ValueError: it is of another algorithm, other constants of it or other tables; or of another number of
                 column slices, under "rowwise_adagrad".
@@ -205,10 +215,13 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             of_saved = state_dict.get("state", {}).get(f"{prefix}embedding_bags.{name}.weight", {})
             self._load_table(name, of_table, saved, of_saved)
         for name, value in saved.items():
-            if name not in _OF_MODULE:
+            own = self.param_groups[0].get(name)
+            if name == "lr" and isinstance(own, torch.Tensor):
+                own.detach().fill_(float(value))
+            elif name not in _OF_MODULE:
                 self.param_groups[0][name] = value
         step = int(saved.get("step", 0))
-        changes = _world.current().workspace.changes
+        changes = self._workspace.changes
         for optimizer in self._optimizers:
             optimizer.step_count = step  # type: ignore[assignment]  # mypy knows one type for both
             if "beta_powers" in saved:
