@@ -26,6 +26,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from dlrm.captured_step import check_machine
 from dlrm.data import check_data
 from dlrm.options import ALGORITHMS, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
 from dlrm.report import draw_if_possible
@@ -79,6 +80,8 @@ def _run(options: Options, pes: int | None, limit: float) -> tuple[dict[str, Any
     check_data(options)
     gpus = torch.cuda.device_count() if options.backend != "host" else 0
     num_pes = pes or gpus or min(max(os.cpu_count() or 2, 2), _MAX_HOST_PES)
+    if options.is_captured:
+        check_machine(has_gpus=gpus > 0, shares_gpu=num_pes > gpus)
     return po.launch(run_pe, num_pes, options, timeout=limit)[0], True
 
 
@@ -106,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "--placement", choices=PLACEMENTS, default="model", help="of tables; auto: by costs that are measured"
     )
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the dense part's kernels")
+    parser.add_argument("--graph", action="store_true", help="make steps as replays of a CUDA graph, on GPUs")
     for name, kind, text in _NUMBERS:
         parser.add_argument(f"--{name}", type=kind, help=f"{text} ({_default(name)})")
     parser.add_argument("--compare", type=int, default=0, metavar="STEPS", help="steps of each way, and no training")
@@ -157,6 +161,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         given.pop(name, None)
     rates = {name: given.pop(name) for name in ("warmup_steps", "decay_start", "decay_steps") if name in given}
     given["is_compiled"], given["is_resumed"] = given.pop("compile"), given.pop("resume")
+    given["is_captured"] = given.pop("graph")
     given["compare_steps"] = given.pop("compare")
     return Options(**{**MODELS[arguments.model].defaults, **given, "schedule": Schedule(**rates)})
 

@@ -107,6 +107,7 @@ _LONG = (
     "ddp_sparse_hook",
     "dlrm_training",
     "dlrm_train",
+    "dlrm_graph",
 )
 
 # Files and functions, likewise; half a minute and more with eight workers on a GPU.

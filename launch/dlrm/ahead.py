@@ -24,7 +24,7 @@ class Sent:
     Attributes:
         batch: this PE's samples.
         batch_size: samples of the global batch.
-        lookups: what the embedding module is called with.
+        lookups: what the embedding module is called with; None where they are not sent ahead.
         copied: on a GPU, behind what brings the batch there.
     """
 
@@ -46,18 +46,18 @@ class Sender:
     """Takes batches from an iterator and sends their lookups, on GPUs on a stream of its own.
 
     Args:
-        embedding: whose `input_dist` sends them.
+        embedding: whose `input_dist` sends them; None: the batch is brought to the device, and nothing sent.
         num_pes: that share a batch.
         device: of the batches.
     """
 
-    def __init__(self, embedding: EmbeddingModule, num_pes: int, device: torch.device) -> None:
+    def __init__(self, embedding: EmbeddingModule | None, num_pes: int, device: torch.device) -> None:
         self._embedding = embedding
         self._num_pes = num_pes
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send_next(self, batches: Iterator[tuple[Batch, int]]) -> Sent | None:
-        """Send the next batch's lookups; None where there is no batch. Collective.
+        """Send the next batch's lookups; None where there is no batch. Collective where lookups are sent.
 
         Args:
             batches: this PE's samples, and how many the global batch has.
@@ -67,6 +67,8 @@ class Sender:
             if found is None:
                 return None
             batch, size = found
-            split = balanced_splits(size, self._num_pes)
-            lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
+            lookups = None
+            if self._embedding is not None:
+                split = balanced_splits(size, self._num_pes)
+                lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
             return Sent(batch, size, lookups, None if self._stream is None else self._stream.record_event())

@@ -85,14 +85,16 @@ def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
     _meet()
 
 
-def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule, device: torch.device) -> Progress:
+def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule) -> Progress:
     """Read the latest checkpoint; collective. Tables and the states of their optimizer are taken over.
+
+    What is returned is on the host, from where torch's optimizers take what they want on the device and leave counts of
+    steps that they read on the host.
 
     Args:
         folder: of the checkpoints.
         identity: of this training.
         embedding: whose tables are loaded, once the identity is right.
-        device: of the returned tensors.
 
     Raises:
         ValueError: there is none, it cannot be read, or it is of another training.
@@ -102,7 +104,7 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule, dev
     except FileNotFoundError as error:
         raise ValueError(f"there is no checkpoint in {folder}") from error
     try:
-        progress = Progress(**torch.load(found / _FILE, map_location=device, weights_only=True))
+        progress = Progress(**torch.load(found / _FILE, map_location="cpu", weights_only=True))
     except Exception as error:
         raise ValueError(f"{found} is no checkpoint of this program: {error}") from error
     changed = _changed("", progress.identity, identity)

@@ -24,12 +24,13 @@ import persistent_ops as po
 from persistent_ops.runtime.world import World
 
 from .data import Data
+from .dense_optimizer import DENSE_OPTIMIZERS
 from .embedding import EmbeddingModule
 from .fbgemm_peer import FbgemmEmbedding, why_no_fbgemm
 from .options import Options
 from .peers import ExchangedEmbedding
 from .training import Training
-from .way import DENSE_OPTIMIZERS, make_training
+from .way import make_training
 
 __all__ = ["OWN", "compare", "disagreements"]
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import persistent_ops as po
 
+from .dense_optimizer import DENSE_OPTIMIZERS, EPS
 from .peers import Bags, ExchangedEmbedding, means_over_pes, parts_of, sums
-from .way import DENSE_OPTIMIZERS, EPS
 
 __all__ = ["FbgemmEmbedding", "why_no_fbgemm"]
 

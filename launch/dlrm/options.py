@@ -109,6 +109,7 @@ class Options:
         wire: one of `PRECISIONS`, in which pooled rows and their gradients travel; None for `precision`, which loses
             nothing by it.
         is_compiled: whether torch.compile makes the dense part's kernels.
+        is_captured: whether steps are replays of a CUDA graph, as far as they can be.
         compare_steps: of each way, in a comparison that takes the training's place; 0 for the training.
         seed: of the log, the order of samples and all weights.
         backend: "auto", "cuda" or "host".
@@ -146,6 +147,7 @@ class Options:
     precision: str = "fp32"
     wire: str | None = None
     is_compiled: bool = False
+    is_captured: bool = False
     compare_steps: int = 0
     seed: int = 0
     backend: str = "auto"
@@ -174,6 +176,8 @@ class Options:
                 raise ValueError(f"{name} must be above 0 and below infinity, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.is_captured and self.compare_steps:
+            raise ValueError("--graph: a comparison's steps are not captured; leave out --graph or --compare")
         if (self.data is None) != (self.format == "synthetic"):
             raise ValueError(f"data: format {self.format} takes {'no' * (self.data is not None) or 'a'} file or folder")
 

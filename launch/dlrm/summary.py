@@ -72,6 +72,8 @@ def _print_trained(report: dict[str, Any], console: Console) -> None:
         f"loss {losses[0]:.4f} -> {_recent(losses):.4f} in {len(losses)} steps{before}; {last['loss']:.4f} over what "
         "evaluates",
     ]
+    if options["is_captured"]:
+        lines.append(f"{report['num_replays']} of this run's steps were replays of a CUDA graph")
     if report["timed_steps"]:
         each = report["seconds"] / report["timed_steps"]
         lines.append(f"{options['batch'] / each:,.0f} samples/s, {each * 1e3:.2f} ms per step")

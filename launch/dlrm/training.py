@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from persistent_ops.nn import OrderedAllReduce, balanced_splits
 
 from . import checkpoint
-from .ahead import Sender, Sent
+from .ahead import Sender
 from .batches import Batches, Position
+from .captured_step import EAGER_STEPS, CapturedStep
+from .dense_optimizer import count_steps, load_optimizer, optimizer_state, set_rate
 from .embedding import EmbeddingModule
 from .metrics import all_predictions, auroc
 from .model import DenseModel
@@ -90,6 +92,10 @@ class Training:
         schedule: of the rates of both optimizers, whose rates so far are the base; None to leave them as they are.
         precision: of the dense part's products, torch.float32 or torch.bfloat16 (autocast).
         is_compiled: whether the dense part goes through torch.compile; evaluations do not.
+        is_captured: whether steps with whole batches are replays of a CUDA graph, behind the first ones
+            (`CapturedStep`). The optimizer's rates are tensors on the device then, and its step can be captured; all is
+            done on one stream, see `own_stream`; and `close` comes before the process group's end.
+        check: called where the host waits for losses: raises what launches have reported, which no replay does.
 
     Attributes:
         batches, device: see above.
@@ -97,6 +103,7 @@ class Training:
         step: steps so far.
         position: of the next batch.
         timed_steps, seconds: of `run`, without the first steps, evaluations and checkpoints.
+        num_replays: steps that were replays of a CUDA graph.
 
     Raises:
         ValueError: the samples have other columns than the model.
@@ -115,6 +122,8 @@ class Training:
         schedule: Schedule | None = None,
         precision: torch.dtype = torch.float32,
         is_compiled: bool = False,
+        is_captured: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
             if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
@@ -131,22 +140,32 @@ class Training:
         self._identity = {"batches": batches.identity(), "sizes": model.sizes.identity(), **(identity or {})}
         self._num_pes = dist.get_world_size() if dist.is_initialized() else 1
         self._schedule = schedule
-        self._base_rates = [group["lr"] for group in self._rate_groups()]
+        self._base_rates = [float(group["lr"]) for group in self._rate_groups()]
         self._precision = precision
         self._dense: Any = model
         self._gradients: OrderedAllReduce | None = None
         if self._num_pes > 1:
-            self._dense = DistributedDataParallel(model)
+            self._dense = DistributedDataParallel(model, broadcast_buffers=False)  # which are constants
             self._gradients = OrderedAllReduce(self._dense)
         if is_compiled:
             self._dense = torch.compile(self._dense)
-        self._sender = Sender(embedding, self._num_pes, self.device)
+        self._captured: CapturedStep | None = None
+        if is_captured:
+            hotness, batch_size = sum(batches.source.hotness), batches.batch_size
+            self._captured = CapturedStep(self._step, batch_size=batch_size, lookups_per_sample=hotness)
+        self._check = check
+        # A graph has the exchange of its own batch's lookups.
+        self._sender = Sender(None if is_captured else embedding, self._num_pes, self.device)
         self._shares: list[torch.Tensor] = []
         self.history = History()
         self.step = 0
         self.position: Position = (0, 0)
         self.timed_steps, self.seconds = 0, 0.0
-        self._untimed = _UNTIMED_STEPS
+        self._untimed = max(_UNTIMED_STEPS, EAGER_STEPS + 1) if is_captured else _UNTIMED_STEPS
+
+    @property
+    def num_replays(self) -> int:
+        return 0 if self._captured is None else self._captured.num_replays
 
     def run(self, plan: Plan, show: Callable[[int, float], None] | None = None) -> History:
         """Train until the plan's end.
@@ -168,7 +187,7 @@ class Training:
         return self.history
 
     def steps(self, batches: Iterable[tuple[Batch, int]]) -> Iterator[torch.Tensor]:
-        """Make a step with each batch; the lookups of the next one travel meanwhile.
+        """Make a step with each batch; the next one comes to the device meanwhile, and its lookups to the tables.
 
         Args:
             batches: this PE's samples, and how many the global batch has.
@@ -183,9 +202,13 @@ class Training:
             self._optimizer.zero_grad()
             self._embedding.optimizer.zero_grad()
             sent.await_copy()
-            pooled = self._embedding(sent.lookups)
-            following = self._sender.send_next(coming)
-            share = self._learn(sent, pooled)
+            if self._captured is not None:
+                share = self._captured.run(sent.batch, sent.batch_size)
+                following = self._sender.send_next(coming)
+            else:
+                pooled = self._embedding(sent.lookups)
+                following = self._sender.send_next(coming)
+                share = self._learn(sent.batch, sent.batch_size, pooled)
             self.step += 1
             yield share
             sent = following
@@ -221,6 +244,8 @@ class Training:
     def save(self, folder: Path) -> None:
         """Write a checkpoint; see `checkpoint.save`."""
         self._sum_losses()
+        if self._captured is not None:
+            count_steps(self._optimizer, self.step)
         progress = checkpoint.Progress(
             identity=self._identity,
             step=self.step,
@@ -229,18 +254,24 @@ class Training:
             losses=self.history.losses,
             evaluations=self.history.evaluations,
             model=self._model.state_dict(),
-            optimizer=self._optimizer.state_dict(),
+            optimizer=optimizer_state(self._optimizer),
         )
         checkpoint.save(folder, progress, self._embedding)
 
     def resume(self, folder: Path) -> None:
         """Go on from the latest checkpoint of a folder; ValueError where there is none, or one of another training."""
-        found = checkpoint.load(folder, self._identity, self._embedding, self.device)
+        found = checkpoint.load(folder, self._identity, self._embedding)
+        self.close()  # loading makes new tensors of the optimizer's states
         self._model.load_state_dict(found.model)
-        self._optimizer.load_state_dict(found.optimizer)
+        load_optimizer(self._optimizer, found.optimizer)
         self.step, self.position = found.step, (found.epoch, found.batch)
         self.history = History(list(found.losses), list(found.evaluations))
         self._shares.clear()
+
+    def close(self) -> None:
+        """Give the CUDA graph back: NCCL's part of it must not outlive the process group. It is made anew if needed."""
+        if self._captured is not None:
+            self._captured.close()
 
     def take_over(self, other: Training) -> None:
         """Take over the dense part of another training, and its optimizer; the position stays."""
@@ -274,14 +305,20 @@ class Training:
                 if show is not None:
                     show(self.step, self.history.losses[-1])
 
-    def _learn(self, sent: Sent, pooled: torch.Tensor) -> torch.Tensor:
+    def _step(self, batch: Batch, batch_size: int) -> torch.Tensor:
+        """Make a step with a batch whose lookups have not been sent; return this PE's share of the loss."""
+        split = balanced_splits(batch_size, self._num_pes)
+        lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
+        return self._learn(batch, batch_size, self._embedding(lookups))
+
+    def _learn(self, batch: Batch, batch_size: int, pooled: torch.Tensor) -> torch.Tensor:
         """Go forward through the dense part, backward through all, and update; return this PE's share of the loss."""
         if self._gradients is not None:
             self._gradients.order(pooled)
         with self._autocast():
-            logits = self._dense(sent.batch.dense, pooled)
+            logits = self._dense(batch.dense, pooled)
         # A sum over no samples is 0, a mean is NaN: a PE may have none.
-        loss = F.binary_cross_entropy_with_logits(logits.float(), sent.batch.labels, reduction="sum") / sent.batch_size
+        loss = F.binary_cross_entropy_with_logits(logits.float(), batch.labels, reduction="sum") / batch_size
         (loss * self._num_pes).backward()  # DDP takes the mean over the PEs
         self._optimizer.step()
         self._embedding.optimizer.step()
@@ -298,7 +335,7 @@ class Training:
     def _set_rates(self) -> None:
         if self._schedule is not None:
             for group, base in zip(self._rate_groups(), self._base_rates, strict=True):
-                group["lr"] = self._schedule.rate(base, self.step)
+                set_rate(group, self._schedule.rate(base, self.step))
 
     @staticmethod
     def _sized(
@@ -329,6 +366,8 @@ class Training:
         """Move the losses that are still on the device into the history; return how many."""
         if not self._shares:
             return 0
+        if self._check is not None:
+            self._check()
         sums = torch.stack(self._shares).double()
         if self._num_pes > 1:
             dist.all_reduce(sums)

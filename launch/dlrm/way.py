@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,20 +13,13 @@ from persistent_ops.runtime.world import World
 
 from .batches import Batches
 from .data import Data
+from .dense_optimizer import DENSE_OPTIMIZERS, EPS, make_capturable
 from .embedding import EmbeddingModule
 from .model import DenseModel
 from .options import Options
 from .training import Training
 
-__all__ = ["DENSE_OPTIMIZERS", "EPS", "make_collection", "make_training", "most_samples", "placement_of"]
-
-EPS = 1e-8  # of Adagrad, MLPerf's
-# Torch's, of dense gradients, by the algorithm of the tables.
-DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
-    "rowwise_adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
-}
+__all__ = ["make_collection", "make_training", "most_samples", "placement_of"]
 
 
 def make_collection(options: Options, data: Data, world: World) -> po.nn.ShardedEmbeddingBagCollection:
@@ -45,6 +38,9 @@ def make_collection(options: Options, data: Data, world: World) -> po.nn.Sharded
         eps=EPS,
         wire_dtype=options.wire_dtype,
         seed=options.seed,
+        # A graph's buffers are longer than a batch's lookups, and nobody looks at what a replay finds wrong. Readers
+        # have seen to it that every row is one of its table.
+        bounds="ignore" if options.is_captured else "fatal",
     )
 
 
@@ -68,6 +64,11 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
     """Make the dense part around the tables, and the batches; collective."""
     source, device = data.train, world.backend.device
     model = DenseModel(options.sizes(len(source.num_rows), source.num_dense), seed=options.seed, device=device)
+    rate = options.learning_rate
+    if options.is_captured:
+        optimizer = make_capturable(options.optimizer, model.parameters(), rate, device)
+    else:
+        optimizer = DENSE_OPTIMIZERS[options.optimizer](model.parameters(), lr=rate)
     shared: dict[str, Any] = {
         "batch_size": options.batch,
         "rank": world.rank,
@@ -78,7 +79,7 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
     return Training(
         model,
         embedding,
-        DENSE_OPTIMIZERS[options.optimizer](model.parameters(), lr=options.learning_rate),
+        optimizer,
         Batches(source, seed=options.seed, shuffle_block=data.shuffle_block, **shared),
         evaluation=Batches(data.evaluation, **shared),
         device=device,
@@ -86,4 +87,6 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         schedule=options.schedule,
         precision=options.dense_dtype,
         is_compiled=options.is_compiled,
+        is_captured=options.is_captured,
+        check=world.check if options.is_captured else None,
     )

@@ -17,10 +17,11 @@ from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
 from persistent_ops.runtime.world import World
 
+from .captured_step import check_machine, own_stream
 from .compare import compare
 from .data import Data, open_data
 from .options import Options
-from .training import Plan
+from .training import Plan, Training
 from .way import make_collection, make_training
 
 __all__ = ["run_pe"]
@@ -34,8 +35,9 @@ def run_pe(options: Options) -> dict[str, Any]:
 
     Returns:
         What was done and measured, what JSON can carry: of a training `losses` of all steps, `first_step` of this run,
-        `evaluations`, `best_auc` (None for files), `timed_steps` and their `seconds`; of a comparison `compared`, see
-        `compare.compare`; of both `placements` of the tables, and what was run on what.
+        `evaluations`, `best_auc` (None for files), `num_replays` (steps of this run that were replays of a CUDA graph),
+        `timed_steps` and their `seconds`; of a comparison `compared`, see `compare.compare`; of both `placements` of
+        the tables, and what was run on what.
 
     Raises:
         ValueError: data, checkpoint or plan do not do.
@@ -48,10 +50,14 @@ def run_pe(options: Options) -> dict[str, Any]:
         group, shares_gpu = machine_share(world)
         if options.compare_steps and shares_gpu:
             raise ValueError("--compare: expected a GPU for each PE, as gloo exchanges no GPU memory; pass fewer --pes")
+        stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if options.is_captured:
+            check_machine(has_gpus=world.backend.name == "cuda", shares_gpu=shares_gpu)
+            stream = own_stream(world.backend.device)
         trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
         device = world.backend.device
         data = open_data(options)
-        with process_group(world.bootstrap, backend=group, device=device, timeout=options.timeout), trace:
+        with process_group(world.bootstrap, backend=group, device=device, timeout=options.timeout), trace, stream:
             collection = make_collection(options, data, world)
             if options.placement == "auto" and world.rank == 0:
                 Console().print(collection.placement_table())
@@ -69,6 +75,11 @@ def _trained(
     options: Options, data: Data, collection: po.nn.ShardedEmbeddingBagCollection, world: World
 ) -> dict[str, Any]:
     training = make_training(options, data, collection, world)
+    with contextlib.closing(training):
+        return _run(training, options, data, world)
+
+
+def _run(training: Training, options: Options, data: Data, world: World) -> dict[str, Any]:
     if options.is_resumed:
         training.resume(options.folder)
     first_step = training.step
@@ -89,6 +100,7 @@ def _trained(
         "losses": history.losses,
         "evaluations": history.evaluations,
         "best_auc": _best_auc(data, world, options.timeout),
+        "num_replays": training.num_replays,
         "timed_steps": training.timed_steps,
         "seconds": max(gather(world.bootstrap, training.seconds, timeout=options.timeout)),
     }
