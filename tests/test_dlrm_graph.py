@@ -31,7 +31,7 @@ import dlrm.training
 import dlrm.workload
 import dlrm_train
 from dlrm.batches import Batches
-from dlrm.captured_step import EAGER_STEPS, CapturedStep, StaticBatch, check_machine
+from dlrm.captured_step import EAGER_STEPS, CapturedStep, StaticBatch, StepGraph, check_machine
 from dlrm.dense_optimizer import DENSE_OPTIMIZERS, make_capturable, optimizer_state
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
@@ -144,6 +144,42 @@ def test_which_steps_are_replays() -> None:
     assert events[-2:] == ["captured", "step of 8"] and captured.num_replays == 4
     with pytest.raises(ValueError, match="at most 12 lookups, .* got 13"):
         captured.run(batch_of(99, 4, 13), 8)
+
+
+class NoGraph:
+    """Has the methods of torch.cuda.CUDAGraph; a replay writes to where the captured program's result lies."""
+
+    def __init__(self) -> None:
+        self.result, self.is_reset = torch.zeros(()), False
+
+    def replay(self) -> None:
+        self.result += 1
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
+def test_what_replays_return_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And threads that read batches may allocate while a step is captured, on the stream of the eager ones."""
+    graph, stream = NoGraph(), object()
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def capture(of: NoGraph, **options: Any) -> Iterator[None]:
+        seen.extend([of, options])
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    captured = StepGraph(lambda: graph.result)
+    assert seen == [graph, {"stream": stream, "capture_error_mode": "thread_local"}]
+    shares = [captured.replay() for _ in range(3)]
+    assert torch.stack(shares).tolist() == [1, 2, 3]
+    captured.close()
+    assert graph.is_reset
+    with pytest.raises(RuntimeError, match="given back"):
+        captured.replay()
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------

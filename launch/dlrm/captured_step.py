@@ -118,7 +118,8 @@ class StepGraph:
 
     def replay(self) -> torch.Tensor:
         """See `Graph`."""
-        assert self._result is not None, "the graph has been given back"
+        if self._result is None:
+            raise RuntimeError("the graph has been given back, and cannot be replayed")
         self._graph.replay()
         return self._result.clone()
 
