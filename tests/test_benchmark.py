@@ -182,6 +182,8 @@ def test_the_wire_may_be_narrower_than_the_tables(tmp_path: Path) -> None:
         (["--pes", "7"], "which 7 does not divide"),
         (["--tune", "warps=8"], "expected FIELD=VALUE"),
         (["--tune", "threads=many"], "invalid literal"),
+        (["--tune", "work_groups=4:0"], "--tune: 'work_groups=4:0': work_groups: expected an int of at least 1"),
+        (["--tune", "rows_in_flight=none"], "rows_in_flight: expected an int of at least 1, got None"),
         (["--nonsense"], "unrecognized arguments"),
     ],
 )

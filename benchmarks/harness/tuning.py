@@ -32,7 +32,7 @@ def parse_grid(text: str, tuning: type[Any]) -> Grid:
         tuning: a dataclass whose fields all have defaults; a field without a default's type holds whole numbers.
 
     Raises:
-        ValueError: no such field, or a value of another type.
+        ValueError: no such field, or a value that the Tuning does not take.
     """
     kinds: dict[str, Any] = {}
     for field in dataclasses.fields(tuning):
@@ -44,9 +44,12 @@ def parse_grid(text: str, tuning: type[Any]) -> Grid:
             raise ValueError(f"--tune: expected FIELD=VALUE:VALUE with a field of {', '.join(kinds)}; got {part!r}")
         convert = kinds[name]
         try:
-            grid.append((name, tuple(None if v == "none" else convert(v) for v in values.split(":"))))
-        except ValueError as error:
+            found = tuple(None if v == "none" else convert(v) for v in values.split(":"))
+            for value in found:
+                tuning(**{name: value})
+        except (TypeError, ValueError) as error:
             raise ValueError(f"--tune: {part!r}: {error}") from error
+        grid.append((name, found))
     return tuple(grid)
 
 

@@ -14,6 +14,7 @@ from ..runtime.dtypes import SCALARS
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 
 __all__ = [
@@ -69,7 +70,7 @@ _SLICE_BLOCKS = (2, 1)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else. All PEs must agree.
 
     Attributes:
@@ -85,8 +86,8 @@ class Tuning:
     work_groups: int | None = None
     threads: int | None = None
     slice_blocks: int | None = None
-    one_shot_bytes: int | None = None
-    two_shot_bytes: int | None = None
+    one_shot_bytes: int | None = at_least(0, None)
+    two_shot_bytes: int | None = at_least(0, None)
 
 
 OPERATOR = Operator(

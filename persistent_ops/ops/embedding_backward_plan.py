@@ -20,6 +20,7 @@ from ..runtime.dtypes import SCALARS
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning
 from ..runtime.world import World, upload
 from .embedding_inversion import Inverted, Rows
 from .table_set import TableSet
@@ -60,7 +61,7 @@ _BLOCKS_PER_SM = {1: 3, 2: 3, 4: 2}  # by the chunks of a row that a lane has: i
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else.
 
     Attributes:

@@ -16,6 +16,7 @@ from ..runtime.errors import CapacityError
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning
 from ..runtime.workspace import Workspace
 from ..runtime.world import World, upload
 
@@ -74,7 +75,7 @@ def _no_room(record: Any) -> CapacityError:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else; each PE has its own.
 
     Attributes:

@@ -15,6 +15,7 @@ from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan, Plans
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning
 from ..runtime.world import World, upload
 from .embedding_inputs_lookups import Lookups
 
@@ -137,7 +138,7 @@ class Inverted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else.
 
     Attributes:

@@ -17,6 +17,7 @@ from ..runtime.operator import Operator
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 from .embedding_checks import check_choices, check_split, check_tables, check_wire
 from .table_set import TableSet
@@ -57,7 +58,7 @@ def _bad_offset(record: Any) -> IndexError:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
@@ -74,7 +75,7 @@ class Tuning:
     work_groups: int | None = None
     rows_in_flight: int = 8
     slice_samples: int | None = None
-    local_delay: float = 0.0
+    local_delay: float = at_least(0, 0.0)
 
 
 OPERATOR = Operator(

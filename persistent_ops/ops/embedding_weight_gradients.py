@@ -16,6 +16,7 @@ from ..runtime.contract import Field
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan, Plans
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning
 from ..runtime.world import World, upload
 from .embedding_inputs_lookups import Lookups
 from .embedding_inputs_plan import InputsLayout
@@ -31,7 +32,7 @@ _MOST_PIECE_LOOKUPS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else; each PE has its own.
 
     Attributes:

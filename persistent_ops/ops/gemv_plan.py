@@ -15,6 +15,7 @@ from ..runtime.dtypes import SCALARS
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 
 __all__ = [
@@ -44,7 +45,7 @@ _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
 
     Attributes:
@@ -59,7 +60,7 @@ class Tuning:
     warps: int = 8
     depth: int | None = None
     work_groups: int | None = None
-    one_shot_bytes: int = 4 << 20
+    one_shot_bytes: int = at_least(0, 4 << 20)
 
 
 OPERATOR = Operator(

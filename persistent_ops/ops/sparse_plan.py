@@ -18,6 +18,7 @@ from ..runtime.errors import CapacityError, PeerTimeoutError
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 
 __all__ = [
@@ -87,7 +88,7 @@ def _not_ascending(record: Any) -> ValueError:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else.
 
     Attributes:
@@ -98,8 +99,8 @@ class Tuning:
     """
 
     work_groups: int | None = None
-    gather_bytes: int = 4 << 20
-    gather_share: float = 1.25
+    gather_bytes: int = at_least(0, 4 << 20)
+    gather_share: float = at_least(0, 1.25)
 
 
 OPERATOR = Operator(

@@ -16,6 +16,7 @@ from ..runtime.operator import Operator
 from ..runtime.plans import Plan, Plans
 from ..runtime.team import Team
 from ..runtime.torch_library import TorchOperator
+from ..runtime.tuning import BoundedTuning
 from ..runtime.world import World, upload
 
 __all__ = ["OPERATOR", "Tuning", "all_gather", "kernel_request"]
@@ -25,7 +26,7 @@ _SMALLEST_BYTES = 2  # of an element
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(BoundedTuning):
     """Choices that change speed and nothing else. All PEs must agree.
 
     Attributes:
