@@ -28,6 +28,7 @@ from decode.config import SIZES
 from decode.loop import run_pe, without_multicast
 from decode.options import DTYPES, Options
 from decode.report import passed, print_report
+from early_checks import check_arguments
 from harness.record import append_line, what_ran
 
 import persistent_ops as po
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> int:
     without_multicast()
     try:
         options = _options(arguments)
+        check_arguments(arguments)
         report, is_printer = _run(options, arguments.pes, arguments.limit)
     except (ValueError, po.BackendUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -34,6 +34,7 @@ from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import History
 from dlrm.workload import run_pe
+from early_checks import check_arguments
 from harness.record import append_line, what_ran
 
 import persistent_ops as po
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> int:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
     try:
         options = _options(arguments)
+        check_arguments(arguments, output=None if options.compare_steps else options.output)
         report, is_printer = _run(options, arguments.pes, arguments.limit)
     except (ValueError, po.BackendUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)

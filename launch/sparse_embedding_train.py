@@ -24,6 +24,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from early_checks import check_arguments
 from harness.figures import why_none
 from harness.record import append_line, what_ran
 from sparse_training.loop import read_text, run_pe
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> int:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
     try:
         options = _options(arguments)
+        check_arguments(arguments, output=options.output)
         report, is_printer = _run(options, arguments.pes, arguments.limit)
     except (ValueError, po.BackendUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)

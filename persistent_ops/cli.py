@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, cast
+from typing import Annotated, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -95,23 +96,13 @@ def demo(
 @app.command(context_settings=_PASS_ON)
 def bench(context: typer.Context, op: Annotated[str, typer.Argument(help="The operator.")] = "") -> None:
     """Run the benchmark of an operator; what follows its name goes to the benchmark (try OP --help)."""
-    found = benchmarks()
-    if op not in found:
-        listed = "\n".join(f"  persistent-ops bench {name}" for name in found) or "  (none is installed)"
-        if op in ("", "--help"):
-            typer.echo(f"Usage: persistent-ops bench OP [ARGUMENTS OF THE BENCHMARK]\n\nBenchmarks:\n{listed}")
-            raise typer.Exit(0)
-        typer.echo(f"error: there is no benchmark of {op!r}; there are:\n{listed}", err=True)
-        raise typer.Exit(2)
-    run = cast(Callable[[list[str]], int], _load(found[op]).main)
-    raise typer.Exit(run(list(context.args)))
+    _run_benchmark(bench, op, context.args)
 
 
 @app.command(context_settings=_PASS_ON)
 def trace(context: typer.Context, op: Annotated[str, typer.Argument(help="The operator.")] = "") -> None:
     """Record a timeline of an operator's launches and tell what they come to (options as of `bench OP`)."""
-    context.args.append("--trace")
-    bench(context, op)
+    _run_benchmark(trace, op, [*context.args, "--trace"])
 
 
 @app.command()
@@ -135,6 +126,20 @@ def benchmark_folder() -> Path:
 def benchmarks() -> dict[str, Path]:
     """Return the operators that have a benchmark, and its file."""
     return {file.stem: file for file in sorted(benchmark_folder().glob("*.py")) if not file.stem.startswith("_")}
+
+
+def _run_benchmark(command: Callable[..., None], op: str, arguments: Sequence[str]) -> NoReturn:
+    name, found = command.__name__, benchmarks()
+    if op not in found:
+        listed = "\n".join(f"  persistent-ops {name} {each}" for each in found) or "  (none is installed)"
+        if op in ("", "--help"):
+            usage = f"Usage: persistent-ops {name} OP [ARGUMENTS OF THE BENCHMARK]"
+            typer.echo(f"{usage}\n\n{inspect.getdoc(command)}\n\nOperators:\n{listed}")
+            raise typer.Exit(0)
+        typer.echo(f"error: there is no benchmark of {op!r}; there are:\n{listed}", err=True)
+        raise typer.Exit(2)
+    run = cast(Callable[[list[str]], int], _load(found[op]).main)
+    raise typer.Exit(run(list(arguments)))
 
 
 def _load(file: Path) -> ModuleType:

@@ -102,11 +102,11 @@ class Timeline:
         Args:
             path: of the figure.
             operator: whose; None for the one that was launched last.
-            launch: which of its launches.
+            launch: which of its launches, in the order of their begins; negative from the last one on, as in a list.
 
         Raises:
-            ValueError: there was none.
-            ImportError: matplotlib is missing (the extra "plots").
+            ValueError: there was none, or fewer launches.
+            ImportError: matplotlib is missing (the extra "plot").
         """
         _draw(self, path, operator, launch)
 
@@ -379,6 +379,11 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
     chosen = max(everything, key=lambda launch: launch.begin).operator
     found_of = {pe.pe: _by_launch(pe.launches) for pe in timeline.pes}
     keys = {key: wgs[0].begin for of in found_of.values() for key, wgs in of.items() if key[0] == chosen}
+    if not -len(keys) <= number < len(keys):
+        raise ValueError(
+            f"launch: expected {-len(keys)} to {len(keys) - 1}, the {len(keys)} launches of {chosen} in the order of "
+            f"their begins; got {number}"
+        )
     key = sorted(keys, key=lambda each: keys[each])[number]
     found = {pe: of.get(key, []) for pe, of in found_of.items()}
     begin = min(wg.begin for wgs in found.values() for wg in wgs)

@@ -185,6 +185,10 @@ def test_the_wire_may_be_narrower_than_the_tables(tmp_path: Path) -> None:
         (["--tune", "work_groups=4:0"], "--tune: 'work_groups=4:0': work_groups: expected an int of at least 1"),
         (["--tune", "rows_in_flight=none"], "rows_in_flight: expected an int of at least 1, got None"),
         (["--nonsense"], "unrecognized arguments"),
+        (["--worlds", "2,two"], "--worlds: expected whole numbers with commas, got '2,two'"),
+        (["--pes", "0"], "--pes, --worlds: expected numbers of at least 1, got [0]"),
+        (["--limit", "-1"], "--limit: expected seconds above 0 and below infinity, got -1"),
+        (["--limit", "nan"], "--limit: expected seconds above 0 and below infinity, got nan"),
     ],
 )
 def test_a_wrong_option_gives_exit_code_2(
@@ -192,6 +196,25 @@ def test_a_wrong_option_gives_exit_code_2(
 ) -> None:
     assert run("--backend", "host", "--out", str(tmp_path), *arguments) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inside", ["", "/folder"])
+def test_a_record_that_cannot_be_written_gives_exit_code_2(
+    inside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("--backend", "host", "--pes", "1", "--quick", "--out", f"{tmp_path}/file{inside}") == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: --out: '{tmp_path}/file") and "cannot be written" in told and told.count("\n") == 1
+
+
+def test_variables_of_a_launcher_that_are_wrong_give_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSISTENT_OPS_RANK", "x")
+    monkeypatch.setenv("PERSISTENT_OPS_WORLD_SIZE", "2")
+    assert run("--backend", "host", "--out", str(tmp_path)) == 2
+    assert capsys.readouterr().err.startswith("error: PERSISTENT_OPS_RANK='x' is not a whole number")
 
 
 def test_a_grid_is_swept_as_a_product_or_a_star() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 import persistent_ops
 from persistent_ops import cli
+from persistent_ops.output_files import check_outputs
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARK = """
@@ -97,6 +100,96 @@ def test_demo_without_a_gpu_refuses_the_cuda_backend() -> None:
     assert code == 1
     assert "error: " in output
     assert "torch.cuda.is_available() is False" in output
+
+
+# ---- what is looked at before a PE starts ----------------------------------------------------------------------------
+
+PROGRAMS = ("dlrm_train", "decode_loop", "sparse_embedding_train")
+MISSING = "expected a file that can be written, got 'nowhere/x': there is no folder '{here}/nowhere'"
+WRONG = {
+    "--pes 0": "--pes: expected at least 1, got 0",
+    "--pes -1": "--pes: expected at least 1, got -1",
+    "--limit 0": "--limit: expected seconds above 0 and below infinity, got 0",
+    "--limit nan": "--limit: expected seconds above 0 and below infinity, got nan",
+    "--trace nowhere/x": f"--trace: {MISSING}",
+    "--json nowhere/x": f"--json: {MISSING}",
+    "--json .": "--json: expected a file that can be written, got '.': that is a folder",
+    "--json link": "--json: expected a file that can be written, got 'link': there is no folder '{here}/nowhere'",
+    "--output file": "--output: expected a folder that can be written, got 'file': 'file' is no folder",
+    "--output file/in/it": "--output: expected a folder that can be written, got 'file/in/it': 'file' is no folder",
+    "--output link": "--output: expected a folder that can be written, got 'link': 'link' is no folder",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder of a file and a link to nowhere, and start no PE."""
+
+    def no_launch(*_: object, **__: object) -> None:
+        raise AssertionError("PEs were started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(persistent_ops, "launch", no_launch)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere/x")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("program", "wrong"),
+    [(each, wrong) for each in PROGRAMS for wrong in WRONG if "--output" not in wrong or each != "decode_loop"],
+)
+def test_wrong_options_of_the_examples(
+    program: str, wrong: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    assert importlib.import_module(program).main(["--backend", "host", *wrong.split()]) == 2
+    assert capsys.readouterr().err == f"error: {WRONG[wrong].format(here=here)}\n"
+    assert sorted(path.name for path in here.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_wrong_variables_of_a_launcher(
+    program: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    monkeypatch.setenv("PERSISTENT_OPS_RANK", "x")
+    monkeypatch.setenv("PERSISTENT_OPS_WORLD_SIZE", "2")
+    assert importlib.import_module(program).main(["--backend", "host"]) == 2
+    assert capsys.readouterr().err.startswith("error: PERSISTENT_OPS_RANK='x' is not a whole number")
+
+
+@pytest.mark.parametrize(
+    ("trace", "problem"), [("nowhere/x", "there is no folder '{here}/nowhere'"), (".", "that is a folder")]
+)
+def test_a_timeline_of_the_demo_that_cannot_be_written(trace: str, problem: str, here: Path) -> None:
+    code, output = run("demo", "--backend", "host", "--trace", trace)
+    told = f"error: trace: expected a file that can be written, got {trace!r}: {problem.format(here=here)}\n"
+    assert (code, output) == (2, told)
+
+
+def test_only_the_first_process_looks_at_what_it_writes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSISTENT_OPS_WORLD_SIZE", "2")
+    monkeypatch.setenv("PERSISTENT_OPS_STORE", "127.0.0.1:9")
+    monkeypatch.setenv("PERSISTENT_OPS_JOB", "of this test")
+    for rank in (0, 1):
+        monkeypatch.setenv("PERSISTENT_OPS_RANK", str(rank))
+        with pytest.raises(ValueError, match="^f: expected") if rank == 0 else contextlib.nullcontext():
+            check_outputs(files={"f": here})
+    check_outputs(files={"f": None, "g": "file", "h": "/dev/null"}, folders={"i": None, "j": ".", "k": "new/one"})
+
+
+@pytest.mark.parametrize("command", ["bench", "trace"])
+def test_help_of_commands_that_take_an_operator(command: str, folder: Path) -> None:
+    for arguments in ((), ("--help",)):
+        code, output = run(command, *arguments)
+        assert code == 0 and output.startswith(f"Usage: persistent-ops {command} OP")
+        assert f"  persistent-ops {command} toy_op\n" in output
+        assert {"bench": "Run the benchmark", "trace": "Record a timeline"}[command] in output
+    code, output = run(command, "gone_op")
+    assert code == 2 and output.endswith(f"  persistent-ops {command} toy_op\n")
+    code, output = run(command, "toy_op", "--help")
+    assert "arguments: ['--help'" in output and ("--trace" in output) == (command == "trace")
 
 
 def test_help_names_the_three_commands() -> None:

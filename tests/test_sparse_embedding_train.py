@@ -99,6 +99,9 @@ def test_texts_that_do_not_do_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="has 0 words of 0"):
         corpus_of(path, keep=1e-3)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="text: '.*/link.txt' cannot be read: No such file or directory"):
+        corpus_of(tmp_path)
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------

@@ -276,3 +276,16 @@ def test_events_and_figure(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="expected one of \\['sum'\\], got 'product'"):
         timeline.draw(tmp_path / "none.png", "product")
+
+
+def test_a_launch_that_there_is_not_is_not_drawn(tmp_path: Path) -> None:
+    timeline = _made()
+    launches = timeline.pes[0].launches
+    launches += [wg._replace(epoch=6, begin=wg.begin + 1e5) for wg in launches]
+    for launch in (2, 50, -3):
+        with pytest.raises(ValueError, match=f"^launch: expected -2 to 1, the 2 launches of sum .*{launch}$"):
+            timeline.draw(tmp_path / "none.png", launch=launch)
+    assert not any(tmp_path.iterdir())
+    for launch in (1, -2):
+        timeline.draw(tmp_path / f"{launch}.png", launch=launch)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import shlex
 import sys
 import traceback
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
+
+from persistent_ops.runtime.errors import BootstrapError
 
 from .experiment import Experiment, measure
 from .figures import draw_sweep, pyplot, why_none
@@ -52,7 +55,7 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         worlds = _worlds(arguments, experiment)
         common = {**_common(arguments, experiment), "command": shlex.join(["persistent-ops", "bench", name, *argv])}
         options = experiment.read_options(arguments, worlds, common)
-    except ValueError as error:
+    except (ValueError, BootstrapError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
@@ -61,8 +64,12 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     path = Path(arguments.out) / f"{name}{what}.jsonl"
     is_printer = is_first_process()
     if is_printer:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+        except OSError as error:
+            print(f"error: --out: {str(path)!r} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
     options = dataclasses.replace(options, record_path=str(path.resolve()))
     fresh = experiment.is_fresh and len(worlds) > 1
     passed = True
@@ -124,6 +131,8 @@ def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any
 def _common(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) -> dict[str, Any]:
     """Return the options that all benchmarks have; ValueError for what does not fit."""
     at_least("--rounds", [arguments.rounds])
+    if not 0 < arguments.limit < math.inf:
+        raise ValueError(f"--limit: expected seconds above 0 and below infinity, got {arguments.limit:g}")
     is_tuned = arguments.tune or arguments.sweep
     rounds = arguments.rounds or (3 if arguments.quick else 7 if is_tuned else experiment.rounds)
     methods = names("--methods", arguments.methods, experiment.labels)
@@ -154,7 +163,10 @@ def _worlds(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
         raise ValueError(f"{_WORLDS}: a launcher started {started} PEs; leave them out")
     pes = arguments.pes if arguments.pes is not None else started
     if arguments.worlds:
-        worlds = [int(size) for size in arguments.worlds.split(",")]
+        try:
+            worlds = [int(size) for size in arguments.worlds.split(",")]
+        except ValueError:
+            raise ValueError(f"--worlds: expected whole numbers with commas, got {arguments.worlds!r}") from None
     elif pes is not None:
         worlds = [pes]
     else:

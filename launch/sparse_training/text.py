@@ -68,7 +68,10 @@ def read_corpus(
     source, parts = _parts(text)
     pieces, rest = [], max_bytes
     for part in parts:
-        piece = part.read_bytes()[:rest]
+        try:
+            piece = part.read_bytes()[:rest]
+        except OSError as error:
+            raise ValueError(f"text: {str(part)!r} cannot be read: {error.strerror}") from error
         pieces.append(piece.decode("utf-8", errors="ignore").lower())
         rest -= len(piece)
         if not rest:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ..output_files import check_outputs
 from .criteo import read_batches
 from .options import HOST_PES, DemoOptions
 from .pe import PeReport, run_pe
@@ -31,7 +32,8 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
         0 where every PE's output is within the tolerance, else 1.
 
     Raises:
-        ValueError: the data file is malformed, or `pes` was given under a launcher.
+        ValueError: the data file is malformed, the timeline's file cannot be written, or `pes` was given under a
+            launcher.
         BackendUnavailableError: the backend that was asked for cannot run here.
     """
     import persistent_ops as po
@@ -40,6 +42,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
 
     console = console or Console()
     environment = launchers.detect(os.environ)
+    check_outputs(files={"trace": options.trace})
     if options.data is not None:
         # Read what the PEs will read before any is started: a malformed line is then one error, not one per PE.
         _check_data(options.data, options)

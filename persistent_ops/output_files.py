@@ -1,0 +1,54 @@
+"""Whether what a run leaves behind can be written, looked at before the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from .runtime import launchers
+
+__all__ = ["check_outputs"]
+
+
+def check_outputs(
+    *,
+    files: Mapping[str, str | os.PathLike[str] | None],
+    folders: Mapping[str, str | os.PathLike[str] | None] | None = None,
+) -> None:
+    """Raise where a file or a folder cannot be written; creates nothing.
+
+    Of a launcher's processes the first one looks, because that one writes.
+
+    Args:
+        files: by option; the folder of each must exist. None for no file.
+        folders: by option; what is missing of their path is made in the run. None for no folder.
+
+    Raises:
+        ValueError: it names the option, the path and why.
+        BootstrapError: a launcher's variables contradict each other.
+    """
+    if launchers.detect(os.environ).rank != 0:
+        return
+    for option, file in files.items():
+        if file is not None and (problem := _problem_of_file(Path(file))):
+            raise ValueError(f"{option}: expected a file that can be written, got {os.fspath(file)!r}: {problem}")
+    for option, folder in (folders or {}).items():
+        if folder is not None and (problem := _problem_of_folder(Path(folder))):
+            raise ValueError(f"{option}: expected a folder that can be written, got {os.fspath(folder)!r}: {problem}")
+
+
+def _problem_of_file(file: Path) -> str | None:
+    if file.is_dir():
+        return "that is a folder"
+    parent = Path(os.path.realpath(file)).parent  # of a link, what it points to is written
+    if not parent.is_dir():
+        return f"there is no folder {str(parent)!r}"
+    return None if os.access(file if file.exists() else parent, os.W_OK) else "permission denied"
+
+
+def _problem_of_folder(folder: Path) -> str | None:
+    first = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not first.is_dir():
+        return f"{str(first)!r} is no folder"
+    return None if os.access(first, os.W_OK | os.X_OK) else f"{str(first)!r}: permission denied"
