@@ -331,19 +331,19 @@ WRONG: dict[str, _Wrong] = {
         "into",
         lambda a: {"indices": a["out_indices"][:NNZ].copy_(a["indices"]), "is_coalesced": True},
         ValueError,
-        "out_indices: expected memory of its own, but it overlaps indices",
+        "out_indices: expected memory apart from indices, got a tensor that overlaps it",
     ),
     "out_count that is the count": (
         "into",
         lambda a: {"out_count": a["count"]},
         ValueError,
-        "out_count: expected memory of its own, but it overlaps count",
+        "out_count: expected memory apart from count, got a tensor that overlaps it",
     ),
     "out_count within out_indices": (
         "into",
         lambda a: {"out_count": a["out_indices"][1:2]},
         ValueError,
-        "out_count: expected memory of its own, but it overlaps out_indices",
+        "out_count: expected memory apart from out_indices, got a tensor that overlaps it",
     ),
     "out_indices of another capacity": (
         "into",

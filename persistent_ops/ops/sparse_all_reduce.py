@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.overlap import check_apart
 from ..runtime.torch_library import TorchOperator
 from .sparse_launch import PendingSum, find_plan, refuse_capture, sorted_entries, start
 from .sparse_plan import MAX_ENTRIES, MAX_ROWS, OPERATOR, OPS, SCALARS, Entries, Layout, bad_row, state_of
@@ -351,13 +352,10 @@ def _check_places(inputs: dict[str, torch.Tensor | None], outputs: dict[str, tor
     if outputs["out_values"].data_ptr() % 16:
         raise ValueError("out_values: expected a tensor that begins at a multiple of 16 bytes, as from po.empty()")
     # Rows are looked up, and sums are sent, while others are written.
-    taken = [(name, t.data_ptr(), t.nbytes) for name, t in inputs.items() if t is not None]
+    others = dict(inputs)
     for name, tensor in outputs.items():
-        first, nbytes = tensor.data_ptr(), tensor.nbytes
-        for other, other_first, other_nbytes in taken:
-            if first < other_first + other_nbytes and other_first < first + nbytes:
-                raise ValueError(f"{name}: expected memory of its own, but it overlaps {other}")
-        taken.append((name, first, nbytes))
+        check_apart(name, tensor, others)
+        others[name] = tensor
 
 
 # ---- torch operators -----------------------------------------------------------------------------------------------
