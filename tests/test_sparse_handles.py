@@ -526,6 +526,35 @@ def test_entries_that_are_no_rows_without_coalescing(backend: str) -> None:
     assert second[1] == ("", "") and second_given == [whole]
 
 
+def _waited_for_again(coalesce: str) -> list[Any]:
+    rank = po.rank()
+    indices = torch.tensor([3, 40 if rank == 1 else 4], device=po.device())
+    values = torch.ones(2, 1, device=po.device())
+    given: list[Any] = []
+    work = po.sparse_all_reduce_buffers(
+        indices,
+        values,
+        num_rows=40,
+        coalesce=coalesce,
+        completion_fn=lambda i, v, _: given.append([i.tolist(), v[:, 0].tolist()]),
+        async_op=True,
+    )
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the report is there
+    errors = [error_of(work.wait)[:2] for _ in range(3)]
+    po.check()  # has been told
+    return [errors, given, work.is_completed()]
+
+
+@pytest.mark.parametrize("coalesce", ["regular", "keep_precision", "disable"])
+def test_a_wait_behind_one_that_failed_fails(backend: str, coalesce: str) -> None:
+    summed = [[3, 4], [2.0, 1.0]] if coalesce != "disable" else [[3, 4, 3], [1.0] * 3]
+    (errors, given, is_over), (failed, nothing, is_over_too) = in_world(_waited_for_again, 2, backend, coalesce)
+    assert errors == [("", "")] * 3 and given == [summed] and is_over and is_over_too
+    assert failed[0][0] == "IndexError" and "is row 40, but the tensor has 40 rows" in failed[0][1]
+    assert failed == failed[:1] * 3 and nothing == []
+
+
 def _different_num_rows() -> tuple[str, str]:
     indices, values = torch.arange(3, device=po.device()), torch.ones(3, 2, device=po.device())
     name, text, _ = error_of(
