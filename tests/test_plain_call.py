@@ -5,17 +5,23 @@ Forward-mode derivatives, which no operator has, and tensors whose memory does n
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import error_of, in_world
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
-from persistent_ops.runtime.plain_call import is_plain
+from persistent_ops.runtime import plain_call
+from persistent_ops.runtime.plain_call import PlainCalls, is_plain
 
 SIZE, ROWS = 8, 12
 
@@ -196,3 +202,124 @@ def _zeros() -> list[Any]:
 
 def test_zeros_without_memory(backend: str) -> None:
     assert in_world(_zeros, 1, backend) == [[True, True, True, [0.0], [0.0]]]
+
+
+# ---- one look at all tensors --------------------------------------------------------------------------------------
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+class _Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    return {
+        "plain": torch.ones(3),
+        "other": torch.ones(3),
+        "longer": torch.ones(5),
+        "half": torch.ones(3, dtype=torch.float16),
+        "matrix": torch.ones(3, 3),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "frozen": torch.nn.Parameter(torch.ones(3), requires_grad=False),
+        "requires": torch.ones(3, requires_grad=True),
+        "recorded": torch.ones(3, requires_grad=True) * 2,
+        "negative": torch._neg_view(torch.ones(3)),
+        "zeros": torch._efficientzerotensor(3),
+        "of a class": torch.ones(3).as_subclass(_Own),
+        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+        "inference": inference,
+        "none": None,  # type: ignore[dict-item]
+        "text": "text",  # type: ignore[dict-item]
+    }
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "recording": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "fake": FakeTensorMode,
+    "dispatch mode": _Seeing,
+    "dual level": forward_ad.dual_level,
+}
+
+
+def _with_transforms(call: Callable[[torch.Tensor | None], bool]) -> list[bool]:
+    """Return what a call says in each context, and in transforms, of whose wrapped tensors it gets one."""
+    said: list[bool] = []
+    for context in CONTEXTS.values():
+        with context():
+            said.append(call(None))
+
+    def inside(wrapped: torch.Tensor) -> torch.Tensor:
+        said.extend((call(None), call(wrapped)))
+        return wrapped.sum()
+
+    torch.func.vmap(inside)(torch.ones(2, 3))
+    torch.func.grad(inside)(torch.ones(3))
+    torch.func.jvp(inside, (torch.ones(3),), (torch.ones(3),))
+    return said
+
+
+def test_one_look_says_what_looks_at_each_tensor_say() -> None:
+    tensors = _tensors()
+    pairs = list(itertools.product(tensors, repeat=2))
+    some_plain = 0
+    for round_number in range(6):
+        random.Random(round_number).shuffle(pairs)
+        calls = PlainCalls()
+        if round_number % 2:  # what has been plain in one context is asked about in all others
+            for context, kind in itertools.product(("no_grad", "recording"), ("parameter", "plain")):
+                with CONTEXTS[context]():
+                    calls.has((tensors[kind],), (tensors["other"],), ())
+        for first, second in pairs[:40]:
+
+            def both(
+                wrapped: torch.Tensor | None, first: str = first, second: str = second, calls: PlainCalls = calls
+            ) -> bool:
+                nonlocal some_plain
+                given = (tensors[first] if wrapped is None else wrapped,), (tensors[second], tensors["plain"])
+                for tables in ((), [tensors["half"]], [tensors["half"], tensors["parameter"]], ["text"]):
+                    wanted = is_plain(*given, tables)  # type: ignore[arg-type]
+                    some_plain += wanted
+                    for _ in range(2):
+                        assert calls.has(*given, tables) == wanted, (first, second, tables)  # type: ignore[arg-type]
+                return wanted
+
+            _with_transforms(both)
+    assert some_plain > 100
+
+
+@pytest.mark.parametrize("is_recording", [False, True])
+def test_calls_of_a_kind_are_looked_at_once(is_recording: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counted(*given: Any) -> bool:
+        looked.append(1)
+        return is_plain(*given)
+
+    monkeypatch.setattr(plain_call, "is_plain", counted)
+    tensors, calls = _tensors(), PlainCalls()
+    names = ["half", "frozen" if is_recording else "parameter"]
+    with torch.set_grad_enabled(is_recording):
+        for _ in range(3):
+            for name in names:
+                x, fresh = tensors[name], torch.ones(7)
+                assert calls.has((x,), (None, fresh)) and calls.has((x,), (fresh, x, None))
+                assert calls.has((fresh, x), (x, None))
+        assert len(looked) == 2 * len(names)  # (x, fresh) and (fresh, x) are two kinds
+        for dimensions in range(2, 9):  # more kinds than are kept
+            assert all(calls.has((torch.ones((1,) * dimensions),)) for _ in range(2))
+    assert max(map(len, calls._kinds.values())) == plain_call._MOST_KINDS
+
+
+def test_without_what_compares_all_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_call, "TensorGuards", None)
+    calls = PlainCalls()
+    assert all(calls.has((torch.ones(3),)) and not calls.has((torch._neg_view(torch.ones(3)),)) for _ in range(2))

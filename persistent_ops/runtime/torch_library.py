@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .forward_mode import refuse_tangents
-from .plain_call import is_plain
+from .plain_call import PlainCalls
 from .torch_private import autograd_kernel
 
 __all__ = ["TorchOperator"]
@@ -55,6 +55,7 @@ class TorchOperator:
         self._check = check
         self._fake = fake
         self._complete = complete
+        self._plain_calls = PlainCalls()
         self._no_gradient = no_gradient
         self._writing_name = name if no_gradient is None else f"{name}_out"
         if no_gradient is not None:
@@ -83,7 +84,7 @@ class TorchOperator:
             required, optional, tables: the tensors among both, as `is_plain` takes them.
         """
         if not torch.compiler.is_compiling():
-            if is_plain(required, optional, tables):
+            if self._plain_calls.has(required, optional, tables):
                 return self._run(*arguments, **outputs)
             self._check(*arguments, **outputs)
             for name, output in outputs.items():
