@@ -84,6 +84,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]]
     ),
     "embedding_all_to_all, table": (_embedding, (ROWS, SIZE)),
     "embedding_all_to_all, factors": (lambda factors: _embedding(_ones(ROWS, SIZE), factors), (ROWS,)),
+    "embedding_all_to_all, widths": (lambda table: po.embedding_all_to_all([table], *_lookups()), (ROWS, SIZE)),
     "embedding_all_to_all, out": (lambda table: _embedding(table, out=po.empty(ROWS // 2, SIZE)), (ROWS, SIZE)),
     "sparse_all_reduce_into": (_into, (2, SIZE)),
 }
@@ -135,6 +136,32 @@ def _weights_inside_of_func() -> tuple[str, str, float]:
 def test_weights_of_lookups_inside_of_func_are_refused(backend: str) -> None:
     ((error, text, _),) = in_world(_weights_inside_of_func, 1, backend)
     assert error == "NotImplementedError" and text.startswith("per_sample_weights: no gradient inside of torch.func")
+
+
+def _wrapped_tables() -> list[Any]:
+    table = _ones(ROWS, SIZE)
+
+    def pooled(each: torch.Tensor, **options: Any) -> torch.Tensor:
+        return po.embedding_all_to_all([each], *_lookups(), **options)
+
+    seen = [
+        error_of(lambda: torch.func.grad(lambda each: pooled(each).sum())(table)),
+        error_of(lambda: torch.func.vmap(pooled)(_ones(2, ROWS, SIZE))),
+        error_of(lambda: torch.func.grad(lambda x, each: (x * pooled(each)).sum())(_ones(1), table)),
+    ]
+    gradient = torch.func.grad(lambda x, each: (x * pooled(each, dim_per_rank=[SIZE])).sum())(_ones(1), table)
+    gradient_beside = torch.func.grad(lambda x: (x * pooled(table)).sum())(_ones(1))
+    po.check()
+    return [[error[:2] for error in seen], gradient.tolist(), gradient_beside.tolist()]
+
+
+def test_tables_inside_of_func_are_told(backend: str) -> None:
+    ((errors, gradient, beside),) = in_world(_wrapped_tables, 1, backend)
+    assert [error for error, _ in errors] == ["NotImplementedError"] * 3
+    assert errors[0][1].startswith("embedding_all_to_all has a backward pass as a plain call")
+    for _, text in errors[1:]:
+        assert text == "weights[0]: a table that torch.func has wrapped cannot be recognised; pass dim_per_rank"
+    assert gradient == beside == [2.0 * (ROWS // 2) * SIZE]
 
 
 def _layers() -> dict[str, Any]:

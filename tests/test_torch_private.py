@@ -62,6 +62,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._current_autograd_node",
         "torch._C._current_graph_task_id",
         "torch._C._dynamo.guards",
+        "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
@@ -134,3 +135,5 @@ def test_what_they_answer() -> None:
     assert seen == [(True, True)]
     transformed = torch.func.vmap(lambda x: x * (torch_private.function_transform() is not None))(torch.ones(3))
     assert transformed.tolist() == [1.0] * 3
+    wrapped = torch.func.vmap(lambda x: x * (torch_private.is_wrapped(x) and not torch_private.is_wrapped(tensor)))
+    assert wrapped(torch.ones(3)).tolist() == [1.0] * 3

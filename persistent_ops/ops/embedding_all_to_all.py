@@ -10,10 +10,11 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
+from ..runtime.forward_mode import refuse_tangents
 from ..runtime.operator import Operator
 from ..runtime.team import Team
 from ..runtime.torch_library import TorchOperator
-from ..runtime.torch_private import function_transform, num_dispatch_modes, without_dispatch_modes
+from ..runtime.torch_private import function_transform, is_wrapped, num_dispatch_modes, without_dispatch_modes
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
 from .embedding_inputs_lookups import Lookups
 from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
@@ -227,12 +228,26 @@ def _complete(
 ) -> tuple[Any, ...]:
     """Fill in what the dispatcher is to see."""
     world = _world.current()
+    if dim_per_rank is None and not torch.compiler.is_compiling() and function_transform() is not None:
+        _refuse_wrapped(weights)
     if dim_per_rank is None and torch.compiler.is_compiling():
         dim_per_rank = _dims_at_compile_time(*weights)
     elif dim_per_rank is None and num_dispatch_modes():
         dim_per_rank = _exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
     completed = _completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype, wire_dtype)
     return (weights, indices, offsets, per_sample_weights, *completed, *choices)
+
+
+def _refuse_wrapped(weights: Sequence[torch.Tensor]) -> None:
+    """Raise NotImplementedError for tables that torch.func has wrapped: they are recognised by their memory."""
+    for t, weight in enumerate(weights):
+        if is_wrapped(weight):
+            refuse_tangents((weight,), _NO_GRADIENT)
+            if weight.requires_grad:
+                raise NotImplementedError(_NO_GRADIENT)
+            raise NotImplementedError(
+                f"weights[{t}]: a table that torch.func has wrapped cannot be recognised; pass dim_per_rank"
+            )
 
 
 def _completed(

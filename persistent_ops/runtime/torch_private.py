@@ -25,6 +25,7 @@ __all__ = [
     "current_raw_stream",
     "dual_level",
     "function_transform",
+    "is_wrapped",
     "is_zero_tensor",
     "num_dispatch_modes",
     "queue_callback",
@@ -62,6 +63,12 @@ function_transform: Callable[[], object | None] = torch._C._functorch.peek_inter
 """The innermost transform of torch.func (vmap, grad) that is active, or None; a call must go through the dispatcher.
 
 Public torch applies transforms, and does not say whether one is active.
+"""
+
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is what a transform of torch.func has made of one: it has no memory of its own.
+
+Public torch does not tell such a tensor from another one.
 """
 
 dual_level: Callable[[], int] = lambda: forward_ad._current_level  # noqa: E731
