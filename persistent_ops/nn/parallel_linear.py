@@ -296,7 +296,8 @@ class RowParallelLinear(_ParallelLinear):
     - "all_reduce", more whose sums travel in the weight's dtype, up to 32 MiB: a matrix product, then `po.all_reduce`,
       which adds bias and residual too. The first call with a number of vectors is blocking, and may not be captured.
     - "unfused", else, as in a long prefill: a matrix product, then torch.distributed's all_reduce, then bias and
-      residual. It needs a process group, whose order the sums have.
+      residual. It needs a process group, whose order the sums have. The only path of a float64 weight: up to 16 vectors
+      of such a layer are refused.
 
     Args:
         in_features: K of the whole layer.
@@ -306,8 +307,8 @@ class RowParallelLinear(_ParallelLinear):
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
         algorithm: of `po.gemv_all_reduce`.
-        comm_dtype: in which sums travel: None for float32, or the weight's dtype. Products of more than 16 vectors are
-            rounded to it, and the unfused path sums in it too.
+        comm_dtype: in which sums travel: None for float32, and for float64 where the weight is; or float32; or the
+            weight's dtype. Products of more than 16 vectors are rounded to it, and the unfused path sums in it too.
         prefetch_weight: of `po.gemv_all_reduce`; safe where no kernel of the model writes weights.
         group: process group of the unfused path, whose ranks are the PEs; None for the default one.
 
@@ -368,7 +369,7 @@ class RowParallelLinear(_ParallelLinear):
             `[..., M]`, dtype of the weight.
 
         Raises:
-            ValueError, TypeError: a shape or dtype does not fit.
+            ValueError, TypeError: a shape or dtype does not fit; up to 16 vectors in float64.
             RuntimeError: the unfused path has no process group.
             NotImplementedError: more than 16 vectors where gradients are recorded; with fewer, the backward pass raises
                 it.
@@ -423,7 +424,7 @@ class RowParallelLinear(_ParallelLinear):
         if world.size > 1 and total.numel():
             self._check_group(world)
             torch.distributed.all_reduce(total, group=self._group)
-        total = total.float()
+        total = total.to(self._exact_dtype())
         for addend in (self.bias, residual):
             if addend is not None:
                 total = total + addend
@@ -431,7 +432,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return this PE's sums, `[N, M]`, in the dtype in which they travel."""
-        comm_dtype = self.comm_dtype or torch.float32
+        comm_dtype = self.comm_dtype or self._exact_dtype()
         if comm_dtype not in (torch.float32, self.weight.dtype):
             raise ValueError(
                 f"comm_dtype: expected None, torch.float32 or the weight's dtype {self.weight.dtype}, got {comm_dtype}"
@@ -440,9 +441,15 @@ class RowParallelLinear(_ParallelLinear):
             return F.linear(x, self.weight)
         if x.shape[1] == 0:
             return x.new_zeros((x.shape[0], self.out_features), dtype=comm_dtype)
+        if self.weight.dtype == torch.float64:
+            return F.linear(x, self.weight).to(comm_dtype)
         if x.is_cuda:
             return torch.mm(x, self.weight.t(), out_dtype=comm_dtype)  # type: ignore[call-overload,no-any-return]
         return F.linear(x.float(), self.weight.float())  # the CPU has no product of 16-bit operands with an fp32 result
+
+    def _exact_dtype(self) -> torch.dtype:
+        """Return what holds sums before they are rounded to the weight's dtype."""
+        return torch.promote_types(torch.float32, self.weight.dtype)
 
     def _check_group(self, world: _world.World) -> None:
         distributed = torch.distributed
