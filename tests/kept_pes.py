@@ -25,6 +25,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime.board import Worker, serve_store
+from persistent_ops.runtime.nvshmem_end import runs_on
 
 __all__ = ["in_processes"]
 
@@ -130,8 +131,8 @@ def _serve(connection: Connection) -> None:
 
 
 def _is_worn() -> bool:
-    """Return whether a call that never returned has stayed in this process: it would meet the next world's."""
-    return any(thread.name.startswith("persistent_ops ") for thread in threading.enumerate())
+    """Return whether something of a world has stayed in this process that the next one would meet."""
+    return runs_on() or any(thread.name.startswith("persistent_ops ") for thread in threading.enumerate())
 
 
 def _give_back_memory() -> None:

@@ -1,9 +1,13 @@
-"""Jobs that share a GPU start and end NVSHMEM in turn."""
+"""Jobs that share a GPU start and end NVSHMEM in turn; where peers do not come to its end, it is left out."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,14 +17,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_python import Popen
 
 import persistent_ops as po
-from persistent_ops.runtime import nvshmem_turns
+from persistent_ops.runtime import nvshmem_end, nvshmem_turns, world
 from persistent_ops.runtime.bootstrap import Bootstrap, from_threads
+from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.file_lock import lock_within
+from persistent_ops.runtime.host import HostBackend
 from persistent_ops.runtime.nvshmem_turns import turn_to_end, turn_to_start
 
 Turn = Callable[[float], AbstractContextManager[None]]
+_LOCK = f"persistent_ops.nvshmem.{os.getuid()}.lock"
 
 
 def _start_alone(seconds: float) -> AbstractContextManager[None]:
@@ -98,16 +106,86 @@ def _is_locked() -> bool:
         return not lock_within(0.0, descriptor)
 
 
-@pytest.mark.parametrize("turn", [_start_alone, turn_to_end])
-def test_who_waits_in_vain_goes_on_and_says_so(turn: Turn, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_whose_turn_does_not_come_names_who_has_it(caplog: pytest.LogCaptureFixture) -> None:
+    with _start_alone(60.0):
+        time.sleep(0.3)
+        with pytest.raises(BootstrapError) as raised, _start_alone(0.1):
+            pytest.fail("it has started beside another job")
+    assert f"process {os.getpid()} has been starting NVSHMEM for 0." in str(raised.value)
+    assert _seconds_in(str(raised.value))[-1] >= 0.4, "since the other one's turn began"
+    with _start_alone(0.0):
+        assert not caplog.records, "left when it ends"
+
+
+_ENDS_FOR_EVER = """
+import os, pathlib, sys, time
+from persistent_ops.runtime import nvshmem_turns
+nvshmem_turns._SHARED_MEMORY = pathlib.Path(sys.argv[1])
+with nvshmem_turns.turn_to_end(60.0):
+    print(os.getpid(), flush=True)
+    time.sleep(200.0)
+"""
+
+
+def _ending(folder: Path) -> Popen:
+    return Popen([sys.executable, "-c", _ENDS_FOR_EVER, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+def _seconds_in(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"(\d+(?:\.\d+)?) s\b", text)]
+
+
+def test_a_start_names_all_who_end_and_nobody_else(tmp_path: Path) -> None:
+    with _start_alone(60.0), turn_to_end(0.0):
+        pass
+    children = [_ending(tmp_path) for _ in range(3)]
+    try:
+        numbers = [json.loads(child.stdout.readline()) for child in children]  # type: ignore[union-attr]
+        children[0].kill()
+        children[0].wait()
+        with turn_to_end(0.0):
+            pass
+        with pytest.raises(BootstrapError) as raised, _start_alone(0.1):
+            pytest.fail("it has started beside another job")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert re.findall(r"process (\d+) has been ending NVSHMEM for", str(raised.value)) == [str(n) for n in numbers[1:]]
+    assert str(raised.value).count("process ") == 2
+
+
+def test_all_pes_are_told_that_the_turn_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(bootstrap: Bootstrap) -> None:
+        try:
+            with turn_to_start(bootstrap, 0.1):
+                pytest.fail("it has started beside another job")
+        except BootstrapError as error:
+            bootstrap.fail(str(error))  # as po.init does
+            raise
+
+    with _start_alone(60.0), ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(start, bootstrap) for bootstrap in from_threads(3, 120.0)]:
+            with pytest.raises(BootstrapError, match=f"process {os.getpid()} has been starting NVSHMEM"):
+                future.result()
+
+
+def test_an_end_whose_turn_does_not_come_goes_on_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with _start_alone(60.0):
         assert not caplog.records
-        with turn(0.1):
+        with turn_to_end(0.1):
             pass
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "another job has started NVSHMEM for 0.1 s" in caplog.text
-    with turn(0.0):
+    assert f"after 0.1 s NVSHMEM ends beside others: process {os.getpid()} has been starting" in caplog.text
+    with turn_to_end(0.0):
         assert len(caplog.records) == 1, "left when it ends"
+
+
+def test_what_cannot_be_read_names_nobody(tmp_path: Path) -> None:
+    with _start_alone(60.0):
+        (tmp_path / _LOCK).write_bytes(b"12\x003 starting\n\n4 5 starting\n")
+        with pytest.raises(BootstrapError, match="another process, which this one cannot see"), _start_alone(0.0):
+            pytest.fail("it has started beside another job")
 
 
 def test_the_pes_of_a_job_do_not_wait_for_each_other(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,11 +203,83 @@ def test_the_pes_of_a_job_do_not_wait_for_each_other(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("turn", [_start_alone, turn_to_end])
 def test_without_the_file_there_are_no_turns(turn: Turn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / f"persistent_ops.nvshmem.{os.getuid()}.lock").mkdir()
+    (tmp_path / _LOCK).mkdir()
     with turn(60.0):
         pass
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "may crash each other" in caplog.text
+
+
+# ---- an end without peers --------------------------------------------------------------------------------------------
+
+
+class _Library:
+    """NVSHMEM as far as its end knows it: it hangs where peers do not come."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def free(self) -> None:
+        self.calls.append("free")
+
+    def finalize(self) -> None:
+        self.calls.append("finalize")
+
+
+@pytest.fixture
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem_end, "_is_left_running", False)
+
+
+@pytest.mark.usefixtures("_afresh")
+@pytest.mark.parametrize("shares_gpu", [False, True])
+def test_an_end_without_peers_calls_nothing_says_so_and_is_the_last(
+    shares_gpu: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    library, heap = _Library(), object()
+    uses = sys.getrefcount(heap)
+    nvshmem_end.end(library.free, library.finalize, heap=heap, is_alone=True, shares_gpu=shares_gpu)
+    assert library.calls == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "NVSHMEM's end is left out, because it would wait for peers" in caplog.text
+    assert sys.getrefcount(heap) > uses, "it would be released, and wait for peers, when the interpreter exits"
+    assert nvshmem_end.runs_on()
+    with pytest.raises(BootstrapError, match="start this process again"):
+        nvshmem_end.refuse_restart()
+    with _start_alone(0.0):
+        pass  # no turn has been left behind
+
+
+@pytest.mark.usefixtures("_afresh")
+def test_an_end_with_all_peers_is_followed_by_another_start(caplog: pytest.LogCaptureFixture) -> None:
+    library = _Library()
+    nvshmem_end.end(library.free, library.finalize, heap=library, is_alone=False, shares_gpu=True)
+    assert library.calls == ["free", "finalize"] and not caplog.records and not nvshmem_end.runs_on()
+    nvshmem_end.refuse_restart()
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("stays_away", [False, True])
+def test_a_world_tells_its_backend_whether_all_peers_have_come(
+    monkeypatch: pytest.MonkeyPatch, stays_away: bool
+) -> None:
+    closed: list[bool] = []
+    close = HostBackend.close
+
+    def closing(self: HostBackend, *, is_alone: bool = False) -> None:
+        closed.append(is_alone)
+        close(self, is_alone=is_alone)
+
+    def program() -> None:
+        po.init("host", heap_size=1 << 20)
+        while stays_away and po.rank() == 1 and len(closed) < 2:
+            time.sleep(0.01)
+        po.finalize()
+
+    monkeypatch.setattr(HostBackend, "close", closing)
+    monkeypatch.setattr(world, "_LONGEST_FAREWELL_S", {"cpu": 0.5 if stays_away else 60.0})
+    po.launch(program, 3, threads=True, timeout=60)
+    assert closed == [stays_away] * 3, "also the one that comes when the others have gone"
 
 
 def _init_again_and_again(count: int) -> list[bool]:

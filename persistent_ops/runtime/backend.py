@@ -130,5 +130,5 @@ class Backend(Protocol):
     def quiet(self) -> None:
         """Wait until this PE's puts and signals have been performed; no kernel may be running."""
 
-    def close(self) -> None:
-        """Release everything; no launch may be in flight."""
+    def close(self, *, is_alone: bool = False) -> None:
+        """Release everything; no launch may be in flight. Collective, unless `is_alone`: peers may be gone."""

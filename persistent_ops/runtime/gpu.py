@@ -12,15 +12,15 @@ import torch
 from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
-from . import launchers
+from . import launchers, nvshmem_end
 from .backend import KernelRequest
 from .bootstrap import Bootstrap
-from .bounded import refuse_after, within
+from .bounded import within
 from .devices import Numbers, architecture, check_sharing, choose_device
 from .errors import BackendUnavailableError, BootstrapError
 from .interruptible import Interruptible
 from .jit import compile_cuda
-from .nvshmem_turns import turn_to_end, turn_to_start
+from .nvshmem_turns import turn_to_start
 from .nvshmem_variables import NvshmemVariables
 from .residency import Footprint, Sm
 from .torch_private import current_raw_stream
@@ -28,11 +28,8 @@ from .torch_private import current_raw_stream
 __all__ = ["GpuBackend"]
 
 _log = logging.getLogger("persistent_ops")
-_END = "NVSHMEM's end"
 _MAX_CONFIGS = 256  # of a kernel: streams may come and go
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
-_CLOSE_S = 10.0  # for that: it waits for peers that may be dead
-_TURN_S = 60.0  # for jobs that start on a GPU that is shared: a start takes one to three, and many may be waiting
 
 
 _own_choice: int | None = None  # the current device, where it was set here
@@ -188,7 +185,7 @@ class GpuBackend:
         import nvshmem.bindings as bindings
         import nvshmem.core as nvshmem
 
-        refuse_after(1, _END, "start this process again")
+        nvshmem_end.refuse_restart()
         self._nvshmem = nvshmem
         self._bindings = bindings
 
@@ -293,22 +290,18 @@ class GpuBackend:
             self._bindings.quiet_on_stream(self.stream())
             self.synchronize()
 
-    def close(self) -> None:
+    def close(self, *, is_alone: bool = False) -> None:
         self.waits.close()
         for code in self._libraries:
             self._bindings.culibrary_finalize(int(code.handle))
         self._libraries.clear()
 
-        def end() -> None:
+        def free() -> None:
             self._core_device.set_current()
             self._nvshmem.free(self._buffer)
-            with turn_to_end(_TURN_S) if self._shares_gpu else nullcontext():
-                self._nvshmem.finalize()
 
-        try:
-            within(_CLOSE_S + (_TURN_S if self._shares_gpu else 0.0), end, _END)
-        except Exception as error:  # nothing may keep a process from leaving
-            _log.warning("persistent_ops: NVSHMEM reported an error while closing: %s", error)
+        heap, finalize = self._buffer, self._nvshmem.finalize
+        nvshmem_end.end(free, finalize, heap=heap, is_alone=is_alone, shares_gpu=self._shares_gpu)
 
 
 def _choose_device(bootstrap: Bootstrap) -> int:

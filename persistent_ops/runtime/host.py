@@ -156,7 +156,7 @@ class HostBackend:
         if self.network:
             self._runtime.po_network_quiet(self.network)
 
-    def close(self) -> None:
+    def close(self, *, is_alone: bool = False) -> None:
         self.waits.close()
         if self._runtime is not None and self.network:
             self._runtime.po_network_destroy(self.network)

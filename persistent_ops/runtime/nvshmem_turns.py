@@ -11,17 +11,21 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from .bootstrap import Bootstrap
+from .errors import BootstrapError
 from .file_lock import lock_within
 
 __all__ = ["turn_to_end", "turn_to_start"]
 
 _log = logging.getLogger("persistent_ops")
 _SHARED_MEMORY = Path("/dev/shm")  # containers that share it share what must not be found there
+_OVER = "over"
 
 
 @contextlib.contextmanager
@@ -30,15 +34,22 @@ def turn_to_start(bootstrap: Bootstrap, seconds: float) -> Iterator[None]:
 
     Args:
         bootstrap: of the job's PEs, all of which share GPUs.
-        seconds: to wait for others on a host; then this job goes on beside them, and says so.
+        seconds: to wait for others on a host.
+
+    Raises:
+        BootstrapError: another job has not let go of its turn in time; it names the processes that hold it.
     """
     with _lock_file() as descriptor:
         identity = "" if descriptor is None else _identity(descriptor)
         identities = bootstrap.exchange("nvshmem-lock", identity.encode())
         # One PE locks for all that see the same file, file by file in the same order everywhere.
         for first in sorted({identities.index(each) for each in identities if each}):
-            if first == bootstrap.rank and descriptor is not None:
-                _lock(descriptor, seconds, shared=False)
+            if first == bootstrap.rank and descriptor is not None and not _lock(descriptor, seconds, shared=False):
+                raise BootstrapError(
+                    f"NVSHMEM starts in one job at a time where PEs share a GPU, and the turn of this one has not come "
+                    f"within {seconds:g} s: {_holders(descriptor)}. Wait for it or end it, pass a longer timeout to "
+                    "po.init(), or give each PE a GPU of its own"
+                )
             bootstrap.exchange("nvshmem-turn", b"")
         yield
         bootstrap.exchange("nvshmem-turn-over", b"")  # who locked may be the first to have started
@@ -46,10 +57,15 @@ def turn_to_start(bootstrap: Bootstrap, seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn_to_end(seconds: float) -> Iterator[None]:
-    """Give a context in which no job of this user starts NVSHMEM on this host. `seconds`: as in turn_to_start."""
+    """Give a context in which no job of this user starts NVSHMEM on this host.
+
+    Args:
+        seconds: to wait for another job; then this one goes on beside it, and says so: nothing may keep it from
+            leaving.
+    """
     with _lock_file() as descriptor:
-        if descriptor is not None:
-            _lock(descriptor, seconds, shared=True)
+        if descriptor is not None and not _lock(descriptor, seconds, shared=True):
+            _log.warning("persistent_ops: after %g s NVSHMEM ends beside others: %s", seconds, _holders(descriptor))
         yield
 
 
@@ -59,7 +75,7 @@ def _lock_file() -> Iterator[int | None]:
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     path = folder / f"persistent_ops.nvshmem.{os.getuid()}.lock"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         _log.warning("persistent_ops: jobs that start at the same time may crash each other: %s", error)
         yield None
@@ -67,6 +83,7 @@ def _lock_file() -> Iterator[int | None]:
     try:
         yield descriptor
     finally:
+        _note(descriptor, _OVER)
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile shares the lock
         os.close(descriptor)
@@ -82,9 +99,34 @@ def _identity(descriptor: int) -> str:
     return f"{host} {status.st_dev} {status.st_ino}"
 
 
-def _lock(descriptor: int, seconds: float, *, shared: bool) -> None:
+def _lock(descriptor: int, seconds: float, *, shared: bool) -> bool:
+    """Return whether the turn has come in time. Where there can be no locks there are no turns, which is said."""
     try:
         if not lock_within(seconds, descriptor, shared=shared):
-            _log.warning("persistent_ops: another job has started NVSHMEM for %g s; going on beside it", seconds)
+            return False
+        if not shared:
+            os.ftruncate(descriptor, 0)  # whose turn it was before
+        _note(descriptor, "ending" if shared else "starting")
     except OSError as error:
         _log.warning("persistent_ops: jobs that start at the same time may crash each other: %s", error)
+    return True
+
+
+# ---- whose turn it is ------------------------------------------------------------------------------------------------
+
+
+def _note(descriptor: int, what: str) -> None:
+    """Append to the lock's file what a turn is for, or that it is over; its process and descriptor tell which one."""
+    with contextlib.suppress(OSError):  # only errors would have told of it
+        os.write(descriptor, f"{os.getpid()} {descriptor} {what} {time.monotonic()}\n".encode())
+
+
+def _holders(descriptor: int) -> str:
+    """Return which processes have a turn, at what, and for how long: those that have noted it and still live."""
+    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
+    turns: dict[str, str] = {}
+    for turn, pid, what, since in re.findall(r"(?m)^((\d+) \d+) (\w+) (\d+\.\d+)$", text):
+        turns.pop(turn, None)
+        if what != _OVER and Path("/proc", pid).exists():
+            turns[turn] = f"process {pid} has been {what} NVSHMEM for {time.monotonic() - float(since):.1f} s"
+    return ", ".join(turns.values()) or "another process, which this one cannot see, has been at it"

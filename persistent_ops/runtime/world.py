@@ -39,7 +39,7 @@ _log = logging.getLogger("persistent_ops")
 _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
 _DEFAULT_TIMEOUT_S = 120.0
 _DEFAULT_OPERATOR_TIMEOUT_S = 600.0
-_LONGEST_FAREWELL_S = 5.0
+_LONGEST_FAREWELL_S = {"cpu": 5.0, "cuda": 15.0}  # by device; on GPUs it costs NVSHMEM's end where a peer comes later
 _PATIENCE_S = 30.0  # of who leaves or recovers, for launches that still wait for peers
 
 _process_world: World | None = None
@@ -282,18 +282,27 @@ class World:
             self.backend.synchronize(_PATIENCE_S)
         except RuntimeError:
             _log.warning("PE %d: the device reported an error while the world was closed", self.rank)
-        try:
-            self.bootstrap.exchange("close", b"", timeout=_LONGEST_FAREWELL_S)
-        except BootstrapError:
-            _log.info("PE %d: closing without its peers", self.rank)
+        is_alone = not self._meets_to_leave()
         if self._watch is not None:
             self._watch.close()
         self._forget()  # handles that are held must not launch
         self.operator_state.clear()
         self._captured.clear()
         self._kernels.clear()
-        self.backend.close()
+        self.backend.close(is_alone=is_alone)
         self.bootstrap.close()
+
+    def _meets_to_leave(self) -> bool:
+        """Return whether all PEs have come to leave; the same on all of them."""
+        patience = _LONGEST_FAREWELL_S[self.backend.device.type]
+        try:
+            self.bootstrap.exchange("close", b"", timeout=patience)
+            # Who came too late has found there what the others left before they gave it up; here it is told so.
+            self.bootstrap.exchange("close together", b"", timeout=patience)
+        except BootstrapError:
+            _log.info("PE %d: closing without its peers", self.rank)
+            return False
+        return True
 
 
 def upload(backend: Backend, data: bytes) -> torch.Tensor:
