@@ -22,11 +22,9 @@ _DEVICE = torch.device("cuda", 0)
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     model = Cuda()
-    by_handle = {stream.handle: stream for stream in model.streams}
-    monkeypatch.setattr(Stream, "cuda_stream", property(lambda stream: stream.handle), raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: model.current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(embedding_inputs_lookups, "capture_of", lambda handle: by_handle[handle].capture)
+    monkeypatch.setattr(embedding_inputs_lookups, "capture_of", model.capture_of)
     return model
 
 
@@ -131,3 +129,14 @@ def test_nothing_connects_captures_and_eager_launches(cuda: Cuda) -> None:
     cuda.end_capture(1)
     cuda.current = main
     loop._regions[number].order_behind_readers()
+
+
+def test_a_moment_on_a_stream_that_is_gone(cuda: Cuda) -> None:
+    """The driver has given its handle to another one."""
+    cuda.current = cuda.create(0x7000)
+    cuda.current.done |= {1}
+    moment = Moment(_DEVICE)
+    cuda.destroy(cuda.current)
+    cuda.current = cuda.create(0x7000)
+    moment.order_behind()
+    assert cuda.current.done == {1}

@@ -7,13 +7,17 @@ The streams, events and captures here are a model: what precedes what, and CUDA'
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import persistent_ops as po
 from persistent_ops.runtime import stream_order
-from persistent_ops.runtime.stream_order import StreamOrder
+from persistent_ops.runtime.stream_order import StreamOrder, is_foreign
+from persistent_ops.runtime.world import current
 
 
 class Refused(Exception):
@@ -21,14 +25,29 @@ class Refused(Exception):
 
 
 class Stream:
-    """A stream: what has been launched before its end, and the capture that it is in."""
+    """A stream: what has been launched before its end, and the capture that it is in.
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
+    Args:
+        handle: the driver's.
+        stream_id: torch's number of it; None for a stream that torch was given by its handle.
+    """
+
+    def __init__(self, handle: int, stream_id: int | None = None) -> None:
+        self.handle = self.cuda_stream = handle
+        self.stream_id = handle if stream_id is None else stream_id
+        self.is_destroyed = False
         self.capture = 0
         self.done: frozenset[int] = frozenset()  # launches that come before whatever is put on it next
 
+    def __eq__(self, other: object) -> bool:
+        """Compare as torch does."""
+        return isinstance(other, Stream) and self.stream_id == other.stream_id
+
+    def __hash__(self) -> int:
+        return self.stream_id
+
     def wait_event(self, event: Event) -> None:
+        assert not self.is_destroyed
         if event.capture != self.capture:
             raise Refused(f"stream of capture {self.capture} waits for an event of capture {event.capture}")
         self.done |= event.done
@@ -38,6 +57,7 @@ class Event:
     """An event belongs to the capture in which it was recorded."""
 
     def record(self, stream: Stream) -> None:
+        assert not stream.is_destroyed, "what CUDA does with a handle that is gone is not defined"
         self.capture = stream.capture
         self.done = stream.done
 
@@ -46,10 +66,22 @@ class Cuda:
     """A device with a default stream, streams to choose from, and captures that end on the stream they began on."""
 
     def __init__(self) -> None:
-        self.streams = [Stream(0), *(Stream(0x1000 + i) for i in range(4))]
+        self.streams = [Stream(0, 0), *(Stream(0x1000 + 16 * i, 3 + 32 * i) for i in range(4))]
+        self.foreign: dict[int, Stream] = {}  # streams that torch does not own, by their handles
         self.current = self.streams[0]
         self.captures = 0
         self.launches: dict[int, list[int]] = {}  # of each capture, and of 0: eager ones; in the order of the calls
+
+    def create(self, handle: int) -> Stream:
+        """Return a stream that torch does not own, with a handle that one before it may have had."""
+        self.foreign[handle] = Stream(handle)
+        return self.foreign[handle]
+
+    def destroy(self, stream: Stream) -> None:
+        self.foreign.pop(stream.handle).is_destroyed = True
+
+    def capture_of(self, handle: int) -> int:
+        return next(each.capture for each in [*self.streams, *self.foreign.values()] if each.handle == handle)
 
     def begin_capture(self, stream: Stream) -> None:
         self.captures += 1
@@ -57,7 +89,7 @@ class Cuda:
         stream.done = frozenset()
 
     def end_capture(self, number: int) -> None:
-        for stream in self.streams:
+        for stream in [*self.streams, *self.foreign.values()]:
             if stream.capture == number:
                 stream.capture, stream.done = 0, frozenset()
 
@@ -73,6 +105,7 @@ class Cuda:
         number = sum(map(len, self.launches.values()))
         earlier.append(number)
         self.current.done |= {number}
+        order.launched()
 
 
 @pytest.fixture
@@ -81,8 +114,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: model.current.capture != 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: model.current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    by_handle = {stream.handle: stream for stream in model.streams}
-    monkeypatch.setattr(stream_order, "capture_of", lambda handle: by_handle[handle].capture)
+    monkeypatch.setattr(stream_order, "capture_of", model.capture_of)
     return model
 
 
@@ -157,15 +189,120 @@ def test_last_eager_stream_is_being_captured(cuda: Cuda, order: StreamOrder) -> 
     cuda.launch(order)
 
 
+@pytest.mark.parametrize("handle", [0x7000, 0x8000], ids=["same_handle", "other_handle"])
+def test_a_stream_that_is_destroyed_behind_its_launch(cuda: Cuda, order: StreamOrder, handle: int) -> None:
+    """Its launch may still run: the next stream waits for it, also one that the driver gave the same handle."""
+    for each in (0x7000, handle, handle):
+        cuda.current = cuda.create(each)
+        cuda.launch(order)
+        cuda.launch(order)
+        cuda.destroy(cuda.current)
+    cuda.current = cuda.streams[1]
+    cuda.launch(order)
+    cuda.current = cuda.create(0x7000)
+    cuda.launch(order)
+
+
+def test_captures_on_streams_that_are_destroyed(cuda: Cuda, order: StreamOrder) -> None:
+    for handle in (0x7000, 0x7000, 0x8000):
+        cuda.current = cuda.create(handle)
+        cuda.begin_capture(cuda.current)
+        cuda.fork(cuda.current, cuda.streams[1])
+        for stream in (cuda.streams[1], cuda.foreign[handle], cuda.streams[1], cuda.foreign[handle]):
+            cuda.current = stream
+            cuda.launch(order)
+        cuda.end_capture(cuda.captures)
+        cuda.destroy(cuda.foreign[handle])
+    cuda.current = cuda.streams[2]
+    cuda.begin_capture(cuda.current)
+    cuda.launch(order)
+
+
+def test_captures_that_are_over_are_forgotten(cuda: Cuda, order: StreamOrder) -> None:
+    for _ in range(50):
+        for stream in (cuda.streams[1], cuda.streams[2], cuda.create(0x7000), cuda.create(0x8000)):
+            cuda.current = stream
+            cuda.begin_capture(stream)
+            cuda.launch(order)
+            cuda.end_capture(stream.capture)
+    assert len(order._captured) <= 4
+
+
+def test_a_stream_that_is_not_torch_s_and_is_captured_now(cuda: Cuda, order: StreamOrder) -> None:
+    """The event was recorded before the capture, so others can wait for it."""
+    cuda.current = cuda.create(0x7000)
+    cuda.launch(order)
+    cuda.begin_capture(cuda.current)
+    cuda.launch(order)
+    cuda.current = cuda.streams[1]
+    cuda.launch(order)
+
+
+def test_a_launch_that_fails_leaves_the_order_as_it_was(cuda: Cuda, order: StreamOrder) -> None:
+    cuda.current = cuda.streams[1]
+    cuda.launch(order)
+    cuda.current = cuda.create(0x7000)
+    order.follow(0x7000)  # and nothing is launched
+    cuda.destroy(cuda.current)
+    cuda.current = cuda.streams[2]
+    cuda.launch(order)
+
+
+def _calls_of_a_launch() -> list[str]:
+    """Return what a workspace whose launches are asynchronous does for one."""
+    po.init("host", heap_size=1 << 20)
+    calls: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: calls.append(name)
+
+    workspace: Any = current().workspace
+    workspace._is_asynchronous = True
+    workspace._order = SimpleNamespace(follow=note("follow"), launched=note("launched"))
+    workspace.launch(SimpleNamespace(launch=note("launch"), admitted_grid=1), 1, 0, None)
+    return calls
+
+
+@pytest.mark.host
+def test_a_workspace_launches_in_this_order() -> None:
+    assert po.launch(_calls_of_a_launch, 1, threads=True) == [["follow", "launch", "launched"]]
+
+
+@pytest.mark.gpu
+def test_streams_of_torch_s_own_are_told_from_others() -> None:
+    from cuda.bindings import driver
+
+    torch.cuda.init()
+    ours = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    result, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    assert result == driver.CUresult.CUDA_SUCCESS
+    with torch.cuda.stream(torch.cuda.ExternalStream(int(handle))):
+        assert is_foreign(torch.cuda.current_stream())
+    assert not any(map(is_foreign, ours))
+    driver.cuStreamDestroy(handle)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_launches_forks_and_captures(cuda: Cuda, order: StreamOrder, seed: int) -> None:
-    """Launches in up to two captures at a time, in streams forked into them, and eager ones on two other streams."""
+    """Launches in up to two captures at a time, in streams forked into them, and eager ones on other streams.
+
+    Some are not torch's: they are destroyed when they are in no capture, and their handles given out again.
+    """
     draw = random.Random(seed)
     eager = cuda.streams[:2]
     kept: dict[int, Stream] = {}  # of each capture that is under way: the stream that it began on
     for _ in range(300):
-        action = draw.randrange(6)
-        free = [stream for stream in cuda.streams[2:] if stream.capture == 0]
+        action = draw.randrange(7)
+        if action == 6:
+            handle = draw.choice([0x7000, 0x8000])
+            stream = cuda.foreign.get(handle)
+            if stream is None:
+                cuda.create(handle)
+            elif stream.capture == 0:
+                cuda.destroy(stream)
+            continue
+        foreign = [stream for stream in cuda.foreign.values() if stream.capture == 0]
+        free = [stream for stream in cuda.streams[2:] if stream.capture == 0] + foreign
         if action == 0 and len(kept) < 2 and free:
             origin = draw.choice(free)
             cuda.begin_capture(origin)
@@ -177,7 +314,7 @@ def test_any_order_of_launches_forks_and_captures(cuda: Cuda, order: StreamOrder
             cuda.end_capture(number)
             del kept[number]
         else:
-            captured = [stream for stream in cuda.streams if stream.capture]
-            cuda.current = draw.choice([*eager, *captured])
+            captured = [stream for stream in [*cuda.streams, *cuda.foreign.values()] if stream.capture]
+            cuda.current = draw.choice([*eager, *foreign, *captured])
             cuda.launch(order)
     assert len(cuda.launches) > 10 and len(cuda.launches[0]) > 30

@@ -10,7 +10,7 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.errors import PeerTimeoutError
-from ..runtime.stream_order import capture_of
+from ..runtime.stream_order import capture_of, is_foreign
 from ..runtime.world import World
 from .embedding_inputs_plan import OPERATOR
 
@@ -71,7 +71,9 @@ class Moment:
     def order_behind(self) -> None:
         """Let the current stream wait for it, unless one of the two is in another capture: see `StreamOrder`."""
         here = torch.cuda.current_stream(self._device)
-        if here != self.stream and capture_of(here.cuda_stream) == self._capture:
+        # One that is not torch's may be another stream, with the handle of one that is gone.
+        is_elsewhere = here != self.stream or is_foreign(here)
+        if is_elsewhere and capture_of(here.cuda_stream) == self._capture:
             here.wait_event(self.event)
 
 

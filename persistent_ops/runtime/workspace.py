@@ -174,6 +174,8 @@ class Workspace:
                     kernel.admitted_grid = grid
                 self._order.follow(self._backend.stream())
             kernel.launch(grid, plan, call)
+            if self._is_asynchronous:
+                self._order.launched()
         if not self._is_asynchronous and self._error.state:
             self.raise_failure()
         if raises_input_errors and self._input_error.state:
