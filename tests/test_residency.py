@@ -166,6 +166,9 @@ def _admitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def follow(self, stream: int) -> None:
             followed.append((self, stream))
 
+        def launched(self) -> None:
+            assert followed[-1][0] is self
+
     monkeypatch.setattr("persistent_ops.runtime.workspace.StreamOrder", Order)
     world = po.runtime.world.current()
     main = world.workspace
