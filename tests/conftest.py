@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import warm_python
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
 _WORKERS_PER_GPU = 8
@@ -160,6 +161,34 @@ class _Scopes(LoadScopeScheduling):
             return nodeid
         world = found["world"] or ""
         return f"{found['test']} {world.partition('.')[0] if _is_rehearsal(self.config) else world}"
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Take a worker away; where it has crashed, return the test that it was at, and hand out what it had left.
+
+        pytest-xdist 3.8 hands out that test too, and so crashes one worker after the other.
+        """
+        units = self.assigned_work.pop(node)
+        left = [(unit, test) for unit in units.values() for test, is_done in unit.items() if not is_done]
+        if not left:
+            return None
+        unit, crashed = left[0]
+        unit[crashed] = True
+        self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a worker more tests where it needs them.
+
+        pytest-xdist 3.8 ends with a KeyError where a worker crashes while another one that replaces a crashed one
+        collects; and it gives such a one a single test, which a worker does not begin before it knows the next one.
+        """
+        if node not in self.registered_collections:
+            return  # it is given some when it has collected
+        super()._reschedule(node)
+        if self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -41,6 +41,7 @@ from persistent_ops.runtime import world as worlds
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.devices import architecture
 from persistent_ops.runtime.jit import CudaBinary, KernelSource, compile_cuda
+from persistent_ops.runtime.pe_threads import end_those_left_behind
 from persistent_ops.runtime.residency import Footprint
 
 __all__ = ["Compiler", "Gpu", "Noted", "Notes", "NotingBackend", "PaperGpu", "bound", "rehearsing"]
@@ -296,6 +297,7 @@ class Rehearsal:
     def pytest_pyfunc_call(self) -> Iterator[None]:
         with contextlib.suppress(Exception, pytest.fail.Exception), _at_most(PATIENCE_S):
             yield
+        end_those_left_behind()  # torch's fake tensors and tracing are not for two tests at a time
         pytest.skip("rehearsed")
 
 

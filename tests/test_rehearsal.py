@@ -19,6 +19,7 @@ import bits
 import embedding_cases
 import gemv_cases
 import pytest
+import rehearsal
 import sparse_cases
 import test_embedding_lookups
 from all_reduce_cases import AllReduceTrial
@@ -160,3 +161,23 @@ def test_a_rehearsal_says_what_it_has_compiled_and_that_nothing_was_tested() -> 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"of 1 kernels for sm_\d+ are in the compile cache", done.stdout), done.stdout[-3000:]
     assert re.search(r"^=+ [1-9] skipped", done.stdout, re.MULTILINE) and " passed" not in done.stdout
+
+
+def test_nothing_of_a_test_goes_on_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PE that is a thread, and takes longer than a test is given, is ended before the next test begins."""
+    pes: list[threading.Thread] = []
+
+    def be_pe() -> None:
+        pes.append(threading.current_thread())
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(rehearsal, "PATIENCE_S", 0.5)
+    hook = rehearsal.Rehearsal(Gpu(), Notes(tmp_path / "notes")).pytest_pyfunc_call()
+    next(hook)
+    try:
+        po.launch(be_pe, 2, threads=True)
+    except rehearsal._EnoughError as error:
+        with pytest.raises(pytest.skip.Exception, match="rehearsed"):
+            hook.throw(error)
+    assert len(pes) == 2 and not any(pe.is_alive() for pe in pes)

@@ -7,6 +7,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import _Scopes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -32,3 +37,70 @@ def test_what_runs_on_gpus_is_collected() -> None:
     expected = {"tests/test_protocol.py", "tests/test_gemv_protocol.py", "tests/test_sparse_protocol.py"}
     assert expected <= found, sorted(found)
     assert "tests/test_jit.py" not in found, "the same on every backend"
+
+
+class _Worker:
+    """A worker of pytest-xdist's as its controller sees it: it begins a test when it knows the next, or the end."""
+
+    def __init__(self, tests: list[str], crashes: set[str]) -> None:
+        self.gateway = SimpleNamespace(id=id(self))
+        self.shutting_down = False
+        self._tests, self._crashes = tests, crashes
+        self._queue: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self._queue += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+    @property
+    def can_begin(self) -> bool:
+        return len(self._queue) > 1 or (self.shutting_down and bool(self._queue))
+
+    def begin(self) -> tuple[int, bool]:
+        """Return the number of the test that is run, and whether the worker ends with it."""
+        number = self._queue.pop(0)
+        return number, self._tests[number] in self._crashes
+
+
+@pytest.mark.parametrize("late", range(6))
+@pytest.mark.parametrize("crashes", [{3}, {2, 3}, {0, 1, 2, 3, 4}, {10, 11}, set(range(12))], ids=str)
+def test_workers_that_crash_are_replaced(crashes: set[int], late: int) -> None:
+    """Every test is run once; `late` tests are run while a worker that replaces a crashed one collects."""
+    tests = [f"tests/test_it.py::test_it[{number}]" for number in range(12)]
+    options = SimpleNamespace(loadscopereorder=False)
+    config: Any = SimpleNamespace(getvalue=lambda name: ["2*popen"], getoption=lambda name: "cuda", option=options)
+    scopes: Any = _Scopes(config)
+    workers = [_Worker(tests, {tests[number] for number in crashes}) for _ in range(2)]
+    collecting: list[tuple[int, _Worker]] = []
+    for worker in workers:
+        scopes.add_node(worker)
+        scopes.add_node_collection(worker, tests)
+    scopes.schedule()
+    run: list[int] = []
+    crashed: list[str] = []
+    while workers or collecting:
+        for begun, worker in list(collecting):
+            if len(run) >= begun + late or not any(each.can_begin for each in workers):
+                collecting.remove((begun, worker))
+                workers.append(worker)
+                scopes.add_node_collection(worker, tests)
+                scopes.schedule()
+        assert any(worker.can_begin or worker.shutting_down for worker in workers), "they wait for each other"
+        for worker in list(workers):
+            if worker.can_begin:
+                number, is_end = worker.begin()
+                run.append(number)
+                if is_end:
+                    workers.remove(worker)
+                    crashed.append(scopes.remove_node(worker))
+                    collecting.append((len(run), _Worker(tests, {tests[number] for number in crashes})))
+                    scopes.add_node(collecting[-1][1])
+                else:
+                    scopes.mark_test_complete(worker, number)
+            elif worker.shutting_down:
+                workers.remove(worker)
+                assert scopes.remove_node(worker) is None
+    assert sorted(run) == list(range(12))
+    assert sorted(crashed) == sorted(tests[number] for number in crashes)

@@ -102,7 +102,7 @@ class _Threads:
         """Wait for the threads of PEs that are done.
 
         What they hold in thread-local places is let go of behind all code of theirs, and must be so before the
-        interpreter ends: a world's tensors could not be released then (see `_end_those_left_behind`).
+        interpreter ends: a world's tensors could not be released then (see `end_those_left_behind`).
         """
         with self._changed:
             done = {*self._results, *(failure.rank for failure in self._failures)}
@@ -155,8 +155,8 @@ class _Threads:
         for rank in running:
             self._boards[rank].fail("launch() has ended without it")
         _left_behind.extend((self, rank) for rank in running)
-        atexit.unregister(_end_those_left_behind)
-        atexit.register(_end_those_left_behind)
+        atexit.unregister(end_those_left_behind)
+        atexit.register(end_those_left_behind)
 
     def ask_to_end(self, rank: int) -> threading.Thread:
         """Raise an exception in a PE's function, which sees it once it is back in Python code; return its thread."""
@@ -167,7 +167,8 @@ class _Threads:
         return thread
 
 
-def _end_those_left_behind() -> None:
+def end_those_left_behind() -> None:
+    """Ask the threads of PEs that launches have left behind to end, and wait for that, at most 5 s."""
     # A thread that asks for the interpreter's lock while the interpreter ends is unwound, and with it the C++ frames of
     # torch below it, which end the process for that (CPython before 3.14).
     until = time.monotonic() + _EXIT_S
