@@ -4,7 +4,7 @@
 // PO_ENTRY_TRACED. In all others what stands here is empty and leaves no instruction behind.
 //
 // Nobody waits for room: what finds none is counted and dropped. Times are ticks of the multiprocessor's clock on the GPU, of
-// which a block says where they stand in nanoseconds, and nanoseconds on the host.
+// which a block says where they stand in nanoseconds at its begin and end, and nanoseconds on the host.
 #pragma once
 
 #include "platform/describe.cuh"
