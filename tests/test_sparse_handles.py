@@ -555,6 +555,24 @@ def test_a_wait_behind_one_that_failed_fails(backend: str, coalesce: str) -> Non
     assert failed == failed[:1] * 3 and nothing == []
 
 
+def _waited_for_again_as_a_tensor() -> list[Any]:
+    indices = torch.tensor([[3, 40 if po.rank() == 1 else 4]], device=po.device())
+    x = torch.sparse_coo_tensor(indices, torch.ones(2, 1, device=po.device()), (40, 1), check_invariants=False)
+    work = po.sparse_all_reduce(x, async_op=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the report is there
+    errors = [error_of(work.wait)[:2] for _ in range(3)]
+    po.check()  # has been told
+    return [errors, error_of(work.result)[0], work.is_completed()]
+
+
+def test_a_sum_without_a_bad_row_is_not_given_out(backend: str) -> None:
+    (errors, kind, is_over), (failed, failed_kind, is_over_too) = in_world(_waited_for_again_as_a_tensor, 2, backend)
+    assert errors == [("", "")] * 3 and kind == "" and is_over and is_over_too
+    assert failed[0][0] == "IndexError" and "is row 40, but the tensor has 40 rows" in failed[0][1]
+    assert failed == failed[:1] * 3 and failed_kind == "RuntimeError"
+
+
 def _different_num_rows() -> tuple[str, str]:
     indices, values = torch.arange(3, device=po.device()), torch.ones(3, 2, device=po.device())
     name, text, _ = error_of(
