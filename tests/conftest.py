@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests of Ctrl-C send it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # PEs are many and cores are few: torch's threads would spin
+    # torch.compile would compile programs to learn which vector instructions work here; plain loops do for tests.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     if _is_rehearsal(config):
         import rehearsal
 

@@ -178,14 +178,7 @@ def columns_of(case: Case, world: int) -> list[int]:
 def _in_order(slots: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Add up the values of each of the slots 0, 1, ..., in order of occurrence, from 0 on."""
     count = int(slots.max()) + 1 if len(slots) else 0
-    order = slots.argsort(stable=True)
-    counts = torch.bincount(slots, minlength=count)
-    occurrence = torch.arange(len(slots)) - (counts.cumsum(0) - counts)[slots[order]]
-    sums = torch.zeros(count, values.shape[1])
-    for n in range(int(counts.max()) if len(counts) else 0):
-        entries = order[occurrence == n]
-        sums[slots[entries]] += values[entries]
-    return sums
+    return torch.zeros(count, values.shape[1]).index_add_(0, slots, values)  # on the CPU in this order
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:
