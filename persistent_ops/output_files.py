@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .runtime import launchers
@@ -21,7 +21,7 @@ def check_outputs(
     Of a launcher's processes the first one looks, because that one writes.
 
     Args:
-        files: by option; the folder of each must exist. None for no file.
+        files: by option; the folder of each must exist, or be made with one of `folders`. None for no file.
         folders: by option; what is missing of their path is made in the run. None for no folder.
 
     Raises:
@@ -30,18 +30,21 @@ def check_outputs(
     """
     if launchers.detect(os.environ).rank != 0:
         return
+    made = [Path(os.path.realpath(folder)) for folder in (folders or {}).values() if folder is not None]
     for option, file in files.items():
-        if file is not None and (problem := _problem_of_file(Path(file))):
+        if file is not None and (problem := _problem_of_file(Path(file), made)):
             raise ValueError(f"{option}: expected a file that can be written, got {os.fspath(file)!r}: {problem}")
     for option, folder in (folders or {}).items():
         if folder is not None and (problem := _problem_of_folder(Path(folder))):
             raise ValueError(f"{option}: expected a folder that can be written, got {os.fspath(folder)!r}: {problem}")
 
 
-def _problem_of_file(file: Path) -> str | None:
+def _problem_of_file(file: Path, made: Sequence[Path]) -> str | None:
     if file.is_dir():
         return "that is a folder"
     parent = Path(os.path.realpath(file)).parent  # of a link, what it points to is written
+    if not os.path.lexists(parent) and any(parent in (folder, *folder.parents) for folder in made):
+        return None  # whether that folder can be made is looked at too
     if not parent.is_dir():
         return f"there is no folder {str(parent)!r}"
     return None if os.access(file if file.exists() else parent, os.W_OK) else "permission denied"

@@ -234,3 +234,15 @@ def test_the_wheel_carries_kernels_and_benchmarks(tmp_path: Path) -> None:
         assert f"persistent_ops/_benchmarks/{source.name}" in names
     for source in (ROOT / "persistent_ops").rglob("*.py"):
         assert str(source.relative_to(ROOT)) in names
+
+
+def test_a_file_may_lie_where_the_run_makes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("out/x", "out/run/x"):
+        check_outputs(files={"--json": file}, folders={"--output": "out/run"})
+    for file in ("out/other/x", "elsewhere/x"):
+        with pytest.raises(ValueError, match="--json: .*there is no folder"):
+            check_outputs(files={"--json": file}, folders={"--output": "out/run"})
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ValueError, match="no folder"):
+        check_outputs(files={"--json": "taken/x"}, folders={"--output": "taken/run"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -350,3 +351,13 @@ def test_without_what_compares_all_calls_are_looked_at(monkeypatch: pytest.Monke
     monkeypatch.setattr(plain_call, "TensorGuards", None)
     calls = PlainCalls()
     assert all(calls.has((torch.ones(3),)) and not calls.has((torch._neg_view(torch.ones(3)),)) for _ in range(2))
+
+
+def test_nested_tensors_end_no_process() -> None:
+    plain, calls = torch.ones(2, 8), PlainCalls()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert not calls.has((nested,)) and not calls.has((plain,), (nested,))
+    assert calls.has((plain,)) and calls.has((plain, torch.zeros(2, 8)))
+    assert not calls.has((nested,)) and not calls.has((plain, nested)) and not calls.has((plain,), (nested,))

@@ -174,11 +174,15 @@ def _loaded_rates() -> list[Any]:
     seen = [other.optimizer.param_groups[0]["lr"] is rate, float(rate), float(other.optimizer._optimizers[0].lr)]
     one.optimizer.param_groups[0]["lr"] = 0.125
     one.optimizer.load_state_dict(other.optimizer.state_dict())
-    return [*seen, float(one.optimizer.param_groups[0]["lr"]), float(one.optimizer._optimizers[0].lr)]
+    seen += [float(one.optimizer.param_groups[0]["lr"]), float(one.optimizer._optimizers[0].lr)]
+    saved = other.optimizer.state_dict()
+    rate.fill_(1.0)  # as a scheduler does
+    other.optimizer.load_state_dict(saved)
+    return [*seen, float(rate)]
 
 
 def test_a_rate_in_a_tensor_is_loaded_into_it(backend: str) -> None:
-    assert in_world(_loaded_rates, 1, backend) == [[True, 0.5, 0.5, 0.5, 0.5]]
+    assert in_world(_loaded_rates, 1, backend) == [[True, 0.5, 0.5, 0.5, 0.5, 0.5]]
 
 
 def _clamped() -> list[bool]:

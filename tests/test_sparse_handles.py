@@ -573,6 +573,32 @@ def test_a_sum_without_a_bad_row_is_not_given_out(backend: str) -> None:
     assert failed == failed[:1] * 3 and failed_kind == "RuntimeError"
 
 
+def _bad_input_of_another_operator(takes_buffers: bool) -> list[Any]:
+    given: list[Any] = []
+    indices, values = torch.tensor([3, 4], device=po.device()), torch.ones(2, 1, device=po.device())
+    if takes_buffers:
+        work: Any = po.sparse_all_reduce_buffers(
+            indices, values, num_rows=40, completion_fn=lambda i, v, _: given.append(v[:, 0].tolist()), async_op=True
+        )
+    else:
+        x = torch.sparse_coo_tensor(indices[None], values, (40, 1), check_invariants=False)
+        work = po.sparse_all_reduce(x, async_op=True)
+    reports = iter([("embedding_all_to_all", IndexError("table 3"))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(po.runtime.world.current().workspace, "take_input_error", lambda: next(reports, None))
+        told = error_of(work.wait)[:2]
+        before = list(given)
+        result = work.wait()
+    given += [] if takes_buffers else [result.coalesce().values()[:, 0].tolist()]
+    return [told, before, given]
+
+
+@pytest.mark.parametrize("takes_buffers", [False, True])
+def test_bad_input_of_another_operator_takes_no_sum_away(backend: str, takes_buffers: bool) -> None:
+    for told, before, given in in_world(_bad_input_of_another_operator, 2, backend, takes_buffers):
+        assert told == ("IndexError", "table 3") and before == [] and given == [[2.0, 2.0]]
+
+
 def _different_num_rows() -> tuple[str, str]:
     indices, values = torch.arange(3, device=po.device()), torch.ones(3, 2, device=po.device())
     name, text, _ = error_of(

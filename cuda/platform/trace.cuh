@@ -73,7 +73,7 @@ inline constexpr int kMostWarps = PO_ON_DEVICE ? 32 : 64;  // of a WG
 
 // On a GPU only words of 32 bits are added to and compared without a loop in a WG's own memory, which is scarce, too. There a
 // TraceMark is the lower half of a word of TraceTotals, with times in units of 16 ticks, of which it holds half a minute; or
-// ticks of which differences count, two seconds of work.
+// ticks of which differences count, one second of work.
 #if PO_ON_DEVICE
 using TraceMark = uint32_t;
 inline constexpr int kUnitShift = 4;

@@ -46,9 +46,11 @@ def own_stream(device: torch.device) -> Iterator[None]:
     outside = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(outside)
-    with torch.cuda.stream(stream):
-        yield
-    outside.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        outside.wait_stream(stream)
 
 
 class StaticBatch:

@@ -180,6 +180,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         if not self._saves_param_groups:
             return {"state": state}
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"] = group["lr"].detach().clone()  # loading fills this one's own
         group["params"] = list(state)
         # As the kernel has multiplied them, so that what is loaded goes on with the same bits.
         group["beta_powers"] = self._optimizers[0]._beta_powers.tolist()

@@ -122,23 +122,16 @@ class SparseWork:
     def __init__(self, pending: PendingSum | None, result: torch.Tensor | None) -> None:
         self._pending = pending
         self._result = result
-        self._error: Exception | None = None
 
     def wait(self) -> torch.Tensor:
-        """Let the current stream wait for the sum, and return it; raise what the launch reported, each time.
+        """Let the current stream wait for the sum, and return it; raise what launches report, bad rows each time.
 
         Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
         PEs.
         """
-        if self._error is not None:
-            raise self._error
         if self._pending is not None:
             if self._result is None:
-                try:
-                    self._result = self._pending.result()
-                except Exception as error:
-                    self._error = error
-                    raise
+                self._result = self._pending.result()
             else:
                 self._pending.pair()  # for a stream that has not waited yet
         assert self._result is not None

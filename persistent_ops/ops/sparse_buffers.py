@@ -112,7 +112,7 @@ class BuffersWork:
         self.indices: torch.Tensor | None = None
         """In place of the sum's row numbers."""
         self.error: Exception | None = None
-        """What is wrong with this PE's entries, or what the launch reported: the callback is not called."""
+        """What is wrong with this PE's entries: the callback is not called."""
         self._world = world
         self._index_dtype = index_dtype
         self._completion_fn = completion_fn
@@ -125,18 +125,15 @@ class BuffersWork:
         return self._is_done or self.pending is None or self.pending.is_completed()
 
     def wait(self) -> None:
-        """Call the callback, once; raise what the launch reported, each time. In the same order on all PEs."""
+        """Call the callback, once; raise what launches have reported, bad rows each time. In order on all PEs."""
         if self._is_done:
             if self.error is not None:
                 raise self.error
             return
         assert self.pending is not None
         indices, values = self.pending.pair()
+        self.pending.raise_reported()
         self._is_done = True
-        try:
-            self._world.workspace.raise_pending()
-        except Exception as error:
-            self.error = error
         if self.error is not None:
             self.pending = self.indices = None
             raise self.error

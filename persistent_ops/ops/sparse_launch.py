@@ -162,10 +162,22 @@ class PendingSum:
         return self._result
 
     def result(self) -> torch.Tensor:
-        """Return the sum; raise what the launch reported."""
+        """Return the sum; raise what launches have reported."""
         tensor = self.tensor()
-        self._world.workspace.raise_pending()
+        self.raise_reported()
         return tensor
+
+    def raise_reported(self) -> None:
+        """Raise what launches have reported: bad rows from now on each time, for a sum without them is nobody's.
+
+        What another operator found wrong with its input is raised once, and this sum stays.
+        """
+        self._world.workspace.raise_failure()
+        if (found := self._world.workspace.take_input_error()) is not None:
+            operator, error = found
+            if operator == OPERATOR.name:
+                self._error = error
+            raise error
 
     def _check_generation(self) -> None:
         if self._generation != self._state.generation:

@@ -41,14 +41,14 @@ def is_plain(
     for tensor in tensors:
         if type(tensor) not in _PLAIN or (is_recording and tensor.requires_grad):
             return False
-        if tensor.is_neg() or is_zero_tensor(tensor):
+        if tensor.is_neg() or tensor.is_nested or is_zero_tensor(tensor):
             return False
     for other in optional:
         if other is None:
             continue
         if type(other) not in _PLAIN or (is_recording and other.requires_grad):
             return False
-        if other.is_neg() or is_zero_tensor(other):
+        if other.is_neg() or other.is_nested or is_zero_tensor(other):
             return False
     return not is_recording or not _any_requires_grad(tables)
 
@@ -91,6 +91,9 @@ class PlainCalls:
             # A result may be an input, and what compares takes no tensor twice.
             if other is not None and other is not first and other is not given[-1]:
                 given += (other,)
+        for tensor in given:
+            if getattr(tensor, "is_nested", False):  # torch ends the process where it compares strides
+                return False
         for is_of_kind, requires_grad in self._kinds.get(len(given), ()):
             if is_of_kind(*given):
                 if requires_grad or tables is not _NO_TABLES:

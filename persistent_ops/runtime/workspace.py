@@ -190,12 +190,18 @@ class Workspace:
     def raise_pending(self) -> None:
         """Raise what launches so far have reported; cheap, and without waiting for launches in flight."""
         self.raise_failure()
-        if self._input_error.state:
-            operator = _contract.operator_of(self._input_error.operator_id)
-            assert operator is not None
-            error = operator.input_error(self._input_error)
-            self._input_error.state = 0  # launches may report the next one
-            raise error
+        if (found := self.take_input_error()) is not None:
+            raise found[1]
+
+    def take_input_error(self) -> tuple[str, Exception] | None:
+        """Return an operator's name and what its launches have found wrong with this PE's input; each is told once."""
+        if not self._input_error.state:
+            return None
+        operator = _contract.operator_of(self._input_error.operator_id)
+        assert operator is not None
+        error = operator.input_error(self._input_error)
+        self._input_error.state = 0  # launches may report the next one
+        return operator.name, error
 
     def raise_failure(self) -> None:
         """Raise what made a launch give up; the world needs `recover`."""

@@ -282,15 +282,18 @@ class World:
             self.backend.synchronize(_PATIENCE_S)
         except RuntimeError:
             _log.warning("PE %d: the device reported an error while the world was closed", self.rank)
-        is_alone = not self._meets_to_leave()
-        if self._watch is not None:
-            self._watch.close()
-        self._forget()  # handles that are held must not launch
-        self.operator_state.clear()
-        self._captured.clear()
-        self._kernels.clear()
-        self.backend.close(is_alone=is_alone)
-        self.bootstrap.close()
+        is_alone = True
+        try:
+            is_alone = not self._meets_to_leave()
+        finally:  # also where Ctrl-C comes: the peers are told, and leave alone
+            if self._watch is not None:
+                self._watch.close()
+            self._forget()  # handles that are held must not launch
+            self.operator_state.clear()
+            self._captured.clear()
+            self._kernels.clear()
+            self.backend.close(is_alone=is_alone)
+            self.bootstrap.close()
 
     def _meets_to_leave(self) -> bool:
         """Return whether all PEs have come to leave; the same on all of them."""
