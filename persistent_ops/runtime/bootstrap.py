@@ -41,6 +41,7 @@ __all__ = ["Bootstrap", "connect", "fail_all", "from_group", "from_threads"]
 
 _LONGEST_PAUSE_S = 0.02  # between two looks at the board: bounds the load of many waiters, and the delay of a failure
 _LOOK_AT_PROCESSES_S = 0.2
+_TOGETHER, _ALONE = b"together", b"alone"  # how PEs leave
 _LONGEST_FAREWELL_S = 10.0  # how long the PE that serves the store waits for the others to leave first
 _FAREWELL_AFTER_FAILURE_S = 1.0  # how long it waits after a failure, also for ranks that have not come yet
 
@@ -128,6 +129,27 @@ class Bootstrap:
             except BaseException as error:
                 self._tell(f"it was interrupted by {type(error).__name__}")
                 raise
+
+    def meet_to_leave(self, seconds: float) -> bool:
+        """Return whether all PEs have come to leave, within so many seconds of each; all of them are told the same.
+
+        The first one that knows decides: that all are there, or that it gives them up. Who comes later, and finds there
+        what the others have left, goes by that.
+        """
+        says = _ALONE
+        try:
+            self.exchange("close", b"", timeout=seconds)
+            says = _TOGETHER
+        except BootstrapError:
+            pass
+        finally:  # also where Ctrl-C comes
+            if self._board is not None and self._pid == os.getpid():
+                with self._lock:
+                    try:
+                        says = self._board.claim("leave", says, time.monotonic() + _FAREWELL_AFTER_FAILURE_S)
+                    except BootstrapError:
+                        says = _ALONE
+        return says == _TOGETHER
 
     def fail(self, message: str) -> None:
         """Tell the other PEs that this one gives up, so that their exchanges raise at once.

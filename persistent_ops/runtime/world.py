@@ -284,8 +284,10 @@ class World:
             _log.warning("PE %d: the device reported an error while the world was closed", self.rank)
         is_alone = True
         try:
-            is_alone = not self._meets_to_leave()
-        finally:  # also where Ctrl-C comes: the peers are told, and leave alone
+            is_alone = not self.bootstrap.meet_to_leave(_LONGEST_FAREWELL_S[self.backend.device.type])
+            if is_alone:
+                _log.info("PE %d: closing without its peers", self.rank)
+        finally:  # also where Ctrl-C comes
             if self._watch is not None:
                 self._watch.close()
             self._forget()  # handles that are held must not launch
@@ -294,18 +296,6 @@ class World:
             self._kernels.clear()
             self.backend.close(is_alone=is_alone)
             self.bootstrap.close()
-
-    def _meets_to_leave(self) -> bool:
-        """Return whether all PEs have come to leave; the same on all of them."""
-        patience = _LONGEST_FAREWELL_S[self.backend.device.type]
-        try:
-            self.bootstrap.exchange("close", b"", timeout=patience)
-            # Who came too late has found there what the others left before they gave it up; here it is told so.
-            self.bootstrap.exchange("close together", b"", timeout=patience)
-        except BootstrapError:
-            _log.info("PE %d: closing without its peers", self.rank)
-            return False
-        return True
 
 
 def upload(backend: Backend, data: bytes) -> torch.Tensor:
