@@ -251,7 +251,7 @@ def test_a_tuning_with_wrong_results_gives_exit_code_1(tmp_path: Path, monkeypat
         (["--shapes", "0x8"], "there is no 0x8"),
         (["--methods", "fused,nccl"], "there is no nccl"),
         (["--worlds", "2,0"], "expected numbers of at least 1"),
-        (["--worlds", "two"], "invalid literal"),
+        (["--worlds", "two"], "expected whole numbers with commas"),
         (["--rounds", "0"], "expected numbers of at least 1"),
         (["--tune", "lanes=8"], "expected FIELD=VALUE"),
         (["--tune", "warps=many"], "invalid literal"),

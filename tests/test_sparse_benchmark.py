@@ -209,7 +209,7 @@ def test_an_error_still_prints_what_was_measured(
         (["--sweeps", "width"], "there is no width"),
         (["--worlds", "2,1"], "expected numbers of at least 2"),
         (["--pes", "0"], "expected numbers of at least 2"),
-        (["--worlds", "two"], "invalid literal"),
+        (["--worlds", "two"], "expected whole numbers with commas"),
         (["--rounds", "0"], "expected numbers of at least 1"),
         (["--nonsense"], "unrecognized arguments"),
     ],
