@@ -1,15 +1,19 @@
 """Each operator is taken away in turn, files and lines: the rest imports, compiles and runs, and nothing is left over.
 
-What `runtime/`, `cuda/comm/` and `cuda/platform/` hold is for all operators: without one of them it still has a user.
+What `runtime/` and the shared folders of `cuda/` hold is for all operators: without one of them it still has a user. One
+that goes with its user would not do: a header counts as used if a kernel that is left includes it, and a definition in
+`runtime/` if code that is left leads to it.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +81,8 @@ OPERATORS = {
             "kernels/inversion",
             "platform/ballots.cuh",
             "platform/counters.cuh",
+            "platform/random.cuh",
+            "platform/streaming.cuh",
             "sched/exchange_order.cuh",
             "tile/bag_stream.cuh",
             "tile/window.cuh",
@@ -116,6 +122,7 @@ OPERATORS = {
         (
             "kernels/all_reduce.cuh",
             "kernels/all_reduce",
+            "tile/row_block.cuh",
         ),
         "po.all_reduce_rms_norm(torch.ones(3, 16), torch.ones(16))",
     ),
@@ -172,29 +179,157 @@ def test_the_others_run_without_it(tmp_path: Path, name: str) -> None:
 
 
 def _names(text: str) -> set[str]:
-    """Return what a header defines for others: functions, types, constants; not what is within a class."""
+    """Return what a header defines for others: functions, types, constants, macros; not what is within a class."""
     code = re.sub(r"//[^\n]*", "", text)
-    functions = re.findall(r"^(?:PO_FN|PO_NOINLINE inline|inline|constexpr)[^;={(]*?\b(\w+)\(", code, re.MULTILINE)
+    functions = re.findall(r"^(?:PO_FN|PO_NOINLINE inline|inline|constexpr|void)[^;={(]*?\b(\w+)\(", code, re.MULTILINE)
     types = re.findall(r"^(?:enum class|enum|struct|class) (?:alignas\(\w+\) )?(\w+)\b[^;]*{", code, re.MULTILINE)
     constants = re.findall(r"^inline constexpr [\w:<>]+ (\w+) =", code, re.MULTILINE)
     aliases = re.findall(r"^using (\w+) =", code, re.MULTILINE)
-    return {*functions, *types, *constants, *aliases}
+    macros = re.findall(r"^#define (\w+)", code, re.MULTILINE)
+    return {*functions, *types, *constants, *aliases, *macros}
+
+
+def _headers(root: Path) -> dict[str, str]:
+    """Return the headers by their place in cuda/, without comments."""
+    paths = [*root.glob("cuda/**/*.cuh"), *root.glob("cuda/**/*.h")]
+    return {path.relative_to(root / "cuda").as_posix(): re.sub(r"//[^\n]*", "", path.read_text()) for path in paths}
+
+
+def _included(texts: dict[str, str], roots: Iterable[str]) -> set[str]:
+    """Return the headers that some include, and those that these include."""
+    found: set[str] = set()
+    left = [path for path in roots if path in texts]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += [each for each in re.findall(r'#include "([^"]+)"', texts[path]) if each in texts]
+    return found
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_header_that_is_left_has_an_includer(tmp_path: Path, name: str) -> None:
+    root = _without(tmp_path, name)
+    texts = _headers(root)
+    named = re.findall(r'"([\w/]+\.(?:cuh|h))"', "".join(path.read_text() for path in root.glob("persistent_ops/**/*.py")))
+    kernels = [path for path in texts if re.fullmatch(r"kernels/\w+\.cuh", path)]
+    assert texts.keys() - _included(texts, [*kernels, *named]) == set()
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_is_shared_has_another_user(tmp_path: Path, name: str) -> None:
-    """Of comm/ everything; of platform/, which holds what the hardware has, a part of every header."""
+    """Of comm/ everything; of platform/, which holds what the hardware has, a part of every header, in another file."""
     root = _without(tmp_path, name)
-    headers = [*root.glob("cuda/**/*.cuh"), *root.glob("cuda/**/*.h")]
-    texts = {path.relative_to(root / "cuda").as_posix(): re.sub(r"//[^\n]*", "", path.read_text()) for path in headers}
+    texts = _headers(root)
     everything = "\n".join(texts.values())
-    names = {path: _names(text) for path, text in texts.items()}
-    unused = {
-        path: {found for found in names[path] if len(re.findall(rf"\b{found}\b", everything)) < 2} for path in texts
-    }
-    assert set().union(*(unused[path] for path in texts if path.startswith("comm/"))) == set()
-    of_one = [path for path in texts if path.startswith("platform/") and names[path] and unused[path] == names[path]]
-    assert of_one == []
+    comm = set().union(*(_names(text) for path, text in texts.items() if path.startswith("comm/")))
+    assert {found for found in comm if len(re.findall(rf"\b{found}\b", everything)) < 2} == set()
+    words = {path: set(re.findall(r"\w+", text)) for path, text in texts.items()}
+    compiled = set(re.findall(r"\w+", (root / "persistent_ops/runtime/backend.py").read_text()))  # behind a header
+    unused = [
+        path
+        for path in texts
+        if path.startswith("platform/")
+        and not _names(texts[path]) & compiled.union(*(found for other, found in words.items() if other != path))
+    ]
+    assert unused == ["platform/host_runtime.cuh"]  # a library for Python, of what it includes
+
+
+# What no operator needs but one, or none, and still is no operator's.
+THE_LAYER_S_OWN = {
+    "jit.clear_memo": "for tests, which play a process that has loaded nothing",
+    "nvshmem_end.runs_on": "for tests, which end a process in which NVSHMEM has not come to its end",
+    "operator.Operator.tune": "for benchmarks, which find out what the default tuning should be",
+    "task._ByName.reducer_override": "called by pickle",
+    "workspace.Workspace.set_epoch": "for tests of epochs that no test could count up to",
+    "operator.Operator.begin_changes": "what a failed launch did to inputs that it changes must hold for every launch",
+    "operator.Operator.changed_inputs": "likewise",
+    "plans.Plans.drop": "the only way for plans to go before their world does",
+    "torch_private.autograd_node": "every private name of torch stands there (test_torch_private.py)",
+    "torch_private.is_wrapped": "likewise",
+    "torch_private.without_dispatch_modes": "likewise",
+    "torch_private.wrapper_subclass": "likewise",
+    "workspace.Workspace.zero_words": "`recover` must clear them, whoever has asked for them",
+    "workspace.Workspace.run_beside": "which launches may run side by side is between operators",
+    "world.World.agree_to_run_beside": "likewise",
+    "world.World.side_workspace": "likewise",
+}
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """A function, a method, a module's variable; or a class, which has its fields and dunder methods."""
+
+    name: str
+    qualified: str
+    code: Collection[ast.AST]
+
+
+def _definitions(module: str, tree: ast.Module) -> tuple[list[_Definition], list[ast.stmt]]:
+    """Return what a module defines, and the statements that importing it runs."""
+    found, run = [], []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found.append(_Definition(node.name, f"{module}.{node.name}", [node]))
+        elif isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name[:2] != "__"]
+            rest = [each for each in (*node.decorator_list, *node.bases, *node.body) if each not in methods]
+            found.append(_Definition(node.name, f"{module}.{node.name}", rest))
+            found += [_Definition(each.name, f"{module}.{node.name}.{each.name}", [each]) for each in methods]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [each.id for each in targets if isinstance(each, ast.Name) and each.id != "__all__"]
+            found += [_Definition(each, f"{module}.{each}", [node.value]) for each in names]
+        elif not isinstance(node, (ast.Import, ast.ImportFrom)):
+            run.append(node)
+    return found, run
+
+
+def _read(code: Iterable[ast.AST]) -> set[str]:
+    """Return the names and attributes that code reads."""
+    nodes = [node for each in code for node in ast.walk(each) if isinstance(node, (ast.Name, ast.Attribute))]
+    read = [node for node in nodes if isinstance(node.ctx, ast.Load)]
+    return {node.id if isinstance(node, ast.Name) else node.attr for node in read}
+
+
+def _unreached(package: Path) -> set[str]:
+    """Return the definitions in runtime/ that nothing leads to which the rest of the package does.
+
+    By name alone: of two definitions of one name each keeps the other.
+    """
+    left, used = [], set()
+    for path in package.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        if path.parent.name == "runtime":
+            found, run = _definitions(path.stem, tree)
+            left += found
+            used |= _read(run)
+        else:
+            used |= _read([tree])
+    while reached := [each for each in left if each.name in used]:
+        left = [each for each in left if each.name not in used]
+        used |= _read(node for each in reached for node in each.code)
+    return {each.qualified for each in left if each.name[0] != "_"}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_the_runtime_defines_has_another_user(tmp_path: Path, name: str) -> None:
+    assert _unreached(_without(tmp_path, name) / "persistent_ops") - THE_LAYER_S_OWN.keys() == set()
+
+
+def test_what_is_the_layer_s_own_would_be_left_over(tmp_path: Path) -> None:
+    """No name stands in that list for longer than it must."""
+    left = set().union(*(_unreached(_without(tmp_path / name, name) / "persistent_ops") for name in OPERATORS))
+    assert THE_LAYER_S_OWN.keys() - left == set()
+
+
+def test_a_definition_that_only_an_unused_one_reads_is_unreached(tmp_path: Path) -> None:
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "ops.py").write_text("from .runtime.flags import send\nsend()\n")
+    (tmp_path / "runtime/flags.py").write_text(
+        "LIMIT = 3\n\n\ndef send(): return LIMIT\n\n\ndef wait(): return poll()\n\n\ndef poll(): return wait()\n"
+    )
+    assert _unreached(tmp_path) == {"flags.wait", "flags.poll"}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
