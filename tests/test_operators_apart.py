@@ -1,8 +1,8 @@
 """Each operator is taken away in turn, files and lines: the rest imports, compiles and runs, and nothing is left over.
 
-What `runtime/` and the shared folders of `cuda/` hold is for all operators: without one of them it still has a user. One
-that goes with its user would not do: a header counts as used if a kernel that is left includes it, and a definition in
-`runtime/` if code that is left leads to it.
+What `runtime/` and the shared folders of `cuda/` hold is for all operators: without one of them it still has a user. Two
+that have only each other would not do: a header counts as used if a kernel that is left includes it, and a definition
+in `runtime/` if code that is left leads to it.
 """
 
 from __future__ import annotations
@@ -29,29 +29,61 @@ class Parts:
     Attributes:
         package: in persistent_ops/.
         kernels: in cuda/.
-        call: of the function, in a world of two PEs.
+        name: in persistent_ops.
+        suite: of tests of its bits, whose first cases must give them where another operator is gone.
+        users: operators that are built on it, and go with it.
     """
 
     package: tuple[str, ...]
     kernels: tuple[str, ...]
-    call: str
+    name: str
+    suite: str
+    users: tuple[str, ...] = ()
 
 
 OPERATORS = {
     "embedding_all_to_all": Parts(
         (
             "ops/embedding_all_to_all.py",
-            "ops/embedding_backward.py",
-            "ops/embedding_backward_plan.py",
             "ops/embedding_checks.py",
-            "ops/embedding_gradients.py",
+            "ops/embedding_plan.py",
+            "ops/table_set.py",
+        ),
+        (
+            "kernels/embedding_all_to_all.cuh",
+            "sched/exchange_order.cuh",
+            "tile/bag_stream.cuh",
+            "tile/window.cuh",
+        ),
+        "embedding_all_to_all",
+        "test_embedding_all_to_all.TestBits",
+        ("embedding_inputs", "embedding_backward"),
+    ),
+    # Does not go alone: its `Lookups` are an argument of both passes, and gradients of weights go back the way that it
+    # brought the weights.
+    "embedding_inputs": Parts(
+        (
             "ops/embedding_inputs.py",
             "ops/embedding_inputs_lookups.py",
             "ops/embedding_inputs_plan.py",
+        ),
+        (
+            "kernels/embedding_inputs.cuh",
+            "kernels/inputs",
+            "tile/lookup_source.cuh",
+        ),
+        "EmbeddingInputs",
+        "test_embedding_inputs.TestArrivals",
+        ("embedding_all_to_all", "embedding_backward"),
+    ),
+    # With the launches that are parts of it alone: it inverts lookups, and returns gradients of weights.
+    "embedding_backward": Parts(
+        (
+            "ops/embedding_backward.py",
+            "ops/embedding_backward_plan.py",
+            "ops/embedding_gradients.py",
             "ops/embedding_inversion.py",
-            "ops/embedding_plan.py",
             "ops/embedding_weight_gradients.py",
-            "ops/table_set.py",
             "nn/automatic_placement.py",
             "nn/embedding_bag_collection.py",
             "nn/embedding_bag_optimizer.py",
@@ -70,24 +102,18 @@ OPERATORS = {
             "nn/table_shards.py",
         ),
         (
-            "kernels/embedding_all_to_all.cuh",
             "kernels/embedding_backward.cuh",
             "kernels/embedding_backward",
-            "kernels/embedding_inputs.cuh",
-            "kernels/inputs",
-            "kernels/embedding_weight_gradients.cuh",
-            "tile/lookup_source.cuh",
             "kernels/embedding_inversion.cuh",
+            "kernels/embedding_weight_gradients.cuh",
             "kernels/inversion",
             "platform/ballots.cuh",
             "platform/counters.cuh",
             "platform/random.cuh",
             "platform/streaming.cuh",
-            "sched/exchange_order.cuh",
-            "tile/bag_stream.cuh",
-            "tile/window.cuh",
         ),
-        "po.embedding_all_to_all([torch.ones(4, 8)], torch.arange(4), torch.arange(5))",
+        "EmbeddingOptimizer",
+        "test_embedding_backward.TestBits",
     ),
     "gemv_all_reduce": Parts(
         ("ops/gemv.py", "ops/gemv_all_reduce.py", "ops/gemv_call.py", "ops/gemv_plan.py", "nn/parallel_linear.py"),
@@ -99,7 +125,8 @@ OPERATORS = {
             "sched/succession.cuh",
             "tile/weight_stream.cuh",
         ),
-        "po.gemv_all_reduce(torch.ones(16, 8), torch.ones(8))",
+        "gemv_all_reduce",
+        "test_gemv_all_reduce.TestBits",
     ),
     "sparse_all_reduce": Parts(
         (
@@ -115,7 +142,8 @@ OPERATORS = {
             "sched/slot_blocks.cuh",
             "tile/row_chunk.cuh",
         ),
-        "po.sparse_all_reduce(torch.eye(4).to_sparse(1))",
+        "sparse_all_reduce",
+        "test_sparse_all_reduce.TestBits",
     ),
     "all_reduce": Parts(
         ("ops/all_reduce.py", "ops/all_reduce_plan.py"),
@@ -124,34 +152,42 @@ OPERATORS = {
             "kernels/all_reduce",
             "tile/row_block.cuh",
         ),
-        "po.all_reduce_rms_norm(torch.ones(3, 16), torch.ones(16))",
+        "all_reduce",
+        "test_all_reduce.TestBits",
     ),
 }
+TAKEN = [name for name in OPERATORS if name != "embedding_inputs"]  # alone, or with those that are built on it
+# Each of the remaining operators' first case in a world of two: six iterations and all ways to call it.
 _PROGRAM = """
-import torch, persistent_ops as po
+import importlib, torch, bits, persistent_ops as po
 assert po.__file__.startswith({root!r}), po.__file__
-assert not hasattr(po, {gone!r}) and not hasattr(torch.ops.persistent_ops, {gone!r})
+for name in {gone!r}:
+    assert not hasattr(po, name) and not hasattr(torch.ops.persistent_ops, name), name
+suites = [getattr(importlib.import_module(file), suite) for file, suite in {suites!r}]
 
 def program():
-    po.init("host", heap_size=32 << 20)
-    with torch.no_grad():
-        results = [{calls}]
-    po.barrier()
+    po.init("host", heap_size=128 << 20)
+    found = [bits.check(suite.trial(suite.worlds["2"].cases[0]))[0] for suite in suites]
     po.finalize()
-    return len(results)
+    return found
 
 print(po.launch(program, 2, threads=True, timeout=200))
 """
 
 
+def _taken_with(name: str) -> list[str]:
+    return [name, *OPERATORS[name].users]
+
+
 def _without(folder: Path, name: str) -> Path:
-    """Copy package and kernels without an operator."""
-    parts = OPERATORS[name]
-    for root, own in (("persistent_ops", parts.package), ("cuda", parts.kernels)):
+    """Copy package and kernels without an operator, and without those that are built on it."""
+    taken = [OPERATORS[each] for each in _taken_with(name)]
+    package = [file for parts in taken for file in parts.package]
+    for root, own in (("persistent_ops", package), ("cuda", [file for parts in taken for file in parts.kernels])):
         shutil.copytree(REPOSITORY / root, folder / root, ignore=shutil.ignore_patterns("__pycache__"))
         for path in (folder / root / file for file in own):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    modules = {Path(file).with_suffix("").as_posix().replace("/", ".") for file in parts.package}
+    modules = {Path(file).with_suffix("").as_posix().replace("/", ".") for file in package}
     for init in folder.glob("persistent_ops/**/__init__.py"):
         here = init.parent.relative_to(folder / "persistent_ops").as_posix().strip(".").replace("/", ".")
         kept, lines = [], re.findall(r"from [^\n(]*\([^)]*\)\n|[^\n]*\n", init.read_text())
@@ -165,17 +201,20 @@ def _without(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_the_others_run_without_it(tmp_path: Path, name: str) -> None:
     root = _without(tmp_path, name)
-    calls = ", ".join(parts.call for other, parts in OPERATORS.items() if other != name)
+    taken = _taken_with(name)
+    suites = [parts.suite.split(".") for other, parts in OPERATORS.items() if other not in taken]
     program = root / "program.py"
-    program.write_text(_PROGRAM.format(root=str(root), gone=name, calls=calls))
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
+    gone = [OPERATORS[each].name for each in taken]
+    program.write_text(_PROGRAM.format(root=str(root), gone=gone, suites=suites))
+    paths = f"{root}{os.pathsep}{REPOSITORY / 'tests'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(program)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, cwd=root)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.strip() == str([len(OPERATORS) - 1] * 2)
+    assert result.stdout.strip() == str([[None] * len(suites)] * 2)
 
 
 def _names(text: str) -> set[str]:
@@ -207,16 +246,18 @@ def _included(texts: dict[str, str], roots: Iterable[str]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_every_header_that_is_left_has_an_includer(tmp_path: Path, name: str) -> None:
     root = _without(tmp_path, name)
     texts = _headers(root)
-    named = re.findall(r'"([\w/]+\.(?:cuh|h))"', "".join(path.read_text() for path in root.glob("persistent_ops/**/*.py")))
+    named = re.findall(
+        r'"([\w/]+\.(?:cuh|h))"', "".join(path.read_text() for path in root.glob("persistent_ops/**/*.py"))
+    )
     kernels = [path for path in texts if re.fullmatch(r"kernels/\w+\.cuh", path)]
     assert texts.keys() - _included(texts, [*kernels, *named]) == set()
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_what_is_shared_has_another_user(tmp_path: Path, name: str) -> None:
     """Of comm/ everything; of platform/, which holds what the hardware has, a part of every header, in another file."""
     root = _without(tmp_path, name)
@@ -312,14 +353,14 @@ def _unreached(package: Path) -> set[str]:
     return {each.qualified for each in left if each.name[0] != "_"}
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_what_the_runtime_defines_has_another_user(tmp_path: Path, name: str) -> None:
     assert _unreached(_without(tmp_path, name) / "persistent_ops") - THE_LAYER_S_OWN.keys() == set()
 
 
 def test_what_is_the_layer_s_own_would_be_left_over(tmp_path: Path) -> None:
     """No name stands in that list for longer than it must."""
-    left = set().union(*(_unreached(_without(tmp_path / name, name) / "persistent_ops") for name in OPERATORS))
+    left = set().union(*(_unreached(_without(tmp_path / name, name) / "persistent_ops") for name in TAKEN))
     assert THE_LAYER_S_OWN.keys() - left == set()
 
 
