@@ -1,8 +1,8 @@
 """Each operator is taken away in turn, files and lines: the rest imports, compiles and runs, and nothing is left over.
 
-What `runtime/` and the shared folders of `cuda/` hold is for all operators: without one of them it still has a user. Two
-that have only each other would not do: a header counts as used if a kernel that is left includes it, and a definition
-in `runtime/` if code that is left leads to it.
+What `runtime/` and the shared folders of `cuda/` hold is for all operators: without one of them it still has a user.
+Two that have only each other would not do: a header counts as used if a kernel that is left includes it, and a
+definition in `runtime/` if code that is left leads to it.
 """
 
 from __future__ import annotations
