@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
+from ..runtime.literals import vector_bytes
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import (
@@ -34,7 +35,6 @@ __all__ = ["EmbeddingOptimizer", "Inputs", "aligned", "backward_key", "record"]
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
-_VECTOR_BYTES = 16
 
 
 class EmbeddingOptimizer:
@@ -394,7 +394,7 @@ Inputs = _OfBatch | _OfExchange
 def aligned(gradient: torch.Tensor) -> torch.Tensor:
     """Return it contiguous and at a multiple of 16 bytes."""
     gradient = gradient.contiguous()
-    return gradient.clone() if gradient.data_ptr() % _VECTOR_BYTES else gradient
+    return gradient.clone() if gradient.data_ptr() % vector_bytes() else gradient
 
 
 def backward_key(
