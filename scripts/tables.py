@@ -349,10 +349,12 @@ def _sparse_tables(run: Run) -> list[str]:
         (about,) = select(run.lines, "case", group="cases", case=case)
         own = _fastest(by_method, _OURS_SPARSE)
         peers = [_fastest(by_method, names) for names in _PEERS_SPARSE.values()]
+        host = select(run.lines, "host", group="cases", case=case, method="auto")
         rows.append(
             [
                 f"`{case}`",
                 *[_us(by_method.get(name)) for name in _OURS_SPARSE],
+                _us(host[0]) if host else "",
                 us_text(about["limit_us"]),
                 us_text(about["unicast_us"]),
                 _times(own, about["unicast_us"]),
@@ -361,7 +363,8 @@ def _sparse_tables(run: Run) -> list[str]:
             ]
         )
     if rows:
-        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "limit", "unicast", "x unicast"]
+        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "host time of the operator, without its wait"]
+        head += ["limit", "unicast", "x unicast"]
         tables.append(_table([*head, *_PEERS_SPARSE, "x best peer"], rows))
     for sweep, name in (("sparsity", "rows on each PE"), ("overlap", "rows that all PEs share")):
         points = swept_lines(run.lines, sweep, run.pes)
