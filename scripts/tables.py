@@ -157,7 +157,7 @@ def problems(run: Run) -> list[str]:
     found = []
     commit = run.about.get("commit")
     if "commit" in run.note:
-        pass
+        found.append("its commit is noted by hand")
     elif commit is None:
         found.append("names no commit")
     elif not re.fullmatch(r"[0-9a-f]{40}", commit):
@@ -521,12 +521,15 @@ def _tests_block(folder: Path) -> str:
     for path in sorted(TESTS.glob("test_*.py")):
         tree = ast.parse(path.read_text())
         covers = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-        on_gpus = dict.fromkeys(f"{run['gpus']}, {run['date']}" for run in runs if path.stem in run["files"])
+        newest: dict[str, str] = {}  # by GPUs
+        for run in runs:
+            if path.stem in run["files"]:
+                newest.setdefault(run["gpus"], f"{run['gpus']}, {run['commit']}, {run['date']}")
         marks = re.findall(r"(pytestmark = )?\S*pytest\.mark\.gpu", path.read_text())
         on_host = "-" if any(marks) else "in part" if marks else "yes"
         link = f"[{path.name}]({os.path.relpath(path, folder)})"
-        rows.append([link, covers, on_host, "; ".join(on_gpus) or "-"])
-    return _table(["test file", "what it covers", "host CI", "on GPUs"], rows)
+        rows.append([link, covers, on_host, "; ".join(newest.values()) or "-"])
+    return _table(["test file", "what it covers", "host CI", "newest run on GPUs: which, commit, date"], rows)
 
 
 def _gpu_runs_block(folder: Path) -> str:
