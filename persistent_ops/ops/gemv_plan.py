@@ -312,7 +312,7 @@ class GemvPlan(Plan):
 
 @dataclass(frozen=True)
 class _Arena:
-    """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors, or a ring for them too.
+    """How a WG's shared memory is divided: ring, the warps' parts of sums, and the vectors, or a ring for them too.
 
     Attributes:
         room: bytes, for one WG alone on an SM.
