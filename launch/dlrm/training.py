@@ -28,6 +28,7 @@ from .metrics import all_predictions, auroc
 from .model import DenseModel
 from .records import Batch
 from .schedule import Schedule
+from .step_watch import StepWatch
 
 __all__ = ["History", "Plan", "Training"]
 
@@ -95,7 +96,8 @@ class Training:
         is_captured: whether steps with whole batches are replays of a CUDA graph, behind the first ones
             (`CapturedStep`). The optimizer's rates are tensors on the device then, and its step can be captured; all is
             done on one stream, see `own_stream`; and `close` comes before the process group's end.
-        check: called where the host waits for losses: raises what launches have reported, which no replay does.
+        watch: waits for the steps where the host wants losses, and raises what launches have reported, neither of which
+            a replay does; None where torch and the operators do.
 
     Attributes:
         batches, device: see above.
@@ -123,7 +125,7 @@ class Training:
         precision: torch.dtype = torch.float32,
         is_compiled: bool = False,
         is_captured: bool = False,
-        check: Callable[[], None] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
             if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
@@ -153,7 +155,7 @@ class Training:
         if is_captured:
             hotness, batch_size = sum(batches.source.hotness), batches.batch_size
             self._captured = CapturedStep(self._step, batch_size=batch_size, lookups_per_sample=hotness)
-        self._check = check
+        self._watch = watch
         # A graph has the exchange of its own batch's lookups.
         self._sender = Sender(None if is_captured else embedding, self._num_pes, self.device)
         self._shares: list[torch.Tensor] = []
@@ -210,6 +212,8 @@ class Training:
                 following = self._sender.send_next(coming)
                 share = self._learn(sent.batch, sent.batch_size, pooled)
             self.step += 1
+            if self._watch is not None:
+                self._watch.launched(self.step)
             yield share
             sent = following
 
@@ -269,7 +273,12 @@ class Training:
         self._shares.clear()
 
     def close(self) -> None:
-        """Give the CUDA graph back: NCCL's part of it must not outlive the process group. It is made anew if needed."""
+        """Give the CUDA graph back: NCCL's part of it must not outlive the process group. It is made anew if needed.
+
+        Steps that are still under way, behind an error, are waited for or ended.
+        """
+        if self._watch is not None:
+            self._watch.close()
         if self._captured is not None:
             self._captured.close()
 
@@ -366,8 +375,8 @@ class Training:
         """Move the losses that are still on the device into the history; return how many."""
         if not self._shares:
             return 0
-        if self._check is not None:
-            self._check()
+        if self._watch is not None:
+            self._watch.wait()
         sums = torch.stack(self._shares).double()
         if self._num_pes > 1:
             dist.all_reduce(sums)

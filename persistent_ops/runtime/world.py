@@ -183,6 +183,16 @@ class World:
         self._kernels = {request: kernel for request, kernel in self._kernels.items() if not request.traces}
         self._barrier = None
 
+    @property
+    def lost_peers(self) -> frozenset[int]:
+        """PEs that are known to have ended."""
+        return self._told[0]
+
+    @property
+    def preparing_peers(self) -> frozenset[int]:
+        """PEs that make ready for a launch; see `preparing`."""
+        return self._told[1]
+
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""
         return contextlib.nullcontext() if self._watch is None else self._watch.preparing()
