@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,39 @@ def test_a_training_looks_at_what_launches_have_reported() -> None:
         training = training_of(is_captured=True, watch=watch)
         training.run(Plan(epochs=3, most_steps=14, losses_every=6))
     assert steps == [6, 12, 14]
+
+
+def test_replays_alone_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which an eager step takes 100 s, a capture 1000, and a replay 1."""
+    clock = SimpleNamespace(now=0.0)
+
+    class Timed(Again):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            clock.now += 1000.0
+
+        def replay(self) -> torch.Tensor:
+            begin = clock.now
+            result = super().replay()
+            clock.now = begin + 1.0
+            return result
+
+    def learn(self: Training, *arguments: Any) -> torch.Tensor:
+        clock.now += 100.0
+        return learns(self, *arguments)
+
+    learns = Training._learn
+    monkeypatch.setattr(Training, "_learn", learn)
+    monkeypatch.setattr(dlrm.training, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    make = functools.partial(CapturedStep, make_graph=functools.partial(Timed, []))
+    monkeypatch.setattr(dlrm.training, "CapturedStep", make)
+    training = training_of(is_captured=True)
+    training.run(Plan(epochs=4))  # steps 14 to 24 but for the smaller batches of steps 18 and 24; step 14 is captured
+    assert training.num_replays == 9
+    assert (training.timed_steps, training.seconds) == (8, 8.0)
+    eager = training_of()
+    eager.run(Plan(epochs=4))
+    assert (eager.timed_steps, eager.seconds) == (14, 1400.0), "all but the first ten"
 
 
 @pytest.mark.parametrize("algorithm", ["sgd", "adagrad"])

@@ -21,7 +21,7 @@ from persistent_ops.nn import OrderedAllReduce, balanced_splits
 from . import checkpoint
 from .ahead import Sender
 from .batches import Batches, Position
-from .captured_step import EAGER_STEPS, CapturedStep
+from .captured_step import CapturedStep
 from .dense_optimizer import count_steps, load_optimizer, optimizer_state, set_rate
 from .embedding import EmbeddingModule
 from .metrics import all_predictions, auroc
@@ -104,7 +104,8 @@ class Training:
         history: of the training, also of what was done before it was resumed.
         step: steps so far.
         position: of the next batch.
-        timed_steps, seconds: of `run`, without the first steps, evaluations and checkpoints.
+        timed_steps, seconds: of `run`, without the first steps, evaluations and checkpoints; in a captured training
+            replays alone, without the one that follows its capture.
         num_replays: steps that were replays of a CUDA graph.
 
     Raises:
@@ -163,7 +164,7 @@ class Training:
         self.step = 0
         self.position: Position = (0, 0)
         self.timed_steps, self.seconds = 0, 0.0
-        self._untimed = max(_UNTIMED_STEPS, EAGER_STEPS + 1) if is_captured else _UNTIMED_STEPS
+        self._untimed = _UNTIMED_STEPS
 
     @property
     def num_replays(self) -> int:
@@ -302,17 +303,28 @@ class Training:
             self._shares.append(share)
             self.position = self.batches.after(self.position)
             num_steps -= 1
-            if num_steps == 0 or len(self._shares) >= plan.losses_every:
+            if num_steps == 0 or len(self._shares) >= plan.losses_every or self._changes_kind():
                 summed = self._sum_losses()  # the host waits here
                 now = time.perf_counter()
-                if self._untimed > 0:
-                    self._untimed -= summed
-                else:
+                if self._are_timed(summed):
                     self.timed_steps += summed
                     self.seconds += now - begin
                 begin = now
                 if show is not None:
                     show(self.step, self.history.losses[-1])
+
+    def _changes_kind(self) -> bool:
+        """Return whether one of the last step and the next is a replay: steps that are timed together are alike."""
+        if self._captured is None:
+            return False
+        return self._captured.was_replay != self._captured.would_replay(self.batches.size(self.position[1]))
+
+    def _are_timed(self, num_steps: int) -> bool:
+        """Return whether the last steps, so many and all of a kind, are of the kind whose time is told."""
+        if self._captured is not None:
+            return self._captured.was_replay
+        self._untimed -= num_steps
+        return self._untimed + num_steps <= 0
 
     def _step(self, batch: Batch, batch_size: int) -> torch.Tensor:
         """Make a step with a batch whose lookups have not been sent; return this PE's share of the loss."""
