@@ -361,6 +361,42 @@ def test_replays_are_counted_in_checkpoints(tmp_path: Path) -> None:
     assert type(group["lr"]) is float
 
 
+def _saved_rates(folder: Path) -> list[float]:
+    saved = torch.load(folder / (folder / "latest").read_text() / "training.pt", weights_only=True)
+    assert [sorted(group) for group in saved["optimizer"]["param_groups"]] == [
+        sorted(optimizer_state(torch.optim.Adagrad([torch.zeros(1)]))["param_groups"][0])
+    ]
+    rates = [group["lr"] for group in saved["optimizer"]["param_groups"]]
+    assert [type(rate) for rate in rates] == [float]
+    return rates
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule(), SCHEDULE], ids=["none", "level", "schedule"])
+@pytest.mark.parametrize(("before", "behind"), [(True, True), (False, True), (True, False)])
+def test_checkpoints_have_rates_as_they_were_chosen(
+    tmp_path: Path, before: bool, behind: bool, schedule: Schedule | None
+) -> None:
+    """Not as float32 has them, in which they reach the device; also where a checkpoint is loaded and saved again."""
+    expected = RATE if schedule is None else schedule.rate(RATE, 15)
+    assert expected != float(torch.tensor(expected)), "no test with a number that float32 has"
+    with stands_in():
+        first = training_of(is_captured=before, is_capturable=before, schedule=schedule)
+        first.run(Plan(epochs=3, most_steps=16, folder=tmp_path))
+        assert _saved_rates(tmp_path) == [expected]
+        second = training_of(is_captured=behind, is_capturable=behind, schedule=schedule)
+        second.resume(tmp_path)
+        second.save(tmp_path)
+        assert _saved_rates(tmp_path) == [expected]
+        second.run(Plan(epochs=3, most_steps=18, folder=tmp_path))
+        assert _saved_rates(tmp_path) == [RATE if schedule is None else schedule.rate(RATE, 17)]
+
+
+def test_a_rate_that_somebody_else_has_set_is_saved() -> None:
+    optimizer = make_capturable("adagrad", _parameters("cpu"), RATE, CPU)
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert optimizer_state(optimizer)["param_groups"][0]["lr"] == 0.25
+
+
 def test_what_is_loaded_is_on_the_host(tmp_path: Path) -> None:
     """From where the optimizer takes its sums to the device; it reads counts of steps on the host."""
     training = training_of()

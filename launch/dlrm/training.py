@@ -22,7 +22,7 @@ from . import checkpoint
 from .ahead import Sender
 from .batches import Batches, Position
 from .captured_step import CapturedStep
-from .dense_optimizer import count_steps, load_optimizer, optimizer_state, set_rate
+from .dense_optimizer import count_steps, load_optimizer, optimizer_state, rate_of, set_rate
 from .embedding import EmbeddingModule
 from .metrics import all_predictions, auroc
 from .model import DenseModel
@@ -143,7 +143,7 @@ class Training:
         self._identity = {"batches": batches.identity(), "sizes": model.sizes.identity(), **(identity or {})}
         self._num_pes = dist.get_world_size() if dist.is_initialized() else 1
         self._schedule = schedule
-        self._base_rates = [float(group["lr"]) for group in self._rate_groups()]
+        self._base_rates = [rate_of(group) for group in self._rate_groups()]
         self._precision = precision
         self._dense: Any = model
         self._gradients: OrderedAllReduce | None = None
