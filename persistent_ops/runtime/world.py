@@ -8,7 +8,6 @@ import ctypes
 import dataclasses
 import functools
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from . import launchers, pe_threads
+from . import launchers, pe_threads, timeouts
 from .backend import Backend, Kernel, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
 from .contract import Contract
@@ -37,8 +36,6 @@ __all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized"]
 
 _log = logging.getLogger("persistent_ops")
 _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
-_DEFAULT_TIMEOUT_S = 120.0
-_DEFAULT_OPERATOR_TIMEOUT_S = 600.0
 _LONGEST_FAREWELL_S = {"cpu": 5.0, "cuda": 15.0}  # by device; on GPUs it costs NVSHMEM's end where a peer comes later
 _PATIENCE_S = 30.0  # of who leaves or recovers, for launches that still wait for peers
 
@@ -360,8 +357,8 @@ def init(
         raise ValueError(f"backend: expected 'auto', 'cuda' or 'host', got {backend!r}")
     if transport not in ("auto", "staged"):
         raise ValueError(f"transport: expected 'auto' or 'staged', got {transport!r}")
-    timeout = _seconds("timeout", timeout, _DEFAULT_TIMEOUT_S)
-    operator_timeout = _seconds("operator_timeout", operator_timeout, _DEFAULT_OPERATOR_TIMEOUT_S)
+    timeout = timeouts.for_joining(timeout)
+    operator_timeout = timeouts.for_operators(operator_timeout)
     if heap_size is not None and not isinstance(heap_size, int):
         raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
     unknown = set(host_options or {}) - {"network_delay_us", "wg_size"}
@@ -383,10 +380,12 @@ def init(
         made = _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options)
         world = World(bootstrap, made, operator_timeout)
     except BaseException as error:
-        bootstrap.fail(f"{type(error).__name__}: {error}")
+        message = f"{type(error).__name__}: {error}"
         try:
-            if made is not None:
-                made.close()
+            if made is None:
+                bootstrap.fail(message)
+            else:
+                made.close(is_alone=not bootstrap.fail_and_meet(message))
         finally:
             bootstrap.close()
         raise
@@ -400,24 +399,6 @@ def init(
     if backend == "auto":
         level = logging.INFO if world.rank == 0 else logging.DEBUG
         _log.log(level, "persistent_ops: %d PEs on backend '%s'", world.size, world.backend.name)
-
-
-def _seconds(name: str, given: float | None, default: float) -> float:
-    """Return a time-out as it was given, by the environment (PERSISTENT_OPS_ and its name), or by default."""
-    if given is None:
-        variable = f"PERSISTENT_OPS_{name.upper()}"
-        text = os.environ.get(variable, "")
-        if not text:
-            return default
-        try:
-            given, name = float(text), variable
-        except ValueError:
-            raise ValueError(f"{variable}: expected seconds, got {text!r}") from None
-    if not isinstance(given, (int, float)):
-        raise TypeError(f"{name}: expected seconds, got {given!r}")
-    if not 0 < given < math.inf:
-        raise ValueError(f"{name}: expected seconds above 0 and below infinity, got {given}")
-    return given
 
 
 def finalize() -> None:
