@@ -32,7 +32,7 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from .tracing import Tracer
 
-__all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized"]
+__all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized", "most_pes"]
 
 _log = logging.getLogger("persistent_ops")
 _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
@@ -313,6 +313,11 @@ def upload(backend: Backend, data: bytes) -> torch.Tensor:
     return words
 
 
+def most_pes() -> int:
+    """Return how many PEs a world may have."""
+    return int(describe(COMM).constants["kMaxPes"])
+
+
 def is_initialized() -> bool:
     """Return whether `po.init()` has been called in this process (or this PE's thread) and not undone."""
     return getattr(_thread_worlds, "world", None) is not None or _process_world is not None
@@ -456,9 +461,8 @@ def _make_backend(
     transport: str,
     host_options: dict[str, int] | None,
 ) -> Backend:
-    most = describe(COMM).constants["kMaxPes"]
-    if bootstrap.world_size > most:
-        raise BootstrapError(f"a world has at most {most} PEs, this job has {bootstrap.world_size}")
+    if bootstrap.world_size > most_pes():
+        raise BootstrapError(f"a world has at most {most_pes()} PEs, this job has {bootstrap.world_size}")
     chosen = name
     if name == "auto":
         chosen = "cuda" if torch.cuda.is_available() else "host"
