@@ -182,8 +182,8 @@ class GpuBackend:
         self.heap_base = int(self._buffer.handle)
         try:
             self.peer_heaps = self._map_peers(bootstrap, transport)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(is_alone=not bootstrap.fail_and_meet(f"{type(error).__name__}: {error}"))
             raise
 
     def _start(self, bootstrap: Bootstrap, timeout: float) -> None:
@@ -208,8 +208,11 @@ class GpuBackend:
                 raise BackendUnavailableError(f"NVSHMEM did not initialise (status {bindings.init_status()})")
             try:
                 return nvshmem.buffer(self.heap_bytes)
-            except BaseException:
-                nvshmem.finalize()
+            except BaseException as error:
+                if bootstrap.fail_and_meet(f"{type(error).__name__}: {error}"):
+                    nvshmem.finalize()
+                else:
+                    nvshmem_end.leave_out()
                 raise
 
         with turn_to_start(bootstrap, timeout / 2) if self._shares_gpu else nullcontext():
