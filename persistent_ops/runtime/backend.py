@@ -74,7 +74,7 @@ class Kernel(Protocol):
         Args:
             grid, plan, call: see above.
             begins_early: whether WGs may become resident one by one beside the launch in front of it on the stream,
-                which lets them in; only where `Backend.begins_early`. The kernel must wait for that launch's end itself.
+                which lets them in; only where `Backend.begins_early`. The kernel must wait for that launch's end.
         """
 
     def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
