@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dlrm.captured_step import check_machine
 from dlrm.data import check_data
-from dlrm.options import ALGORITHMS, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
+from dlrm.options import ALGORITHMS, BESIDE_NCCL, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
 from dlrm.report import draw_if_possible
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
@@ -112,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the dense part's kernels")
     parser.add_argument("--graph", action="store_true", help="make steps as replays of a CUDA graph, on GPUs")
+    parser.add_argument(
+        "--beside-nccl",
+        choices=BESIDE_NCCL,
+        default=Options.beside_nccl,
+        help="dense sums and tables' backward pass: in one order, or side by side in room that is left for both",
+    )
     for name, kind, text in _NUMBERS:
         parser.add_argument(f"--{name}", type=kind, help=f"{text} ({_default(name)})")
     parser.add_argument("--compare", type=int, default=0, metavar="STEPS", help="steps of each way, and no training")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from persistent_ops.nn import OrderedAllReduce, balanced_splits
+from persistent_ops.nn import OrderedAllReduce, balanced_splits, leave_room
 
 from . import checkpoint
 from .ahead import Sender
@@ -95,6 +95,8 @@ class Training:
         is_captured: whether steps with whole batches are replays of a CUDA graph, behind the first ones
             (`CapturedStep`). The optimizer's rates are tensors on the device then, and its step can be captured; all is
             done on one stream, see `own_stream`; and `close` comes before the process group's end.
+        num_sms_of_nccl: that launches leave to the process group's collectives, which then need no order with them;
+            None to put both in one order.
         check: called where the host waits for losses: raises what launches have reported, which no replay does.
 
     Attributes:
@@ -123,6 +125,7 @@ class Training:
         precision: torch.dtype = torch.float32,
         is_compiled: bool = False,
         is_captured: bool = False,
+        num_sms_of_nccl: int | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
@@ -146,7 +149,10 @@ class Training:
         self._gradients: OrderedAllReduce | None = None
         if self._num_pes > 1:
             self._dense = DistributedDataParallel(model, broadcast_buffers=False)  # which are constants
-            self._gradients = OrderedAllReduce(self._dense)
+            if num_sms_of_nccl is None:
+                self._gradients = OrderedAllReduce(self._dense)
+            else:
+                leave_room(self._dense, num_sms=num_sms_of_nccl)
         if is_compiled:
             self._dense = torch.compile(self._dense)
         self._captured: CapturedStep | None = None

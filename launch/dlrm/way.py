@@ -88,5 +88,6 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         precision=options.dense_dtype,
         is_compiled=options.is_compiled,
         is_captured=options.is_captured,
+        num_sms_of_nccl=options.num_sms_of_nccl,
         check=world.check if options.is_captured else None,
     )

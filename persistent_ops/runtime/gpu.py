@@ -44,7 +44,7 @@ class _GpuKernel:
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
         _check_driver(outcome, request.name)
         self._function = outcome[1]
-        self._configs: dict[tuple[int, int, bool], driver.CUlaunchConfig] = {}
+        self._configs: dict[tuple[int, int, bool, bool], driver.CUlaunchConfig] = {}
         self.admitted_grid = 0
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
@@ -52,6 +52,10 @@ class _GpuKernel:
         self._parameters_address = ctypes.addressof(self._parameters)
 
     def max_blocks_per_sm(self) -> int:
+        most = self._occupancy()
+        return min(most, 1) if self._backend.leaves_room else most
+
+    def _occupancy(self) -> int:
         request = self._request
         occupancy = self._kernel.occupancy
         return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
@@ -69,12 +73,13 @@ class _GpuKernel:
             self._request.threads,
             registers,
             shared_bytes + self._request.arena_bytes,
-            self.max_blocks_per_sm(),
+            self._occupancy(),
             overlaps=self._request.overlaps_predecessor,
         )
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
-        key = grid, self._backend.stream(), self._backend.runs_beside
+        backend = self._backend
+        key = grid, backend.stream(), backend.runs_beside, backend.leaves_room
         config = self._configs.get(key)
         if config is None:
             if len(self._configs) >= _MAX_CONFIGS:
@@ -90,20 +95,22 @@ class _GpuKernel:
         self._sink, self._memory = sink, memory
         self._parameters[2] = ctypes.addressof(sink)
 
-    def _make_config(self, grid: int, stream: int, is_beside: bool) -> driver.CUlaunchConfig:
+    def _make_config(self, grid: int, stream: int, is_beside: bool, leaves_room: bool) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
         config.hStream = driver.CUstream(stream)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._request.threads, 1, 1
         config.sharedMemBytes = self._request.arena_bytes
         attributes = []
-        if not is_beside:  # beside a cooperative launch no other one may become resident (cuda/DESIGN.md, section 11)
+        # Beside a cooperative launch no other one may become resident (cuda/DESIGN.md, section 11).
+        if not (is_beside or leaves_room):
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
         has_early_launches = torch.cuda.get_device_capability(self._backend.device)[0] >= 9
-        if self._request.overlaps_predecessor and has_early_launches:
+        # Of two launches at a time the WGs would be twice as many as there is room for.
+        if self._request.overlaps_predecessor and has_early_launches and not leaves_room:
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
@@ -141,6 +148,7 @@ class GpuBackend:
     name = "cuda"
     default_blocks_per_sm = 2
     runs_beside = False
+    leaves_room = False
     network = 0
 
     def __init__(self, bootstrap: Bootstrap, heap_bytes: int, transport: str, timeout: float) -> None:

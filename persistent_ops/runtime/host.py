@@ -78,6 +78,7 @@ class HostBackend:
     default_blocks_per_sm = 1
     arena_bytes = 1 << 30
     runs_beside = False
+    leaves_room = False
 
     def __init__(
         self, bootstrap: Bootstrap, heap_bytes: int, transport: str, network_delay_us: int = 200, wg_size: int = 1

@@ -1,0 +1,573 @@
+"""Launches beside NCCL's collectives: the SMs that are left to these, what is refused; on GPUs opposite arrival."""
+
+# Without `from __future__ import annotations`: DDP compares the annotations of a hook with types, not with their names.
+
+import contextlib
+import dataclasses
+import functools
+import os
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kept_pes import in_processes
+from rehearsal import Gpu, Notes, PaperGpu, bound, rehearsing
+from test_residency import BACKWARD, BARRIER, FORWARD, H200, INPUTS, _Kernel
+from torch.nn.parallel import DistributedDataParallel
+from worlds import error_of, gave_up, in_world, init_with_impatient_kernels, run_pes
+
+import persistent_ops as po
+from persistent_ops.nn.leave_room import _backends, _problem
+from persistent_ops.ops import (
+    all_reduce_plan,
+    embedding_backward_plan,
+    embedding_inputs_plan,
+    embedding_inversion,
+    embedding_plan,
+    gemv_plan,
+    sparse_plan,
+)
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.leave_sms import leave_sms
+from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.residency import Residency
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
+
+from dlrm.captured_step import EAGER_STEPS, StepGraph, own_stream
+
+NUM_SMS = 8  # that are left
+UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_wgs", "cluster", "finds_room"), [(124, 1, True), (125, 1, False), (124, 4, False)])
+def test_whoever_comes_first_finds_an_empty_sm(num_wgs: int, cluster: int, finds_room: bool) -> None:
+    """A WG of either, or a cluster of NCCL's, wants SMs for itself, those of a cluster side by side; the worst is met.
+
+    SMs lie in groups of 16 and 18, like an H200's in its GPCs, and WGs wherever a random scheduler puts them.
+    """
+    numbers = random.Random(1)
+    groups = [range(first, first + size) for first, size in ((0, 16), (16, 16), (32, 16), (48, 16), (64, 16))]
+    groups += [range(80, 98), range(98, 116), range(116, 132)]
+    always = True
+    for _ in range(100):
+        free = set(range(132))
+        waiting = [1] * num_wgs + [cluster] * (NUM_SMS // cluster)
+        numbers.shuffle(waiting)
+        for size in waiting:
+            places = [own for own in ([sm for sm in group if sm in free] for group in groups) if len(own) >= size]
+            if not places:
+                always = False
+                break
+            free -= set(numbers.sample(numbers.choice(places), size))
+    assert always == finds_room
+
+
+def test_what_is_resident_together_leaves_room() -> None:
+    found = Residency(H200, 132)
+    assert found.leaves_room(is_beside=False) and found.num_free(is_beside=True) == 132
+    found.add("", FORWARD, 264)
+    found.add("inputs", INPUTS, 16)
+    assert found.num_free(is_beside=False) == 132 and found.num_free(is_beside=True) == 116
+    found.leave(NUM_SMS)
+    assert found.leaves_room(is_beside=True), "the large launch is forgotten"
+    found.add("", BACKWARD, 108)
+    assert found.leaves_room(is_beside=True) and found.fits()
+    found.add("", BACKWARD, 124)
+    assert found.leaves_room(is_beside=False) and not found.leaves_room(is_beside=True) and not found.fits()
+    found.add("", FORWARD, 125)
+    assert not found.leaves_room(is_beside=False)
+
+
+OPERATORS = {
+    each.OPERATOR.name: each.OPERATOR
+    for each in (
+        all_reduce_plan,
+        embedding_backward_plan,
+        embedding_inputs_plan,
+        embedding_inversion,
+        embedding_plan,
+        gemv_plan,
+        sparse_plan,
+    )
+}
+
+
+def _call_all() -> dict[str, int]:
+    """Call operators in shapes that would fill a GPU; return the most WGs that plans of each have."""
+    world = po_world.current()
+    table = torch.zeros(64, 32)
+    optimizer = po.EmbeddingOptimizer([table], "sgd")
+    offsets = torch.arange(4096 * world.size + 1) * 4
+    indices = torch.zeros(int(offsets[-1]), dtype=torch.int64)
+    pooled = po.embedding_all_to_all([table], indices, offsets, optimizer=optimizer)
+    pooled.sum().backward()
+    slots = [[(0, 64)]] * world.size
+    inputs = po.EmbeddingInputs(slots, num_features=1, max_batch=8, lookups_per_sample=[1])
+    inputs.exchange(torch.zeros(8, dtype=torch.int64), lengths=torch.ones(8, dtype=torch.int64))
+    for algorithm in ("one_shot", "slices"):
+        po.all_reduce(torch.zeros(1 << 20), algorithm=algorithm)
+    with contextlib.suppress(Exception):  # its host reads what a kernel would have left there
+        po.sparse_all_reduce(torch.eye(256).to_sparse(1))
+    po.gemv_all_reduce(torch.zeros(1 << 14, 64), torch.zeros(64))
+    grids = {}
+    for name, operator in OPERATORS.items():
+        grids[name] = max(plan._grid for plan in operator.state(world).plans.values())
+    return grids
+
+
+def _grids_before_and_behind() -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
+    world = po_world.current()
+    before = _call_all()
+    leave_sms(world, NUM_SMS)
+    assert world.backend.leaves_room and not any(len(operator.state(world).plans) for operator in OPERATORS.values())
+    behind = _call_all()
+    table, told = torch.zeros(64, 32), {}
+    offsets, indices = torch.arange(2 * world.size + 1), torch.zeros(2 * world.size, dtype=torch.int64)
+
+    def step() -> None:
+        optimizer = po.EmbeddingOptimizer([table], "sgd")
+        po.embedding_all_to_all([table], indices, offsets, optimizer=optimizer).sum().backward()
+
+    for operator in (embedding_plan, embedding_backward_plan):
+        operator.OPERATOR.tune(world, operator.Tuning(work_groups=125))
+        with pytest.raises(ValueError, match="work_groups") as caught:
+            step()
+        told[operator.OPERATOR.name] = str(caught.value)
+        operator.OPERATOR.tune(world, None)
+    return before, behind, told
+
+
+@pytest.mark.host
+def test_launches_have_one_wg_for_each_sm_that_is_not_left(tmp_path: Path) -> None:
+    with rehearsing(bound(PaperGpu, Gpu(), Notes(tmp_path / "notes"))):
+        for before, behind, told in in_world(_grids_before_and_behind, 2, "host"):
+            small = {"embedding_inputs": 16}  # the same, and so few that they count beside others
+            assert all(grid == small.get(name, grid) >= small.get(name, 132) for name, grid in before.items())
+            assert behind == {name: small.get(name, 132 - NUM_SMS) for name in OPERATORS}
+            assert "fit" in told["embedding_all_to_all"] and "124 of them fit" in told["embedding_backward"]
+
+
+def _admitted() -> list[str]:
+    """Return what launches raise, as on a GPU with 132 SMs."""
+    world = po_world.current()
+    world.residency = Residency(H200, 132)
+    side, main = world.side_workspace("inputs"), world.workspace
+    told = []
+
+    def launch(workspace: Any, kernel: _Kernel, grid: int) -> None:
+        told.append(error_of(lambda: workspace.admit(workspace, kernel, grid))[1])
+
+    launch(main, _Kernel(FORWARD), 264)
+    launch(side, _Kernel(INPUTS), 16)
+    leave_sms(world, NUM_SMS)
+    launch(main, _Kernel(BARRIER), 1)
+    launch(main, _Kernel(FORWARD), 124)
+    launch(main, _Kernel(FORWARD), 125)
+    return told
+
+
+@pytest.mark.host
+def test_a_launch_that_leaves_too_little_is_refused() -> None:
+    *fit, last = in_world(_admitted, 1, "host")[0]
+    assert fit == [""] * 4 and "po.nn.leave_room() again" in last
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _nccl(max_ctas: int = NUM_SMS, cluster: int = 1) -> Any:
+    """Return what stands for NCCL's part of a group."""
+    config = SimpleNamespace(max_ctas=max_ctas, cga_cluster_size=cluster)
+    return SimpleNamespace(name=lambda: "nccl", options=SimpleNamespace(config=config))
+
+
+@pytest.mark.parametrize(
+    ("backends", "environment", "told"),
+    [
+        ([_nccl()], {}, ""),
+        ([_nccl(cluster=0)], {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_CTAS": "0", "NCCL_MIN_CTAS": "many"}, ""),
+        ([_nccl(4), _nccl(3)], {}, ""),
+        ([_nccl(UNSET, UNSET)], {"NCCL_MAX_CTAS": "8", "NCCL_CGA_CLUSTER_SIZE": "0"}, ""),
+        ([_nccl(16)], {"NCCL_MAX_CTAS": "0x8"}, ""),
+        ([_nccl(9)], {}, "at least 16, which NCCL may take .*, got 8"),
+        ([_nccl(5), _nccl(1)], {}, "at least 9"),
+        (
+            [_nccl(UNSET)],
+            {},
+            "max_ctas of at most 8 .*, which have none; make the group with options",
+        ),
+        ([_nccl(4)], {"NCCL_MAX_CTAS": "32"}, "at least 32"),
+        (
+            [_nccl(cluster=UNSET)],
+            {},
+            "cga_cluster_size of 1 .* got none, which is 4; .*_cluster_size = 8, 1;",
+        ),
+        ([_nccl()], {"NCCL_CGA_CLUSTER_SIZE": "2"}, "cga_cluster_size of 1 .* got 2"),
+        ([_nccl(4)], {"NCCL_MIN_NCHANNELS": "5"}, "NCCL_MIN_NCHANNELS=5 overrules max_ctas, 4,"),
+        ([_nccl()], {"NCCL_MIN_P2P_NCHANNELS": "16"}, "NCCL_MIN_P2P_NCHANNELS=16 overrules"),
+        ([_nccl()], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 puts .* unset it"),
+        ([SimpleNamespace(name=lambda: "gloo")], {}, "expected NCCL's .* got 'gloo'"),
+        ([SimpleNamespace(name=lambda: "nccl", options=SimpleNamespace())], {}, "expected NCCL's"),
+    ],
+)
+def test_what_nccl_may_take_is_checked(backends: list[Any], environment: dict[str, str], told: str) -> None:
+    found = _problem(backends, NUM_SMS, environment)
+    assert re.search(told, found) if told else found == ""
+
+
+def _of_another_kind(backend: str) -> list[Any]:
+    po.init(backend, heap_size=64 << 20)
+    try:
+        world = po_world.current()
+        with process_group(world.bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+            module = DistributedDataParallel(torch.nn.Linear(2, 2))
+            group = dist.group.WORLD
+            assert group is not None
+            (own,) = _backends([group, module.process_group], world.backend.device)
+            wrapped = _backends([group], world.backend.device)[0] is own
+            given: list[tuple[Any, Any]] = [((module,), NUM_SMS), ((), NUM_SMS), (("ddp",), NUM_SMS), ((group,), 0.5)]
+            leave = functools.partial(functools.partial, po.nn.leave_room)
+            errors = [error_of(leave(*groups, num_sms=num_sms))[:2] for groups, num_sms in given]
+            return [wrapped, world.backend.leaves_room, *errors]
+    finally:
+        po.finalize()
+
+
+@pytest.mark.host
+def test_other_groups_are_refused() -> None:
+    for is_one, leaves_room, gloo, none, text, number in in_processes(_of_another_kind, 2, "host", timeout=200):
+        assert is_one and not leaves_room
+        assert gloo[0] == "ValueError" and "on PE 0: groups: expected NCCL's" in gloo[1] and "'gloo'" in gloo[1]
+        assert none == ("TypeError", none[1]) and none[1].endswith("got none")
+        assert text == ("TypeError", text[1]) and text[1].endswith("got str")
+        assert number == ("TypeError", "num_sms: expected an int, got 0.5")
+
+
+def _disagreements() -> list[Any]:
+    world = po_world.current()
+    problem = "NCCL is too large" if po.rank() == 1 else ""
+    asked = [(NUM_SMS, problem), (0, ""), (132, ""), (131, "")]
+    seen: list[Any] = [error_of(functools.partial(leave_sms, world, *each))[:2] for each in asked]
+    return [*seen, (world.backend.leaves_room, world.backend.num_sms)]
+
+
+@pytest.mark.host
+def test_all_pes_leave_room_or_none(tmp_path: Path) -> None:
+    with rehearsing(bound(PaperGpu, Gpu(), Notes(tmp_path / "notes"))):
+        for too_large, nothing, everything, most, after in in_world(_disagreements, 3, "host"):
+            assert too_large == ("ValueError", "on PE 1: NCCL is too large")
+            for num_sms, (name, text) in ((0, nothing), (132, everything)):
+                assert name == "ValueError"
+                assert (
+                    text == f"on PE 0: num_sms: expected 1 to 131, of the 132 SMs that launches may take, got {num_sms}"
+                )
+            assert most == ("", "") and after == (True, 1)
+
+
+def _other_numbers() -> tuple[str, str]:
+    found = error_of(lambda: leave_sms(po_world.current(), 4 + 4 * po.rank()))[:2]
+    po.recover()
+    return found
+
+
+@pytest.mark.host
+def test_pes_that_leave_other_numbers_are_told() -> None:
+    for name, text in in_world(_other_numbers, 2, "host"):
+        assert name == "ContractMismatchError" and "num_sms is " in text and "SMs that are left" in text
+
+
+def _refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    world = po_world.current()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.workspace, "is_capturing", lambda: True)
+        return error_of(lambda: leave_sms(world, NUM_SMS))[:2]
+
+
+@pytest.mark.host
+def test_a_capture_is_no_time_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, text),) = in_world(_refused_in_a_capture, 1, "host", monkeypatch)
+    assert name == "RuntimeError" and "capture" in text
+
+
+# ---- what a time-out says --------------------------------------------------------------------------------------------
+
+
+def _timed_out(backend: str, folder: Path) -> list[str]:
+    """Be PE 0, which waits for PE 1 until its time is over, or PE 1, which comes then; return what is told."""
+    init_with_impatient_kernels(backend, 1.0, 64 << 20)
+    workspace = po_world.current().workspace
+    table = torch.ones(4, 8, device=po.device())
+    offsets, indices = torch.arange(5, device=po.device()), torch.arange(4, device=po.device())
+
+    def call() -> None:
+        po.embedding_all_to_all([table], indices, offsets, dim_per_rank=[8, 8])
+        po.check()
+
+    call()
+    po.barrier()
+    if po.rank() == 1:
+        gave_up(folder, 1)
+    told = [error_of(call)[1]]
+    (folder / f"gave_up_{po.rank()}").touch()
+    if backend == "host":  # what would be told on a GPU
+        workspace._is_asynchronous = True
+        told.append(str(workspace._describe_failure()))
+        workspace._is_asynchronous = False
+    po.recover()
+    call()
+    po.finalize()
+    return told
+
+
+def test_a_time_out_names_what_may_hold_the_gpu(backend: str, tmp_path: Path) -> None:
+    first, second = run_pes(_timed_out, 2, backend, tmp_path, timeout=200)
+    assert "No launch of PE 1 has begun for it: PE 1 has not called the operator" in first[0]
+    assert "because of PE 1 (this PE)" in second[0]
+    if backend == "host":
+        assert "NCCL" not in first[0] + second[0], "threads always find room"
+    for told in (first[-1], second[-1]):
+        assert "its launch found no room on its GPU beside another library's collective (NCCL's)" in told
+        assert "which waited there for PE 0: let all PEs meet the two in one order (po.nn.OrderedAllReduce)" in told
+        assert "po.nn.leave_room" in told and "po.recover()" in told
+    assert "PE 1 called the operator too late, or its launch found no room" in second[-1]
+
+
+# ---- opposite arrival, on GPUs ---------------------------------------------------------------------------------------
+
+COLUMNS = 16
+ROWS = 20_000
+SAMPLES = 1024  # of a PE
+LOOKUPS = 256  # of a sample: more than enough for each warp of the backward pass, which waits for peers with its first
+LARGE = 1 << 20  # parameters, so that NCCL's kernels have WGs that fit no SM with one of ours
+RATE = 1 / 64
+LATE_CYCLES = 300_000_000  # 0.15 s or more
+TIMEOUT_S = 8.0
+FORCED_STEPS = 3
+
+
+class Dense(torch.nn.Module):
+    """Parameters whose gradients are there before that of the tables' result."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2 * COLUMNS,), 1 / 32, device=device))
+        self.large = torch.nn.Parameter(torch.zeros(LARGE, device=device))
+
+    def forward(self, pooled: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return ((pooled @ self.weight) * factors).sum() + (self.large * factors.sum()).sum()
+
+
+class Arrival(po.nn.OrderedAllReduce):
+    """Sums of dense gradients and the tables' backward pass, of which the one is late on PE 0, the other on PE 1.
+
+    Attributes:
+        is_ordered: whether the backward pass waits for the sums.
+        is_forced: whether something is late.
+    """
+
+    def __init__(self, module: DistributedDataParallel, is_ordered: bool) -> None:
+        super().__init__(module)
+        self.is_ordered, self.is_forced = is_ordered, False
+        self._late = torch.cuda.Stream()
+
+    def order(self, pooled: torch.Tensor) -> torch.Tensor:
+        self._works.clear()
+        if self.is_ordered:
+            super().order(pooled)
+        if self.is_forced and po.rank() == 1:
+            pooled.register_hook(lambda _: torch.cuda._sleep(LATE_CYCLES))
+        return pooled
+
+    def _average(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not (self.is_forced and po.rank() == 0):
+            return super()._average(_, bucket)
+        self._late.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._late):
+            torch.cuda._sleep(LATE_CYCLES)
+            return super()._average(_, bucket)
+
+
+def _lookups(rank: int, step: int) -> torch.Tensor:
+    """Return the lookups of the global batch in a PE's table."""
+    return (torch.arange(2 * SAMPLES * LOOKUPS) * 7919 + 104_729 * step + 31 * rank) % ROWS
+
+
+def _factors(rank: int, step: int) -> torch.Tensor:
+    return (torch.arange(SAMPLES) * 7 + 3 * rank + 5 * step).remainder(4).sub(1).float()
+
+
+def _table(rank: int) -> torch.Tensor:
+    return (torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) * 13 + 5 * rank).remainder(7).sub(3).float()
+
+
+class Expected:
+    """The same training on one process, in float64: all numbers of the tables are exact in float32 too."""
+
+    def __init__(self) -> None:
+        self.tables = [_table(rank).double() for rank in range(2)]
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self, step: int) -> None:
+        factors = torch.cat([_factors(rank, step) for rank in range(2)]).double()
+        of_lookups = factors.repeat_interleave(LOOKUPS)
+        weight = []
+        for rank, table in enumerate(self.tables):
+            lookups = _lookups(rank, step)
+            times = torch.zeros(ROWS, dtype=torch.float64).index_add_(0, lookups, of_lookups)
+            weight.append(times @ table / 2)
+            table -= RATE / 32 * times[:, None]
+        self.gradients = [torch.cat(weight), factors.sum().expand(LARGE) / 2]
+
+
+class Step:
+    """A training step of which tensors stay where they are, so that it can be captured."""
+
+    def __init__(self, arrival: Arrival, module: DistributedDataParallel, device: torch.device) -> None:
+        self.arrival, self._module = arrival, module
+        self.table = _table(po.rank()).to(device)
+        self.optimizer = po.EmbeddingOptimizer([self.table], "sgd", lr=RATE)
+        self._offsets = torch.arange(2 * SAMPLES + 1, device=device) * LOOKUPS
+        self._lookups = _lookups(po.rank(), 0).to(device)
+        self._factors = _factors(po.rank(), 0).to(device)
+        self.expected, self._number = Expected(), 0
+
+    def load(self) -> None:
+        """Bring what the next step reads."""
+        self.expected.step(self._number)
+        self._lookups.copy_(_lookups(po.rank(), self._number))
+        self._factors.copy_(_factors(po.rank(), self._number))
+        self._number += 1
+
+    def __call__(self) -> torch.Tensor:
+        self._module.zero_grad(set_to_none=False)
+        pooled = po.embedding_all_to_all([self.table], self._lookups, self._offsets, optimizer=self.optimizer)
+        loss: torch.Tensor = self._module(self.arrival.order(pooled), self._factors)
+        loss.backward()
+        return loss.detach()
+
+    def is_right(self) -> bool:
+        """Return whether table and dense gradients are those of one process."""
+        po.check()
+        weight, large = (each.grad.cpu().double() for each in self._module.parameters())
+        own, expected = self.expected.tables[po.rank()], self.expected.gradients
+        scale = float(expected[0].abs().max())
+        is_right = torch.equal(self.table.cpu().double(), own) and torch.equal(large, expected[1])
+        return is_right and torch.allclose(weight, expected[0], rtol=1e-4, atol=1e-5 * scale)
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a PE reports.
+
+    Attributes:
+        are_right: of each forced step whether its results are right.
+        error: name and text of what was raised.
+        num_sms: that its launches may take, and that the GPU has.
+        goes_on: whether the world could be used behind.
+    """
+
+    are_right: list[bool] = dataclasses.field(default_factory=list)
+    error: tuple[str, str] = ("", "")
+    num_sms: tuple[int, int] = (0, 0)
+    goes_on: bool = False
+
+
+def _meet_in_opposite_order(backend: str, way: str, is_captured: bool) -> Seen:
+    """Train on this PE's GPU; see `Arrival`. `way`: "serial", "room", or "neither"."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    init_with_impatient_kernels(backend, TIMEOUT_S, 256 << 20)
+    try:
+        world, seen = po_world.current(), Seen()
+        device = world.backend.device
+        sums = process_group(
+            world.bootstrap, backend="nccl", device=device, timeout=120, max_ctas=NUM_SMS if way == "room" else None
+        )
+        with sums, own_stream(device):
+            module = DistributedDataParallel(Dense(device))
+            if way == "room":
+                po.nn.leave_room(module, num_sms=NUM_SMS)
+            seen.num_sms = world.backend.num_sms, torch.cuda.get_device_properties(device).multi_processor_count
+            arrival = Arrival(module, is_ordered=way != "room")
+            step = Step(arrival, module, device)
+            for _ in range(EAGER_STEPS):
+                step.load()
+                step()
+            po.check()
+            arrival.is_ordered, arrival.is_forced = way == "serial", True
+            with contextlib.ExitStack() as stack:
+                run: Callable[[], Any] = step
+                if is_captured:
+                    graph = StepGraph(step)
+                    stack.callback(graph.close)
+                    run = graph.replay
+                if way == "neither":
+                    seen.error = _error_of_one(step, run)
+                else:
+                    for _ in range(FORCED_STEPS):
+                        step.load()
+                        world.barrier()  # the PEs begin together: what is late is so by the cycles above
+                        run()
+                        seen.are_right.append(step.is_right())
+            seen.goes_on = _goes_on()
+        return seen
+    finally:
+        po.finalize()
+
+
+def _error_of_one(step: Step, run: Callable[[], Any]) -> tuple[str, str]:
+    """Return what one step raises, behind it: both kernels have left the GPU then."""
+
+    def once() -> None:
+        run()
+        po.check()
+
+    step.load()
+    po.barrier()
+    name, text, _ = error_of(once)
+    torch.cuda.synchronize()
+    po.recover()
+    return name, text
+
+
+def _goes_on() -> bool:
+    """Return whether launches and NCCL's collectives still work."""
+    own = torch.full((3,), float(po.rank() + 1), device=po.device())
+    total = po.all_reduce(own)
+    dist.all_reduce(own)
+    po.check()
+    return bool((total == 3).all() and (own == 3).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.apart
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("way", ["serial", "room", "neither"])
+def test_opposite_arrival(backend: str, way: str, is_captured: bool) -> None:
+    """PE 0's backward pass comes before its NCCL kernel, PE 1's behind its one; NCCL wants a GPU for each PE."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = in_processes(_meet_in_opposite_order, 2, backend, way, is_captured, timeout=250)
+    for seen in found:
+        taken, total = seen.num_sms
+        assert taken == (total - NUM_SMS if way == "room" else total) and seen.goes_on
+        assert seen.are_right == ([] if way == "neither" else [True] * FORCED_STEPS)
+    (first, text), (second, told) = (seen.error for seen in found)
+    if way != "neither":
+        assert (first, second) == ("", "")
+        return
+    assert first == second == "PeerTimeoutError"
+    assert "for PE 1" in text and "No launch of PE 1 has begun for it" in text and "NCCL" in text
+    assert "because of PE 1 (this PE)" in told
+    assert "PE 1 called the operator too late, or its launch found no room" in told
