@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from kept_pes import in_processes
 from rehearsal import Gpu, Notes, PaperGpu, bound, rehearsing
+from test_dlrm_graph import on_gpus, run_on_gpu
+from test_dlrm_train import options_of
 from test_residency import BACKWARD, BARRIER, FORWARD, H200, INPUTS, _Kernel
 from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, gave_up, in_world, init_with_impatient_kernels, run_pes
@@ -43,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
 from dlrm.captured_step import EAGER_STEPS, StepGraph, own_stream
+from dlrm.workload import run_pe
 
 NUM_SMS = 8  # that are left
 UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
@@ -299,6 +302,16 @@ def _refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
 def test_a_capture_is_no_time_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     ((name, text),) = in_world(_refused_in_a_capture, 1, "host", monkeypatch)
     assert name == "RuntimeError" and "capture" in text
+
+
+@pytest.mark.host
+def test_a_training_without_nccl_leaves_no_room(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="--beside-nccl: room is for NCCL, which needs a GPU for each PE"):
+        in_processes(run_pe, 2, options_of(tmp_path, beside_nccl="room"), timeout=200)
+    with pytest.raises(ValueError, match="beside_nccl must be one of serial, room, got 'none'"):
+        options_of(tmp_path, beside_nccl="none")
+    with pytest.raises(ValueError, match="--beside-nccl: .* leave out room or --compare"):
+        options_of(tmp_path, beside_nccl="room", compare_steps=3)
 
 
 # ---- what a time-out says --------------------------------------------------------------------------------------------
@@ -571,3 +584,20 @@ def test_opposite_arrival(backend: str, way: str, is_captured: bool) -> None:
     assert "for PE 1" in text and "No launch of PE 1 has begun for it" in text and "NCCL" in text
     assert "because of PE 1 (this PE)" in told
     assert "PE 1 called the operator too late, or its launch found no room" in told
+
+
+@pytest.mark.gpu
+@pytest.mark.apart
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+def test_a_training_with_room_has_the_losses_of_one_in_order(backend: str, is_captured: bool, tmp_path: Path) -> None:
+    """Of tables of all placements: those that are replicated add up their gradients over the PEs too."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    options = on_gpus(tmp_path, backend, replicated_rows=20, evaluate_every=0)
+    ordered, beside = (
+        in_processes(run_on_gpu, 2, dataclasses.replace(options, **changes), timeout=250)
+        for changes in ({}, {"beside_nccl": "room", "is_captured": is_captured})
+    )
+    for one, other in zip(ordered, beside, strict=True):
+        assert other["num_replays"] == (12 if is_captured else 0)
+        assert len(set(other["losses"])) == 25 and other["losses"] == pytest.approx(one["losses"], rel=1e-4)
