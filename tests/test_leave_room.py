@@ -125,12 +125,14 @@ def _call_all() -> dict[str, int]:
     return grids
 
 
-def _grids_before_and_behind() -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
+def _grids_before_and_behind() -> tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, str]]:
     world = po_world.current()
     before = _call_all()
     leave_sms(world, NUM_SMS)
     assert world.backend.leaves_room and not any(len(operator.state(world).plans) for operator in OPERATORS.values())
     behind = _call_all()
+    alone = [request for request in world._kernels if dict(request.config or ()).get("blocks_per_sm") == "1"]
+    threads = {request.name: request.threads for request in alone}
     table, told = torch.zeros(64, 32), {}
     offsets, indices = torch.arange(2 * world.size + 1), torch.zeros(2 * world.size, dtype=torch.int64)
 
@@ -144,16 +146,17 @@ def _grids_before_and_behind() -> tuple[dict[str, int], dict[str, int], dict[str
             step()
         told[operator.OPERATOR.name] = str(caught.value)
         operator.OPERATOR.tune(world, None)
-    return before, behind, told
+    return before, behind, threads, told
 
 
 @pytest.mark.host
 def test_launches_have_one_wg_for_each_sm_that_is_not_left(tmp_path: Path) -> None:
     with rehearsing(bound(PaperGpu, Gpu(), Notes(tmp_path / "notes"))):
-        for before, behind, told in in_world(_grids_before_and_behind, 2, "host"):
+        for before, behind, threads, told in in_world(_grids_before_and_behind, 2, "host"):
             small = {"embedding_inputs": 16}  # the same, and so few that they count beside others
             assert all(grid == small.get(name, grid) >= small.get(name, 132) for name, grid in before.items())
             assert behind == {name: small.get(name, 132 - NUM_SMS) for name in OPERATORS}
+            assert threads == {"embedding_all_to_all": 512, "embedding_backward": 512, "embedding_inversion": 1024}
             assert "fit" in told["embedding_all_to_all"] and "124 of them fit" in told["embedding_backward"]
 
 
