@@ -59,6 +59,8 @@ def main(argv: list[str]) -> int:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
     try:
         options = _options(arguments)
+        if options.num_sms_of_nccl is not None:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see po.nn.leave_room
         check_arguments(arguments, output=None if options.compare_steps else options.output)
         report, is_printer = _run(options, arguments.pes, arguments.limit)
     except (ValueError, po.BackendUnavailableError) as error:

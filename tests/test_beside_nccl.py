@@ -168,7 +168,8 @@ class Seen:
 
 def _meet_in_opposite_order(backend: str, way: str, is_captured: bool) -> Seen:
     """Train on this PE's GPU; see `Arrival`. `way`: "serial", "room", or "neither"."""
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    # Streams that share a hardware queue would come in one order; without effect where CUDA has begun.
+    os.environ.update(NCCL_NVLS_ENABLE="0", CUDA_DEVICE_MAX_CONNECTIONS="32")
     init_with_impatient_kernels(backend, TIMEOUT_S, 256 << 20)
     try:
         world, seen = po_world.current(), Seen()
