@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import test_all_reduce_sanitizer
+import test_embedding_backward_early
 import test_embedding_backward_sanitizer
 import test_embedding_inputs_sanitizer
 import test_embedding_inversion_sanitizer
@@ -157,7 +158,8 @@ def _edits() -> list[Edit]:
     drivers = _drivers()
     groups = [mutation.edits for driver in drivers for mutation in driver.mutations.values()]
     groups += [build.edits for driver in drivers for build in driver.builds.values()]
-    return [edit for group in (*groups, *test_gemv_vectors.MUTATIONS.values()) for edit in group]
+    groups += [*test_gemv_vectors.MUTATIONS.values(), *test_embedding_backward_early.MUTATIONS.values()]
+    return [edit for group in groups for edit in group]
 
 
 def test_every_tag_has_a_mutation() -> None:

@@ -294,9 +294,10 @@ class EmbeddingOptimizer:
         own = self._own
         # A CUDA graph keeps what its launches read and write.
         plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
-        inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean")
         factors = inputs.factors
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
+        early_wgs = plan.early_wgs
+        inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean", room_for=early_wgs)
         rate, scale, step_count, beta_powers, seeds, *states = own
         OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
         plan.launch(
@@ -309,6 +310,7 @@ class EmbeddingOptimizer:
             step_count=step_count,
             beta_powers=beta_powers,
             seeds=seeds,
+            begins_early=early_wgs > 0,
         )
         return (), None if factor_gradients is None else inputs.returned(world, factor_gradients)
 
@@ -343,8 +345,10 @@ class _OfBatch:
     def check(self) -> None:
         """Nothing: torch has seen that they have not changed."""
 
-    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
-        return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted)
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool, room_for: int = 0) -> Inverted:
+        return invert(
+            world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted, room_for=room_for
+        )
 
     def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
         """Return the factors' gradients as the caller has the factors."""
@@ -380,8 +384,8 @@ class _OfExchange:
         if self.lookups.gives_gradients:
             self.lookups.check_is_captured()
 
-    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
-        return invert_sources(world, rows, self.lookups, counts=counts)
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool, room_for: int = 0) -> Inverted:
+        return invert_sources(world, rows, self.lookups, counts=counts, room_for=room_for)
 
     def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
         """Let them travel to the PEs that brought the lookups; collective."""

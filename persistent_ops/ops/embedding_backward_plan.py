@@ -21,7 +21,7 @@ from ..runtime.literals import vector_bytes
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
-from ..runtime.tuning import BoundedTuning
+from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 from .embedding_inversion import Inverted, Rows
 from .table_set import TableSet
@@ -70,6 +70,7 @@ class Tuning(BoundedTuning):
         lanes: of a warp that have a row: 8, 16, or 32; None for half as many as the widest row has chunks of 16
             bytes.
         pushing_work_groups: those that begin with what others wait for.
+        early_work_groups: of these, for which the sort of the lookups leaves room, so that they push meanwhile.
         slice_samples: samples of a table that are pushed at a time; None for 16 KB of them.
     """
 
@@ -77,6 +78,7 @@ class Tuning(BoundedTuning):
     blocks_per_sm: int | None = None
     lanes: int | None = None
     pushing_work_groups: int = 64
+    early_work_groups: int = at_least(0, 32)
     slice_samples: int | None = None
 
 
@@ -188,8 +190,9 @@ def kernel_request(
     rounding: str = "nearest",
     has_wide_keys: bool = False,
     blocks_per_sm: int | None = None,
+    has_one_wg: bool = False,
 ) -> KernelRequest:
-    """Return what is compiled for one combination of choices."""
+    """Return what is compiled for one combination of choices; `has_one_wg`: whether an SM has a large WG alone."""
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
@@ -199,7 +202,10 @@ def kernel_request(
     # Of float16 rows of 1 KB, squares and conversions take one register more than three WGs of an SM leave.
     is_one_short = dtype == torch.float16 and step == "rowwise_adagrad" and tiles.row_chunks > 32
     needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)
-    blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
+    blocks, threads = blocks_per_sm or max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers), _THREADS
+    if has_one_wg:
+        # Three WGs' windows would be more than the 48 KB of memory that a kernel can declare.
+        blocks, threads = 1, _THREADS * min(blocks, 2)
     config = {
         "scalar": SCALARS[dtype],
         "wire": SCALARS[wire_dtype],
@@ -212,10 +218,10 @@ def kernel_request(
         "lanes": str(tiles.lanes),
         "row_chunks": str(tiles.row_chunks),
         "wide_rows": str(tiles.has_wide_rows).lower(),
-        "threads": str(_THREADS),
-        "blocks_per_sm": str(blocks_per_sm or blocks),
+        "threads": str(threads),
+        "blocks_per_sm": str(blocks),
     }
-    return KernelRequest(_NAME, tuple(config.items()), _THREADS)
+    return KernelRequest(_NAME, tuple(config.items()), threads)
 
 
 def identity(table: torch.Tensor) -> tuple[int, ...]:
@@ -393,6 +399,7 @@ class BackwardPlan(Plan):
             rounding=rounding,
             has_wide_keys=self.rows.key_dtype == torch.int64,
             blocks_per_sm=tuning.blocks_per_sm,
+            has_one_wg=world.backend.leaves_room,
         )
         self._kernel = world.load(request)
         resident = world.backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())
@@ -409,7 +416,9 @@ class BackwardPlan(Plan):
             tuple(width for of_pe in widths for width in (*of_pe, 0)),
         )
         self._team = team
-        self._pushed = world.workspace.zero_words(team, max(len(self._pushes), 1))
+        self._pushed_words = len(self._pushes) + 1
+        self._pushed = world.workspace.zero_words(team, self._pushed_words)
+        self._early_wgs = tuning.early_work_groups
         self._uploaded = [
             upload(world.backend, b"".join(map(bytes, structures)) or b"\0" * 8) for structures in (groups, tables)
         ]
@@ -444,6 +453,11 @@ class BackwardPlan(Plan):
         self._slots = 0
         self.place()
 
+    @property
+    def early_wgs(self) -> int:
+        """Return how many WGs find work that needs no sorted lookups; 0 where launches do not begin early."""
+        return min(int(self._struct.pushing_wgs), self._early_wgs) if self._world.backend.begins_early else 0
+
     def place(self) -> None:
         self.held = [self._areas[name] for name in self.areas]
         staging = self._areas[_STAGING].offset if _STAGING in self.areas else 0
@@ -467,6 +481,8 @@ class BackwardPlan(Plan):
         inverted: Inverted,
         factors: torch.Tensor | None,
         factor_gradients: torch.Tensor | None,
+        *,
+        begins_early: bool = False,
         **of_step: torch.Tensor | None,
     ) -> None:
         """Launch on the current stream.
@@ -475,6 +491,8 @@ class BackwardPlan(Plan):
             gradient: `[samples of this PE, columns of all PEs]`, contiguous.
             inverted: the lookups.
             factors, factor_gradients: of lookups, float32, or None.
+            begins_early: whether the launch in front of it on the stream is the one that makes `inverted`, with room
+                for `early_wgs`; nothing else that this one reads may be written there.
             of_step: what the step alone has, by its name in the kernel's Call: rate, scale, step_count, beta_powers and
                 seeds; or, under GRADIENT, scale, sums, places and touched.
         """
@@ -485,8 +503,8 @@ class BackwardPlan(Plan):
                 raise RuntimeError(
                     f"{_NAME}: a CUDA-graph capture meets more lookups than any call before; make one such call first"
                 )
-            words = self._world.workspace.zero_words(self._team, len(self._pushes) + slots)
-            self._chunks_done = words[len(self._pushes) :]
+            skipped = self._pushed_words
+            self._chunks_done = self._world.workspace.zero_words(self._team, skipped + slots)[skipped:]
             self._slots = slots
         sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
         call = self._call
@@ -499,7 +517,8 @@ class BackwardPlan(Plan):
         for name, tensor in of_step.items():
             setattr(call, name, 0 if tensor is None else tensor.data_ptr())
         call.chunk_sums, call.chunks_done = sums.data_ptr(), self._chunks_done.data_ptr()
-        self._world.workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call)
+        launch = self._world.workspace.launch
+        launch(self._kernel, self._grid, self._words.data_ptr(), call, begins_early=begins_early)
 
 
 def _packed(values: Sequence[int]) -> bytes:

@@ -45,7 +45,7 @@ class _GpuKernel:
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
         _check_driver(outcome, request.name)
         self._function = outcome[1]
-        self._configs: dict[tuple[int, int, bool], driver.CUlaunchConfig] = {}
+        self._configs: dict[tuple[int, int, bool, bool, bool], driver.CUlaunchConfig] = {}
         self.admitted_grid = 0
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
@@ -53,6 +53,10 @@ class _GpuKernel:
         self._parameters_address = ctypes.addressof(self._parameters)
 
     def max_blocks_per_sm(self) -> int:
+        most = self._occupancy()
+        return min(most, 1) if self._backend.leaves_room else most
+
+    def _occupancy(self) -> int:
         request = self._request
         occupancy = self._kernel.occupancy
         return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
@@ -70,12 +74,13 @@ class _GpuKernel:
             self._request.threads,
             registers,
             shared_bytes + self._request.arena_bytes,
-            self.max_blocks_per_sm(),
+            self._occupancy(),
             overlaps=self._request.overlaps_predecessor,
         )
 
-    def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
-        key = grid, self._backend.stream(), self._backend.runs_beside
+    def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
+        backend = self._backend
+        key = grid, backend.stream(), backend.runs_beside, backend.leaves_room, begins_early
         config = self._configs.get(key)
         if config is None:
             if len(self._configs) >= _MAX_CONFIGS:
@@ -91,20 +96,25 @@ class _GpuKernel:
         self._sink, self._memory = sink, memory
         self._parameters[2] = ctypes.addressof(sink)
 
-    def _make_config(self, grid: int, stream: int, is_beside: bool) -> driver.CUlaunchConfig:
+    def _make_config(
+        self, grid: int, stream: int, is_beside: bool, leaves_room: bool, begins_early: bool
+    ) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
         config.hStream = driver.CUstream(stream)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._request.threads, 1, 1
         config.sharedMemBytes = self._request.arena_bytes
         attributes = []
-        if not is_beside:  # beside a cooperative launch no other one may become resident (cuda/DESIGN.md, section 11)
+        # A cooperative launch begins as a whole, and no other one may become resident beside it (cuda/DESIGN.md,
+        # section 11).
+        if not (is_beside or leaves_room or begins_early):
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
-        has_early_launches = torch.cuda.get_device_capability(self._backend.device)[0] >= 9
-        if self._request.overlaps_predecessor and has_early_launches:
+        overlaps = self._request.overlaps_predecessor and self._backend.has_early_launches
+        # Of two launches at a time the WGs would be twice as many as there is room for.
+        if begins_early or (overlaps and not leaves_room):
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
@@ -142,12 +152,18 @@ class GpuBackend:
     name = "cuda"
     default_blocks_per_sm = 2
     runs_beside = False
+    leaves_room = False
     network = 0
+
+    @property
+    def begins_early(self) -> bool:
+        return self.has_early_launches and not self.runs_beside and not self.leaves_room
 
     def __init__(self, bootstrap: Bootstrap, heap_bytes: int, transport: str, timeout: float) -> None:
         index = _choose_device(bootstrap)
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        self.has_early_launches = torch.cuda.get_device_capability(self.device)[0] >= 9
         torch.zeros(1, device=self.device)  # creates the primary context
         self._core_device = Device(index)
         self._core_device.set_current()
@@ -177,8 +193,8 @@ class GpuBackend:
         self.heap_base = int(self._buffer.handle)
         try:
             self.peer_heaps = self._map_peers(bootstrap, transport)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(is_alone=not bootstrap.fail_and_meet(f"{type(error).__name__}: {error}"))
             raise
 
     def _start(self, bootstrap: Bootstrap, timeout: float) -> None:
@@ -203,8 +219,11 @@ class GpuBackend:
                 raise BackendUnavailableError(f"NVSHMEM did not initialise (status {bindings.init_status()})")
             try:
                 return nvshmem.buffer(self.heap_bytes)
-            except BaseException:
-                nvshmem.finalize()
+            except BaseException as error:
+                if bootstrap.fail_and_meet(f"{type(error).__name__}: {error}"):
+                    nvshmem.finalize()
+                else:
+                    nvshmem_end.leave_out()
                 raise
 
         with turn_to_start(bootstrap, timeout / 2) if self._shares_gpu else nullcontext():

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import Variable, forward_ad
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 _guards = getattr(torch._C._dynamo, "guards", None)
 
 __all__ = [
     "TensorGuards",
+    "abort_groups",
     "autograd_kernel",
     "autograd_node",
+    "backend_of_group",
     "backward_pass",
     "current_raw_stream",
     "dual_level",
@@ -107,10 +110,24 @@ autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
 Public torch calls hooks with a node's gradients, and does not tell other code which node runs.
 """
 
+backend_of_group: Callable[..., Any] = ProcessGroup._get_backend
+"""What a process group uses on a device: it has the options that the group was made with, as NCCL's most CTAs.
+
+Public torch takes options for a new group, and tells of one that there is the backend's name alone.
+"""
+
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 """A context in which no TorchDispatchMode is active: what the PEs agree on beside fake tensors is done with real ones.
 
 Public torch lets a mode be left in the order of entering alone.
+"""
+
+abort_groups: Callable[[], None] | None = (
+    torch.distributed.distributed_c10d._abort_process_group if torch.distributed.is_available() else None
+)
+"""Ends all process groups, and kernels of NCCL's that wait for a peer; None in builds of torch without groups.
+
+Public torch's `destroy_process_group` waits for those kernels first.
 """
 
 TensorGuards: Any = getattr(_guards, "TensorGuards", None)

@@ -158,12 +158,20 @@ class Workspace:
     # ---- launching -------------------------------------------------------------------------------------------------
 
     def launch(
-        self, kernel: Kernel, grid: int, plan: int, call: ctypes.Structure, *, raises_input_errors: bool = True
+        self,
+        kernel: Kernel,
+        grid: int,
+        plan: int,
+        call: ctypes.Structure,
+        *,
+        raises_input_errors: bool = True,
+        begins_early: bool = False,
     ) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
         A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised behind
         the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`.
+        `begins_early`: see `Kernel.launch`.
         """
         with self.lock:
             if self._failure is not None or self._error.state:
@@ -173,7 +181,10 @@ class Workspace:
                     self.admit(self, kernel, grid)
                     kernel.admitted_grid = grid
                 self._order.follow(self._backend.stream())
-            kernel.launch(grid, plan, call)
+            if begins_early:
+                kernel.launch(grid, plan, call, begins_early=True)
+            else:
+                kernel.launch(grid, plan, call)
             if self._is_asynchronous:
                 self._order.launched()
         if not self._is_asynchronous and self._error.state:
@@ -235,7 +246,21 @@ class Workspace:
             return PeerLostError(
                 f"{waited}; PE {error.peer} has ended, look at its output. The output of this PE is poisoned with NaN."
             )
-        return PeerTimeoutError(f"{waited}. {remedy}")
+        if any(error.peer_contract):
+            return PeerTimeoutError(f"{waited}. {remedy}")
+        # No credit of this epoch has come, and with that every launch begins.
+        cause = f"No launch of PE {error.peer} has begun for it: PE {error.peer} has not called the operator"
+        return PeerTimeoutError(f"{waited}. {cause}{self._lack_of_room(me)}. {remedy}")
+
+    def _lack_of_room(self, waiting: int) -> str:
+        """Say what else keeps a PE's launch from beginning; `waiting`: the PE that waits for it."""
+        if not self._is_asynchronous:
+            return ""  # threads always find room
+        return (
+            ", or its launch found no room on its GPU beside another library's collective (NCCL's), which waited there "
+            f"for PE {waiting}: let all PEs meet the two in one order (po.nn.OrderedAllReduce), or leave room for both "
+            "(po.nn.leave_room)"
+        )
 
     def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
         """Tell both sides of a mismatch: what differs, then all of both."""
@@ -280,9 +305,11 @@ class Workspace:
         if reason == "lost":
             what = "was interrupted" if error.peer == error.index else f"found that {blamed} has ended"
             return PeerLostError(f"PE {error.index} {what}, {left}. {remedy}")
-        return PeerTimeoutError(
-            f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}. {remedy}"
-        )
+        gave_up = f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}"
+        if error.peer != me or not self._is_asynchronous:
+            return PeerTimeoutError(f"{gave_up}. {remedy}")
+        cause = f"PE {me} called the operator too late{self._lack_of_room(error.index)}"
+        return PeerTimeoutError(f"{gave_up}. {cause}. {remedy}")
 
     # ---- what the host tells launches under way ----------------------------------------------------------------------
 
