@@ -38,12 +38,12 @@ from dlrm.data import open_data
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
 from dlrm.options import MODELS, Options
-from dlrm.peers import ExchangedEmbedding
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
 from dlrm.way import placement_of
 from dlrm.workload import run_pe
+from embedding_step.exchanged import ExchangedEmbedding
 
 CPU = torch.device("cpu")
 RATES = {"learning_rate": 0.02, "table_learning_rate": 0.1}
@@ -337,7 +337,7 @@ def _peer() -> list[bool]:
                 peer = ExchangedEmbedding(collection, make, wire_dtype=wire_dtype)
                 agree.append((len(peer.tables), len(peer.replicas)) == ((1, 2), (0, 2), (2, 2))[po.rank()])
                 agree += [_agree_in_step(step, collection, peer) for step in range(4)]
-                for tensor in itertools.chain(*peer._parts()):
+                for tensor in itertools.chain(*peer.parts()):
                     tensor.add_(1)
                 peer.take_over(collection)
                 agree += [_agree_in_step(step, collection, peer) for step in range(4, 6)]
@@ -357,7 +357,7 @@ def test_the_exchange_by_torch() -> None:
 def test_what_the_exchange_by_torch_refuses(table: tuple[Any, ...]) -> None:
     configs = [TableConfig("b", 5, 8, ["z"]), TableConfig(*table)]
     collection: Any = SimpleNamespace(layout=SimpleNamespace(configs=configs))
-    with pytest.raises(ValueError, match="collection: expected float32 tables of pooling 'sum' with one feature"):
+    with pytest.raises(ValueError, match="collection: expected tables of one dtype and pooling 'sum' with one feature"):
         ExchangedEmbedding(collection, torch.optim.SGD)
 
 
