@@ -1,8 +1,8 @@
 """Benchmark of the embedding part of a DLRM's training step: persistent-ops bench dlrm_embedding [OPTIONS].
 
-See README.md beside it. A step brings the lookups of each PE's own samples to MLPerf's 26 tables, pools them, and updates
-rows by a gradient of what was pooled: through `po.nn.ShardedEmbeddingBagCollection`, and with the same placement through
-torch's or FBGEMM's tables and torch.distributed.
+See README.md beside it. A step brings the lookups of each PE's own samples to MLPerf's 26 tables, pools them, and
+updates rows by a gradient of what was pooled: through `po.nn.ShardedEmbeddingBagCollection`, and with the same
+placement through torch's or FBGEMM's tables and torch.distributed.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Options(harness.experiment.Options):
     """What a run was asked to do; see the command line's help.
 
     Attributes:
+        replicated_rows: tables of at most so many are on every PE, whatever the placement.
+        is_beside: whether exchanges run beside other launches, where there is room.
         smallest_world: of those that are run.
     """
 
@@ -66,6 +68,8 @@ class Options(harness.experiment.Options):
     batch: int | None = None
     max_rows: int | None = None
     placement: str = "auto"
+    replicated_rows: int = 0
+    is_beside: bool = False
     smallest_world: int = 1
 
 
@@ -89,6 +93,10 @@ class DlrmEmbedding(Experiment[Case]):
         parser.add_argument("--max-rows", type=int, help="of a table (default: MLPerf's; quick, host fewer)")
         parser.add_argument("--batch", type=int, help="samples of the global batch (default 65536; host fewer)")
         parser.add_argument("--placement", choices=PLACEMENTS, default="auto", help="of tables, the peers' too")
+        parser.add_argument("--replicated-rows", type=int, default=0, help="tables of at most so many are on every PE")
+        parser.add_argument(
+            "--beside", action="store_true", help="lookups ahead travel beside other launches, if it fits"
+        )
         parser.add_argument("--calls", type=int, default=Options.calls, help="steps in a replay, at least (default 8)")
 
     @classmethod
@@ -98,8 +106,16 @@ class DlrmEmbedding(Experiment[Case]):
         if arguments.quick:
             cases = cases if arguments.cases else cases[:1]
             rows = _QUICK_ROWS if rows is None and expected_backend(arguments.backend) == "cuda" else rows
+        if arguments.replicated_rows and any(CASES[name].dtype == "fp16" for name in cases):
+            raise ValueError("--replicated-rows: tables of fp16 cannot be on every PE; leave it, or their --cases, out")
+        if arguments.beside and len({CASES[name].of_tables for name in cases}) > 1:
+            raise ValueError(
+                "--beside: expected --cases of one optimizer and dtype: it is agreed on for kernels so far"
+            )
         return Options(
             **common,
+            replicated_rows=arguments.replicated_rows,
+            is_beside=arguments.beside,
             calls=arguments.calls,
             cases=cases,
             batch=arguments.batch,
@@ -146,7 +162,7 @@ class DlrmEmbedding(Experiment[Case]):
         rooms, fit = [(0, 0)], []
         for case in [CASES[name] for name in self.options.cases]:
             if case.of_tables not in self._layouts:
-                self._layouts[case.of_tables] = layout_for(self.world, case, self._sizes, self.options.placement)
+                self._layouts[case.of_tables] = layout_for(self.world, case, self._sizes, self._placement(case))
                 self._tell_placement(case, self._layouts[case.of_tables])
             room = room_of(self._layouts[case.of_tables], case, self.world.rank)
             problem = agree(self.world.bootstrap, self._why_no_room(room))
@@ -157,6 +173,13 @@ class DlrmEmbedding(Experiment[Case]):
                 self.write("left_out", what=case.name, problem=problem)
         self._memory = Memory(max(room[0] for room in rooms), max(room[1] for room in rooms), self.device)
         yield from fit
+
+    def _placement(self, case: Case) -> dict[str, str]:
+        options, rows = self.options, self._sizes.rows
+        return {
+            config.name: "replicated" if count <= options.replicated_rows else options.placement
+            for config, count in zip(case.tables(self._sizes), rows, strict=True)
+        }
 
     def _tell_placement(self, case: Case, layout: Layout) -> None:
         kinds: dict[str, list[str]] = {}
@@ -206,7 +229,8 @@ class DlrmEmbedding(Experiment[Case]):
             else:
                 methods = _without(name, methods)
                 self.write("left_out", what=f"{case.name}, {name}", problem=problem)
-        return StepTrial(self.world, case, self._sizes, methods, step, peers, self.ceilings)
+        is_beside = self.options.is_beside
+        return StepTrial(self.world, case, self._sizes, methods, step, peers, self.ceilings, is_beside=is_beside)
 
     def _attempt(self, make: Any) -> tuple[Any, str | None]:
         """Return what is made, or why some PE has none; collective."""
@@ -229,7 +253,9 @@ class DlrmEmbedding(Experiment[Case]):
             device=self.device,
             memory=step.vectors,
         )
-        return FbgemmEmbedding(step.collection, fused, RATE, self._update(case, {}), wire_dtype=case.wire_dtype())
+        made = FbgemmEmbedding(step.collection, fused, RATE, self._update(case, {}), wire_dtype=case.wire_dtype())
+        made.try_out()
+        return made
 
     def _torch(self, case: Case, step: StepTables) -> ExchangedEmbedding:
         update = self._update(case, step.states_by_address())

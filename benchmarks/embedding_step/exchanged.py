@@ -269,4 +269,5 @@ def _exchanged(sent: Sequence[torch.Tensor], counts: Sequence[int]) -> tuple[tor
     whole = torch.cat(list(sent))
     came = whole.new_empty(sum(counts))
     dist.all_to_all_single(came, whole, list(counts), [part.numel() for part in sent])
-    return came.split(list(counts))
+    parts: tuple[torch.Tensor, ...] = came.split(list(counts))
+    return parts

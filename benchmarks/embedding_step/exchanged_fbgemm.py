@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -59,6 +60,25 @@ class FbgemmEmbedding(ExchangedEmbedding):
             optimizers.append(replicas_optimizer([self._dense.weights]))
         self.optimizer = _Both(optimizers)
         self.take_over(collection)
+
+    def try_out(self) -> None:
+        """Make both passes with a lookup in each table, on this PE alone, by a gradient of zeros.
+
+        Raises:
+            Exception: of any type; a kernel is not in this FBGEMM.
+        """
+        with torch.enable_grad():
+            modules = [self._fused] if self._dense is None else [self._fused, self._dense]
+            for module, slots in zip(modules, (self._slots, self._copied), strict=False):
+                values = torch.zeros(len(slots), dtype=torch.int64, device=module.weights_offsets.device)
+                offsets = torch.arange(len(slots) + 1, device=values.device)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "fbgemm::dense.*autograd kernel")  # it has one, of the older kind
+                    pooled = module(values, offsets)
+                    pooled.backward(torch.zeros_like(pooled))
+                if pooled.is_cuda:
+                    torch.cuda.synchronize()
+        self.optimizer.zero_grad()
 
     def parts(self) -> list[list[torch.Tensor]]:
         rows = self._fused.split_embedding_weights()

@@ -60,7 +60,8 @@ def values_of(sizes: Sizes, batch: Batch, rank: int) -> tuple[torch.Tensor, ...]
     is_own = rank == dist.get_rank()
     values = batch.values.clone() if is_own else batch.values.new_empty(sum(counts))
     dist.broadcast(values, src=rank)
-    return values.split(counts)
+    parts: tuple[torch.Tensor, ...] = values.split(counts)
+    return parts
 
 
 def draw_step_gradient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,7 +200,9 @@ class PeerStep(Step):
         return pooled
 
     def back(self, pooled: torch.Tensor) -> None:
-        pooled.backward(self._gradient)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fbgemm::dense.*autograd kernel")  # it has one, of the older kind
+            pooled.backward(self._gradient)
         self.embedding.optimizer.step()
 
     def run_told(self, number: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """The least that a PE has to move in a step, phase by phase, by the rows that its batches touch.
 
-With P PEs and B samples, of which a PE has b: a table's slice has N lookups of U rows of w bytes with s bytes of states;
-O are the bytes of a PE's result, D' those of a sample's columns that the PE pools for all, and A those of a sample's
-columns that it gets from others.
+With P PEs and B samples, of which a PE has b: a table's slice has N lookups of U rows of w bytes with s bytes of
+states; D' are the bytes of a sample's columns that the PE pools for all, and A those that it gets from others.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class RowUpdate(torch.optim.Optimizer):
         return tensor if self._width is None or tensor.dim() == 2 else tensor.view(-1, self._width)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update the rows."""
         for group in self.param_groups:
             for table in group["params"]:

@@ -31,7 +31,7 @@ _MASK = 0xFFFFFFFF
 _STATE_SALT = 1 << 20
 
 
-def layout_for(world: World, case: Case, sizes: Sizes, placement: str) -> Layout:
+def layout_for(world: World, case: Case, sizes: Sizes, placement: Mapping[str, str]) -> Layout:
     """Return where tables lie; collective where costs are measured."""
     return layout_of(
         world,
@@ -100,9 +100,9 @@ def _states_from(given: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Let optimizers that are made meanwhile take states of tables by their addresses."""
     allocate = EmbeddingOptimizer._state_of
 
-    def state_of(optimizer: EmbeddingOptimizer, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def state_of(self: EmbeddingOptimizer, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = given.get(table.data_ptr())
-        return allocate(optimizer, table) if found is None else (found,)
+        return allocate(self, table) if found is None else (found,)
 
     EmbeddingOptimizer._state_of = state_of  # type: ignore[method-assign]
     try:
