@@ -32,11 +32,13 @@ DOCUMENTS = ("README.md", "docs/results.md", "docs/verification.md")
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import all_reduce  # noqa: E402
+import dlrm_embedding  # noqa: E402
 import embedding.methods  # noqa: E402
 import embedding_backward  # noqa: E402
 import gemv.methods  # noqa: E402
 import row_parallel_linear  # noqa: E402
 import sparse.methods  # noqa: E402
+from embedding_step.methods import PHASES  # noqa: E402
 from harness.record import select, unique, us_text  # noqa: E402
 from sparse.report import swept_lines  # noqa: E402
 from sparse_all_reduce import SparseAllReduce  # noqa: E402
@@ -50,6 +52,8 @@ _Line = dict[str, Any]
 _BAGS, _GEMV, _ROWS, _SUM = "B2048_T256_P10", "8192x3584", "5Mx2048_50k_zipf", "256K"
 _OURS_SPARSE = ("auto", "into")
 _PEERS_SUM = ("nccl", "symm_one_shot", "symm_two_shot")
+_OWN_TABLES = "persistent_ops"  # of a comparison of trainings
+_EXAMPLES = {"model": "decode_loop", "compared": "dlrm_train"}  # by a field that their reports alone have
 _PEERS_SPARSE = {  # columns, and the methods of which each is the faster one
     "all-gather + `index_add`": ("gather_add", "gather_add_graph"),
     "union + NCCL": ("union_reduce", "union_reduce_graph"),
@@ -108,8 +112,14 @@ class Run:
         times = select(self.lines, "time")
         keys = ("config", "distribution", "shape_name", "group", "case", "size", "method")
         return frozenset(tuple(str(line.get(key)) for key in keys) for line in times) or frozenset(
-            [(str(self.about.get("model")), str(self.about.get("layers")))]
+            [tuple(str(self.about.get(name)) for name in ("model", "layers", "num_rows")) + _choices(self.about)]
         )
+
+
+def _choices(about: _Line) -> tuple[str, ...]:
+    """Return what a comparison of trainings was asked for."""
+    options = about.get("options", {}) if "compared" in about else {}
+    return tuple(f"{name}={value}" for name, value in sorted(options.items()) if name not in ("output", "seed"))
 
 
 def read_runs(folder: Path = RESULTS) -> list[Run]:
@@ -125,7 +135,7 @@ def read_runs(folder: Path = RESULTS) -> list[Run]:
                 own = [other for other in lines if other.get("pes") == line["pes"] and other is not line]
                 runs.append(Run(path.name, found[1], line["pes"], line, without_failed(own), note))
             elif "kind" not in line:
-                subject = "decode_loop" if "model" in line else "sparse_embedding_train"
+                subject = next((name for field, name in _EXAMPLES.items() if field in line), "sparse_embedding_train")
                 runs.append(Run(path.name, subject, line["pes"], line, (), note))
     return sorted(runs, key=lambda run: str(run.about["date"]), reverse=True)
 
@@ -167,8 +177,25 @@ def problems(run: Run) -> list[str]:
     failures = sum(len(line["failures"]) for line in select(run.lines, "check"))
     if failures:
         found.append(f"reports {failures} failed checks")
+    differing = [name for name, (_, is_alike) in _differences(run.about).items() if not is_alike]
+    if differing:
+        found.append(f"losses of {', '.join(differing)} differ")
     if run.about["backend"] != "cuda":
         found.append("ran without a GPU")
+    return found
+
+
+def _differences(about: _Line) -> dict[str, tuple[float, bool]]:
+    """Return how far the losses of others' tables are from the package's, relative, and whether that is little enough.
+
+    None where the run compared no trainings.
+    """
+    compared = about.get("compared", {"losses": {}})
+    losses = dict(compared["losses"])
+    own, found = losses.pop(_OWN_TABLES, []), {}
+    for name, others in losses.items():
+        far = max(abs(one - other) / abs(other) for one, other in zip(others, own, strict=True))
+        found[name] = (far, far <= compared["tolerance"])
     return found
 
 
@@ -277,6 +304,47 @@ def _backward_tables(run: Run) -> list[str]:
         if rows:
             tables.append(_table(head, rows))
     return tables
+
+
+def _dlrm_embedding_tables(run: Run) -> list[str]:
+    """Return the steps of all cases, and the phases of eager ones."""
+    methods, peers = dlrm_embedding.METHODS, dlrm_embedding.PEERS["fused"]
+    ours = [name for name in methods if name not in peers]
+    rows = []
+    for case, by_method in _by(run.lines, "case").items():
+        limit = next(iter(by_method.values()))["limit_us"]
+        own = _fastest(by_method, ours)
+        times = [_us(by_method.get(name)) for name in methods]
+        rows.append([f"`{case}`", *times, us_text(limit), _times(own, limit), _times(_fastest(by_method, peers), own)])
+    labels = {name: text.format(collective="NCCL") for name, text in dlrm_embedding.LABELS.items()}
+    head = [f"us, {run.pes} PEs", *[labels[name] for name in methods], "limit", "x limit", "x best peer"]
+    found = [_table(head, rows)]
+    phases = [
+        [
+            f"`{line['case']}`",
+            labels[line["method"]],
+            *[us_text(line["us"][n]) if n in line["us"] else "" for n in PHASES],
+        ]
+        for line in select(run.lines, "phases")
+    ]
+    return [*found, _table([f"us of the phases, {run.pes} PEs", "", *PHASES], phases)] if phases else found
+
+
+def _dlrm_train_tables(run: Run) -> list[str]:
+    """Return a step of each way of a comparison."""
+    options, compared = run.about["options"], run.about["compared"]
+    differences, own = _differences(run.about), compared["seconds"][_OWN_TABLES]
+    most = f"{options['model']}, at most {max(run.about['num_rows']):,} rows a table, batch {options['batch']:,}"
+    rows = []
+    for name, seconds in compared["seconds"].items():
+        losses = compared["losses"][name]
+        far = f"{differences[name][0]:.1g}" if name in differences else ""
+        rows.append(
+            [name, f"{1e3 * seconds:.2f}", f"{seconds / own:.2f}", f"{losses[0]:.6f}", f"{losses[-1]:.6f}", far]
+        )
+    head = [f"tables by, {run.pes} PEs", "ms per step", "x time", "first loss", "last loss", "largest difference"]
+    what = f"Model {most}, {options['optimizer']}, dense part in {options['precision']}."
+    return [_table(head, rows), what, *[f"{line}." for line in compared["left_out"]]]
 
 
 def _gemv_tables(run: Run) -> list[str]:
@@ -400,6 +468,8 @@ def _train_tables(run: Run) -> list[str]:
 
 
 _TABLES: dict[str, Callable[[Run], list[str]]] = {
+    "dlrm_embedding": _dlrm_embedding_tables,
+    "dlrm_train": _dlrm_train_tables,
     "embedding_all_to_all": _embedding_tables,
     "embedding_backward": _backward_tables,
     "gemv_all_reduce": _gemv_tables,
