@@ -24,7 +24,7 @@ from embedding.backward_inputs import EPS, RATE
 from embedding.options import expected_backend
 from embedding_step.cases import CASES, Case, Sizes, sizes_of
 from embedding_step.exchanged import ExchangedEmbedding, own_slots
-from embedding_step.exchanged_fbgemm import FbgemmEmbedding, fused_tables, why_no_fbgemm
+from embedding_step.exchanged_fbgemm import FbgemmEmbedding, fbgemm_version, fused_tables, why_no_fbgemm
 from embedding_step.lookups import NUM_SETS
 from embedding_step.report import draw_steps, tables
 from embedding_step.row_update import RowUpdate
@@ -63,7 +63,7 @@ class Options(harness.experiment.Options):
     """
 
     methods: tuple[str, ...] = METHODS
-    calls: int = 8
+    calls: int = 4
     cases: tuple[str, ...] = tuple(CASES)
     batch: int | None = None
     max_rows: int | None = None
@@ -97,7 +97,7 @@ class DlrmEmbedding(Experiment[Case]):
         parser.add_argument(
             "--beside", action="store_true", help="lookups ahead travel beside other launches, if it fits"
         )
-        parser.add_argument("--calls", type=int, default=Options.calls, help="steps in a replay, at least (default 8)")
+        parser.add_argument("--calls", type=int, default=Options.calls, help="steps in a replay, at least (default 4)")
 
     @classmethod
     def read_options(cls, arguments: argparse.Namespace, worlds: Sequence[int], common: dict[str, Any]) -> Options:
@@ -136,7 +136,7 @@ class DlrmEmbedding(Experiment[Case]):
             need += 2 * lookups + 2 * result
         for case in cases:
             result = sizes.batch * len(sizes.rows) * sizes.dim * case.wire_dtype().itemsize
-            need += (NUM_SETS + 2) * -(-result // options.smallest_world)
+            need += (max(NUM_SETS, options.calls) + 2) * -(-result // options.smallest_world)
         return need
 
     # ---- on a PE -----------------------------------------------------------------------------------------------------
@@ -150,6 +150,8 @@ class DlrmEmbedding(Experiment[Case]):
             if problem is not None:
                 self._methods = _without("fbgemm", self._methods)
                 self.write("left_out", what="FBGEMM", problem=problem)
+            else:
+                self.write("library", name="FBGEMM", version=fbgemm_version())
         self._made: tuple[Case, StepTables] | None = None
         self._memory: Memory | None = None
 

@@ -105,7 +105,7 @@ def test_one_pe_moves_what_its_lookups_touch(tmp_path: Path) -> None:
         batch = lookups.draw_batch(sizes, "uniform", rank=0, num_pes=1, number=number, device=torch.device("cpu"))
         parts = batch.values.split([10 * hotness for hotness in sizes.hotness])
         assert all(
-            0 <= int(part.min()) and int(part.max()) < rows for part, rows in zip(parts, sizes.rows, strict=True)
+            int(part.min()) >= 0 and int(part.max()) < rows for part, rows in zip(parts, sizes.rows, strict=True)
         )
         assert batch.lengths.tolist() == [hotness for hotness in sizes.hotness for _ in range(10)]
         unique += sum(len(set(part.tolist())) for part in parts)
@@ -194,6 +194,17 @@ def test_other_bits_ahead_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run("--pes", "1", "--methods", "fused_eager,fused_ahead", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
     assert any("fused_ahead, other bits" in failure for failure in check["failures"])
+
+
+def test_what_finds_no_memory_is_told_and_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("the GPU is full")
+
+    monkeypatch.setattr(importlib.import_module("embedding_step.row_update").RowUpdate, "_update", full)
+    assert run("--pes", "1", "--methods", "torch_eager,fused_eager", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert [failure.split(";")[0] for failure in check["failures"]] == ["PE 0, torch_eager, PE 0: the GPU is full"]
+    assert [line["method"] for line in lines_of(tmp_path, "time")] == ["fused_eager"]
 
 
 @pytest.mark.parametrize(

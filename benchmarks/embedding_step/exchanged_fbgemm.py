@@ -17,10 +17,18 @@ import persistent_ops as po
 
 from .exchanged import Bags, ExchangedEmbedding, means_over_pes, parts_of, sums
 
-__all__ = ["FbgemmEmbedding", "fused_tables", "why_no_fbgemm"]
+__all__ = ["FbgemmEmbedding", "fbgemm_version", "fused_tables", "why_no_fbgemm"]
 
 _PRECISIONS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 _MODULES = ("split_table_batched_embeddings_ops_training", "split_table_batched_embeddings_ops_common")
+
+
+def fbgemm_version() -> str | None:
+    """Return the version, or None where FBGEMM cannot be imported or does not say."""
+    if why_no_fbgemm() is not None:
+        return None
+    version = getattr(importlib.import_module("fbgemm_gpu"), "__version__", None)
+    return None if version is None else str(version)
 
 
 class FbgemmEmbedding(ExchangedEmbedding):

@@ -130,18 +130,21 @@ class OurStep(Step):
         with _inversions_on(clock):
             super().run_timed(number, clock)
 
-    def run_ahead(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Make steps whose lookups, but the first ones', travel behind the forward pass before, on another stream."""
-        results = []
+    def run_ahead(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Make steps whose lookups, but the first ones', travel behind the forward pass before, on another stream.
+
+        Returns:
+            What the first step has pooled.
+        """
         with torch.enable_grad():
-            sent = self.send(numbers[0])
-            for place in range(len(numbers)):
-                pooled = self.pool(sent)
-                if place + 1 < len(numbers):
-                    sent = self._send_beside(numbers[place + 1])
+            pooled = self.pool(self.send(numbers[0]))
+            first = pooled.detach()
+            for number in numbers[1:]:
+                sent = self._send_beside(number)
                 self.back(pooled)
-                results.append(pooled.detach())
-        return results
+                pooled = self.pool(sent)
+            self.back(pooled)
+        return first
 
     def _send_beside(self, number: int) -> Any:
         if self._side is None:

@@ -24,6 +24,8 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
         lines: of the record.
         peers: by method of the package, what it is compared with.
     """
+    for line in select(lines, "library"):
+        yield f"{line['name']} {line['version']}"
     for line in select(lines, "placement"):
         yield f"placement, {line['pes']} PEs, {line['tables_of']}: {line['text']}"
     for pes in unique(select(lines, "time"), "pes"):

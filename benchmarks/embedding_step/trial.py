@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from harness.ceilings import H200, Ceilings
 from harness.check import bits_differ
-from harness.pes import gather
+from harness.pes import agree, gather
 from harness.timing import Subject, on_stream, plain, record
 from harness.trial import LeftOut, Trial
 
@@ -135,7 +135,7 @@ class StepTrial(Trial):
         failures: list[str] = []
         runs_beside = False
         worst = {True: 0.0, False: 0.0}
-        for name in self.methods:
+        for name in list(self.methods):
             if f"{name}_eager" in self.methods:
                 continue  # the same calls; the graph is compared when it is there
             act = self._ahead if name == "fused_ahead" else functools.partial(self._once, name)
@@ -157,7 +157,7 @@ class StepTrial(Trial):
         return first
 
     def _ahead(self) -> torch.Tensor:
-        return self._ours.run_ahead(range(NUM_SETS))[0]
+        return self._ours.run_ahead(range(NUM_SETS))
 
     def check_replays(self, subjects: Mapping[str, Subject]) -> list[str]:
         """Compare the rows behind a replay."""
@@ -178,8 +178,11 @@ class StepTrial(Trial):
         if isinstance(step, PeerStep):
             step.embedding.take_over(self._tables.collection)
         self._world.barrier()
-        result = act()
+        result, problem = _attempted(act)
         self._world.check()
+        if (problem := agree(self._world.bootstrap, problem)) is not None:
+            self.methods = [each for each in self.methods if self._step(each) is not step]
+            return [f"{name}, {problem}; fewer --max-rows, or --methods without it, help"], 0.0
         failures, worst = [], 0.0
         if not is_replay:
             worst = self._reference.pooled_off(result, is_ours=is_ours)
@@ -222,6 +225,14 @@ class StepTrial(Trial):
             del own["inversion"]
         everyone = gather(self._world.bootstrap, own)
         return {phase: 1e6 * max(each[phase] for each in everyone) for phase in own}
+
+
+def _attempted(act: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return what comes of it, or that there is too little memory for it."""
+    try:
+        return act(), None
+    except torch.OutOfMemoryError as error:
+        return None, str(error).splitlines()[0]
 
 
 def _far(share: float) -> str:
