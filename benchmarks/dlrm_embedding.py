@@ -34,6 +34,7 @@ from harness.command import at_least, names, run_benchmark
 from harness.experiment import Experiment
 from harness.pes import agree, gather
 
+from persistent_ops.nn import TablePlacement
 from persistent_ops.nn.table_layout import Layout
 
 LABELS = {
@@ -47,7 +48,8 @@ LABELS = {
 METHODS = tuple(LABELS)
 _OTHERS = ("fbgemm", "fbgemm_eager", "torch_eager")
 PEERS = {"fused": _OTHERS, "fused_eager": _OTHERS, "fused_ahead": _OTHERS}
-PLACEMENTS = ("auto", "table_wise")
+PLACEMENTS = ("auto", "table_wise", "model")
+_MODEL_SLICES = {20: 4}  # of launch/dlrm_train.py: 100 of 214 lookups are in this table
 _QUICK_ROWS = 100_000
 _TORCH_COPIES = 6  # of the gradients of all lookups, which its update has at a time
 
@@ -176,12 +178,16 @@ class DlrmEmbedding(Experiment[Case]):
         self._memory = Memory(max(room[0] for room in rooms), max(room[1] for room in rooms), self.device)
         yield from fit
 
-    def _placement(self, case: Case) -> dict[str, str]:
-        options, rows = self.options, self._sizes.rows
-        return {
-            config.name: "replicated" if count <= options.replicated_rows else options.placement
-            for config, count in zip(case.tables(self._sizes), rows, strict=True)
-        }
+    def _placement(self, case: Case) -> dict[str, TablePlacement]:
+        chosen = {}
+        for number, config in enumerate(case.tables(self._sizes)):
+            if config.num_embeddings <= self.options.replicated_rows:
+                chosen[config.name] = TablePlacement("replicated")
+            elif self.options.placement == "model" and number in _MODEL_SLICES:
+                chosen[config.name] = TablePlacement("column_wise", _MODEL_SLICES[number])
+            else:
+                chosen[config.name] = TablePlacement("auto" if self.options.placement == "auto" else "table_wise")
+        return chosen
 
     def _tell_placement(self, case: Case, layout: Layout) -> None:
         kinds: dict[str, list[str]] = {}

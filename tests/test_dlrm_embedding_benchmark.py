@@ -94,6 +94,33 @@ def test_other_dtypes_are_right(cases: str, tmp_path: Path) -> None:
     assert {line["method"] for line in lines_of(tmp_path, "time")} >= {"fused_eager", "torch_eager"}
 
 
+def test_slices_of_a_table_are_right(tmp_path: Path) -> None:
+    cases, methods = "adagrad_uniform,rowwise_adagrad_zipf", "fused_eager,fbgemm_eager,torch_eager"
+    arguments = ("--cases", cases, "--methods", methods, "--placement", "model", "--pes", "2", "--out", str(tmp_path))
+    assert run(*arguments) == 0
+    assert all("column_wise x 4" in line["text"] for line in lines_of(tmp_path, "placement"))
+    assert [line["failures"] for line in lines_of(tmp_path, "check")] == [[], []]
+
+
+def test_first_values_differ_in_all_tables_rows_and_columns() -> None:
+    """Each is uniform, and that of a slice is the table's."""
+    module, slot = (
+        importlib.import_module("embedding_step.tables"),
+        importlib.import_module("embedding_step.check").Slot,
+    )
+    rows = torch.cat([torch.arange(3000), torch.arange(39_997_000, 40_000_000)])
+    whole = [module.first_rows(slot(table, 0, table, 128), rows) for table in (0, 19)]
+    both = torch.cat(whole)
+    assert both.min() >= -1 and both.max() < 1 and abs(float(both.mean())) < 3e-3
+    assert float(both.std()) == pytest.approx(3**-0.5, rel=1e-2)
+    assert len(both.unique(dim=0)) == len(both)
+    assert abs(float(torch.corrcoef(torch.stack([part.flatten() for part in whole]))[0, 1])) < 5e-3
+    assert abs(float(torch.corrcoef(both[:, :16].T).fill_diagonal_(0).abs().max())) < 5e-2
+    assert torch.equal(module.first_rows(slot(19, 2, 19, 32), rows), whole[1][:, 64:96])
+    states = module.first_states(slot(0, 0, 0, 128), rows, is_rowwise=True)
+    assert states.shape == (6000, 1) and 0.5 <= float(states.min()) < 0.51 and 1.49 < float(states.max()) < 1.5
+
+
 def test_one_pe_moves_what_its_lookups_touch(tmp_path: Path) -> None:
     arguments = ("--cases", "adagrad_uniform", "--methods", "fused", "--placement", "table_wise", "--pes", "1")
     assert run(*arguments, "--batch", "10", "--max-rows", "50", "--out", str(tmp_path)) == 0

@@ -31,7 +31,7 @@ _MASK = 0xFFFFFFFF
 _STATE_SALT = 1 << 20
 
 
-def layout_for(world: World, case: Case, sizes: Sizes, placement: Mapping[str, str]) -> Layout:
+def layout_for(world: World, case: Case, sizes: Sizes, placement: Mapping[str, Any]) -> Layout:
     """Return where tables lie; collective where costs are measured."""
     return layout_of(
         world,
