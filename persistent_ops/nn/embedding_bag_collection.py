@@ -174,6 +174,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             rounded = rounding_of(group, rounding)
             optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounded, **options)  # type: ignore[arg-type]
             optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
+            optimizer.name_tables(list(dict.fromkeys(configs[slot.table].name for slot in group.columns)))
             agree_on_widths(world, optimizer._token, group.dim_per_rank, weights)
             self._weights.append(weights)
             optimizers.append(optimizer)

@@ -30,11 +30,12 @@ from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 from .embedding_weight_gradients import return_gradients
 
-__all__ = ["EmbeddingOptimizer", "Inputs", "aligned", "backward_key", "record"]
+__all__ = ["EmbeddingOptimizer", "Inputs", "aligned", "backward_key", "record", "tables_named"]
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
 _VECTOR_BYTES = 16
+_MOST_NAMED = 8  # tables, in an error
 
 
 class EmbeddingOptimizer:
@@ -115,6 +116,7 @@ class EmbeddingOptimizer:
         self._tables = list(tables)
         self._algorithm, self._rounding = algorithm, rounding
         self._token = _Token()  # what plans know it by, which outlive it
+        self._tables_named, self._name = num_tables(len(self._tables)), ""  # for errors
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
@@ -231,8 +233,17 @@ class EmbeddingOptimizer:
             per_sample_weights,
             split,
             choices,
+            name=self._name or self._first_named(world),
             once="would update the tables twice",
         )
+
+    def name_tables(self, names: Sequence[str]) -> None:
+        """Let errors name the tables; of all PEs, where they are a module's."""
+        self._tables_named = tables_named(names)
+
+    def _first_named(self, world: _world.World) -> str:
+        self._name = f"{self._tables_named}, {world.workspace.calls.next_of('EmbeddingOptimizer')}"
+        return self._name
 
     def _backward(
         self,
@@ -243,10 +254,13 @@ class EmbeddingOptimizer:
         mode: str,
         *,
         wants_factors: bool,
+        forward_pass: int,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world = _world.for_call()
-        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode)
-        return self._launch(world, key, gradient, weights, inputs, wants_factors=wants_factors)
+        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode, forward_pass)
+        return self._launch(
+            world, key, gradient, weights, inputs, wants_factors=wants_factors, forward_pass=forward_pass
+        )
 
     def update_alone(self, gradient: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
         """Update this PE's tables by gradients that it has itself, on this PE alone.
@@ -288,6 +302,7 @@ class EmbeddingOptimizer:
         inputs: Inputs,
         *,
         wants_factors: bool,
+        forward_pass: int = 0,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         gradient = aligned(gradient)
         plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
@@ -304,6 +319,7 @@ class EmbeddingOptimizer:
             inverted,
             factors,
             factor_gradients,
+            forward_pass=forward_pass,
             rate=rate,
             scale=scale,
             step_count=step_count,
@@ -391,6 +407,18 @@ class _OfExchange:
 Inputs = _OfBatch | _OfExchange
 
 
+def tables_named(names: Sequence[str]) -> str:
+    """Return what errors call tables."""
+    if len(names) > _MOST_NAMED:
+        return num_tables(len(names))
+    return f"table{'s' * (len(names) != 1)} {', '.join(names)}"
+
+
+def num_tables(count: int) -> str:
+    """Return the same for so many."""
+    return f"{count} table{'s' * (count != 1)}"
+
+
 def aligned(gradient: torch.Tensor) -> torch.Tensor:
     """Return it contiguous and at a multiple of 16 bytes."""
     gradient = gradient.contiguous()
@@ -405,6 +433,7 @@ def backward_key(
     inputs: Inputs,
     split: Mapping[str, Any],
     mode: str,
+    forward_pass: int,
 ) -> BackwardKey:
     """Return what the backward pass of a call has a plan for. Collective where the PEs have not agreed on widths.
 
@@ -413,6 +442,7 @@ def backward_key(
         optimizer: stands for one; None: there is none.
         wire_dtype: of the gradient.
         weights, inputs, split, mode: of the forward pass.
+        forward_pass: its number.
     """
     dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
     tables = table_set(world, weights)
@@ -422,7 +452,7 @@ def backward_key(
         optimizer,
         OPERATOR.state(world).tuning,
         dim_per_rank,
-        agree_on_widths(world, optimizer or tables, dim_per_rank, weights),
+        agree_on_widths(world, optimizer or tables, dim_per_rank, weights, forward_pass),
         batch_per_rank,
         dtype,
         wire_dtype,
@@ -468,16 +498,19 @@ def record(
     split: Mapping[str, Any],
     choices: Mapping[str, str],
     *,
+    name: str | Callable[[], str],
     once: str | None = None,
 ) -> torch.Tensor:
     """Call `embedding_all_to_all`, and keep what its backward pass needs.
 
     Args:
-        backward: called as ``backward(gradient, weights, inputs, split, mode, wants_factors=...)``; returns gradients
-            of the tables, one for each or none at all, and that of per_sample_weights.
+        backward: called as ``backward(gradient, weights, inputs, split, mode, wants_factors=..., forward_pass=...)``,
+            the last one the call's number; returns gradients of the tables, one for each or none at all, and that of
+            per_sample_weights.
         placeholder: requires a gradient, so that the backward pass comes on every PE; it gets none.
         forward: the operator.
         weights, indices, offsets, per_sample_weights, split, choices: its arguments.
+        name: whose pass it is, as errors say it.
         once: what a second backward pass would do, where that is refused.
     """
     # Autograd sees the tables that a gradient may come for.
@@ -487,7 +520,7 @@ def record(
     result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
         placeholder,
         per_sample_weights,
-        (backward, once),
+        (backward, once, name),
         forward,
         tuple(weights),
         indices,
@@ -507,7 +540,7 @@ class _Recorded(torch.autograd.Function):
         context: Any,
         placeholder: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
-        backward: tuple[Callable[..., Any], str | None],
+        backward: tuple[Callable[..., Any], str | None, str | Callable[[], str]],
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
         indices: torch.Tensor | Lookups,
@@ -521,13 +554,16 @@ class _Recorded(torch.autograd.Function):
             context.save_for_backward(indices, offsets, per_sample_weights)
         else:
             per_sample_weights = None  # the lookups have them
-        context.passes_back, context.once = backward
+        context.passes_back, context.once, name = backward
         context.weights = weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
         context.versions = [weight._version for weight in weights]
-        # Detached: a view that is made in here could not be changed in place.
-        return forward(weights, indices, offsets, per_sample_weights, **split, **choices).detach()
+        result = forward(weights, indices, offsets, per_sample_weights, **split, **choices)
+        calls = _world.for_call().workspace.calls
+        context.number = calls.last
+        calls.name(context.number, name)
+        return result.detach()  # a view that is made in here could not be changed in place
 
     @staticmethod
     @once_differentiable
@@ -554,6 +590,7 @@ class _Recorded(torch.autograd.Function):
             context.split,
             context.mode,
             wants_factors=wants_factors,
+            forward_pass=context.number,
         )
         return None, of_factors, *[None] * _NUM_OTHERS, *of_tables
 

@@ -97,11 +97,19 @@ OPERATOR = Operator(
         "staging_offset",
     ),
     phases={"kPhaseGradients": "its gradients of table {index}"},
+    call="forward_pass",
+    known_as="the backward pass of embedding_all_to_all",
     changes={"tables": OnAbort.REFUSE, "states": OnAbort.REFUSE},
+    reloading=(
+        "load it anew, tables and states from a checkpoint, and say so by EmbeddingOptimizer.loaded(step_count), or, of a "
+        "ShardedEmbeddingBagCollection, by its load_state_dict and its optimizer's"
+    ),
     max_plans=256,
     default_tuning=Tuning(),
 )
-_WIDTHS = Operator("agreement on the columns of embedding_all_to_all's tables", (), has_kernel=False)
+_WIDTHS = Operator(
+    "agreement on the columns of embedding_all_to_all's tables", (), has_kernel=False, call="forward_pass"
+)
 _ROOM = Operator("room for gradients on their way", ("room_bytes",), has_kernel=False)
 
 
@@ -223,7 +231,9 @@ def identity(table: torch.Tensor) -> tuple[int, ...]:
     return (table.data_ptr(), *table.shape)
 
 
-def agree_on_widths(world: World, which: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
+def agree_on_widths(
+    world: World, which: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor], forward_pass: int = 0
+) -> Widths:
     """Return the columns of every PE's tables. Collective the first time that `which` is used.
 
     Without an optimizer a PE that has no tables cannot tell when the others' are new: there the PEs agree every time.
@@ -233,8 +243,10 @@ def agree_on_widths(world: World, which: object, dims: tuple[int, ...], weights:
         which: stands for an optimizer; of tables that have none, their set.
         dims: sum of the columns of each PE's.
         weights: this PE's tables.
+        forward_pass: whose backward pass this is, by its number (`CallNumbers`); 0 ahead of any.
 
     Raises:
+        ContractMismatchError: PEs come with backward passes of different forward passes.
         ValueError: they do not add up to the dims.
     """
     state = OPERATOR.state(world)
@@ -245,7 +257,7 @@ def agree_on_widths(world: World, which: object, dims: tuple[int, ...], weights:
         own = [weight.shape[1] for weight in weights]
         told = [own]
         if world.size > 1:
-            world.meet(_WIDTHS.contract(world.team))
+            world.meet(_WIDTHS.contract(world.team, call=forward_pass))
             told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-widths", json.dumps(own).encode())]
         known[which] = tuple(map(tuple, told))
     widths = known[which]
@@ -467,6 +479,8 @@ class BackwardPlan(Plan):
         inverted: Inverted,
         factors: torch.Tensor | None,
         factor_gradients: torch.Tensor | None,
+        *,
+        forward_pass: int = 0,
         **of_step: torch.Tensor | None,
     ) -> None:
         """Launch on the current stream.
@@ -475,6 +489,7 @@ class BackwardPlan(Plan):
             gradient: `[samples of this PE, columns of all PEs]`, contiguous.
             inverted: the lookups.
             factors, factor_gradients: of lookups, float32, or None.
+            forward_pass: its number (`CallNumbers`), which is a part of the contract; 0 on a PE alone.
             of_step: what the step alone has, by its name in the kernel's Call: rate, scale, step_count, beta_powers and
                 seeds; or, under GRADIENT, scale, sums, places and touched.
         """
@@ -496,6 +511,7 @@ class BackwardPlan(Plan):
         call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()
         call.factors = 0 if factors is None else factors.data_ptr()
         call.factor_gradients = 0 if factor_gradients is None else factor_gradients.data_ptr()
+        call.forward_pass = forward_pass
         for name, tensor in of_step.items():
             setattr(call, name, 0 if tensor is None else tensor.data_ptr())
         call.chunk_sums, call.chunks_done = sums.data_ptr(), self._chunks_done.data_ptr()
