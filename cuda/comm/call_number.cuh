@@ -14,7 +14,7 @@ PO_CONSTANT(kCallWord)
 // multiples of this factor lie as far apart as can be.
 PO_FN void name_call(Team& team, uint64_t number) {
   team.contract[kCallWord] = static_cast<int64_t>(number);
-  team.contract_hash ^= number * 0x9e3779b97f4a7c15ull >> (64 - kEpochShift);
+  team.contract_hash ^= number * 0x9e3779b97f4a7c15ull >> (64 - kEpochShift);  // @call-hash
 }
 
 }  // namespace po

@@ -298,7 +298,7 @@ struct Kernel {
     const Plan& plan = shared.plan;
     if (wg.rank() == 0) name_call(shared.plan.team, call.forward_pass);  // @call-named
     begin_launch(shared.plan.team, wg);
-    if (wg.index() == 0) grant_credit(plan.team, wg, 0);
+    if (wg.index() == 0) grant_credit(plan.team, wg, 0);  // @credit-of-backward
     if (wg.index() < plan.pushing_wgs) {
       Pusher<Traits> pusher(plan, call);
       const auto pushing = static_cast<int>(plan.pushing_wgs);
