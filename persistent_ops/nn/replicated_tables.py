@@ -17,6 +17,7 @@ from ..ops.embedding_backward_plan import OPERATOR as _BACKWARD
 from ..ops.embedding_gradients import dense_gradients, dense_size
 from ..ops.embedding_inputs_lookups import Moment
 from ..runtime import world as _world
+from ..runtime.call_numbers import CallNumbers
 from .embedding_features import Features
 from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features, value_begins
 from .table_layout import Group, Layout
@@ -121,7 +122,8 @@ class ReplicatedTables:
         self._changing = [*tables, *states]
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
         names = [config.name for number, config in enumerate(layout.configs) if layout.is_replicated(number)]
-        self._series = _new_series(world, f"replicated {tables_named(names)}")  # of its forward passes
+        self._caller = _new_caller(world, f"replicated {tables_named(names)}")  # of its forward passes
+        self._num_recorded = 0  # forward passes
         add_up_gradients(self._sums, 0)  # the PEs see to its room here, not in the first backward pass
 
     def table(self, number: int) -> torch.Tensor:
@@ -165,15 +167,13 @@ class ReplicatedTables:
         Raises:
             IndexError: a length or an index is bad, and bounds are "fatal".
         """
-        # Ahead of what this PE alone may raise.
-        number = self._world.workspace.calls.count(self._series) if torch.is_grad_enabled() else 0
+        if torch.is_grad_enabled():
+            self._num_recorded += 1  # ahead of what this PE alone may raise
         batch.take_over()
         chosen = batch.chosen if batch.findings is None else self._looked_at(batch, batch.findings)
         begins = None if batch.weights is None else value_begins(batch.given.lengths, self._num_features)
         pooled: list[torch.Tensor] = list(
-            _Recorded.apply(  # type: ignore[no-untyped-call]
-                self._placeholder, batch.weights, self, chosen, begins, number
-            )
+            _Recorded.apply(self._placeholder, batch.weights, self, chosen, begins)  # type: ignore[no-untyped-call]
         )
         if batch.findings is None:
             for number, lookups in enumerate(chosen):
@@ -215,7 +215,7 @@ class ReplicatedTables:
         chosen: Sequence[LocalLookups],
         begins: torch.Tensor | None,
         count: int,
-        forward_pass: int,
+        number: int,
     ) -> torch.Tensor | None:
         """Update all replicas; collective.
 
@@ -224,7 +224,7 @@ class ReplicatedTables:
             chosen: of the forward pass.
             begins: where each feature's values begin, where their weights are to have a gradient.
             count: values.
-            forward_pass: its number, which the PEs compare.
+            number: of the forward pass, on this PE.
 
         Returns:
             The weights' gradient, group after group added up; None where `begins` is.
@@ -237,19 +237,21 @@ class ReplicatedTables:
             if begins is not None and of_lookups is not None:
                 of_values = stack.features.to_values(of_lookups, lookups.offsets, begins, count)
                 of_weights = of_values if of_weights is None else of_weights + of_values
-        add_up_gradients(self._sums, forward_pass)
+        # Forward passes are each PE's own, so that PEs count them differently where one tries something alone.
+        calls_behind = self._num_recorded - number
+        add_up_gradients(self._sums, CallNumbers.of_caller(self._caller, calls_behind))
         for stack in self._stacks:
             stack.update()
         return of_weights
 
 
-def _new_series(world: _world.World, name: str) -> int:
-    """Begin to count forward passes, under a number that is the same on all PEs; collective, where they have met."""
+def _new_caller(world: _world.World, name: str) -> int:
+    """Let there be a caller of `CallNumbers`, the same on all PEs; collective, where they have met."""
     calls = world.workspace.calls
-    told = world.bootstrap.exchange("replicated-tables", str(calls.num_series).encode())
-    series = max(map(int, told)) + 1
-    calls.add_series(series, f"{name}, {calls.next_of('ReplicatedTables')}")
-    return series
+    told = world.bootstrap.exchange("replicated-tables", str(calls.last_caller).encode())
+    caller = max(map(int, told)) + 1
+    calls.add_caller(caller, f"{name}, {calls.next_of('ReplicatedTables')}")
+    return caller
 
 
 class _Stack:
@@ -362,9 +364,8 @@ class _Recorded(torch.autograd.Function):
         tables: ReplicatedTables,
         chosen: Sequence[LocalLookups],
         begins: torch.Tensor | None,
-        number: int,
     ) -> tuple[torch.Tensor, ...]:
-        context.tables, context.number, context.is_done = tables, number, False
+        context.tables, context.number, context.is_done = tables, tables._num_recorded, False
         context.begins, context.num_values = begins, 0 if weights is None else weights.numel()
         context.versions = tables._versions()
         context.save_for_backward(*(tensor for lookups in chosen for tensor in lookups))
@@ -388,7 +389,7 @@ class _Recorded(torch.autograd.Function):
         context.is_done = True
         chosen = [LocalLookups(*saved[first : first + 3]) for first in range(0, len(saved), 3)]
         of_weights = context.tables._update(gradients, chosen, context.begins, context.num_values, context.number)
-        return None, of_weights, None, None, None, None
+        return None, of_weights, None, None, None
 
 
 def _require_gradient(weights: torch.Tensor | None) -> bool:

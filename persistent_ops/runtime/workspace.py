@@ -341,10 +341,10 @@ class Workspace:
         """Start clean epochs after a failure; collective. `patience`: seconds to wait for the peers."""
         self._backend.synchronize()
         epoch = int(self._local[0])
-        own = json.dumps([epoch, self.calls.counts()]).encode()
+        own = json.dumps([epoch, self.calls.counts]).encode()
         told = [json.loads(raw) for raw in self._bootstrap.exchange("recover", own, timeout=patience)]
         epochs = [of_pe for of_pe, _ in told]
-        self.calls.agree(counts for _, counts in told)
+        self.calls.agree([counts for _, counts in told])
         # No PE runs a kernel any more. What their signals still have under way must land before the words are cleared.
         self._backend.quiet()
         self._bootstrap.exchange("recover-quiet", b"")
