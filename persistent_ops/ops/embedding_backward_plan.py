@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,7 +32,6 @@ __all__ = [
     "BackwardKey",
     "BackwardPlan",
     "Tuning",
-    "agree_on_widths",
     "identity",
     "kernel_request",
 ]
@@ -101,14 +98,11 @@ OPERATOR = Operator(
     known_as="the backward pass of embedding_all_to_all",
     changes={"tables": OnAbort.REFUSE, "states": OnAbort.REFUSE},
     reloading=(
-        "load it anew, tables and states from a checkpoint, and say so by EmbeddingOptimizer.loaded(step_count), or, of a "
-        "ShardedEmbeddingBagCollection, by its load_state_dict and its optimizer's"
+        "load it anew, tables and states from a checkpoint, and say so by EmbeddingOptimizer.loaded(step_count); a "
+        "ShardedEmbeddingBagCollection's load_state_dict and its optimizer's do both"
     ),
     max_plans=256,
     default_tuning=Tuning(),
-)
-_WIDTHS = Operator(
-    "agreement on the columns of embedding_all_to_all's tables", (), has_kernel=False, call="forward_pass"
 )
 _ROOM = Operator("room for gradients on their way", ("room_bytes",), has_kernel=False)
 
@@ -229,41 +223,6 @@ def kernel_request(
 def identity(table: torch.Tensor) -> tuple[int, ...]:
     """Return what tables that are one tensor have in common."""
     return (table.data_ptr(), *table.shape)
-
-
-def agree_on_widths(
-    world: World, which: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor], forward_pass: int = 0
-) -> Widths:
-    """Return the columns of every PE's tables. Collective the first time that `which` is used.
-
-    Without an optimizer a PE that has no tables cannot tell when the others' are new: there the PEs agree every time.
-
-    Args:
-        world: of this PE.
-        which: stands for an optimizer; of tables that have none, their set.
-        dims: sum of the columns of each PE's.
-        weights: this PE's tables.
-        forward_pass: whose backward pass this is, by its number (`CallNumbers`); 0 ahead of any.
-
-    Raises:
-        ContractMismatchError: PEs come with backward passes of different forward passes.
-        ValueError: they do not add up to the dims.
-    """
-    state = OPERATOR.state(world)
-    if state.own is None:
-        state.own = weakref.WeakKeyDictionary()
-    known: weakref.WeakKeyDictionary[object, Widths] = state.own
-    if which not in known or (isinstance(which, TableSet) and 0 in dims):
-        own = [weight.shape[1] for weight in weights]
-        told = [own]
-        if world.size > 1:
-            world.meet(_WIDTHS.contract(world.team, call=forward_pass))
-            told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-widths", json.dumps(own).encode())]
-        known[which] = tuple(map(tuple, told))
-    widths = known[which]
-    if tuple(map(sum, widths)) != dims:
-        raise ValueError(f"dim_per_rank: {list(dims)}, but the PEs' tables have {widths} columns")
-    return widths
 
 
 class BackwardPlan(Plan):

@@ -1,4 +1,4 @@
-"""Numbers of calls, by which a later launch says in its contract to which call it belongs: a backward pass its forward pass."""
+"""Numbers of calls, by which a launch says to which earlier call it belongs: a backward pass to its forward pass."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Changes:
         self._under_way.clear()
 
     def at_risk(self) -> str:
-        """Say what a launch that was given up may have left half changed, before `give_up`; "" where there is nothing."""
+        """Say, before `give_up`, what a launch that was given up may have left half changed; "" where nothing."""
         refused = [
             each
             for inputs in self._under_way | self._captured
@@ -121,7 +121,7 @@ class Changes:
             return ""
         return (
             f"What launches since the last po.check() change ({', '.join(names)}) may be half changed, and is refused "
-            f"until then: {'; or '.join(ways)}."
+            f"behind that, too, until it is loaded: {'; or '.join(ways)}."
         )
 
     def give_up(self) -> None:

@@ -73,7 +73,7 @@ class Contract:
         operator: that is launched.
         team: by which PEs.
         values: one per field of the operator's.
-        call: number of a call (`CallNumbers`), where it is the same for all launches; else they set it, or none has one.
+        call: number of a call (`CallNumbers`), where all launches have the same; 0: each sets its own, or has none.
     """
 
     operator: Operator

@@ -233,8 +233,8 @@ class Workspace:
             return PeerLostError(f"PE {me} was interrupted while it waited in {launch} (epoch {error.epoch}). {remedy}")
         what = operator.waited_for(error.phase, error.index)
         waited = (
-            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, "
-            f"saw {error.seen >> self._epoch_shift}"
+            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch "
+            f"{error.epoch}, saw {error.seen >> self._epoch_shift}"
         )
         if kind == "lost":
             left = "" if operator.changes else " The output of this PE is poisoned with NaN."
@@ -247,14 +247,15 @@ class Workspace:
     def _launch_of(self, operator: Operator) -> str:
         """Return what this PE had launched."""
         number = self._error.own_contract[-1]
-        return f"{operator.title}, {operator.call.replace('_', ' ')} {self.calls.show(number)}" if number else operator.title
+        call = f", {operator.call.replace('_', ' ')} {self.calls.show(number)}" if number else ""
+        return operator.title + call
 
     def _remedy(self, operator: Operator) -> str:
         """Say what a launch of an operator that was given up leaves, and what to do about it."""
         poisoned = "" if operator.changes else "The output is poisoned with NaN. "
         at_risk = self.changes.at_risk()
-        recovery = "po.recover(), called by every PE, makes the world usable again"
-        return f"{poisoned}{recovery}{', but not all that it has. ' if at_risk else '.'}{at_risk}"
+        recovery = "po.recover(), called by every PE, makes the world usable again."
+        return f"{poisoned}{recovery}{at_risk and ' '}{at_risk}"
 
     def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
         """Tell both sides of a mismatch: what differs, then all of both."""
@@ -267,7 +268,8 @@ class Workspace:
         show = self.calls.show
         differing = differences(mine, own, theirs, me, side, show)
         head = f": {differing}" if differing else ""
-        return f"{head}. PE {me}: {_contract.describe(mine, own, show)}; {peer}: {_contract.describe(theirs, own, show)}"
+        sides = [_contract.describe(words, own, show) for words in (mine, theirs)]
+        return f"{head}. PE {me}: {sides[0]}; {peer}: {sides[1]}"
 
     def _side_to_tell(self) -> tuple[int, tuple[int, ...]]:
         """Return a side of a reported mismatch, and its contract, of zeros where that is not here yet."""
