@@ -7,6 +7,7 @@ import math
 
 from persistent_ops.output_files import check_outputs
 from persistent_ops.runtime.errors import BootstrapError
+from persistent_ops.runtime.world import most_pes
 
 __all__ = ["check_arguments"]
 
@@ -23,6 +24,8 @@ def check_arguments(arguments: argparse.Namespace, *, output: str | None = None)
     """
     if arguments.pes is not None and arguments.pes < 1:
         raise ValueError(f"--pes: expected at least 1, got {arguments.pes}")
+    if arguments.pes is not None and arguments.pes > most_pes():
+        raise ValueError(f"--pes: expected at most {most_pes()}, got {arguments.pes}")
     if not 0 < arguments.limit < math.inf:
         raise ValueError(f"--limit: expected seconds above 0 and below infinity, got {arguments.limit:g}")
     try:

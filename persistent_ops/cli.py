@@ -67,7 +67,8 @@ def demo(
 ) -> None:
     """Run a DLRM embedding exchange over several PEs and check it against torch.
 
-    Exits with 1 where a result is out of tolerance, with 2 where the input or an option is wrong.
+    Exits with 1 where a result is out of tolerance, with 2 where the input, an option or a launcher's variable is
+    wrong.
     """
     from .demo.options import DemoOptions
     from .demo.run import run_demo

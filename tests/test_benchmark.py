@@ -187,6 +187,8 @@ def test_the_wire_may_be_narrower_than_the_tables(tmp_path: Path) -> None:
         (["--nonsense"], "unrecognized arguments"),
         (["--worlds", "2,two"], "--worlds: expected whole numbers with commas, got '2,two'"),
         (["--pes", "0"], "--pes, --worlds: expected numbers of at least 1, got [0]"),
+        (["--pes", "100"], "--pes, --worlds: expected numbers of at most 64, got [100]"),
+        (["--worlds", "2,65"], "--pes, --worlds: expected numbers of at most 64, got [2, 65]"),
         (["--limit", "-1"], "--limit: expected seconds above 0 and below infinity, got -1"),
         (["--limit", "nan"], "--limit: expected seconds above 0 and below infinity, got nan"),
     ],
@@ -194,8 +196,22 @@ def test_the_wire_may_be_narrower_than_the_tables(tmp_path: Path) -> None:
 def test_a_wrong_option_gives_exit_code_2(
     arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "embedding_all_to_all.jsonl").write_text("of an earlier run")
     assert run("--backend", "host", "--out", str(tmp_path), *arguments) == 2
     assert complaint in capsys.readouterr().err
+    assert (tmp_path / "embedding_all_to_all.jsonl").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_more_pes_than_gpus_are_refused_before_a_run(
+    gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    assert run("--backend", "cuda", "--pes", "3", "--out", str(tmp_path / "new")) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: --pes: 3 PEs on {gpus} GPUs; NCCL takes one PE per GPU") and told.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("inside", ["", "/folder"])

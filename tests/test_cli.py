@@ -109,6 +109,7 @@ MISSING = "expected a file that can be written, got 'nowhere/x': there is no fol
 WRONG = {
     "--pes 0": "--pes: expected at least 1, got 0",
     "--pes -1": "--pes: expected at least 1, got -1",
+    "--pes 65": "--pes: expected at most 64, got 65",
     "--limit 0": "--limit: expected seconds above 0 and below infinity, got 0",
     "--limit nan": "--limit: expected seconds above 0 and below infinity, got nan",
     "--trace nowhere/x": f"--trace: {MISSING}",
@@ -148,15 +149,50 @@ def test_wrong_options_of_the_examples(
     assert sorted(path.name for path in here.iterdir()) == ["file", "link"]
 
 
+VARIABLES = {
+    "PERSISTENT_OPS_RANK='x' is not a whole number": {"PERSISTENT_OPS_RANK": "x", "PERSISTENT_OPS_WORLD_SIZE": "2"},
+    "RANK=5 and WORLD_SIZE=2 contradict each other": {"RANK": "5", "WORLD_SIZE": "2"},
+    "two launchers claim this process: PMI_RANK": {
+        **{"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "9"},
+        **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"},
+    },
+}
+
+
+@pytest.mark.parametrize("problem", VARIABLES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong_variables_of_a_launcher(
-    program: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: str, problem: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    monkeypatch.setenv("PERSISTENT_OPS_RANK", "x")
-    monkeypatch.setenv("PERSISTENT_OPS_WORLD_SIZE", "2")
+    for name, value in VARIABLES[problem].items():
+        monkeypatch.setenv(name, value)
     assert importlib.import_module(program).main(["--backend", "host"]) == 2
-    assert capsys.readouterr().err.startswith("error: PERSISTENT_OPS_RANK='x' is not a whole number")
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {problem}") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("problem", VARIABLES)
+@pytest.mark.parametrize("command", ["demo", "bench gemv_all_reduce", "trace gemv_all_reduce", "doctor"])
+def test_wrong_variables_of_a_launcher_to_commands(
+    command: str, problem: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit code 2; to the doctor they are a finding among others."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, value in VARIABLES[problem].items():
+        monkeypatch.setenv(name, value)
+    is_doctor = command == "doctor"
+    code, output = run(*command.split(), *(["--json"] if is_doctor else ["--backend", "host"]))
+    told = output + capsys.readouterr().err
+    if is_doctor:
+        assert code in (0, 1) and problem in told
+    else:
+        assert code == 2 and told.startswith(f"error: {problem}") and told.count("\n") == 1
+    assert sorted(path.name for path in here.iterdir()) == ["file", "link"]
+
+
+def test_a_demo_of_more_pes_than_a_world_may_have(here: Path) -> None:
+    assert run("demo", "--backend", "host", "--pes", "65") == (2, "error: pes must be at most 64, got 65\n")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from dlrm.model import DenseModel
 from dlrm.options import Options
 from dlrm.records import Batch, Span
 from dlrm.schedule import Schedule
+from dlrm.step_watch import StepWatch
 from dlrm.summary import print_summary
 from dlrm.training import Plan, Training
 from dlrm.workload import run_pe
@@ -70,6 +72,13 @@ class Again:
 
     def close(self) -> None:
         self._events.append("given back")
+
+
+class Alone:
+    """Peers of a PE that has none; see `dlrm.step_watch.Peers`."""
+
+    lost_peers: frozenset[int] = frozenset()
+    preparing_peers: frozenset[int] = frozenset()
 
 
 @contextlib.contextmanager
@@ -267,9 +276,43 @@ def test_a_captured_training_has_the_losses_of_an_eager_one() -> None:
 def test_a_training_looks_at_what_launches_have_reported() -> None:
     steps: list[int] = []
     with stands_in():
-        training = training_of(is_captured=True, check=lambda: steps.append(training.step))
+        watch = StepWatch(Alone(), CPU, 60.0, lambda: steps.append(training.step))
+        training = training_of(is_captured=True, watch=watch)
         training.run(Plan(epochs=3, most_steps=14, losses_every=6))
     assert steps == [6, 12, 14]
+
+
+def test_replays_alone_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which an eager step takes 100 s, a capture 1000, and a replay 1."""
+    clock = SimpleNamespace(now=0.0)
+
+    class Timed(Again):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            clock.now += 1000.0
+
+        def replay(self) -> torch.Tensor:
+            begin = clock.now
+            result = super().replay()
+            clock.now = begin + 1.0
+            return result
+
+    def learn(self: Training, *arguments: Any) -> torch.Tensor:
+        clock.now += 100.0
+        return learns(self, *arguments)
+
+    learns = Training._learn
+    monkeypatch.setattr(Training, "_learn", learn)
+    monkeypatch.setattr(dlrm.training, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    make = functools.partial(CapturedStep, make_graph=functools.partial(Timed, []))
+    monkeypatch.setattr(dlrm.training, "CapturedStep", make)
+    training = training_of(is_captured=True)
+    training.run(Plan(epochs=4))  # steps 14 to 24 but for the smaller batches of steps 18 and 24; step 14 is captured
+    assert training.num_replays == 9
+    assert (training.timed_steps, training.seconds) == (8, 8.0)
+    eager = training_of()
+    eager.run(Plan(epochs=4))
+    assert (eager.timed_steps, eager.seconds) == (14, 1400.0), "all but the first ten"
 
 
 @pytest.mark.parametrize("algorithm", ["sgd", "adagrad"])
@@ -316,6 +359,42 @@ def test_replays_are_counted_in_checkpoints(tmp_path: Path) -> None:
     assert {float(state["step"]) for state in saved["optimizer"]["state"].values()} == {14.0}
     (group,) = saved["optimizer"]["param_groups"]
     assert type(group["lr"]) is float
+
+
+def _saved_rates(folder: Path) -> list[float]:
+    saved = torch.load(folder / (folder / "latest").read_text() / "training.pt", weights_only=True)
+    assert [sorted(group) for group in saved["optimizer"]["param_groups"]] == [
+        sorted(optimizer_state(torch.optim.Adagrad([torch.zeros(1)]))["param_groups"][0])
+    ]
+    rates = [group["lr"] for group in saved["optimizer"]["param_groups"]]
+    assert [type(rate) for rate in rates] == [float]
+    return rates
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule(), SCHEDULE], ids=["none", "level", "schedule"])
+@pytest.mark.parametrize(("before", "behind"), [(True, True), (False, True), (True, False)])
+def test_checkpoints_have_rates_as_they_were_chosen(
+    tmp_path: Path, before: bool, behind: bool, schedule: Schedule | None
+) -> None:
+    """Not as float32 has them, in which they reach the device; also where a checkpoint is loaded and saved again."""
+    expected = RATE if schedule is None else schedule.rate(RATE, 15)
+    assert expected != float(torch.tensor(expected)), "no test with a number that float32 has"
+    with stands_in():
+        first = training_of(is_captured=before, is_capturable=before, schedule=schedule)
+        first.run(Plan(epochs=3, most_steps=16, folder=tmp_path))
+        assert _saved_rates(tmp_path) == [expected]
+        second = training_of(is_captured=behind, is_capturable=behind, schedule=schedule)
+        second.resume(tmp_path)
+        second.save(tmp_path)
+        assert _saved_rates(tmp_path) == [expected]
+        second.run(Plan(epochs=3, most_steps=18, folder=tmp_path))
+        assert _saved_rates(tmp_path) == [RATE if schedule is None else schedule.rate(RATE, 17)]
+
+
+def test_a_rate_that_somebody_else_has_set_is_saved() -> None:
+    optimizer = make_capturable("adagrad", _parameters("cpu"), RATE, CPU)
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert optimizer_state(optimizer)["param_groups"][0]["lr"] == 0.25
 
 
 def test_what_is_loaded_is_on_the_host(tmp_path: Path) -> None:

@@ -299,6 +299,7 @@ MUTATIONS = {
     "a_table_is_told_with_its_first_piece": Mutation(
         (Swap("table-pushed", "static_cast<uint64_t>(plan_.num_slices)", "1"),), PLAIN, RACE | {Exit.WRONG_REMAINS}
     ),
+    "pieces_are_not_handed_out_again": Mutation((Drop("pieces-reset"),), PLAIN, {Exit.TIMED_OUT, Exit.WRONG_REMAINS}),
     "rows_change_before_all_credits": Mutation(
         (Condition("credits-before-updates", "false"),), ABSENT_WITHOUT_SAMPLES, {Exit.WRONG_OUTPUT}
     ),

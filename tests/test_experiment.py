@@ -126,6 +126,22 @@ def test_the_flow_is_the_harness_s(run: Any, tmp_path: Path, capsys: pytest.Capt
     assert "correct" in printed and "7 numbers" in printed
 
 
+def test_a_record_is_replaced_by_what_is_measured_alone(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a world's first line, and not by that of the next world; where no world comes to be it stays."""
+    old = {"kind": "run", "pes": 9, "backend": "of an earlier run"}
+    (tmp_path / "toy.jsonl").write_text(json.dumps(old) + "\n")
+    importlib.import_module("harness.command")
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.command.run_on_pes", lambda *_, **__: 1 / 0)
+        assert run(2.0, "--pes", "2", "--quick") == (1, [old])
+    told = capsys.readouterr()
+    assert "ZeroDivisionError" in told.err and "of an earlier run" not in told.out
+    code, lines = run(2.0, "--worlds", "2,1", "--quick")
+    assert code == 0 and [line["pes"] for line in lines if line["kind"] == "run"] == [2, 1]
+
+
 def test_failures_name_pe_and_method(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = run(3.0, "--pes", "2", "--rounds", "1")
     assert code == 1

@@ -183,6 +183,36 @@ def test_an_end_whose_turn_does_not_come_goes_on_and_says_so(caplog: pytest.LogC
         assert len(caplog.records) == 1, "left when it ends"
 
 
+def test_a_process_of_another_container_has_no_number_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a process has that number here, nor does it take over the turn of that one."""
+    with _start_alone(60.0):
+        (line,) = (tmp_path / _LOCK).read_text().splitlines()
+        (tmp_path / _LOCK).write_text("")
+        with monkeypatch.context() as there:
+            there.setattr(nvshmem_turns, "pid_space", lambda: "pid:[1]")
+            with (tmp_path / _LOCK).open("a") as file:
+                nvshmem_turns._note(file.fileno(), "starting")
+        with pytest.raises(BootstrapError) as raised, _start_alone(0.0):
+            pytest.fail("it has started beside another job")
+        assert re.search(r": a process of another container has been starting NVSHMEM for \d+\.\d s", str(raised.value))
+        assert str(os.getpid()) not in str(raised.value)
+        with (tmp_path / _LOCK).open("a") as file:
+            file.write(line + "\n")
+        with pytest.raises(BootstrapError) as raised, _start_alone(0.0):
+            pytest.fail("it has started beside another job")
+        assert f"process {os.getpid()} has been starting" in str(raised.value)
+        assert "a process of another container" in str(raised.value)
+
+
+def test_a_number_that_was_given_out_again_is_not_named(tmp_path: Path) -> None:
+    with _start_alone(60.0):
+        (line,) = (tmp_path / _LOCK).read_text().splitlines()
+        pid, number, started, *rest = line.split()
+        (tmp_path / _LOCK).write_text(" ".join([pid, number, str(int(started) - 1), *rest]) + "\n")
+        with pytest.raises(BootstrapError, match="another process, which this one cannot see"), _start_alone(0.0):
+            pytest.fail("it has started beside another job")
+
+
 def test_what_cannot_be_read_names_nobody(tmp_path: Path) -> None:
     with _start_alone(60.0):
         (tmp_path / _LOCK).write_bytes(b"12\x003 starting\n\n4 5 starting\n")

@@ -113,7 +113,8 @@ class OurBackward:
             plan, arguments, options = calls["launch"]
             key: Any = next(key for key, found in self._plans.items() if found is plan)
             (invert,) = calls["invert"]
-            self._parts.append(_Parts(invert, key, arguments, options))
+            # Alone it is behind no inversion.
+            self._parts.append(_Parts(invert, key, arguments, options | {"begins_early": False}))
 
     def inversion(self, number: int) -> None:
         """Sort a set's lookups by row."""

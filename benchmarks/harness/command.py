@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from persistent_ops.runtime.errors import BootstrapError
+from persistent_ops.runtime.errors import PersistentOpsError
+from persistent_ops.runtime.world import most_pes
 
 from .experiment import Experiment, measure
 from .figures import draw_sweep, pyplot, why_none
@@ -25,6 +26,7 @@ from .record import read_lines
 from .report import print_report, print_tunings
 from .tracing import timeline_tables
 from .tuning import Grid, occupancies, parse_grid
+from .world import chosen_backend, more_pes_than_gpus
 
 __all__ = ["at_least", "names", "run_benchmark"]
 
@@ -55,7 +57,7 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         worlds = _worlds(arguments, experiment)
         common = {**_common(arguments, experiment), "command": shlex.join(["persistent-ops", "bench", name, *argv])}
         options = experiment.read_options(arguments, worlds, common)
-    except (ValueError, BootstrapError) as error:
+    except (ValueError, PersistentOpsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
@@ -65,22 +67,25 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     is_printer = is_first_process()
     if is_printer:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("")
+            _try_to_write(path)
         except OSError as error:
             print(f"error: --out: {str(path)!r} cannot be written: {error.strerror}", file=sys.stderr)
             return 2
+    before, is_written = _state_of(path), False
     options = dataclasses.replace(options, record_path=str(path.resolve()))
     fresh = experiment.is_fresh and len(worlds) > 1
     passed = True
     for num_pes in worlds:
+        options = dataclasses.replace(options, replaces_record=not is_written)
         try:
             passed &= run_on_pes(measure, num_pes, experiment, options, timeout=arguments.limit, fresh=fresh)
         except Exception:  # what has been measured is worth its table
             traceback.print_exc()
             passed = False
             break
-    lines = read_lines(path) if is_printer else []
+        finally:
+            is_written = is_written or _state_of(path) != before
+    lines = read_lines(path) if is_printer and is_written else []
     console = Console(width=120)
     if lines and options.tune:
         print_tunings(lines, console)
@@ -93,6 +98,24 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         _draw(experiment.draw, lines, path.with_suffix(".png"))
         print_report(experiment, lines, console)
     return 0 if passed else 1
+
+
+def _try_to_write(path: Path) -> None:
+    """Raise OSError where a record cannot be written; one that is there stays as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    path.open("a").close()
+    if is_new:
+        path.unlink()
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _draw(draw: Callable[[list[dict[str, Any]], Path], None], lines: list[dict[str, Any]], path: Path) -> None:
@@ -156,7 +179,7 @@ def _worlds(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
     """Return the sizes of the worlds to run.
 
     Raises:
-        ValueError: a launcher has started other PEs, or a world is too small.
+        ValueError: a launcher has started other PEs, or a world is too small, or larger than worlds can be here.
     """
     started = started_pes()
     if started is not None and (arguments.pes not in (None, started) or arguments.worlds):
@@ -173,6 +196,10 @@ def _worlds(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
         gpus = torch.cuda.device_count() if arguments.backend != "host" else 0
         worlds = experiment.default_worlds(gpus or _HOST_PES)
     at_least(_WORLDS, worlds, experiment.smallest_world, experiment.smallest_why)
+    if max(worlds) > most_pes():
+        raise ValueError(f"{_WORLDS}: expected numbers of at most {most_pes()}, got {worlds}")
+    if started is None and chosen_backend(arguments.backend) == "cuda" and max(worlds) > torch.cuda.device_count():
+        raise ValueError(more_pes_than_gpus(max(worlds)))
     return worlds
 
 

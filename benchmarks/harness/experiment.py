@@ -53,6 +53,7 @@ class Options:
         calls: in a graph, at least.
         burst_ms: length of one time.
         record_path: of the JSON lines; None for no record.
+        replaces_record: whether the first of them takes the place of an older run's.
         command: that one would type again.
         timeout: seconds that a PE waits for another.
         tune: fields of the operator's Tuning and the values to try; nothing is tried where it is empty.
@@ -67,6 +68,7 @@ class Options:
     calls: int = 1
     burst_ms: float = 3.0
     record_path: str | None = None
+    replaces_record: bool = False
     command: str = ""
     timeout: float = 20.0
     tune: Grid = ()
@@ -131,7 +133,8 @@ class Experiment(ABC, Generic[_Case]):
         self.backend = world.backend.name
         self.device = world.backend.device
         self.ceilings = Ceilings(math.inf, None)
-        self._recorder = Recorder(Path(options.record_path) if options.record_path and world.rank == 0 else None)
+        path = Path(options.record_path) if options.record_path and world.rank == 0 else None
+        self._recorder = Recorder(path, replaces=options.replaces_record)
 
     # ---- the operator's ----------------------------------------------------------------------------------------------
 

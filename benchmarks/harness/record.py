@@ -33,14 +33,23 @@ _PACKAGES = ("nvidia-nvshmem-cu13", "nvshmem4py-cu13", "cuda-core", "nvidia-nccl
 
 
 class Recorder:
-    """Appends JSON lines to a file, each at once, so that a run that is cut off keeps what it measured."""
+    """Appends JSON lines to a file, each at once, so that a run that is cut off keeps what it measured.
 
-    def __init__(self, path: Path | None) -> None:
+    Args:
+        path: of the file; None for no record.
+        replaces: whether the first line takes the place of all that the file had.
+    """
+
+    def __init__(self, path: Path | None, *, replaces: bool = False) -> None:
         self._path = path
+        self._replaces = replaces
 
     def write(self, kind: str, **fields: Any) -> None:
         """Write one line; nothing on PEs without a file."""
         if self._path is not None:
+            if self._replaces:
+                self._path.write_text("")
+                self._replaces = False
             append_line(self._path, {"kind": kind, **fields})
 
 

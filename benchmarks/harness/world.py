@@ -16,7 +16,7 @@ from persistent_ops.runtime.world import World
 
 from .pes import without_multicast
 
-__all__ = ["chosen_backend", "joined_world"]
+__all__ = ["chosen_backend", "joined_world", "more_pes_than_gpus"]
 
 _COLLECTIVE_TIMEOUT_S = 120.0
 
@@ -26,6 +26,14 @@ def chosen_backend(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "host"
     return name
+
+
+def more_pes_than_gpus(num_pes: int) -> str:
+    """Return what is said of more PEs of a host than it has GPUs."""
+    return (
+        f"--pes: {num_pes} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE per GPU, and the times of PEs "
+        "that share one say nothing"
+    )
 
 
 @contextmanager
@@ -48,10 +56,7 @@ def joined_world(*, backend: str, timeout: float, heap_bytes: int) -> Iterator[W
         if backend == "host":
             torch.set_num_threads(1)  # the PEs share the cores
         elif world.bootstrap.local_world_size > torch.cuda.device_count():
-            raise ValueError(
-                f"--pes: {world.bootstrap.local_world_size} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE "
-                "per GPU, and the times of PEs that share one say nothing"
-            )
+            raise ValueError(more_pes_than_gpus(world.bootstrap.local_world_size))
         with (
             torch.no_grad(),
             process_group(

@@ -301,15 +301,17 @@ struct Kernel {
     if (wg.index() == 0) grant_credit(plan.team, wg, 0);  // @credit-of-backward
     if (wg.index() < plan.pushing_wgs) {
       Pusher<Traits> pusher(plan, call);
-      const auto pushing = static_cast<int>(plan.pushing_wgs);
-      pusher.run(wg.warp_index() * pushing + wg.index(), wg.num_warps() * pushing);
+      pusher.run();
       pusher.complete_puts();
     }
+    await_predecessor();  // @sort-has-ended
     if (plan.num_groups != 0) Reducer<Traits>(plan, call, shared.windows[wg.warp_index()]).run();
     if (wg.index() == 0) await_all_credits(plan.team, wg);
     if (wg.index() == 0) await_all_gradients(wg, plan);  // @all-gradients
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
-    if (shared.is_last == 0 || wg.rank() != 0 || is_aborted(plan.team)) return;
+    if (shared.is_last == 0 || wg.rank() != 0) return;
+    if (plan.num_pushes != 0) plan.pushed[plan.num_pushes] = 0;  // @pieces-reset
+    if (is_aborted(plan.team)) return;
     if constexpr (Traits::kStep != Step::kGradient) {
       *call.step_count += 1;  // behind all who read them
       call.beta_powers[0] *= plan.beta1;

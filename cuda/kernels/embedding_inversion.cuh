@@ -66,6 +66,7 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Team& team = shared.plan.team;
+    release_successor();  // all WGs are resident; a backward pass may push where there is room
     if (wg.rank() == 0) {
       shared.gave_up = is_aborted(team);
       Group<Traits>::number_tiles(wg, shared, call);

@@ -146,6 +146,7 @@ class CapturedStep:
 
     Attributes:
         num_replays: steps that were replays.
+        was_replay: whether the last step was one of a graph that had been captured before it.
     """
 
     def __init__(
@@ -163,6 +164,11 @@ class CapturedStep:
         self._graph: Graph | None = None
         self._num_eager = 0
         self.num_replays = 0
+        self.was_replay = False
+
+    def would_replay(self, batch_size: int) -> bool:
+        """Return whether a step with a global batch of that size is a replay of the graph that there is."""
+        return self._graph is not None and batch_size == self._batch_size
 
     def run(self, batch: Batch, batch_size: int) -> torch.Tensor:
         """Make a step, on the current stream; see `step`.
@@ -170,6 +176,7 @@ class CapturedStep:
         Raises:
             ValueError: the batch has more lookups than the graph has room for.
         """
+        self.was_replay = self.would_replay(batch_size)
         if batch_size != self._batch_size:
             return self._step(batch, batch_size)
         if self._static is None:

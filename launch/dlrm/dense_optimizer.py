@@ -1,4 +1,7 @@
-"""The optimizer of the dense part: torch's, eager or in a CUDA graph, which reads rates from tensors on the device."""
+"""The optimizer of the dense part: torch's, eager or in a CUDA graph, which reads rates from tensors on the device.
+
+Such a tensor is float32, and most rates are no float32: the group keeps the number itself beside it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ __all__ = [
     "load_optimizer",
     "make_capturable",
     "optimizer_state",
+    "rate_of",
     "set_rate",
 ]
 
@@ -24,6 +28,7 @@ DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
     "rowwise_adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
 }
+_EXACT = "exact_lr"  # of a group whose rate is in a tensor: the number that was rounded to it
 _KERNELS = ("foreach", "fused", "capturable")  # of a group: which kernels make its step
 
 
@@ -36,17 +41,31 @@ def make_capturable(
     Adagrad reads its counts of steps on the host, which is where they have to be.
     """
     of_device = torch.tensor(rate, device=device)
+    made: torch.optim.Optimizer
     if algorithm == "sgd":
-        return torch.optim.SGD(parameters, lr=of_device, fused=True)
-    return torch.optim.Adagrad(parameters, lr=of_device, eps=EPS, foreach=True)
+        made = torch.optim.SGD(parameters, lr=of_device, fused=True)
+    else:
+        made = torch.optim.Adagrad(parameters, lr=of_device, eps=EPS, foreach=True)
+    for group in made.param_groups:
+        group[_EXACT] = rate
+    return made
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
     """Set a group's learning rate; one in a tensor stays in it, where graphs read it."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
+        group[_EXACT] = rate
     else:
         group["lr"] = rate
+
+
+def rate_of(group: dict[str, Any]) -> float:
+    """Return a group's learning rate, as it was set; what somebody else has filled its tensor with is that number."""
+    rate, exact = group["lr"], group.get(_EXACT)
+    if exact is not None and isinstance(rate, torch.Tensor) and float(torch.tensor(exact, dtype=rate.dtype)) == rate:
+        return float(exact)
+    return float(rate)
 
 
 def count_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -60,7 +79,10 @@ def count_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict, with rates as numbers: a training with graphs and one without have the same."""
     state = optimizer.state_dict()
-    state["param_groups"] = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
+    state["param_groups"] = [
+        {name: value for name, value in group.items() if name != _EXACT} | {"lr": rate_of(group)}
+        for group in state["param_groups"]
+    ]
     return state
 
 
@@ -78,4 +100,4 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(rate, torch.Tensor):
             group["lr"], loaded = rate, float(group["lr"])
-            rate.fill_(loaded)
+            set_rate(group, loaded)

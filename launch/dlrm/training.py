@@ -21,13 +21,14 @@ from persistent_ops.nn import OrderedAllReduce, balanced_splits
 from . import checkpoint
 from .ahead import Sender
 from .batches import Batches, Position
-from .captured_step import EAGER_STEPS, CapturedStep
-from .dense_optimizer import count_steps, load_optimizer, optimizer_state, set_rate
+from .captured_step import CapturedStep
+from .dense_optimizer import count_steps, load_optimizer, optimizer_state, rate_of, set_rate
 from .embedding import EmbeddingModule
 from .metrics import all_predictions, auroc
 from .model import DenseModel
 from .records import Batch
 from .schedule import Schedule
+from .step_watch import StepWatch
 
 __all__ = ["History", "Plan", "Training"]
 
@@ -95,14 +96,16 @@ class Training:
         is_captured: whether steps with whole batches are replays of a CUDA graph, behind the first ones
             (`CapturedStep`). The optimizer's rates are tensors on the device then, and its step can be captured; all is
             done on one stream, see `own_stream`; and `close` comes before the process group's end.
-        check: called where the host waits for losses: raises what launches have reported, which no replay does.
+        watch: waits for the steps where the host wants losses, and raises what launches have reported, neither of which
+            a replay does; None where torch and the operators do.
 
     Attributes:
         batches, device: see above.
         history: of the training, also of what was done before it was resumed.
         step: steps so far.
         position: of the next batch.
-        timed_steps, seconds: of `run`, without the first steps, evaluations and checkpoints.
+        timed_steps, seconds: of `run`, without the first steps, evaluations and checkpoints; in a captured training
+            replays alone, without the one that follows its capture.
         num_replays: steps that were replays of a CUDA graph.
 
     Raises:
@@ -123,7 +126,7 @@ class Training:
         precision: torch.dtype = torch.float32,
         is_compiled: bool = False,
         is_captured: bool = False,
-        check: Callable[[], None] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
             if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
@@ -140,7 +143,7 @@ class Training:
         self._identity = {"batches": batches.identity(), "sizes": model.sizes.identity(), **(identity or {})}
         self._num_pes = dist.get_world_size() if dist.is_initialized() else 1
         self._schedule = schedule
-        self._base_rates = [float(group["lr"]) for group in self._rate_groups()]
+        self._base_rates = [rate_of(group) for group in self._rate_groups()]
         self._precision = precision
         self._dense: Any = model
         self._gradients: OrderedAllReduce | None = None
@@ -153,7 +156,7 @@ class Training:
         if is_captured:
             hotness, batch_size = sum(batches.source.hotness), batches.batch_size
             self._captured = CapturedStep(self._step, batch_size=batch_size, lookups_per_sample=hotness)
-        self._check = check
+        self._watch = watch
         # A graph has the exchange of its own batch's lookups.
         self._sender = Sender(None if is_captured else embedding, self._num_pes, self.device)
         self._shares: list[torch.Tensor] = []
@@ -161,7 +164,7 @@ class Training:
         self.step = 0
         self.position: Position = (0, 0)
         self.timed_steps, self.seconds = 0, 0.0
-        self._untimed = max(_UNTIMED_STEPS, EAGER_STEPS + 1) if is_captured else _UNTIMED_STEPS
+        self._untimed = _UNTIMED_STEPS
 
     @property
     def num_replays(self) -> int:
@@ -210,6 +213,8 @@ class Training:
                 following = self._sender.send_next(coming)
                 share = self._learn(sent.batch, sent.batch_size, pooled)
             self.step += 1
+            if self._watch is not None:
+                self._watch.launched(self.step)
             yield share
             sent = following
 
@@ -269,7 +274,12 @@ class Training:
         self._shares.clear()
 
     def close(self) -> None:
-        """Give the CUDA graph back: NCCL's part of it must not outlive the process group. It is made anew if needed."""
+        """Give the CUDA graph back: NCCL's part of it must not outlive the process group. It is made anew if needed.
+
+        Steps that are still under way, behind an error, are waited for or ended.
+        """
+        if self._watch is not None:
+            self._watch.close()
         if self._captured is not None:
             self._captured.close()
 
@@ -293,17 +303,28 @@ class Training:
             self._shares.append(share)
             self.position = self.batches.after(self.position)
             num_steps -= 1
-            if num_steps == 0 or len(self._shares) >= plan.losses_every:
+            if num_steps == 0 or len(self._shares) >= plan.losses_every or self._changes_kind():
                 summed = self._sum_losses()  # the host waits here
                 now = time.perf_counter()
-                if self._untimed > 0:
-                    self._untimed -= summed
-                else:
+                if self._are_timed(summed):
                     self.timed_steps += summed
                     self.seconds += now - begin
                 begin = now
                 if show is not None:
                     show(self.step, self.history.losses[-1])
+
+    def _changes_kind(self) -> bool:
+        """Return whether one of the last step and the next is a replay: steps that are timed together are alike."""
+        if self._captured is None:
+            return False
+        return self._captured.was_replay != self._captured.would_replay(self.batches.size(self.position[1]))
+
+    def _are_timed(self, num_steps: int) -> bool:
+        """Return whether the last steps, so many and all of a kind, are of the kind whose time is told."""
+        if self._captured is not None:
+            return self._captured.was_replay
+        self._untimed -= num_steps
+        return self._untimed + num_steps <= 0
 
     def _step(self, batch: Batch, batch_size: int) -> torch.Tensor:
         """Make a step with a batch whose lookups have not been sent; return this PE's share of the loss."""
@@ -366,8 +387,8 @@ class Training:
         """Move the losses that are still on the device into the history; return how many."""
         if not self._shares:
             return 0
-        if self._check is not None:
-            self._check()
+        if self._watch is not None:
+            self._watch.wait()
         sums = torch.stack(self._shares).double()
         if self._num_pes > 1:
             dist.all_reduce(sums)

@@ -17,6 +17,7 @@ from .dense_optimizer import DENSE_OPTIMIZERS, EPS, make_capturable
 from .embedding import EmbeddingModule
 from .model import DenseModel
 from .options import Options
+from .step_watch import StepWatch
 from .training import Training
 
 __all__ = ["make_collection", "make_training", "most_samples", "placement_of"]
@@ -88,5 +89,5 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         precision=options.dense_dtype,
         is_compiled=options.is_compiled,
         is_captured=options.is_captured,
-        check=world.check if options.is_captured else None,
+        watch=StepWatch(world, device, world.workspace.timeout, world.check) if options.is_captured else None,
     )

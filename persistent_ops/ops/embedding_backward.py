@@ -306,9 +306,10 @@ class EmbeddingOptimizer:
         own = self._own
         # A CUDA graph keeps what its launches read and write.
         plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
-        inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean")
         factors = inputs.factors
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
+        early_wgs = plan.early_wgs
+        inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean", room_for=early_wgs)
         rate, scale, step_count, beta_powers, seeds, *states = own
         OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
         plan.launch(
@@ -322,6 +323,7 @@ class EmbeddingOptimizer:
             step_count=step_count,
             beta_powers=beta_powers,
             seeds=seeds,
+            begins_early=early_wgs > 0,
         )
         return (), None if factor_gradients is None else inputs.returned(world, factor_gradients)
 

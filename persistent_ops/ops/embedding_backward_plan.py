@@ -18,7 +18,7 @@ from ..runtime.dtypes import SCALARS
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
-from ..runtime.tuning import BoundedTuning
+from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 from .embedding_inversion import Inverted, Rows
 from .table_set import TableSet
@@ -67,6 +67,7 @@ class Tuning(BoundedTuning):
         lanes: of a warp that have a row: 8, 16, or 32; None for half as many as the widest row has chunks of 16
             bytes.
         pushing_work_groups: those that begin with what others wait for.
+        early_work_groups: of these, for which the sort of the lookups leaves room, so that they push meanwhile.
         slice_samples: samples of a table that are pushed at a time; None for 16 KB of them.
     """
 
@@ -74,6 +75,7 @@ class Tuning(BoundedTuning):
     blocks_per_sm: int | None = None
     lanes: int | None = None
     pushing_work_groups: int = 64
+    early_work_groups: int = at_least(0, 32)
     slice_samples: int | None = None
 
 
@@ -380,7 +382,9 @@ class BackwardPlan(Plan):
             tuple(width for of_pe in widths for width in (*of_pe, 0)),
         )
         self._team = team
-        self._pushed = world.workspace.zero_words(team, max(len(self._pushes), 1))
+        self._pushed_words = len(self._pushes) + 1
+        self._pushed = world.workspace.zero_words(team, self._pushed_words)
+        self._early_wgs = tuning.early_work_groups
         self._uploaded = [
             upload(world.backend, b"".join(map(bytes, structures)) or b"\0" * 8) for structures in (groups, tables)
         ]
@@ -415,6 +419,11 @@ class BackwardPlan(Plan):
         self._slots = 0
         self.place()
 
+    @property
+    def early_wgs(self) -> int:
+        """Return how many WGs find work that needs no sorted lookups; 0 where launches do not begin early."""
+        return min(int(self._struct.pushing_wgs), self._early_wgs) if self._world.backend.begins_early else 0
+
     def place(self) -> None:
         self.held = [self._areas[name] for name in self.areas]
         staging = self._areas[_STAGING].offset if _STAGING in self.areas else 0
@@ -440,6 +449,7 @@ class BackwardPlan(Plan):
         factor_gradients: torch.Tensor | None,
         *,
         forward_pass: int = 0,
+        begins_early: bool = False,
         **of_step: torch.Tensor | None,
     ) -> None:
         """Launch on the current stream.
@@ -449,6 +459,8 @@ class BackwardPlan(Plan):
             inverted: the lookups.
             factors, factor_gradients: of lookups, float32, or None.
             forward_pass: its number (`CallNumbers`), which is a part of the contract; 0 on a PE alone.
+            begins_early: whether the launch in front of it on the stream is the one that makes `inverted`, with room
+                for `early_wgs`; nothing else that this one reads may be written there.
             of_step: what the step alone has, by its name in the kernel's Call: rate, scale, step_count, beta_powers and
                 seeds; or, under GRADIENT, scale, sums, places and touched.
         """
@@ -459,8 +471,8 @@ class BackwardPlan(Plan):
                 raise RuntimeError(
                     f"{_NAME}: a CUDA-graph capture meets more lookups than any call before; make one such call first"
                 )
-            words = self._world.workspace.zero_words(self._team, len(self._pushes) + slots)
-            self._chunks_done = words[len(self._pushes) :]
+            skipped = self._pushed_words
+            self._chunks_done = self._world.workspace.zero_words(self._team, skipped + slots)[skipped:]
             self._slots = slots
         sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
         call = self._call
@@ -474,7 +486,8 @@ class BackwardPlan(Plan):
         for name, tensor in of_step.items():
             setattr(call, name, 0 if tensor is None else tensor.data_ptr())
         call.chunk_sums, call.chunks_done = sums.data_ptr(), self._chunks_done.data_ptr()
-        self._world.workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call)
+        launch = self._world.workspace.launch
+        launch(self._kernel, self._grid, self._words.data_ptr(), call, begins_early=begins_early)
 
 
 def _packed(values: Sequence[int]) -> bytes:

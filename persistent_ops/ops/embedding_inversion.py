@@ -164,6 +164,7 @@ class InversionKey(NamedTuple):
         team: this PE alone.
         rows, index_dtype, offset_dtype, counts, lookups: see `invert`.
         items: of a thread in a tile.
+        room_for: WGs of the launch behind it.
         tuning: of the operator.
     """
 
@@ -174,11 +175,15 @@ class InversionKey(NamedTuple):
     counts: bool
     lookups: bool
     items: int
+    room_for: int
     tuning: Tuning
 
 
 class InversionPlan(Plan):
     """One key's kernel and plan.
+
+    Attributes:
+        room_for: of the key.
 
     Raises:
         ValueError: the GPU does not hold the grid.
@@ -188,6 +193,7 @@ class InversionPlan(Plan):
         description = OPERATOR.prepare(world)
         rows, threads = key.rows, key.tuning.threads
         self._world, self._rows = world, rows
+        self.room_for = key.room_for
         self._wants_counts, self._wants_lookups = key.counts, key.lookups
         entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
         self._entry_bytes = description.constants[f"sizeof({entry})"]
@@ -216,7 +222,7 @@ class InversionPlan(Plan):
             request = dataclasses.replace(request, config=tuple(config.items()), threads=512, arena_bytes=0)
         self._kernel = world.load(request)
         resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
-        self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else resident)
+        self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else max(resident - key.room_for, 1))
         if not is_host and resident < self._grid:
             raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {self._grid}")
         words = description.structs["Words"]
@@ -347,7 +353,14 @@ def _check(world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tenso
 
 
 def invert(
-    world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tensor, *, counts: bool, lookups: bool
+    world: World,
+    rows: Rows,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    counts: bool,
+    lookups: bool,
+    room_for: int = 0,
 ) -> Inverted:
     """Sort lookups by row, in one launch on the current stream.
 
@@ -363,6 +376,7 @@ def invert(
             offsets[t * B + b + 1].
         counts: whether the result has counts.
         lookups: whether the result has lookups.
+        room_for: WGs of the next launch on the stream, each no larger than one of this one, for which to leave room.
 
     Raises:
         TypeError, ValueError: an argument's dtype, shape, layout or device; 2^30 lookups or more.
@@ -371,11 +385,12 @@ def invert(
     Not collective, no host synchronisation; may be captured in a CUDA graph behind a first call.
     """
     _check(world, rows, indices, offsets)
-    plan = _plan(world, rows, (indices.dtype, offsets.dtype), indices.numel(), counts=counts, lookups=lookups)
+    dtypes = (indices.dtype, offsets.dtype)
+    plan = _plan(world, rows, dtypes, indices.numel(), counts=counts, lookups=lookups, room_for=room_for)
     return plan.launch(indices, offsets)
 
 
-def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool) -> Inverted:
+def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool, room_for: int = 0) -> Inverted:
     """The same for lookups that an input exchange has brought, where they are: no copy, no look at their numbers.
 
     N is the room for lookups; `Inverted.bags` are those of the global batch. Where the lookups have weights,
@@ -387,6 +402,7 @@ def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool) 
         rows: of the tables, which are the slots.
         arrived: what the exchange has returned, behind `Lookups.wait`.
         counts: whether the result has counts.
+        room_for: see `invert`.
 
     Raises:
         ValueError: room for 2^30 lookups or more, or regions of 4 GiB or more where there are weights.
@@ -401,7 +417,7 @@ def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool) 
             f"{arrived.capacity} in {arrived.memory.nbytes} bytes"
         )
     dtypes = (arrived.index_dtype, torch.int32)
-    plan = _plan(world, rows, dtypes, arrived.capacity, counts=counts, lookups=arrived.is_weighted)
+    plan = _plan(world, rows, dtypes, arrived.capacity, counts=counts, lookups=arrived.is_weighted, room_for=room_for)
     return plan.launch_from(arrived.sources, arrived.capacities)
 
 
@@ -413,10 +429,11 @@ def _plan(
     *,
     counts: bool,
     lookups: bool,
+    room_for: int,
 ) -> InversionPlan:
     state = OPERATOR.state(world)
     tuning: Tuning = state.tuning or OPERATOR.default_tuning
     items = tuning.items or _choose_items(world, tuning, num_lookups, 8 if _is_small(rows, lookups=lookups) else 16)
-    key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, tuning)
+    key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, room_for, tuning)
     plans: Plans[InversionPlan] = state.plans
     return plans.find(key) or plans.make(key, lambda: InversionPlan(world, key))

@@ -38,8 +38,10 @@ class OfBatch:
     def check(self) -> None:
         """Nothing: torch has seen that they have not changed."""
 
-    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
-        return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted)
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool, room_for: int = 0) -> Inverted:
+        return invert(
+            world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted, room_for=room_for
+        )
 
     def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
         """Return the factors' gradients as the caller has the factors."""
@@ -75,8 +77,8 @@ class _OfExchange:
         if self.lookups.gives_gradients:
             self.lookups.check_is_captured()
 
-    def invert(self, world: _world.World, rows: Rows, *, counts: bool) -> Inverted:
-        return invert_sources(world, rows, self.lookups, counts=counts)
+    def invert(self, world: _world.World, rows: Rows, *, counts: bool, room_for: int = 0) -> Inverted:
+        return invert_sources(world, rows, self.lookups, counts=counts, room_for=room_for)
 
     def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
         """Let them travel to the PEs that brought the lookups; collective."""

@@ -68,8 +68,14 @@ class Kernel(Protocol):
     def max_blocks_per_sm(self) -> int:
         """Return how many WGs of this kernel one SM holds at once."""
 
-    def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
-        """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`; `call` is copied."""
+    def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
+        """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`; `call` is copied.
+
+        Args:
+            grid, plan, call: see above.
+            begins_early: whether WGs may become resident one by one beside the launch in front of it on the stream,
+                which lets them in; only where `Backend.begins_early`. The kernel must wait for that launch's end.
+        """
 
     def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
         """Have launches of a kernel that traces leave their timelines in a TraceSink, whose memory is kept."""
@@ -99,6 +105,10 @@ class Backend(Protocol):
     """Whether launches from now on may be resident side by side, as all PEs have agreed."""
     network: int
     """Address of the host backend's delaying network; 0 where there is none."""
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether a launch may begin beside the one in front of it on its stream; not while workspaces run beside."""
 
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor, with a storage of its own, over heap memory of this PE or a reachable peer."""

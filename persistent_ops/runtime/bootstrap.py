@@ -27,15 +27,15 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from persistent_ops.runtime import pmi
-from persistent_ops.runtime.board import Board, StoreBoard, ThreadBoard, ThreadTable, Worker, connect_store, serve_store
+from persistent_ops.runtime.board import Board, StoreBoard, ThreadBoard, ThreadTable, Worker
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.launchers import LaunchEnvironment
 from persistent_ops.runtime.peer_watch import ABSENT, HERE, PREPARING, PeerWatch, tell_state
-from persistent_ops.runtime.rendezvous import meet, own_address
+from persistent_ops.runtime.process_identity import ProcessIdentity, identify
+from persistent_ops.runtime.rendezvous import meet, store_over
 
 __all__ = ["Bootstrap", "connect", "fail_all", "from_group", "from_threads"]
 
@@ -43,6 +43,7 @@ _LONGEST_PAUSE_S = 0.02  # between two looks at the board: bounds the load of ma
 _LOOK_AT_PROCESSES_S = 0.2
 _TOGETHER, _ALONE = b"together", b"alone"  # how PEs leave
 _LONGEST_FAREWELL_S = 10.0  # how long the PE that serves the store waits for the others to leave first
+_MEET_BEHIND_FAILURE_S = 10.0  # as PEs that give up are told so at once, but may be in a call of a library
 _FAREWELL_AFTER_FAILURE_S = 1.0  # how long it waits after a failure, also for ranks that have not come yet
 
 _live: set[Bootstrap] = set()
@@ -54,12 +55,18 @@ class _Identity:
     """What a PE tells the others about itself."""
 
     launcher: str
-    host: str  # host name and boot id: equal on two PEs that share memory, whatever the host name alone says
-    pid_space: str
-    pid: int
-    started: str
     local_rank: int | None
     local_world_size: int | None
+    process: ProcessIdentity
+
+    @classmethod
+    def read(cls, value: bytes) -> _Identity:
+        """Return what `write` has made."""
+        fields = json.loads(value)
+        return cls(**{**fields, "process": ProcessIdentity(**fields["process"])})
+
+    def write(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
 
 class Bootstrap:
@@ -136,9 +143,17 @@ class Bootstrap:
         The first one that knows decides: that all are there, or that it gives them up. Who comes later, and finds there
         what the others have left, goes by that.
         """
+        return self._decide_to_leave(lambda: self.exchange("close", b"", timeout=seconds))
+
+    def fail_and_meet(self, message: str) -> bool:
+        """Do as `fail`, and return whether all PEs do, within some seconds of each other; see `meet_to_leave`."""
+        self.fail(message)
+        return self._decide_to_leave(self._meet_behind_failure)
+
+    def _decide_to_leave(self, meet_others: Callable[[], object]) -> bool:
         says = _ALONE
         try:
-            self.exchange("close", b"", timeout=seconds)
+            meet_others()
             says = _TOGETHER
         except BootstrapError:
             pass
@@ -150,6 +165,22 @@ class Bootstrap:
                     except BootstrapError:
                         says = _ALONE
         return says == _TOGETHER
+
+    def _meet_behind_failure(self) -> None:
+        """Wait for all PEs to have failed, over a counter of its own: exchanges are no longer possible."""
+        board = self._board
+        if board is None or self._pid != os.getpid():
+            return
+        with self._lock:
+            deadline = time.monotonic() + _MEET_BEHIND_FAILURE_S
+            failed = board.add("failed", 1, deadline)
+            while failed < self.world_size:
+                if time.monotonic() >= deadline or board.has("leave", deadline):
+                    raise BootstrapError("not all ranks have given up")
+                if any(self._is_dead(identity) for identity in self._identities):
+                    raise BootstrapError("a rank has died")
+                board.pause(_LONGEST_PAUSE_S)
+                failed = board.add("failed", 0, deadline)
 
     def fail(self, message: str) -> None:
         """Tell the other PEs that this one gives up, so that their exchanges raise at once.
@@ -267,7 +298,7 @@ class Bootstrap:
         board = self._board
         if board is None:
             return
-        mine = _identity(self.launcher, local_rank, local_world_size)
+        mine = _Identity(self.launcher, local_rank, local_world_size, identify())
         board.put(f"state/{self.rank}", HERE, deadline)
         board.add("joined", 1, deadline)
         _live.add(self)
@@ -280,7 +311,7 @@ class Bootstrap:
             )
         elif board.add(f"claims/{self.rank}", 1, deadline) > 1:
             problem = (
-                f"two processes claim rank {self.rank}; the second one is process {mine.pid} on host "
+                f"two processes claim rank {self.rank}; the second one is process {mine.process.pid} on host "
                 f"{socket.gethostname()}; give every process its own number"
             )
         if problem:
@@ -290,15 +321,15 @@ class Bootstrap:
             self._failure, self._told = problem, True
             raise BootstrapError(problem)
         remaining = max(deadline - time.monotonic(), 0.001)
-        values = self.exchange("connect", json.dumps(asdict(mine)).encode(), remaining)
+        values = self.exchange("connect", mine.write(), remaining)
         try:
-            self._identities = [_Identity(**json.loads(value)) for value in values]
-        except (ValueError, TypeError):
+            self._identities = [_Identity.read(value) for value in values]
+        except (ValueError, TypeError, KeyError):
             problem = "a rank sent an identity that cannot be read; run the same version of persistent_ops everywhere"
         launchers = sorted({identity.launcher for identity in self._identities})
         if len(launchers) > 1:
             problem = f"the ranks were started by different launchers ({', '.join(launchers)}); start them by one"
-        here = [r for r, identity in enumerate(self._identities) if identity.host == mine.host]
+        here = [r for r, identity in enumerate(self._identities) if identity.process.host == mine.process.host]
         self.single_host = len(here) == self.world_size
         self.local_rank = here.index(self.rank) if local_rank is None and here else local_rank or 0
         self.local_world_size = len(here) if local_world_size is None else local_world_size
@@ -344,13 +375,11 @@ class Bootstrap:
     def _raise_if_someone_died(self, board: Board, number: int, tag: str, deadline: float) -> None:
         for rank, identity in enumerate(self._identities):
             if self._is_dead(identity) and not board.has(f"{number}/{rank}", deadline):
-                raise BootstrapError(f"rank {rank} (process {identity.pid}) died before {tag!r}; look at its output")
+                pid = identity.process.pid
+                raise BootstrapError(f"rank {rank} (process {pid}) died before {tag!r}; look at its output")
 
     def _is_dead(self, identity: _Identity) -> bool:
-        mine = self._identities[self.rank]
-        if (identity.host, identity.pid_space) != (mine.host, mine.pid_space) or not identity.started:
-            return False
-        return _start_of(identity.pid) != identity.started
+        return identity.process.is_seen_dead_by(self._identities[self.rank].process)
 
 
 def connect(environment: LaunchEnvironment, timeout: float) -> Bootstrap:
@@ -417,7 +446,7 @@ def from_group(group: Any, timeout: float) -> Bootstrap:
     worker = Worker()
     try:
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
-        store = _store_over(group, rank, worker, deadline) if store is None else store
+        store = store_over(group, worker, deadline) if store is None else store
     except BaseException:
         worker.close()
         raise
@@ -473,56 +502,10 @@ def _joined(found: Bootstrap, local_rank: int | None, local_world_size: int | No
     return found
 
 
-def _store_over(group: Any, rank: int, worker: Worker, deadline: float) -> Any:
-    """Serve a store from the group's rank 0, for groups that do not show theirs."""
-    import torch.distributed as dist
-
-    def gather(mine: Any) -> list[Any]:
-        answers: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, mine, group=group)
-        return answers
-
-    try:
-        seconds = max(deadline - time.monotonic(), 0.001)
-        hosts = worker.call(lambda: gather(_identity("", None, None).host), seconds)
-        store = address = None
-        if rank == 0:
-            host = "127.0.0.1" if len(set(hosts)) == 1 else own_address()
-            store, port = serve_store(host, worker, deadline)
-            address = (host, port)
-        host, port = worker.call(lambda: gather(address), max(deadline - time.monotonic(), 0.001))[0]
-    except TimeoutError:
-        raise BootstrapError("not all ranks of the group came within the time-out; is one missing or dead?") from None
-    return connect_store(host, port, worker, deadline) if store is None else store
-
-
 def _next_attempt(job: str) -> int:
     """Number this process' connections to one job: all ranks connect equally often, and keys must not meet again."""
     _attempts[job] += 1
     return _attempts[job] - 1
-
-
-def _identity(launcher: str, local_rank: int | None, local_world_size: int | None) -> _Identity:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    try:
-        pid_space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        pid_space = ""
-    pid = os.getpid()
-    host = f"{socket.gethostname()}/{boot}"
-    return _Identity(launcher, host, pid_space, pid, _start_of(pid), local_rank, local_world_size)
-
-
-def _start_of(pid: int) -> str:
-    """Return when a process of this host began, which tells it from a later one with its number; "" if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
 
 
 def _ranks(ranks: list[int]) -> str:

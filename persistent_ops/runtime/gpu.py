@@ -44,7 +44,7 @@ class _GpuKernel:
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
         _check_driver(outcome, request.name)
         self._function = outcome[1]
-        self._configs: dict[tuple[int, int, bool], driver.CUlaunchConfig] = {}
+        self._configs: dict[tuple[int, int, bool, bool], driver.CUlaunchConfig] = {}
         self.admitted_grid = 0
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
@@ -73,8 +73,8 @@ class _GpuKernel:
             overlaps=self._request.overlaps_predecessor,
         )
 
-    def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
-        key = grid, self._backend.stream(), self._backend.runs_beside
+    def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
+        key = grid, self._backend.stream(), self._backend.runs_beside, begins_early
         config = self._configs.get(key)
         if config is None:
             if len(self._configs) >= _MAX_CONFIGS:
@@ -90,20 +90,21 @@ class _GpuKernel:
         self._sink, self._memory = sink, memory
         self._parameters[2] = ctypes.addressof(sink)
 
-    def _make_config(self, grid: int, stream: int, is_beside: bool) -> driver.CUlaunchConfig:
+    def _make_config(self, grid: int, stream: int, is_beside: bool, begins_early: bool) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
         config.hStream = driver.CUstream(stream)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._request.threads, 1, 1
         config.sharedMemBytes = self._request.arena_bytes
         attributes = []
-        if not is_beside:  # beside a cooperative launch no other one may become resident (cuda/DESIGN.md, section 11)
+        # A cooperative launch begins as a whole, and no other one may become resident beside it (cuda/DESIGN.md,
+        # section 11).
+        if not is_beside and not begins_early:
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
-        has_early_launches = torch.cuda.get_device_capability(self._backend.device)[0] >= 9
-        if self._request.overlaps_predecessor and has_early_launches:
+        if begins_early or (self._request.overlaps_predecessor and self._backend.has_early_launches):
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
@@ -143,10 +144,15 @@ class GpuBackend:
     runs_beside = False
     network = 0
 
+    @property
+    def begins_early(self) -> bool:
+        return self.has_early_launches and not self.runs_beside
+
     def __init__(self, bootstrap: Bootstrap, heap_bytes: int, transport: str, timeout: float) -> None:
         index = _choose_device(bootstrap)
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        self.has_early_launches = torch.cuda.get_device_capability(self.device)[0] >= 9
         torch.zeros(1, device=self.device)  # creates the primary context
         self._core_device = Device(index)
         self._core_device.set_current()
@@ -176,8 +182,8 @@ class GpuBackend:
         self.heap_base = int(self._buffer.handle)
         try:
             self.peer_heaps = self._map_peers(bootstrap, transport)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(is_alone=not bootstrap.fail_and_meet(f"{type(error).__name__}: {error}"))
             raise
 
     def _start(self, bootstrap: Bootstrap, timeout: float) -> None:
@@ -202,8 +208,11 @@ class GpuBackend:
                 raise BackendUnavailableError(f"NVSHMEM did not initialise (status {bindings.init_status()})")
             try:
                 return nvshmem.buffer(self.heap_bytes)
-            except BaseException:
-                nvshmem.finalize()
+            except BaseException as error:
+                if bootstrap.fail_and_meet(f"{type(error).__name__}: {error}"):
+                    nvshmem.finalize()
+                else:
+                    nvshmem_end.leave_out()
                 raise
 
         with turn_to_start(bootstrap, timeout / 2) if self._shares_gpu else nullcontext():

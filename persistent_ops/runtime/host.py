@@ -39,7 +39,7 @@ class _HostKernel:
     def max_blocks_per_sm(self) -> int:
         return 64  # WGs are threads; the operating system shares the cores among them
 
-    def launch(self, grid: int, plan: int, call: ctypes.Structure) -> None:
+    def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
         sink = 0 if self._sink is None else ctypes.addressof(self._sink)
         self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink))
 
@@ -78,6 +78,7 @@ class HostBackend:
     default_blocks_per_sm = 1
     arena_bytes = 1 << 30
     runs_beside = False
+    begins_early = False
 
     def __init__(
         self, bootstrap: Bootstrap, heap_bytes: int, transport: str, network_delay_us: int = 200, wg_size: int = 1

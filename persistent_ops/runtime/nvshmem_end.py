@@ -15,7 +15,7 @@ from .bounded import refuse_after, within
 from .errors import BootstrapError
 from .nvshmem_turns import turn_to_end
 
-__all__ = ["end", "refuse_restart", "runs_on"]
+__all__ = ["end", "leave_out", "refuse_restart", "runs_on"]
 
 _log = logging.getLogger("persistent_ops")
 _END = "NVSHMEM's end"
@@ -38,6 +38,16 @@ def refuse_restart() -> None:
         raise BootstrapError(f"NVSHMEM runs on in this process, from a world that ended without its peers; {_REMEDY}")
 
 
+def leave_out() -> None:
+    """Leave NVSHMEM running, because it would wait for peers that do not come, and say so."""
+    global _is_left_running
+    _is_left_running = True
+    _log.warning(
+        "persistent_ops: NVSHMEM's end is left out, because it would wait for peers that have not come to leave the "
+        "world: what it holds is given back when this process ends, and until then it cannot start here again"
+    )
+
+
 def end(
     free: Callable[[], None], finalize: Callable[[], None], *, heap: object, is_alone: bool, shares_gpu: bool
 ) -> None:
@@ -50,14 +60,9 @@ def end(
         is_alone: some peers have not come to leave the world: nothing is called, since it would wait for them.
         shares_gpu: whether PEs of other jobs may be on this GPU.
     """
-    global _is_left_running
     if is_alone:
-        _is_left_running = True
+        leave_out()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(heap))  # else released at exit, where that waits for peers too
-        _log.warning(
-            "persistent_ops: NVSHMEM's end is left out, because it would wait for peers that have not come to leave "
-            "the world: what it holds is given back when this process ends, and until then it cannot start here again"
-        )
         return
 
     def free_and_finalize() -> None:

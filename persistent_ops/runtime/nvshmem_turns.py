@@ -20,6 +20,7 @@ from pathlib import Path
 from .bootstrap import Bootstrap
 from .errors import BootstrapError
 from .file_lock import lock_within
+from .process_identity import boot_id, pid_space, start_of
 
 __all__ = ["turn_to_end", "turn_to_start"]
 
@@ -91,12 +92,8 @@ def _lock_file() -> Iterator[int | None]:
 
 def _identity(descriptor: int) -> str:
     """Return what tells a file from others, on this host (containers have names of their own) and on others."""
-    try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        host = os.uname().nodename
     status = os.fstat(descriptor)
-    return f"{host} {status.st_dev} {status.st_ino}"
+    return f"{boot_id() or os.uname().nodename} {status.st_dev} {status.st_ino}"
 
 
 def _lock(descriptor: int, seconds: float, *, shared: bool) -> bool:
@@ -116,17 +113,35 @@ def _lock(descriptor: int, seconds: float, *, shared: bool) -> bool:
 
 
 def _note(descriptor: int, what: str) -> None:
-    """Append to the lock's file what a turn is for, or that it is over; its process and descriptor tell which one."""
+    """Append to the lock's file what a turn is for, or that it is over; process and descriptor tell which one it is."""
+    pid = os.getpid()
+    line = f"{pid} {descriptor} {start_of(pid)} {_pid_numbers()} {what} {time.monotonic()}\n"
     with contextlib.suppress(OSError):  # only errors would have told of it
-        os.write(descriptor, f"{os.getpid()} {descriptor} {what} {time.monotonic()}\n".encode())
+        os.write(descriptor, line.encode())
+
+
+def _pid_numbers() -> str:
+    """Return by what PIDs are numbered here: containers that share a file may each have numbers of their own."""
+    return f"{boot_id()}/{pid_space()}"
 
 
 def _holders(descriptor: int) -> str:
-    """Return which processes have a turn, at what, and for how long: those that have noted it and still live."""
+    """Return which processes have a turn, at what, and for how long: those that have noted it and still live.
+
+    Of another container's the number would be that of another process here, and whether it lives cannot be seen.
+    """
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
-    turns: dict[str, str] = {}
-    for turn, pid, what, since in re.findall(r"(?m)^((\d+) \d+) (\w+) (\d+\.\d+)$", text):
+    turns: dict[tuple[str, str, str], str] = {}
+    for pid, number, started, numbers, what, since in re.findall(
+        r"(?m)^(\d+) (\d+) (\d*) (\S+) (\w+) (\d+\.\d+)$", text
+    ):
+        turn = pid, number, numbers
         turns.pop(turn, None)
-        if what != _OVER and Path("/proc", pid).exists():
-            turns[turn] = f"process {pid} has been {what} NVSHMEM for {time.monotonic() - float(since):.1f} s"
+        has_been = f"has been {what} NVSHMEM for {time.monotonic() - float(since):.1f} s"
+        if what == _OVER:
+            continue
+        if numbers != _pid_numbers():
+            turns[turn] = f"a process of another container {has_been}, unless it has been killed"
+        elif started and start_of(int(pid)) == started:
+            turns[turn] = f"process {pid} {has_been}"
     return ", ".join(turns.values()) or "another process, which this one cannot see, has been at it"

@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from .board import Worker, connect_store, serve_store
 from .bootstrap import Bootstrap
+from .bounded import within
 from .rendezvous import own_address
+from .torch_private import abort_groups
 
-__all__ = ["only_tensor", "process_group"]
+__all__ = ["abort_process_group", "only_tensor", "process_group"]
 
 
 @contextlib.contextmanager
@@ -72,6 +74,19 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
             bootstrap.exchange("process_group/left", b"")  # nor the store
         store = None
         worker.close()
+
+
+def abort_process_group(seconds: float) -> None:
+    """End this PE's process group, and what NCCL has under way in it: no peer is waited for.
+
+    Args:
+        seconds: for it.
+
+    Raises:
+        BootstrapError: it has not returned in time; another call is refused then.
+    """
+    if dist.is_initialized() and abort_groups is not None:
+        within(seconds, abort_groups, "torch's abort of the process group")
 
 
 def only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

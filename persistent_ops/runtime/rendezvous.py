@@ -24,8 +24,9 @@ from persistent_ops.runtime import pmi
 from persistent_ops.runtime.board import Board, StoreBoard, Worker, connect_store, serve_store, tcp_store
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.launchers import LaunchEnvironment
+from persistent_ops.runtime.process_identity import identify
 
-__all__ = ["Meeting", "meet", "own_address"]
+__all__ = ["Meeting", "meet", "own_address", "store_over"]
 
 _SEND_S = 1.0  # for one process of this host to take the address
 
@@ -288,3 +289,28 @@ def _broadcast(communicator: Any, text: str | None, deadline: float) -> str:
             raise BootstrapError("rank 0's address did not arrive over MPI within the time-out; is a rank missing?")
         time.sleep(0.001)
     return bytes(buffer).rstrip(b"\0").decode("ascii", "replace")
+
+
+def store_over(group: Any, worker: Worker, deadline: float) -> Any:
+    """Serve a store from rank 0 of a group of torch.distributed, for groups that do not show theirs; collective."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank(group)
+
+    def gather(mine: Any) -> list[Any]:
+        answers: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, mine, group=group)
+        return answers
+
+    try:
+        seconds = max(deadline - time.monotonic(), 0.001)
+        hosts = worker.call(lambda: gather(identify().host), seconds)
+        store = address = None
+        if rank == 0:
+            host = "127.0.0.1" if len(set(hosts)) == 1 else own_address()
+            store, port = serve_store(host, worker, deadline)
+            address = (host, port)
+        host, port = worker.call(lambda: gather(address), max(deadline - time.monotonic(), 0.001))[0]
+    except TimeoutError:
+        raise BootstrapError("not all ranks of the group came within the time-out; is one missing or dead?") from None
+    return connect_store(host, port, worker, deadline) if store is None else store

@@ -19,6 +19,7 @@ _guards = getattr(torch._C._dynamo, "guards", None)
 
 __all__ = [
     "TensorGuards",
+    "abort_groups",
     "autograd_kernel",
     "autograd_node",
     "backward_pass",
@@ -111,6 +112,14 @@ without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _disable_cur
 """A context in which no TorchDispatchMode is active: what the PEs agree on beside fake tensors is done with real ones.
 
 Public torch lets a mode be left in the order of entering alone.
+"""
+
+abort_groups: Callable[[], None] | None = (
+    torch.distributed.distributed_c10d._abort_process_group if torch.distributed.is_available() else None
+)
+"""Ends all process groups, and kernels of NCCL's that wait for a peer; None in builds of torch without groups.
+
+Public torch's `destroy_process_group` waits for those kernels first.
 """
 
 TensorGuards: Any = getattr(_guards, "TensorGuards", None)

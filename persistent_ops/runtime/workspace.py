@@ -162,12 +162,20 @@ class Workspace:
     # ---- launching -------------------------------------------------------------------------------------------------
 
     def launch(
-        self, kernel: Kernel, grid: int, plan: int, call: ctypes.Structure, *, raises_input_errors: bool = True
+        self,
+        kernel: Kernel,
+        grid: int,
+        plan: int,
+        call: ctypes.Structure,
+        *,
+        raises_input_errors: bool = True,
+        begins_early: bool = False,
     ) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
         A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised behind
         the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`.
+        `begins_early`: see `Kernel.launch`.
         """
         with self.lock:
             if self._failure is not None or self._error.state:
@@ -177,7 +185,10 @@ class Workspace:
                     self.admit(self, kernel, grid)
                     kernel.admitted_grid = grid
                 self._order.follow(self._backend.stream())
-            kernel.launch(grid, plan, call)
+            if begins_early:
+                kernel.launch(grid, plan, call, begins_early=True)
+            else:
+                kernel.launch(grid, plan, call)
             if self._is_asynchronous:
                 self._order.launched()
         if not self._is_asynchronous and self._error.state:

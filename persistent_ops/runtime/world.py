@@ -8,7 +8,6 @@ import ctypes
 import dataclasses
 import functools
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from . import launchers, pe_threads
+from . import launchers, pe_threads, timeouts
 from .backend import Backend, Kernel, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
 from .contract import Contract
@@ -33,12 +32,10 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from .tracing import Tracer
 
-__all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized"]
+__all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized", "most_pes"]
 
 _log = logging.getLogger("persistent_ops")
 _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
-_DEFAULT_TIMEOUT_S = 120.0
-_DEFAULT_OPERATOR_TIMEOUT_S = 600.0
 _LONGEST_FAREWELL_S = {"cpu": 5.0, "cuda": 15.0}  # by device; on GPUs it costs NVSHMEM's end where a peer comes later
 _PATIENCE_S = 30.0  # of who leaves or recovers, for launches that still wait for peers
 
@@ -183,6 +180,16 @@ class World:
         self._kernels = {request: kernel for request, kernel in self._kernels.items() if not request.traces}
         self._barrier = None
 
+    @property
+    def lost_peers(self) -> frozenset[int]:
+        """PEs that are known to have ended."""
+        return self._told[0]
+
+    @property
+    def preparing_peers(self) -> frozenset[int]:
+        """PEs that make ready for a launch; see `preparing`."""
+        return self._told[1]
+
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""
         return contextlib.nullcontext() if self._watch is None else self._watch.preparing()
@@ -306,6 +313,11 @@ def upload(backend: Backend, data: bytes) -> torch.Tensor:
     return words
 
 
+def most_pes() -> int:
+    """Return how many PEs a world may have."""
+    return int(describe(COMM).constants["kMaxPes"])
+
+
 def is_initialized() -> bool:
     """Return whether `po.init()` has been called in this process (or this PE's thread) and not undone."""
     return getattr(_thread_worlds, "world", None) is not None or _process_world is not None
@@ -350,8 +362,8 @@ def init(
         raise ValueError(f"backend: expected 'auto', 'cuda' or 'host', got {backend!r}")
     if transport not in ("auto", "staged"):
         raise ValueError(f"transport: expected 'auto' or 'staged', got {transport!r}")
-    timeout = _seconds("timeout", timeout, _DEFAULT_TIMEOUT_S)
-    operator_timeout = _seconds("operator_timeout", operator_timeout, _DEFAULT_OPERATOR_TIMEOUT_S)
+    timeout = timeouts.for_joining(timeout)
+    operator_timeout = timeouts.for_operators(operator_timeout)
     if heap_size is not None and not isinstance(heap_size, int):
         raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
     unknown = set(host_options or {}) - {"network_delay_us", "wg_size"}
@@ -373,10 +385,12 @@ def init(
         made = _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options)
         world = World(bootstrap, made, operator_timeout)
     except BaseException as error:
-        bootstrap.fail(f"{type(error).__name__}: {error}")
+        message = f"{type(error).__name__}: {error}"
         try:
-            if made is not None:
-                made.close()
+            if made is None:
+                bootstrap.fail(message)
+            else:
+                made.close(is_alone=not bootstrap.fail_and_meet(message))
         finally:
             bootstrap.close()
         raise
@@ -390,24 +404,6 @@ def init(
     if backend == "auto":
         level = logging.INFO if world.rank == 0 else logging.DEBUG
         _log.log(level, "persistent_ops: %d PEs on backend '%s'", world.size, world.backend.name)
-
-
-def _seconds(name: str, given: float | None, default: float) -> float:
-    """Return a time-out as it was given, by the environment (PERSISTENT_OPS_ and its name), or by default."""
-    if given is None:
-        variable = f"PERSISTENT_OPS_{name.upper()}"
-        text = os.environ.get(variable, "")
-        if not text:
-            return default
-        try:
-            given, name = float(text), variable
-        except ValueError:
-            raise ValueError(f"{variable}: expected seconds, got {text!r}") from None
-    if not isinstance(given, (int, float)):
-        raise TypeError(f"{name}: expected seconds, got {given!r}")
-    if not 0 < given < math.inf:
-        raise ValueError(f"{name}: expected seconds above 0 and below infinity, got {given}")
-    return given
 
 
 def finalize() -> None:
@@ -465,9 +461,8 @@ def _make_backend(
     transport: str,
     host_options: dict[str, int] | None,
 ) -> Backend:
-    most = describe(COMM).constants["kMaxPes"]
-    if bootstrap.world_size > most:
-        raise BootstrapError(f"a world has at most {most} PEs, this job has {bootstrap.world_size}")
+    if bootstrap.world_size > most_pes():
+        raise BootstrapError(f"a world has at most {most_pes()} PEs, this job has {bootstrap.world_size}")
     chosen = name
     if name == "auto":
         chosen = "cuda" if torch.cuda.is_available() else "host"

@@ -14,15 +14,19 @@ class Pusher {
 
   PO_FN Pusher(const Plan& plan, const Call& call) : plan_(plan), team_(plan.team), call_(call) {}
 
-  PO_FN void run(int number, int count) {
-    const int64_t num_tasks = plan_.num_pushes * plan_.num_slices;
+  // Takes pieces in turn: some WGs begin while lookups are still sorted, and others when that is done.
+  PO_FN void run() {
+    const int64_t num_pieces = plan_.num_pushes * plan_.num_slices;
+    int64_t piece = warp_.shuffle(ticket(), 0);
     PO_NO_UNROLL
-    for (int64_t task = number; task < num_tasks; task += count) {
+    while (piece < num_pieces) {
       const TaskTrace trace(true);
-      const Push& push = plan_.pushes[task / plan_.num_slices];
+      const int64_t next = ticket();  // on its way while this one is copied
+      const Push& push = plan_.pushes[piece / plan_.num_slices];
       if (!has_credit(static_cast<int>(push.owner))) return;
-      copy(push, task % plan_.num_slices);
-      finish(push, plan_.pushed + task / plan_.num_slices);
+      copy(push, piece % plan_.num_slices);
+      finish(push, plan_.pushed + piece / plan_.num_slices);
+      piece = warp_.shuffle(next, 0);
     }
   }
 
@@ -34,6 +38,12 @@ class Pusher {
  private:
   static constexpr int kElements = Traits::kElements;
   static constexpr int kChunksAtOnce = 4;
+
+  // The next piece's number, in the first lane.
+  PO_FN int64_t ticket() const {
+    if (warp_.rank() != 0) return 0;
+    return static_cast<int64_t>(atomic_fetch_add_relaxed_gpu(plan_.pushed + plan_.num_pushes, 1));
+  }
 
   // One lane decides for the warp: after an abort the lanes may see different credits.
   PO_FN bool has_credit(int owner) {

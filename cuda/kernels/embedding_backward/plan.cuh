@@ -111,7 +111,7 @@ struct Plan {
   int64_t slice_samples;  // of a piece that is pushed
   int64_t num_slices;
   int64_t pushing_wgs;
-  uint64_t* pushed;  // [num_pushes]: pieces that are on their way; 0 after every launch
+  uint64_t* pushed;  // [num_pushes + 1]: pieces that are on their way; those taken. 0 after every launch
   const int64_t* batch_start;
   int64_t batch;
   int64_t first_sample;  // of this PE

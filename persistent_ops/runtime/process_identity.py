@@ -1,0 +1,57 @@
+"""What tells a process from others: of this host and of others, also in containers that share one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ProcessIdentity", "boot_id", "identify", "pid_space", "start_of"]
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """What a process tells others about itself."""
+
+    host: str  # host name and boot id: equal on two PEs that share memory, whatever the host name alone says
+    pid_space: str
+    pid: int
+    started: str
+
+    def is_seen_dead_by(self, other: ProcessIdentity) -> bool:
+        """Return whether this process has ended, as far as `other`, which asks, can see it."""
+        if (self.host, self.pid_space) != (other.host, other.pid_space) or not self.started:
+            return False
+        return start_of(self.pid) != self.started
+
+
+def identify() -> ProcessIdentity:
+    """Return the identity of this process."""
+    pid = os.getpid()
+    return ProcessIdentity(f"{socket.gethostname()}/{boot_id()}", pid_space(), pid, start_of(pid))
+
+
+def boot_id() -> str:
+    """Return what tells this host from others, in all of its containers; "" where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_space() -> str:
+    """Return what tells the PID namespace of this process from others of this host; "" where the kernel does not."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def start_of(pid: int) -> str:
+    """Return when a process of this host began, which tells it from a later one with its number; "" if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")

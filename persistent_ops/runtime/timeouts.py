@@ -1,0 +1,36 @@
+"""The time-outs of `persistent_ops.init`: as they were given, from the environment, or by default."""
+
+from __future__ import annotations
+
+import math
+import os
+
+__all__ = ["for_joining", "for_operators"]
+
+
+def for_joining(given: float | None) -> float:
+    """Return the seconds in which PEs join a world."""
+    return _seconds("timeout", given, 120.0)
+
+
+def for_operators(given: float | None) -> float:
+    """Return the seconds that an operator waits for a peer."""
+    return _seconds("operator_timeout", given, 600.0)
+
+
+def _seconds(name: str, given: float | None, default: float) -> float:
+    """Return a time-out as it was given, by the environment (PERSISTENT_OPS_ and its name), or by default."""
+    if given is None:
+        variable = f"PERSISTENT_OPS_{name.upper()}"
+        text = os.environ.get(variable, "")
+        if not text:
+            return default
+        try:
+            given, name = float(text), variable
+        except ValueError:
+            raise ValueError(f"{variable}: expected seconds, got {text!r}") from None
+    if not isinstance(given, (int, float)):
+        raise TypeError(f"{name}: expected seconds, got {given!r}")
+    if not 0 < given < math.inf:
+        raise ValueError(f"{name}: expected seconds above 0 and below infinity, got {given}")
+    return given

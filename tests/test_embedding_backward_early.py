@@ -1,0 +1,119 @@
+"""A backward pass that begins beside the sort of its lookups: what it pushes meanwhile, and what it waits for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutations import Drop, mutated
+from worlds import in_world
+
+import persistent_ops as po
+from persistent_ops.ops.embedding_backward_plan import OPERATOR, Tuning
+from persistent_ops.ops.embedding_inversion import InversionPlan
+from persistent_ops.runtime import jit
+from persistent_ops.runtime.host import HostBackend
+from persistent_ops.runtime.workspace import Workspace
+
+ROWS, COLUMNS, LENGTH = 5000, 32, 40
+STEPS = 6
+
+
+def _problems(batch: int, num_tables: int = 2) -> list[str]:
+    """Train with SGD and whole numbers, other lookups in every step; compare all rows with sums of torch's."""
+    world, rank, device = po.world_size(), po.rank(), po.device()
+    rng = torch.Generator().manual_seed(7 * rank + 1)
+    tables = [torch.zeros(ROWS, COLUMNS, device=device) for _ in range(num_tables)]
+    optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=1.0)
+    expected = torch.zeros(num_tables, ROWS, COLUMNS)
+    offsets = torch.arange(0, num_tables * batch * LENGTH + 1, LENGTH, device=device)
+    problems = []
+    for step in range(STEPS):
+        lookups = torch.randint(0, ROWS, (num_tables, batch, LENGTH), generator=rng)
+        with torch.enable_grad():
+            pooled = po.embedding_all_to_all(tables, lookups.flatten().to(device), offsets, optimizer=optimizer)
+        # Of a whole number for each sample and column of the global batch, which every PE knows.
+        values = (torch.arange(batch)[:, None] * 7 + torch.arange(num_tables * COLUMNS * world) * 5 + step) % 9 - 4.0
+        own = slice(rank * batch // world, (rank + 1) * batch // world)
+        pooled.backward(values[own].to(device))
+        of_tables = values[:, rank * num_tables * COLUMNS :][:, : num_tables * COLUMNS].unflatten(1, (-1, COLUMNS))
+        for table in range(num_tables):
+            gradients = of_tables[:, table].repeat_interleave(LENGTH, 0)
+            expected[table].index_add_(0, lookups[table].flatten(), gradients, alpha=-1.0)
+            if not torch.equal(tables[table].cpu(), expected[table]):
+                wrong = (tables[table].cpu() != expected[table]).any(1).sum()
+                problems.append(f"step {step}, table {table}: {wrong} rows are wrong")
+    po.check()
+    return problems
+
+
+def test_rows_are_right(backend: str) -> None:
+    assert in_world(_problems, 2, backend, 64) == [[], []]
+
+
+def _tuned(early: int) -> list[str]:
+    OPERATOR.tune(po.runtime.world.current(), Tuning(pushing_work_groups=1, early_work_groups=early))
+    return _problems(16)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(("world", "early", "room"), [(2, 32, 1), (2, 0, 0), (1, 32, 0)])
+def test_what_pushes_begins_behind_a_sort_that_leaves_room(
+    backend: str, monkeypatch: pytest.MonkeyPatch, world: int, early: int, room: int
+) -> None:
+    launches: dict[int, list[Any]] = {pe: [] for pe in range(world)}
+    launch, sort = Workspace.launch, InversionPlan._launch
+
+    def noting(workspace: Workspace, *arguments: Any, begins_early: bool = False, **options: Any) -> None:
+        launches[po.rank()].append("early" if begins_early else "whole")
+        launch(workspace, *arguments, **options)
+
+    def noting_sort(plan: InversionPlan, *arguments: Any) -> Any:
+        inverted = sort(plan, *arguments)
+        launches[po.rank()][-1] = f"sort with room for {plan.room_for}"
+        return inverted
+
+    monkeypatch.setattr(HostBackend, "begins_early", True)
+    monkeypatch.setattr(Workspace, "launch", noting)
+    monkeypatch.setattr(InversionPlan, "_launch", noting_sort)
+    assert in_world(_tuned, world, backend, early) == [[]] * world
+    step = ["whole", f"sort with room for {room}", "early" if room else "whole"]
+    assert all(of_pe[-3 * (STEPS - 1) :] == step * (STEPS - 1) for of_pe in launches.values()), launches
+
+
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+LARGE = 16384  # samples: a sort of 1.3 million lookups takes longer than its backward pass to begin
+MUTATION = Drop("sort-has-ended")
+
+
+def _problems_of_sources(backend: str, root: Path) -> list[str]:
+    """Take kernels from other sources; for a process of its own, since it remembers them."""
+    jit.kernel_source_root = lambda: root  # type: ignore[assignment]
+    po.init(backend, heap_size=256 << 20)
+    torch.zeros(1 << 28, dtype=torch.uint8, device=po.device())  # what is read too early are numbers of lookups
+    problems = _problems(LARGE)
+    po.finalize()
+    return problems
+
+
+@pytest.mark.gpu
+@pytest.mark.apart
+def test_rows_are_right_behind_a_long_sort(backend: str) -> None:
+    assert in_world(_problems, 2, backend, LARGE, heap_size=256 << 20) == [[], []]
+
+
+@pytest.mark.gpu
+@pytest.mark.apart
+def test_a_pass_that_does_not_wait_for_the_sort_is_noticed(backend: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("PEs that share a GPU take turns: a sort ends before its backward pass has a peer's credit")
+    root = mutated(tmp_path, (MUTATION,))
+    found = po.launch(_problems_of_sources, 2, backend, root, timeout=250)
+    assert all(any("rows are wrong" in problem for problem in problems) for problems in found), found
+
+
+def test_the_mutation_edits_what_is_there(tmp_path: Path) -> None:
+    mutated(tmp_path, (MUTATION,))
