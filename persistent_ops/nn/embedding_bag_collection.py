@@ -389,7 +389,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
-        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call.
+        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call,
+        and in the same order on all PEs where there are several.
         """
         if not isinstance(features, SentFeatures):
             features = self.input_dist(

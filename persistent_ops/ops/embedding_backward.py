@@ -78,8 +78,9 @@ class EmbeddingOptimizer:
     Raises:
         ValueError, TypeError: for what it cannot be made of.
 
-    Backward is collective: every PE must reach it, in the same order as its peers. A second backward pass of one
-    forward pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
+    Backward is collective: every PE must reach it, in the same order as its peers, which is a ContractMismatchError
+    otherwise, also for equal tables and for two forward passes of one optimizer. A second backward pass of one forward
+    pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
     are loaded from a checkpoint, and `loaded` says so.
     Source: FBGEMM's table-batched embeddings (exact optimizers), section III of the SC24 paper for the exchange, and
     Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3" (SC11).
