@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dlrm.captured_step import check_machine
 from dlrm.data import check_data
-from dlrm.options import ALGORITHMS, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
+from dlrm.options import ALGORITHMS, BESIDE_NCCL, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
 from dlrm.report import draw_if_possible
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
@@ -59,6 +59,8 @@ def main(argv: list[str]) -> int:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
     try:
         options = _options(arguments)
+        if options.num_sms_of_nccl is not None:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see po.nn.leave_room
         check_arguments(arguments, output=None if options.compare_steps else options.output)
         report, is_printer = _run(options, arguments.pes, arguments.limit)
     except (ValueError, po.BackendUnavailableError) as error:
@@ -112,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compile", action="store_true", help="let torch.compile make the dense part's kernels")
     parser.add_argument("--graph", action="store_true", help="make steps as replays of a CUDA graph, on GPUs")
+    parser.add_argument(
+        "--beside-nccl",
+        choices=BESIDE_NCCL,
+        default=Options.beside_nccl,
+        help="dense sums and tables' backward pass: in one order, or side by side in room that is left for both",
+    )
     for name, kind, text in _NUMBERS:
         parser.add_argument(f"--{name}", type=kind, help=f"{text} ({_default(name)})")
     parser.add_argument("--compare", type=int, default=0, metavar="STEPS", help="steps of each way, and no training")

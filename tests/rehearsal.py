@@ -110,15 +110,15 @@ class Notes:
 class _Silent:
     """A kernel that does nothing."""
 
-    def __init__(self, threads: int, blocks_per_sm: int) -> None:
+    def __init__(self, backend: NotingBackend, threads: int) -> None:
         self.admitted_grid = 0
-        self._threads, self._blocks_per_sm = threads, blocks_per_sm
+        self._backend, self._threads = backend, threads
 
     def footprint(self) -> Footprint:
-        return Footprint(self._threads, 0, 0, self._blocks_per_sm)
+        return Footprint(self._threads, 0, 0, self.max_blocks_per_sm())
 
     def max_blocks_per_sm(self) -> int:
-        return self._blocks_per_sm
+        return self._backend.default_blocks_per_sm
 
     def launch(self, grid: int, plan: int, call: object) -> None:
         """Nothing."""
@@ -136,7 +136,7 @@ class NotingBackend(host.HostBackend):
 
     def load(self, request: KernelRequest) -> Any:
         self._notes.add(Noted(request.source(), nvshmem=not all(self.peer_heaps)))
-        return _Silent(request.threads, self.default_blocks_per_sm)
+        return _Silent(self, request.threads)
 
 
 @dataclass(frozen=True)

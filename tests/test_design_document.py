@@ -16,6 +16,7 @@ import test_embedding_inversion_sanitizer
 import test_embedding_sanitizer
 import test_embedding_weight_gradients_sanitizer
 import test_gemv_sanitizer
+import test_embedding_backward_early
 import test_gemv_vectors
 import test_lanes_sanitizer
 import test_sparse_sanitizer
@@ -157,7 +158,8 @@ def _edits() -> list[Edit]:
     drivers = _drivers()
     groups = [mutation.edits for driver in drivers for mutation in driver.mutations.values()]
     groups += [build.edits for driver in drivers for build in driver.builds.values()]
-    return [edit for group in (*groups, *test_gemv_vectors.MUTATIONS.values()) for edit in group]
+    groups += [*test_gemv_vectors.MUTATIONS.values(), *test_embedding_backward_early.MUTATIONS.values()]
+    return [edit for group in groups for edit in group]
 
 
 def test_every_tag_has_a_mutation() -> None:

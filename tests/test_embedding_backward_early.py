@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mutations import Drop, mutated
+from mutations import Drop, Edit, mutated
 from worlds import in_world
 
 import persistent_ops as po
@@ -86,7 +86,7 @@ def test_what_pushes_begins_behind_a_sort_that_leaves_room(
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------
 
 LARGE = 16384  # samples: a sort of 1.3 million lookups takes longer than its backward pass to begin
-MUTATION = Drop("sort-has-ended")
+MUTATIONS: dict[str, tuple[Edit, ...]] = {"rows_are_reduced_before_the_sort_has_ended": (Drop("sort-has-ended"),)}
 
 
 def _problems_of_sources(backend: str, root: Path) -> list[str]:
@@ -107,13 +107,15 @@ def test_rows_are_right_behind_a_long_sort(backend: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.apart
-def test_a_pass_that_does_not_wait_for_the_sort_is_noticed(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(backend: str, tmp_path: Path, name: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("PEs that share a GPU take turns: a sort ends before its backward pass has a peer's credit")
-    root = mutated(tmp_path, (MUTATION,))
+    root = mutated(tmp_path, MUTATIONS[name])
     found = po.launch(_problems_of_sources, 2, backend, root, timeout=250)
     assert all(any("rows are wrong" in problem for problem in problems) for problems in found), found
 
 
-def test_the_mutation_edits_what_is_there(tmp_path: Path) -> None:
-    mutated(tmp_path, (MUTATION,))
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_edits_what_is_there(tmp_path: Path, name: str) -> None:
+    mutated(tmp_path, MUTATIONS[name])

@@ -173,7 +173,7 @@ def _admitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     world = po.runtime.world.current()
     main = world.workspace
     main._order = Order(world.backend.device)  # type: ignore[assignment]
-    world._residency = Residency(H200, 132)
+    world.residency = Residency(H200, 132)
     side = world.side_workspace(WORKSPACE)
     for workspace in (main, side):
         workspace._is_asynchronous = True

@@ -14,12 +14,14 @@ from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
 from .model import Sizes
 from .schedule import Schedule
 
-__all__ = ["ALGORITHMS", "FORMATS", "MODELS", "PLACEMENTS", "PRECISIONS", "Options", "Preset"]
+__all__ = ["ALGORITHMS", "BESIDE_NCCL", "FORMATS", "MODELS", "PLACEMENTS", "PRECISIONS", "Options", "Preset"]
 
 ALGORITHMS = ("sgd", "adagrad", "rowwise_adagrad")
+BESIDE_NCCL = ("serial", "room")
 FORMATS = ("synthetic", "criteo", "npy", "raw")
 PLACEMENTS = ("model", "table_wise", "auto")
 PRECISIONS = ("fp32", "bf16")
+_NUM_SMS_OF_NCCL = 8  # enough for the dense part's few MB
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -110,6 +112,8 @@ class Options:
             nothing by it.
         is_compiled: whether torch.compile makes the dense part's kernels.
         is_captured: whether steps are replays of a CUDA graph, as far as they can be.
+        beside_nccl: one of `BESIDE_NCCL`: the dense part's sums and the tables' backward pass one behind the other, or
+            side by side in the room that launches leave.
         compare_steps: of each way, in a comparison that takes the training's place; 0 for the training.
         seed: of the log, the order of samples and all weights.
         backend: "auto", "cuda" or "host".
@@ -148,6 +152,7 @@ class Options:
     wire: str | None = None
     is_compiled: bool = False
     is_captured: bool = False
+    beside_nccl: str = "serial"
     compare_steps: int = 0
     seed: int = 0
     backend: str = "auto"
@@ -161,6 +166,7 @@ class Options:
     def __post_init__(self) -> None:
         choices = {"model": tuple(MODELS), "format": FORMATS, "optimizer": ALGORITHMS, "precision": PRECISIONS}
         choices |= {"interaction": ("dcn", "dot"), "backend": ("auto", "cuda", "host"), "placement": PLACEMENTS}
+        choices |= {"beside_nccl": BESIDE_NCCL}
         choices |= {"wire": PRECISIONS} if self.wire is not None else {}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -178,6 +184,8 @@ class Options:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.is_captured and self.compare_steps:
             raise ValueError("--graph: a comparison's steps are not captured; leave out --graph or --compare")
+        if self.beside_nccl == "room" and self.compare_steps:
+            raise ValueError("--beside-nccl: a comparison's peers have NCCL as it is; leave out room or --compare")
         if (self.data is None) != (self.format == "synthetic"):
             raise ValueError(f"data: format {self.format} takes {'no' * (self.data is not None) or 'a'} file or folder")
 
@@ -198,6 +206,11 @@ class Options:
         """As the embedding collection takes it: None for that of its tables, float32."""
         dtype = _DTYPES[self.wire or self.precision]
         return None if dtype == torch.float32 else dtype
+
+    @property
+    def num_sms_of_nccl(self) -> int | None:
+        """As `Training` takes it."""
+        return _NUM_SMS_OF_NCCL if self.beside_nccl == "room" else None
 
     def sizes(self, num_features: int, num_dense: int) -> Sizes:
         """Return the sizes of the dense part."""

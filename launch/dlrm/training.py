@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from persistent_ops.nn import OrderedAllReduce, balanced_splits
+from persistent_ops.nn import OrderedAllReduce, balanced_splits, leave_room
 
 from . import checkpoint
 from .ahead import Sender
@@ -98,6 +98,8 @@ class Training:
             done on one stream, see `own_stream`; and `close` comes before the process group's end.
         watch: waits for the steps where the host wants losses, and raises what launches have reported, neither of which
             a replay does; None where torch and the operators do.
+        num_sms_of_nccl: that launches leave to the process group's collectives, which then need no order with them;
+            None to put both in one order.
 
     Attributes:
         batches, device: see above.
@@ -127,6 +129,7 @@ class Training:
         is_compiled: bool = False,
         is_captured: bool = False,
         watch: StepWatch | None = None,
+        num_sms_of_nccl: int | None = None,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
             if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
@@ -149,7 +152,10 @@ class Training:
         self._gradients: OrderedAllReduce | None = None
         if self._num_pes > 1:
             self._dense = DistributedDataParallel(model, broadcast_buffers=False)  # which are constants
-            self._gradients = OrderedAllReduce(self._dense)
+            if num_sms_of_nccl is None:
+                self._gradients = OrderedAllReduce(self._dense)
+            else:
+                leave_room(self._dense, num_sms=num_sms_of_nccl)
         if is_compiled:
             self._dense = torch.compile(self._dense)
         self._captured: CapturedStep | None = None

@@ -90,4 +90,5 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         is_compiled=options.is_compiled,
         is_captured=options.is_captured,
         watch=StepWatch(world, device, world.workspace.timeout, world.check) if options.is_captured else None,
+        num_sms_of_nccl=options.num_sms_of_nccl,
     )

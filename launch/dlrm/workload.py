@@ -50,6 +50,8 @@ def run_pe(options: Options) -> dict[str, Any]:
         group, shares_gpu = machine_share(world)
         if options.compare_steps and shares_gpu:
             raise ValueError("--compare: expected a GPU for each PE, as gloo exchanges no GPU memory; pass fewer --pes")
+        if options.num_sms_of_nccl is not None and group != "nccl":
+            raise ValueError("--beside-nccl: room is for NCCL, which needs a GPU for each PE; leave it out")
         stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if options.is_captured:
             check_machine(has_gpus=world.backend.name == "cuda", shares_gpu=shares_gpu)
@@ -57,7 +59,10 @@ def run_pe(options: Options) -> dict[str, Any]:
         trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
         device = world.backend.device
         data = open_data(options)
-        with process_group(world.bootstrap, backend=group, device=device, timeout=options.timeout), trace, stream:
+        sums = process_group(
+            world.bootstrap, backend=group, device=device, timeout=options.timeout, max_ctas=options.num_sms_of_nccl
+        )
+        with sums, trace, stream:
             collection = make_collection(options, data, world)
             if options.placement == "auto" and world.rank == 0:
                 Console().print(collection.placement_table())

@@ -9,6 +9,7 @@ from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
 from .embedding_features import SentFeatures as SentFeatures
 from .embedding_tables import TableConfig as TableConfig
 from .ignored_tables import ignore_sharded_tables as ignore_sharded_tables
+from .leave_room import leave_room as leave_room
 from .ordered_all_reduce import OrderedAllReduce as OrderedAllReduce
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,

@@ -317,7 +317,7 @@ class AllReducePlan(Plan):
         is_host = world.backend.name == "host"
         self._threads = _HOST_THREADS if is_host else self._tuning.threads or _SLICE_THREADS
         warps = world.backend.warps_of(self._threads)
-        wgs_per_sm = 2 if self._threads <= _SLICE_THREADS else 1
+        wgs_per_sm = 2 if self._threads <= _SLICE_THREADS and not world.backend.leaves_room else 1
         most_wgs = min(self._tuning.work_groups or wgs_per_sm * world.backend.num_sms, constants["kMaxSliceWgs"])
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
         places = _slice_places(team.size, _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS)

@@ -192,8 +192,9 @@ def kernel_request(
     rounding: str = "nearest",
     has_wide_keys: bool = False,
     blocks_per_sm: int | None = None,
+    has_one_wg: bool = False,
 ) -> KernelRequest:
-    """Return what is compiled for one combination of choices."""
+    """Return what is compiled for one combination of choices; `has_one_wg`: whether an SM has a large WG alone."""
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
@@ -203,7 +204,10 @@ def kernel_request(
     # Of float16 rows of 1 KB, squares and conversions take one register more than three WGs of an SM leave.
     is_one_short = dtype == torch.float16 and step == "rowwise_adagrad" and tiles.row_chunks > 32
     needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)
-    blocks = max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers)
+    blocks, threads = blocks_per_sm or max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers), _THREADS
+    if has_one_wg:
+        # Three WGs' windows would be more than the 48 KB of memory that a kernel can declare.
+        blocks, threads = 1, _THREADS * min(blocks, 2)
     config = {
         "scalar": SCALARS[dtype],
         "wire": SCALARS[wire_dtype],
@@ -216,10 +220,10 @@ def kernel_request(
         "lanes": str(tiles.lanes),
         "row_chunks": str(tiles.row_chunks),
         "wide_rows": str(tiles.has_wide_rows).lower(),
-        "threads": str(_THREADS),
-        "blocks_per_sm": str(blocks_per_sm or blocks),
+        "threads": str(threads),
+        "blocks_per_sm": str(blocks),
     }
-    return KernelRequest(_NAME, tuple(config.items()), _THREADS)
+    return KernelRequest(_NAME, tuple(config.items()), threads)
 
 
 def identity(table: torch.Tensor) -> tuple[int, ...]:
@@ -366,6 +370,7 @@ class BackwardPlan(Plan):
             rounding=rounding,
             has_wide_keys=self.rows.key_dtype == torch.int64,
             blocks_per_sm=tuning.blocks_per_sm,
+            has_one_wg=world.backend.leaves_room,
         )
         self._kernel = world.load(request)
         resident = world.backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())

@@ -157,6 +157,9 @@ class Tuning(BoundedTuning):
 OPERATOR = Operator(_NAME, ("tables", "batch", "keys", "work_groups"), max_plans=256, default_tuning=Tuning())
 
 
+_WITH_ROOM = Tuning(threads=1024, work_groups_per_sm=1)  # one WG in place of two, where SMs are left to others
+
+
 class InversionKey(NamedTuple):
     """What tells plans apart.
 
@@ -432,7 +435,7 @@ def _plan(
     room_for: int,
 ) -> InversionPlan:
     state = OPERATOR.state(world)
-    tuning: Tuning = state.tuning or OPERATOR.default_tuning
+    tuning: Tuning = state.tuning or (_WITH_ROOM if world.backend.leaves_room else OPERATOR.default_tuning)
     items = tuning.items or _choose_items(world, tuning, num_lookups, 8 if _is_small(rows, lookups=lookups) else 16)
     key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, room_for, tuning)
     plans: Plans[InversionPlan] = state.plans

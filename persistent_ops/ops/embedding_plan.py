@@ -212,6 +212,8 @@ class EmbeddingPlan(Plan):
         narrowing = dtype.itemsize // element
         tables, shapes = _tables(weights, narrowing, column_start[rank], row_bytes, world.backend.name)
         threads = tuning.threads or _threads(shapes, lookups.is_weighted, narrowing)
+        if world.backend.leaves_room and tuning.threads is None:
+            threads *= 2  # of both WGs that an SM has otherwise
         num_sms = world.backend.num_sms
         self._grid = tuning.work_groups or num_sms * world.backend.default_blocks_per_sm
         blocks_per_sm = -(-self._grid // num_sms)

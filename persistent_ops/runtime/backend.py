@@ -66,7 +66,7 @@ class Kernel(Protocol):
         """Return what WGs of this kernel take of an SM."""
 
     def max_blocks_per_sm(self) -> int:
-        """Return how many WGs of this kernel one SM holds at once."""
+        """Return how many WGs of this kernel one SM may hold at once."""
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
         """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`; `call` is copied.
@@ -95,6 +95,7 @@ class Backend(Protocol):
     peer_heaps: tuple[int, ...]
     """Address of each PE's heap as mapped here; 0 where it is not load/store reachable."""
     num_sms: int
+    """That launches may take, one WG on each where `leaves_room`."""
     sm: Sm
     default_blocks_per_sm: int
     arena_bytes: int
@@ -103,6 +104,8 @@ class Backend(Protocol):
     """Makes the calls in which this PE waits for its launches."""
     runs_beside: bool
     """Whether launches from now on may be resident side by side, as all PEs have agreed."""
+    leaves_room: bool
+    """Whether they leave SMs to other libraries' collectives, as all PEs have agreed (`World.leave_room`)."""
     network: int
     """Address of the host backend's delaying network; 0 where there is none."""
 

@@ -44,7 +44,7 @@ class _GpuKernel:
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
         _check_driver(outcome, request.name)
         self._function = outcome[1]
-        self._configs: dict[tuple[int, int, bool, bool], driver.CUlaunchConfig] = {}
+        self._configs: dict[tuple[int, int, bool, bool, bool], driver.CUlaunchConfig] = {}
         self.admitted_grid = 0
         # The driver copies what these point to before a launch returns.
         self._plan = ctypes.c_uint64()
@@ -52,6 +52,10 @@ class _GpuKernel:
         self._parameters_address = ctypes.addressof(self._parameters)
 
     def max_blocks_per_sm(self) -> int:
+        most = self._occupancy()
+        return min(most, 1) if self._backend.leaves_room else most
+
+    def _occupancy(self) -> int:
         request = self._request
         occupancy = self._kernel.occupancy
         return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
@@ -69,12 +73,13 @@ class _GpuKernel:
             self._request.threads,
             registers,
             shared_bytes + self._request.arena_bytes,
-            self.max_blocks_per_sm(),
+            self._occupancy(),
             overlaps=self._request.overlaps_predecessor,
         )
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
-        key = grid, self._backend.stream(), self._backend.runs_beside, begins_early
+        backend = self._backend
+        key = grid, backend.stream(), backend.runs_beside, backend.leaves_room, begins_early
         config = self._configs.get(key)
         if config is None:
             if len(self._configs) >= _MAX_CONFIGS:
@@ -90,7 +95,9 @@ class _GpuKernel:
         self._sink, self._memory = sink, memory
         self._parameters[2] = ctypes.addressof(sink)
 
-    def _make_config(self, grid: int, stream: int, is_beside: bool, begins_early: bool) -> driver.CUlaunchConfig:
+    def _make_config(
+        self, grid: int, stream: int, is_beside: bool, leaves_room: bool, begins_early: bool
+    ) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
         config.hStream = driver.CUstream(stream)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -99,12 +106,14 @@ class _GpuKernel:
         attributes = []
         # A cooperative launch begins as a whole, and no other one may become resident beside it (cuda/DESIGN.md,
         # section 11).
-        if not is_beside and not begins_early:
+        if not (is_beside or leaves_room or begins_early):
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
-        if begins_early or (self._request.overlaps_predecessor and self._backend.has_early_launches):
+        overlaps = self._request.overlaps_predecessor and self._backend.has_early_launches
+        # Of two launches at a time the WGs would be twice as many as there is room for.
+        if begins_early or (overlaps and not leaves_room):
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
@@ -142,11 +151,12 @@ class GpuBackend:
     name = "cuda"
     default_blocks_per_sm = 2
     runs_beside = False
+    leaves_room = False
     network = 0
 
     @property
     def begins_early(self) -> bool:
-        return self.has_early_launches and not self.runs_beside
+        return self.has_early_launches and not self.runs_beside and not self.leaves_room
 
     def __init__(self, bootstrap: Bootstrap, heap_bytes: int, transport: str, timeout: float) -> None:
         index = _choose_device(bootstrap)

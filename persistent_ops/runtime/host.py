@@ -79,6 +79,7 @@ class HostBackend:
     arena_bytes = 1 << 30
     runs_beside = False
     begins_early = False
+    leaves_room = False
 
     def __init__(
         self, bootstrap: Bootstrap, heap_bytes: int, transport: str, network_delay_us: int = 200, wg_size: int = 1

@@ -22,7 +22,9 @@ __all__ = ["abort_process_group", "only_tensor", "process_group"]
 
 
 @contextlib.contextmanager
-def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, timeout: float) -> Iterator[None]:
+def process_group(
+    bootstrap: Bootstrap, *, backend: str, device: torch.device, timeout: float, max_ctas: int | None = None
+) -> Iterator[None]:
     """Make a process group of all PEs that lives as long as the context, whatever launcher started them.
 
     The PEs meet in a store at the host of rank 0, which listens on the loopback interface alone where that is the only
@@ -33,6 +35,7 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
         backend: "gloo" or "nccl".
         device: of this PE.
         timeout: seconds that any collective may take.
+        max_ctas: of NCCL's kernels, which then have no clusters either (`po.nn.leave_room`); None for NCCL's choice.
 
     Yields:
         Nothing: the group is torch's default group meanwhile.
@@ -63,6 +66,7 @@ def process_group(bootstrap: Bootstrap, *, backend: str, device: torch.device, t
             world_size=bootstrap.world_size,
             timeout=limit,
             device_id=device if backend == "nccl" else None,
+            pg_options=None if max_ctas is None else _nccl_options(max_ctas, limit),
         )
         yield
         bootstrap.exchange("process_group/done", b"")  # nobody takes the group down while another still uses it
@@ -87,6 +91,13 @@ def abort_process_group(seconds: float) -> None:
     """
     if dist.is_initialized() and abort_groups is not None:
         within(seconds, abort_groups, "torch's abort of the process group")
+
+
+def _nccl_options(max_ctas: int, limit: datetime.timedelta) -> object:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas, options.config.cga_cluster_size = max_ctas, 1
+    options._timeout = limit  # which torch compares with its own, and warns
+    return options
 
 
 def only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -104,6 +104,7 @@ class Residency:
 
     def __init__(self, sm: Sm, num_sms: int) -> None:
         self._sm, self._num_sms = sm, num_sms
+        self._num_left = 0
         self._main: dict[Footprint, int] = {}  # with the most WGs
         self._beside: dict[str, dict[Footprint, int]] = {}  # by workspace
 
@@ -112,16 +113,43 @@ class Residency:
         noted = self._beside.setdefault(workspace, {}) if workspace else self._main
         noted[kernel] = max(grid, noted.get(kernel, 0))
 
+    @property
+    def _num_beside(self) -> int:
+        """WGs of the largest launches of workspaces beside the world's own, one of each."""
+        return sum(max(of_workspace.values()) for of_workspace in self._beside.values())
+
+    def num_free(self, *, is_beside: bool) -> int:
+        """Return for how many WGs of the world's own launch there are SMs, one each, beside other workspaces' WGs.
+
+        Args:
+            is_beside: whether these run beside it.
+        """
+        return self._num_sms - (self._num_beside if is_beside else 0)
+
+    def leave(self, num_sms: int) -> None:
+        """Leave so many SMs to others from now on; forget the launches so far of the world's own workspace."""
+        self._num_left = num_sms
+        self._main.clear()
+
+    def leaves_room(self, *, is_beside: bool) -> bool:
+        """Return whether the WGs that may be resident together are no more than the SMs that are not left to others."""
+        main = max(self._main.values(), default=0)
+        each = (max(of_workspace.values()) for of_workspace in self._beside.values())
+        together = main + self._num_beside if is_beside else max((main, *each))
+        return not self._num_left or together <= self._num_sms - self._num_left
+
     def fits(self) -> bool:
         """Return whether all launches of workspaces beside the world's own find room, whatever that one's launch has.
 
         One launch of each workspace at a time. Where there is room for all WGs of these, then until all are resident
         some SM has fewer of them than it has room for: the next one finds room there.
         """
+        if not self.leaves_room(is_beside=True):
+            return False
         kernels = [kernel for of_workspace in self._beside.values() for kernel in of_workspace]
         if not kernels:
             return True
-        needed = sum(max(of_workspace.values()) for of_workspace in self._beside.values())
+        needed = self._num_beside
         largest = Footprint(
             max(kernel.threads for kernel in kernels),
             max(kernel.registers for kernel in kernels),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import Variable, forward_ad
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 _guards = getattr(torch._C._dynamo, "guards", None)
@@ -22,6 +23,7 @@ __all__ = [
     "abort_groups",
     "autograd_kernel",
     "autograd_node",
+    "backend_of_group",
     "backward_pass",
     "current_raw_stream",
     "dual_level",
@@ -106,6 +108,12 @@ autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
 """The node that the backward pass of this thread runs, or None in its final callbacks.
 
 Public torch calls hooks with a node's gradients, and does not tell other code which node runs.
+"""
+
+backend_of_group: Callable[..., Any] = ProcessGroup._get_backend
+"""What a process group uses on a device: it has the options that the group was made with, as NCCL's most CTAs.
+
+Public torch takes options for a new group, and tells of one that there is the backend's name alone.
 """
 
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes

@@ -253,7 +253,21 @@ class Workspace:
             return PeerLostError(
                 f"{waited}; PE {error.peer} has ended, look at its output.{left}{at_risk and ' '}{at_risk}"
             )
-        return PeerTimeoutError(f"{waited}. {remedy}")
+        if any(error.peer_contract):
+            return PeerTimeoutError(f"{waited}. {remedy}")
+        # No credit of this epoch has come, and with that every launch begins.
+        cause = f"No launch of PE {error.peer} has begun for it: PE {error.peer} has not called the operator"
+        return PeerTimeoutError(f"{waited}. {cause}{self._lack_of_room(me)}. {remedy}")
+
+    def _lack_of_room(self, waiting: int) -> str:
+        """Say what else keeps a PE's launch from beginning; `waiting`: the PE that waits for it."""
+        if not self._is_asynchronous:
+            return ""  # threads always find room
+        return (
+            ", or its launch found no room on its GPU beside another library's collective (NCCL's), which waited there "
+            f"for PE {waiting}: let all PEs meet the two in one order (po.nn.OrderedAllReduce), or leave room for both "
+            "(po.nn.leave_room)"
+        )
 
     def _launch_of(self, operator: Operator) -> str:
         """Return what this PE had launched."""
@@ -316,9 +330,11 @@ class Workspace:
         if reason == "lost":
             what = "was interrupted" if error.peer == error.index else f"found that {blamed} has ended"
             return PeerLostError(f"PE {error.index} {what}, {left}. {remedy}")
-        return PeerTimeoutError(
-            f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}. {remedy}"
-        )
+        gave_up = f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}"
+        if error.peer != me or not self._is_asynchronous:
+            return PeerTimeoutError(f"{gave_up}. {remedy}")
+        cause = f"PE {me} called the operator too late{self._lack_of_room(error.index)}"
+        return PeerTimeoutError(f"{gave_up}. {cause}. {remedy}")
 
     # ---- what the host tells launches under way ----------------------------------------------------------------------
 

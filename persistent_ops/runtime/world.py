@@ -69,7 +69,7 @@ class World:
         self.heap = SymmetricHeap(backend, bootstrap)
         self.workspace = Workspace(backend, bootstrap, self.heap, operator_timeout)
         self._side_workspaces: dict[str, Workspace] = {}
-        self._residency = Residency(backend.sm, backend.num_sms)
+        self.residency = Residency(backend.sm, backend.num_sms)
         self._runs_beside = False
         self._told: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self.workspace.admit = self._admit
@@ -129,7 +129,7 @@ class World:
             raise RuntimeError("PEs cannot agree in a CUDA-graph capture on which launches run side by side")
         self.meet(_BESIDE.contract(self.team))
         self.backend.synchronize()
-        fits = self._residency.fits()
+        fits = self.residency.fits()
         self._runs_beside = all(raw == b"1" for raw in self.bootstrap.exchange("beside", str(int(fits)).encode()))
         self.backend.runs_beside = self._runs_beside
         for side in self._side_workspaces.values():
@@ -138,8 +138,13 @@ class World:
 
     def _admit(self, workspace: Workspace, kernel: Kernel, grid: int, *, name: str = "") -> None:
         """Take note of a launch to come; raise where it leaves no room beside, and the PEs have agreed that it does."""
-        self._residency.add(name, kernel.footprint(), grid)
-        if self._runs_beside and not self._residency.fits():
+        self.residency.add(name, kernel.footprint(), grid)
+        if not self.residency.leaves_room(is_beside=self._runs_beside):
+            raise RuntimeError(
+                "this launch leaves less room on the GPU than other libraries' collectives were promised: call "
+                "po.nn.leave_room() again, on all PEs, when every operator has been called once"
+            )
+        if self._runs_beside and not self.residency.fits():
             raise RuntimeError(
                 "this launch leaves no room on the GPU for those that were agreed to run beside it: call run_beside() "
                 "again, on all PEs, when every operator has been called once"
@@ -189,6 +194,14 @@ class World:
     def preparing_peers(self) -> frozenset[int]:
         """PEs that make ready for a launch; see `preparing`."""
         return self._told[1]
+
+    def plan_anew(self) -> None:
+        """Have launches planned and admitted anew; none may be in flight. CUDA graphs keep theirs."""
+        for state in self.operator_state.values():
+            if isinstance(state, OperatorState):
+                state.plans.clear()
+        for kernel in self._kernels.values():
+            kernel.admitted_grid = 0
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this PE makes ready for a launch: peers that wait do not count that time."""
