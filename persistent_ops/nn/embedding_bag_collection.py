@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
-from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_checks import check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
+from ..ops.embedding_widths import agree_on_widths
 from ..runtime import world as _world
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
@@ -174,6 +174,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             rounded = rounding_of(group, rounding)
             optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounded, **options)  # type: ignore[arg-type]
             optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
+            optimizer.name_tables(list(dict.fromkeys(configs[slot.table].name for slot in group.columns)))
             agree_on_widths(world, optimizer._token, group.dim_per_rank, weights)
             self._weights.append(weights)
             optimizers.append(optimizer)
@@ -388,7 +389,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
-        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call.
+        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call,
+        and in the same order on all PEs where there are several.
         """
         if not isinstance(features, SentFeatures):
             features = self.input_dist(
