@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import test_all_reduce_sanitizer
+import test_embedding_backward_early
 import test_embedding_backward_sanitizer
 import test_embedding_inputs_sanitizer
 import test_embedding_inversion_sanitizer
 import test_embedding_sanitizer
 import test_embedding_weight_gradients_sanitizer
 import test_gemv_sanitizer
-import test_embedding_backward_early
 import test_gemv_vectors
 import test_lanes_sanitizer
 import test_sparse_sanitizer
