@@ -231,6 +231,7 @@ class EmbeddingOptimizer:
             per_sample_weights,
             split,
             choices,
+            calls=world.workspace.calls,
             name=self._name or self._first_named(world),
             once="would update the tables twice",
         )

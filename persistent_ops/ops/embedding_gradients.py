@@ -135,7 +135,8 @@ def record_sparse(
     choices: Mapping[str, str],
 ) -> torch.Tensor:
     """Call `embedding_all_to_all` so that its backward pass gives tables sparse gradients; see `record`."""
-    placeholder = torch.zeros(0, device=_world.for_call().backend.device, requires_grad=True)
+    world = _world.for_call()
+    placeholder = torch.zeros(0, device=world.backend.device, requires_grad=True)
     return record(
         _sparse_gradients,
         placeholder,
@@ -146,6 +147,7 @@ def record_sparse(
         per_sample_weights,
         split,
         choices,
+        calls=world.workspace.calls,
         name=functools.partial(_name_of, len(weights), weakref.ref(weights[0]) if len(weights) else None),
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
+from ..runtime.call_numbers import CallNumbers
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 from .embedding_weight_gradients import return_gradients
@@ -99,6 +100,7 @@ def record(
     split: Mapping[str, Any],
     choices: Mapping[str, str],
     *,
+    calls: CallNumbers,
     name: str | Callable[[], str],
     once: str | None = None,
 ) -> torch.Tensor:
@@ -111,6 +113,7 @@ def record(
         placeholder: requires a gradient, so that the backward pass comes on every PE; it gets none.
         forward: the operator.
         weights, indices, offsets, per_sample_weights, split, choices: its arguments.
+        calls: of the world's workspace.
         name: whose pass it is, as errors say it.
         once: what a second backward pass would do, where that is refused.
     """
@@ -121,7 +124,8 @@ def record(
     result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
         placeholder,
         per_sample_weights,
-        (backward, once, name),
+        (backward, once),
+        (calls, name),
         forward,
         tuple(weights),
         indices,
@@ -141,7 +145,8 @@ class _Recorded(torch.autograd.Function):
         context: Any,
         placeholder: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
-        backward: tuple[Callable[..., Any], str | None, str | Callable[[], str]],
+        backward: tuple[Callable[..., Any], str | None],
+        caller: tuple[CallNumbers, str | Callable[[], str]],
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
         indices: torch.Tensor | Lookups,
@@ -156,13 +161,13 @@ class _Recorded(torch.autograd.Function):
         else:
             per_sample_weights = None  # the lookups have them
             context.save_for_backward(placeholder)  # by which torch refuses a second pass without retain_graph
-        context.passes_back, context.once, name = backward
+        context.passes_back, context.once = backward
         context.weights = weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
         context.versions = [weight._version for weight in weights]
         result = forward(weights, indices, offsets, per_sample_weights, **split, **choices)
-        calls = _world.for_call().workspace.calls
+        calls, name = caller
         context.number = calls.last
         calls.name(context.number, name)
         return result.detach()  # a view that is made in here could not be changed in place
@@ -198,4 +203,4 @@ class _Recorded(torch.autograd.Function):
         return None, of_factors, *[None] * _NUM_OTHERS, *of_tables
 
 
-_NUM_OTHERS = 7  # arguments between per_sample_weights and the tables
+_NUM_OTHERS = 8  # arguments between per_sample_weights and the tables

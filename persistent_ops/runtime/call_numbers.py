@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 __all__ = ["CallNumbers"]
@@ -34,22 +35,23 @@ class CallNumbers:
     def __init__(self, is_capturing: Callable[[], bool]) -> None:
         self.last = 0
         self._is_capturing = is_capturing
-        self._counts = [0, 0]  # of eager calls, and of captured ones
-        self._names: dict[int, _Name] = {}  # of the last calls
+        self._num_eager = self._num_captured = 0
+        self._names: deque[tuple[int, _Name]] = deque(maxlen=_MOST_NAMES)  # of the last calls
         self._callers: dict[int, str] = {}
         self._named: dict[str, int] = {}
 
     def count(self) -> None:
         """Number a collective call, which begins."""
-        is_captured = self._is_capturing()
-        self._counts[is_captured] += 1
-        self.last = self._counts[is_captured] | (_CAPTURED if is_captured else 0)
+        if self._is_capturing():
+            self._num_captured += 1
+            self.last = self._num_captured | _CAPTURED
+        else:
+            self._num_eager += 1
+            self.last = self._num_eager
 
     def name(self, number: int, name: _Name) -> None:
         """Let errors say whose call a number is; names of the last ones are kept."""
-        if len(self._names) >= _MOST_NAMES:
-            del self._names[next(iter(self._names))]
-        self._names[number] = name
+        self._names.append((number, name))
 
     def next_of(self, kind: str) -> str:
         """Return a name for the next one of a kind, by their number on this PE."""
@@ -66,7 +68,7 @@ class CallNumbers:
             name: _Name | None = self._callers.get(caller, f"caller {caller}")
         else:
             told = f"{count} of those captured in CUDA graphs" if number & _CAPTURED else str(count)
-            name = self._names.get(number)
+            name = dict(self._names).get(number)
         if name is None:
             return told
         return f"{told} ({name if isinstance(name, str) else name()})"
@@ -91,12 +93,12 @@ class CallNumbers:
 
     @property
     def counts(self) -> list[int]:
-        """How far this PE has counted."""
-        return self._counts
+        """How far this PE has counted: eager calls, and captured ones."""
+        return [self._num_eager, self._num_captured]
 
     def agree(self, told: Sequence[Sequence[int]]) -> None:
         """Go on where the PE is that has counted furthest; `told`: every PE's `counts`.
 
         A launch that was given up need not have begun on all of them.
         """
-        self._counts = [max(of_pes) for of_pes in zip(*told, strict=True)]
+        self._num_eager, self._num_captured = (max(of_pes) for of_pes in zip(*told, strict=True))
