@@ -138,7 +138,7 @@ def problems(run: Run) -> list[str]:
     found = []
     commit = run.about.get("commit")
     if "commit" in run.note:
-        pass
+        found.append("its commit is noted by hand")
     elif commit is None:
         found.append("names no commit")
     elif not re.fullmatch(r"[0-9a-f]{40}", commit):

@@ -279,10 +279,12 @@ def _sparse_tables(run: Run) -> list[str]:
         (about,) = select(run.lines, "case", group="cases", case=case)
         own = _fastest(by_method, _OURS_SPARSE)
         peers = [_fastest(by_method, names) for names in _PEERS_SPARSE.values()]
+        host = select(run.lines, "host", group="cases", case=case, method="auto")
         rows.append(
             [
                 f"`{case}`",
                 *[_us(by_method.get(name)) for name in _OURS_SPARSE],
+                _us(host[0]) if host else "",
                 us_text(about["limit_us"]),
                 us_text(about["unicast_us"]),
                 _times(own, about["unicast_us"]),
@@ -291,7 +293,8 @@ def _sparse_tables(run: Run) -> list[str]:
             ]
         )
     if rows:
-        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "limit", "unicast", "x unicast"]
+        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "host time of the operator, without its wait"]
+        head += ["limit", "unicast", "x unicast"]
         tables.append(_table([*head, *_PEERS_SPARSE, "x best peer"], rows))
     for sweep, name in (("sparsity", "rows on each PE"), ("overlap", "rows that all PEs share")):
         points = swept_lines(run.lines, sweep, run.pes)
@@ -452,12 +455,15 @@ def _tests_block(folder: Path) -> str:
     for path in sorted(TESTS.glob("test_*.py")):
         tree = ast.parse(path.read_text())
         covers = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-        on_gpus = dict.fromkeys(f"{run['gpus']}, {run['date']}" for run in runs if path.stem in run["files"])
+        newest: dict[str, str] = {}  # by GPUs
+        for run in runs:
+            if path.stem in run["files"]:
+                newest.setdefault(run["gpus"], f"{run['gpus']}, {run['commit']}, {run['date']}")
         marks = re.findall(r"(pytestmark = )?\S*pytest\.mark\.gpu", path.read_text())
         on_host = "-" if any(marks) else "in part" if marks else "yes"
         link = f"[{path.name}]({os.path.relpath(path, folder)})"
-        rows.append([link, covers, on_host, "; ".join(on_gpus) or "-"])
-    return _table(["test file", "what it covers", "host CI", "on GPUs"], rows)
+        rows.append([link, covers, on_host, "; ".join(newest.values()) or "-"])
+    return _table(["test file", "what it covers", "host CI", "newest run on GPUs: which, commit, date"], rows)
 
 
 def _gpu_runs_block(folder: Path) -> str:

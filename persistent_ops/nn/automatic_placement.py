@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.literals import vector_bytes
 from ..runtime.world import World
 from .embedding_tables import TableConfig
 from .placement_costs import Workload, measured_rates
@@ -16,7 +17,6 @@ from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePl
 __all__ = ["decided", "layout_of"]
 
 _LARGEST_REPLICA_BYTES = 8 << 20  # 16384 rows of 128 floats
-_VECTOR_BYTES = 16
 _NARROWEST_SLICE_BYTES = 64  # two sectors of memory; narrower rows are read at a waste
 _MOST_SLICES_PER_PE = 2
 
@@ -101,7 +101,7 @@ def _sliced(config: TableConfig, workload: Workload, share: float) -> TablePlace
     for count in range(2, _MOST_SLICES_PER_PE * workload.world_size + 1):
         width, rest = divmod(config.embedding_dim, count)
         nbytes = width * config.data_type.itemsize
-        if rest or nbytes % _VECTOR_BYTES or nbytes < _NARROWEST_SLICE_BYTES:
+        if rest or nbytes % vector_bytes() or nbytes < _NARROWEST_SLICE_BYTES:
             continue
         best = TablePlacement(COLUMN_WISE, count)
         if max(workload.cost(config, best)) <= share:
