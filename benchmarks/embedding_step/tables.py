@@ -41,6 +41,7 @@ def layout_for(world: World, case: Case, sizes: Sizes, placement: Mapping[str, A
         -(-sizes.batch // world.size),
         case.optimizer,
         None if case.wire is None else case.wire_dtype(),
+        "nearest",
     )
 
 
