@@ -83,6 +83,7 @@ class Pe final : public driver::BasePe<Plan> {
     call.eps = 0.5f;
     call.rows = {width, static_cast<int32_t>(rows), static_cast<int32_t>(po::ceil_div<int64_t>(width, 128))};
     call.local = &local;
+    call.forward_pass = call_of(launch);
     launch_on_host<AllReduce>(used, call);
   }
 
@@ -142,6 +143,7 @@ STEPS = "--pes=2 --threads=3 --rows=24"  # several of each warp
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
 NO_ROWS_BETWEEN = "--pes=3 --threads=2 --rows=3 --epochs=40 --empty-between=1 --slow-pe=1 --slow-us=300"
 OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
+OTHER_CALL = f"{OTHER_CONTRACT} --other-call=1"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=3 --stop-pe=1 --trouble-at=3 --queued=3 --epochs=6 --timeout-ms=1500"
 TROUBLE_STAGED = f"{TROUBLE} --staged=1 --delay-us=100"
@@ -161,6 +163,7 @@ CASES = {
     "behind_an_aborted_launch_some_are_near": f"{TROUBLE_STAGED} --pes=4 --node=2",
     "another_contract": OTHER_CONTRACT,
     "another_contract_staged": f"{OTHER_CONTRACT} --staged=1 --delay-us=100",
+    "another_call": OTHER_CALL,
 }
 
 LARGE = ("alone", "lone_warps", "many", "launches_without_rows", "behind_an_aborted_launch", "another_contract")
@@ -179,6 +182,7 @@ MUTATIONS = {
         {Exit.WRONG_OUTPUT},
         "one_shot",
     ),
+    "sums_name_no_forward_pass": Mutation((Drop("sum-named"),), OTHER_CALL, {Exit.WRONG_REPORT}, "one_shot"),
     "any_packet_will_do": Mutation(
         (Swap("packet-is-there", "packets[i][j].flag == expected", "packets[i][j].flag != 1"),),
         PLAIN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,7 +101,7 @@ def _half_updated(folder: Path) -> list[Any]:
     backward, later = training.backward(1), training.backward(2)
     if po.rank() == 0:
         gave_up(folder, 1)
-    name = error_of(lambda: [backward(), po.check()])[0]
+    name, text, _ = error_of(lambda: [backward(), po.check()])
     (folder / f"gave_up_{po.rank()}").touch()
     error_of(po.barrier)
     po.recover()
@@ -112,12 +113,25 @@ def _half_updated(folder: Path) -> list[Any]:
     training.backward(3)()
     training.model.step(3, 0, 0.1)
     po.check()
-    return [name, again[0], "load it anew" in again[1], training.is_right()]
+    return [name, text, again[:2], training.is_right()]
 
 
 def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Path) -> None:
-    late, (name, again, says_so, is_right) = in_world(_half_updated, 2, backend, tmp_path)
-    assert name == "PeerTimeoutError" and again == "PersistentOpsError" and says_so and is_right and late[3]
+    late, (name, text, again, is_right) = in_world(_half_updated, 2, backend, tmp_path)
+    assert name == "PeerTimeoutError" and is_right and late[3]
+    launch, waited, _ = text.partition(" s for PE 0: ")
+    assert re.match(
+        r"In embedding_backward \(the backward pass of embedding_all_to_all\), forward pass \d+ "
+        r"\(\d tables?, EmbeddingOptimizer \d+\), PE 1 waited ",
+        launch,
+    ), text
+    assert waited and "po.recover()" in text and "poisoned" not in text, text
+    assert "(tables) may be half changed" in text and "EmbeddingOptimizer.loaded(step_count)" in text, text
+    # The one that came late is told who gave up, and in which of its launches it is told.
+    assert late[0] == "PeerTimeoutError" and "its launch of embedding_backward (" in late[1], late[1]
+    assert "PE 1 gave up" in late[1] and "EmbeddingOptimizer.loaded(step_count)" in late[1], late[1]
+    assert again[0] == "PersistentOpsError" and again[1].startswith("tables: "), again
+    assert "load it anew" in again[1] and "EmbeddingOptimizer.loaded(step_count)" in again[1], again
 
 
 def _sums_beside_leftovers() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import Condition, Drop, Swap
+from mutations import Before, Condition, Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
@@ -149,6 +149,7 @@ class Pe final : public driver::BasePe<Plan> {
     call.bags = bags.data();
     const auto count = static_cast<int64_t>(keys.size());
     call.count = &count;
+    call.forward_pass = call_of(launch);
     std::vector<float> chunk_sums(num_slots * static_cast<size_t>(width), std::nanf(""));
     call.chunk_sums = chunk_sums.data();
     call.chunks_done = chunks_done.data();
@@ -263,6 +264,7 @@ ALTERNATING = (
 )
 ALTERNATING_STAGED = "--pes=3 --alternate=1 --idle-table=0 --staged=1 --delay-us=500 --epochs=12"
 OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
+OTHER_CALL = f"{OTHER_CONTRACT} --other-call=1"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
 ABSENT_WITHOUT_SAMPLES = f"{TROUBLE} --empty-pe=1"
@@ -284,6 +286,8 @@ CASES = {
     "behind_an_aborted_launch_staged": f"{TROUBLE} --staged=1 --delay-us=100",
     "absent_without_samples": ABSENT_WITHOUT_SAMPLES,
     "another_contract": OTHER_CONTRACT,
+    "another_call": OTHER_CALL,
+    "another_call_staged": f"{OTHER_CALL} --staged=1 --delay-us=100",
 }
 
 # With gradients of bfloat16, on the wire and in the staging.
@@ -309,6 +313,16 @@ MUTATIONS = {
     "no_fence_behind_pushes": Mutation((Drop("pushes-fence"),), STAGED, RACE),
     "outgoing_gradients_are_overwritten": Mutation((Drop("outgoing-quiet"),), ALTERNATING_STAGED, RACE),
     "a_launch_ends_before_all_gradients_are_here": Mutation((Drop("all-gradients"),), ALTERNATING, RACE),
+    "backward_passes_name_no_forward_pass": Mutation((Drop("call-named"),), OTHER_CALL, {Exit.WRONG_REPORT}),
+    "the_number_of_a_call_is_not_compared": Mutation((Drop("call-hash"),), OTHER_CALL, {Exit.WRONG_REPORT}),
+    "a_call_is_named_while_it_is_told": Mutation(
+        (
+            Drop("call-named"),
+            Before("credit-of-backward", "if (wg.rank() == 0) name_call(shared.plan.team, call.forward_pass);"),
+        ),
+        PLAIN.replace("--pes=2", "--pes=3"),
+        RACE,
+    ),
     "rows_have_one_place": Mutation(
         (Swap("place-of-the-row", "call_.places[first]", "call_.places[0]"),), PLAIN, RACE, "gradient"
     ),

@@ -247,7 +247,9 @@ class _SparseTrial(Trial):
 
 
 # How tables would be updated does not matter here.
-_SPARSE = [*{(case.shape, case.bad, case.tuning): dataclasses.replace(case, scale=1.0) for case in CASES}.values()]
+_SPARSE = [
+    *{(case.shape, case.bad, case.drawn, case.tuning): dataclasses.replace(case, scale=1.0) for case in CASES}.values()
+]
 _FEW_SPARSE = [case for number, case in enumerate(_SPARSE) if number % 3 == 0 or "skipped" in case.name]
 
 
@@ -361,6 +363,47 @@ def test_which_tensors_get_gradients(backend: str) -> None:
     for seen in in_world(_chosen, 2, backend):
         assert seen.pop("none") is True and seen.pop("not recorded") is True
         assert not any(seen.values()), seen
+
+
+def _passes_again(is_exchanged: bool) -> list[Any]:
+    """Two backward passes of one forward pass, with another one's between them; and one more, whose graph is gone."""
+    rank, world = po.rank(), po.world_size()
+    samples = [3 + pe for pe in range(world)]
+    tables = [torch.randn(7, 4, device=po.device()).requires_grad_() for _ in range(2)]
+    rows = [torch.arange(2 * count, device=po.device()) % 7 for count in samples]  # of each PE, of one feature
+    inputs = po.EmbeddingInputs(
+        [[(0, 7)] for _ in range(world)], num_features=1, max_batch=8, lookups_per_sample=2.0, is_weighted=False
+    )
+    results, held = [], []
+    for table in tables:
+        if is_exchanged:
+            lengths = torch.full((samples[rank],), 2, device=po.device())
+            lookups = inputs.exchange(rows[rank], lengths=lengths, batch_per_rank=samples)
+            lookups.wait()
+            held.append(lookups)
+            results.append(po.embedding_all_to_all([table], lookups))
+        else:
+            offsets = 2 * torch.arange(sum(samples) + 1, device=po.device())
+            results.append(po.embedding_all_to_all([table], torch.cat(rows), offsets, batch_per_rank=samples))
+    result, other = results
+    gradient = torch.arange(float(result.numel()), device=po.device()).view_as(result) + 100 * rank
+    (once,) = torch.autograd.grad(result, tables[0], gradient, retain_graph=True)
+    other.backward(gradient)
+    result.backward(2 * gradient)
+    assert tables[0].grad is not None
+    seen = [difference(tables[0].grad.to_dense(), 2 * once.to_dense()), bool(once.to_dense().any())]
+    seen.append(error_of(lambda: result.backward(gradient))[:2])
+    for lookups in held:
+        lookups.release()
+    return seen
+
+
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_a_second_backward_pass_is_as_in_torch(backend: str, is_exchanged: bool) -> None:
+    """It changes nothing, so it is allowed where the graph is kept."""
+    for problem, has_values, (name, text) in in_world(_passes_again, 2, backend, is_exchanged):
+        assert problem is None and has_values
+        assert name == "RuntimeError" and "retain_graph=True" in text, text
 
 
 def _sparse_refusals() -> list[tuple[str, str, float]]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 import persistent_ops as po
-from persistent_ops.ops import embedding_backward
+from persistent_ops.ops import embedding_recorded_call
 from persistent_ops.ops.embedding_backward_plan import OPERATOR, BackwardKey, BackwardPlan
 from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.world import World
@@ -89,10 +89,11 @@ class OurBackward:
         self._optimizer._backward(
             self._gradients[number],
             self._tables,
-            embedding_backward._OfBatch(drawn.indices, drawn.offsets, None),
+            embedding_recorded_call.OfBatch(drawn.indices, drawn.offsets, None),
             self._split,
             "sum",
             wants_factors=False,
+            forward_pass=0,
         )
 
     def forward_backward(self, number: int) -> None:
@@ -151,7 +152,7 @@ class OurBackward:
 def _overheard() -> Iterator[dict[str, tuple[Any, ...]]]:
     """Take down how a backward pass calls its two parts: the inversion as a call, the launch as plan and arguments."""
     calls: dict[str, tuple[Any, ...]] = {}
-    invert, launch = embedding_backward.invert, BackwardPlan.launch
+    invert, launch = embedding_recorded_call.invert, BackwardPlan.launch
 
     def heard_invert(*arguments: Any, **options: Any) -> Any:
         calls["invert"] = (partial(invert, *arguments, **options),)
@@ -161,8 +162,8 @@ def _overheard() -> Iterator[dict[str, tuple[Any, ...]]]:
         calls["launch"] = (plan, arguments, options)
         launch(plan, *arguments, **options)
 
-    embedding_backward.invert, BackwardPlan.launch = heard_invert, heard_launch  # type: ignore[method-assign, assignment]
+    embedding_recorded_call.invert, BackwardPlan.launch = heard_invert, heard_launch  # type: ignore[method-assign, assignment]
     try:
         yield calls
     finally:
-        embedding_backward.invert, BackwardPlan.launch = invert, launch  # type: ignore[method-assign]
+        embedding_recorded_call.invert, BackwardPlan.launch = invert, launch  # type: ignore[method-assign]

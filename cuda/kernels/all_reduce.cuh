@@ -11,6 +11,7 @@
 // right.
 #pragma once
 
+#include "comm/call_number.cuh"
 #include "comm/launch.cuh"
 #include "kernels/all_reduce/block_output.cuh"
 #include "kernels/all_reduce/packet_reduce.cuh"
@@ -77,8 +78,9 @@ struct Call {
   float weight_bias;
   RowBlocks rows;           // of this launch
   const LocalState* local;  // the team's: what `begin` has no plan for
+  uint64_t forward_pass;    // whose gradients are added up: its number, or 0
 };
-PO_DESCRIBE(Call, x, residual, bias, output, weight, norm_output, scale, eps, weight_bias, rows, local)
+PO_DESCRIBE(Call, x, residual, bias, output, weight, norm_output, scale, eps, weight_bias, rows, local, forward_pass)
 
 struct Shared {
   Plan plan;
@@ -123,6 +125,7 @@ struct Kernel {
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, const Begun& begun) {
     if (wg.rank() == 0) {
       shared.plan.team.epoch = begun.last_epoch + 1;
+      name_call(shared.plan.team, call.forward_pass);  // @sum-named
       shared.takes_part = takes_part(shared.plan.team, begun.aborted);
     }
     wg.sync();  // @epoch-known

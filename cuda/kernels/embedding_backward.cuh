@@ -14,6 +14,7 @@
 // whatever the grid, the number of PEs, and who comes first.
 #pragma once
 
+#include "comm/call_number.cuh"
 #include "kernels/embedding_backward/gradient_push.cuh"
 #include "kernels/embedding_backward/row_update.cuh"
 #include "platform/entry.cuh"
@@ -295,8 +296,9 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Plan& plan = shared.plan;
+    if (wg.rank() == 0) name_call(shared.plan.team, call.forward_pass);  // @call-named
     begin_launch(shared.plan.team, wg);
-    if (wg.index() == 0) grant_credit(plan.team, wg, 0);
+    if (wg.index() == 0) grant_credit(plan.team, wg, 0);  // @credit-of-backward
     if (wg.index() < plan.pushing_wgs) {
       Pusher<Traits> pusher(plan, call);
       pusher.run();

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
-from ..ops.embedding_backward_plan import agree_on_widths
 from ..ops.embedding_checks import check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
+from ..ops.embedding_widths import agree_on_widths
 from ..runtime import world as _world
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
@@ -133,7 +133,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         check_rounding(configs, rounding)
         self._wire_dtype = wire_dtype
         estimates = lookup_estimates(configs, lookups_per_sample)
-        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype)
+        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype, rounding)
         self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -174,6 +174,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             rounded = rounding_of(group, rounding)
             optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounded, **options)  # type: ignore[arg-type]
             optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
+            optimizer.name_tables(list(dict.fromkeys(configs[slot.table].name for slot in group.columns)))
             agree_on_widths(world, optimizer._token, group.dim_per_rank, weights)
             self._weights.append(weights)
             optimizers.append(optimizer)
@@ -187,6 +188,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             self._of_optimizer(),
             [*optimizers, *of_replicas],
             drawn_of(self.layout, world.rank),
+            rounding,
         )
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 
@@ -388,7 +390,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
-        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call.
+        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call,
+        and in the same order on all PEs where there are several.
         """
         if not isinstance(features, SentFeatures):
             features = self.input_dist(

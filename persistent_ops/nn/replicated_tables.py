@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import ops as _ops
+from ..ops.all_reduce import add_up_gradients
 from ..ops.embedding_all_to_all import pool_alone
-from ..ops.embedding_backward import EmbeddingOptimizer
+from ..ops.embedding_backward import EmbeddingOptimizer, tables_named
 from ..ops.embedding_backward_plan import OPERATOR as _BACKWARD
 from ..ops.embedding_gradients import dense_gradients, dense_size
 from ..ops.embedding_inputs_lookups import Moment
 from ..runtime import world as _world
+from ..runtime.call_numbers import CallNumbers
 from .embedding_features import Features
 from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features, value_begins
 from .table_layout import Group, Layout
@@ -120,7 +121,10 @@ class ReplicatedTables:
         self._changed = _BACKWARD.changed_inputs(tables=tables, states=states)
         self._changing = [*tables, *states]
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
-        self._all_reduce()  # the PEs see to its room here, not in the first backward pass
+        names = [config.name for number, config in enumerate(layout.configs) if layout.is_replicated(number)]
+        self._caller = _new_caller(world, f"replicated {tables_named(names)}")  # of its forward passes
+        self._num_recorded = 0  # forward passes
+        add_up_gradients(self._sums, 0)  # the PEs see to its room here, not in the first backward pass
 
     def table(self, number: int) -> torch.Tensor:
         """Return a table of the layout, `[R, D]`."""
@@ -163,6 +167,8 @@ class ReplicatedTables:
         Raises:
             IndexError: a length or an index is bad, and bounds are "fatal".
         """
+        if torch.is_grad_enabled():
+            self._num_recorded += 1  # ahead of what this PE alone may raise
         batch.take_over()
         chosen = batch.chosen if batch.findings is None else self._looked_at(batch, batch.findings)
         begins = None if batch.weights is None else value_begins(batch.given.lengths, self._num_features)
@@ -200,15 +206,16 @@ class ReplicatedTables:
             for stack, lookups in zip(self._stacks, chosen, strict=True)
         ]
 
-    def _all_reduce(self) -> None:
-        with torch.no_grad():
-            _ops.all_reduce(self._sums, out=self._sums)
-
     def _versions(self) -> list[int]:
         return [table._version for stack in self._stacks for table in stack.tables.values()]
 
     def _update(
-        self, gradients: Sequence[torch.Tensor], chosen: Sequence[LocalLookups], begins: torch.Tensor | None, count: int
+        self,
+        gradients: Sequence[torch.Tensor],
+        chosen: Sequence[LocalLookups],
+        begins: torch.Tensor | None,
+        count: int,
+        number: int,
     ) -> torch.Tensor | None:
         """Update all replicas; collective.
 
@@ -217,6 +224,7 @@ class ReplicatedTables:
             chosen: of the forward pass.
             begins: where each feature's values begin, where their weights are to have a gradient.
             count: values.
+            number: of the forward pass, on this PE.
 
         Returns:
             The weights' gradient, group after group added up; None where `begins` is.
@@ -229,10 +237,21 @@ class ReplicatedTables:
             if begins is not None and of_lookups is not None:
                 of_values = stack.features.to_values(of_lookups, lookups.offsets, begins, count)
                 of_weights = of_values if of_weights is None else of_weights + of_values
-        self._all_reduce()
+        # Forward passes are each PE's own, so that PEs count them differently where one tries something alone.
+        calls_behind = self._num_recorded - number
+        add_up_gradients(self._sums, CallNumbers.of_caller(self._caller, calls_behind))
         for stack in self._stacks:
             stack.update()
         return of_weights
+
+
+def _new_caller(world: _world.World, name: str) -> int:
+    """Let there be a caller of `CallNumbers`, the same on all PEs; collective, where they have met."""
+    calls = world.workspace.calls
+    told = world.bootstrap.exchange("replicated-tables", str(calls.last_caller).encode())
+    caller = max(map(int, told)) + 1
+    calls.add_caller(caller, f"{name}, {calls.next_of('ReplicatedTables')}")
+    return caller
 
 
 class _Stack:
@@ -346,7 +365,7 @@ class _Recorded(torch.autograd.Function):
         chosen: Sequence[LocalLookups],
         begins: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        context.tables, context.is_done = tables, False
+        context.tables, context.number, context.is_done = tables, tables._num_recorded, False
         context.begins, context.num_values = begins, 0 if weights is None else weights.numel()
         context.versions = tables._versions()
         context.save_for_backward(*(tensor for lookups in chosen for tensor in lookups))
@@ -369,7 +388,7 @@ class _Recorded(torch.autograd.Function):
             )
         context.is_done = True
         chosen = [LocalLookups(*saved[first : first + 3]) for first in range(0, len(saved), 3)]
-        of_weights = context.tables._update(gradients, chosen, context.begins, context.num_values)
+        of_weights = context.tables._update(gradients, chosen, context.begins, context.num_values, context.number)
         return None, of_weights, None, None, None
 
 

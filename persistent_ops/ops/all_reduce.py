@@ -24,7 +24,7 @@ from .all_reduce_plan import (
     resolved,
 )
 
-__all__ = ["all_reduce", "all_reduce_rms_norm", "reference"]
+__all__ = ["add_up_gradients", "all_reduce", "all_reduce_rms_norm", "reference"]
 
 _Optional = torch.Tensor | None
 _FORWARD_ONLY = "{} is forward only: call it under torch.no_grad(), or use {} where gradients are needed"
@@ -125,6 +125,16 @@ def all_reduce_rms_norm(
     return results
 
 
+def add_up_gradients(sums: torch.Tensor, forward_pass: int) -> None:
+    """Sum what all PEs have for a forward pass, in place.
+
+    Args:
+        sums: as x of `all_reduce`, without a gradient.
+        forward_pass: its number (`CallNumbers`): PEs that come with those of different ones do not match.
+    """
+    _execute(sums, None, None, None, None, "auto", 0.0, 0.0, out=sums, forward_pass=forward_pass)
+
+
 def reference(
     xs: Sequence[torch.Tensor], bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -154,6 +164,7 @@ def _execute(
     weight_bias: float,
     out: _Optional = None,
     norm_out: _Optional = None,
+    forward_pass: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Check, find or make the plan, launch it, return the results."""
     world = _world.for_call()
@@ -188,7 +199,7 @@ def _execute(
         increment_version(out)
     if norm_out is not None:
         increment_version(norm_out)
-    plan.launch(addresses, eps, weight_bias, 0 if norm is None else norm.element_size())
+    plan.launch(addresses, eps, weight_bias, 0 if norm is None else norm.element_size(), forward_pass)
     return total, norm
 
 

@@ -107,6 +107,7 @@ OPERATOR = Operator(
         "slice_blocks",
         "first_element",
     ),
+    call="forward_pass",
     phases={
         "kPhaseSums": "its elements of block {index}",
         "kPhaseResult": "the sum of block {index}, which it owns",
@@ -402,13 +403,16 @@ class AllReducePlan(Plan):
         shape = self._structs["RowBlocks"](width=width, num_rows=rows if width else 0, blocks_per_row=per_row)
         return first_element, plan, self._structs["Call"](rows=shape, local=plan.team.local)
 
-    def launch(self, addresses: list[int], eps: float, weight_bias: float, norm_element: int) -> None:
+    def launch(
+        self, addresses: list[int], eps: float, weight_bias: float, norm_element: int, forward_pass: int = 0
+    ) -> None:
         """Launch on the current stream.
 
         Args:
             addresses: of x, residual, bias, sum, weight, norm and scale; 0 where there is none.
             eps, weight_bias: of the norm.
             norm_element: bytes of an element of the norm.
+            forward_pass: whose gradients are added up, by its number (`CallNumbers`), a part of the contract; or 0.
         """
         x, residual, bias, total, weight, norm, scale = addresses
         last = self.launches[-1]
@@ -419,6 +423,7 @@ class AllReducePlan(Plan):
             call.residual = residual + skipped if residual else 0
             call.bias = bias
             call.output = total + skipped
+            call.forward_pass = forward_pass
             if weight:
                 call.weight = weight
                 call.norm_output = norm + launch.first_element * norm_element

@@ -97,7 +97,8 @@ def embedding_all_to_all(
     once. Of a tensor that occurs twice there is one, the sum of both. Any optimizer of torch's takes it (SGD,
     SparseAdam, Adagrad). This backward pass waits on the host; it is collective, the same as with an optimizer, and the
     first one for new tables, or every one where T is 0 on some PE, lets the PEs agree on the host: tables must be new
-    on all PEs that have some.
+    on all PEs that have some. A second backward pass of one forward pass changes nothing of tables, so it is allowed as
+    torch allows it: under `retain_graph=True`, on all PEs.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
@@ -105,7 +106,8 @@ def embedding_all_to_all(
         SymmetricHeapError: no room for the result.
         IndexError: see `bounds`. On "cuda" it comes with the next operator or `po.check()`, since the launch is
             asynchronous.
-        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else; the same.
+        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else, or makes the
+            backward passes of several calls in another order; the same.
         NotImplementedError: `out` where gradients are recorded; in a backward pass of what torch.compile, torch.func
             or torch.ops have called; with `Lookups`, inside of torch.compile.
         RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for; a

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
 from ..runtime.literals import vector_bytes
@@ -23,18 +21,18 @@ from .embedding_backward_plan import (
     STEPS,
     BackwardKey,
     BackwardPlan,
-    agree_on_widths,
     identity,
 )
 from .embedding_checks import check_gradient
 from .embedding_inputs_lookups import Lookups
-from .embedding_inversion import Inverted, Rows, invert, invert_sources
-from .embedding_weight_gradients import return_gradients
+from .embedding_recorded_call import Inputs, OfBatch, record
+from .embedding_widths import agree_on_widths
 
-__all__ = ["EmbeddingOptimizer", "Inputs", "aligned", "backward_key", "record"]
+__all__ = ["EmbeddingOptimizer", "aligned", "backward_key", "num_tables", "tables_named"]
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
+_MOST_NAMED = 8  # tables, in an error
 
 
 class EmbeddingOptimizer:
@@ -80,8 +78,9 @@ class EmbeddingOptimizer:
     Raises:
         ValueError, TypeError: for what it cannot be made of.
 
-    Backward is collective: every PE must reach it, in the same order as its peers. A second backward pass of one
-    forward pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
+    Backward is collective: every PE must reach it, in the same order as its peers, which is a ContractMismatchError
+    otherwise, also for equal tables and for two forward passes of one optimizer. A second backward pass of one forward
+    pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
     are loaded from a checkpoint, and `loaded` says so.
     Source: FBGEMM's table-batched embeddings (exact optimizers), section III of the SC24 paper for the exchange, and
     Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3" (SC11).
@@ -115,6 +114,7 @@ class EmbeddingOptimizer:
         self._tables = list(tables)
         self._algorithm, self._rounding = algorithm, rounding
         self._token = _Token()  # what plans know it by, which outlive it
+        self._tables_named, self._name = num_tables(len(self._tables)), ""  # for errors
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
@@ -231,8 +231,18 @@ class EmbeddingOptimizer:
             per_sample_weights,
             split,
             choices,
+            calls=world.workspace.calls,
+            name=self._name or self._first_named(world),
             once="would update the tables twice",
         )
+
+    def name_tables(self, names: Sequence[str]) -> None:
+        """Let errors name the tables; of all PEs, where they are a module's."""
+        self._tables_named = tables_named(names)
+
+    def _first_named(self, world: _world.World) -> str:
+        self._name = f"{self._tables_named}, {world.workspace.calls.next_of('EmbeddingOptimizer')}"
+        return self._name
 
     def _backward(
         self,
@@ -243,10 +253,13 @@ class EmbeddingOptimizer:
         mode: str,
         *,
         wants_factors: bool,
+        forward_pass: int,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world = _world.for_call()
-        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode)
-        return self._launch(world, key, gradient, weights, inputs, wants_factors=wants_factors)
+        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode, forward_pass)
+        return self._launch(
+            world, key, gradient, weights, inputs, wants_factors=wants_factors, forward_pass=forward_pass
+        )
 
     def update_alone(self, gradient: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
         """Update this PE's tables by gradients that it has itself, on this PE alone.
@@ -277,7 +290,7 @@ class EmbeddingOptimizer:
             "sum",
             is_weighted=False,
         )
-        self._launch(world, key, gradient, self._tables, _OfBatch(indices, offsets, None), wants_factors=False)
+        self._launch(world, key, gradient, self._tables, OfBatch(indices, offsets, None), wants_factors=False)
 
     def _launch(
         self,
@@ -288,6 +301,7 @@ class EmbeddingOptimizer:
         inputs: Inputs,
         *,
         wants_factors: bool,
+        forward_pass: int = 0,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         gradient = aligned(gradient)
         plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
@@ -305,6 +319,7 @@ class EmbeddingOptimizer:
             inverted,
             factors,
             factor_gradients,
+            forward_pass=forward_pass,
             rate=rate,
             scale=scale,
             step_count=step_count,
@@ -324,75 +339,16 @@ class _Token:
     """Stands for an optimizer."""
 
 
-@dataclass(frozen=True)
-class _OfBatch:
-    """The lookups of the global batch, side by side."""
-
-    indices: torch.Tensor
-    offsets: torch.Tensor
-    factors: torch.Tensor | None
-
-    from_sources: ClassVar = False
-
-    @property
-    def num_offsets(self) -> int:
-        return self.offsets.numel()
-
-    @property
-    def is_weighted(self) -> bool:
-        return self.factors is not None
-
-    def check(self) -> None:
-        """Nothing: torch has seen that they have not changed."""
-
-    def invert(self, world: _world.World, rows: Rows, *, counts: bool, room_for: int = 0) -> Inverted:
-        return invert(
-            world, rows, self.indices, self.offsets, counts=counts, lookups=self.is_weighted, room_for=room_for
-        )
-
-    def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the factors' gradients as the caller has the factors."""
-        return gradients
+def tables_named(names: Sequence[str]) -> str:
+    """Return what errors call tables."""
+    if len(names) > _MOST_NAMED:
+        return num_tables(len(names))
+    return f"table{'s' * (len(names) != 1)} {', '.join(names)}"
 
 
-@dataclass(frozen=True)
-class _OfExchange:
-    """The same, where an input exchange has left them."""
-
-    lookups: Lookups
-
-    from_sources: ClassVar = True
-
-    @property
-    def num_offsets(self) -> int:
-        return len(self.lookups.rows) * sum(self.lookups.batch_per_rank or ()) + 1
-
-    @property
-    def is_weighted(self) -> bool:
-        return self.lookups.is_weighted
-
-    @property
-    def factors(self) -> torch.Tensor | None:
-        """Return all floats of the regions, among which the inversion has numbered the weights."""
-        if not self.is_weighted:
-            return None
-        memory = self.lookups.memory
-        return memory[: memory.numel() // 4 * 4].view(torch.float32)
-
-    def check(self) -> None:
-        self.lookups.check_is_here()
-        if self.lookups.gives_gradients:
-            self.lookups.check_is_captured()
-
-    def invert(self, world: _world.World, rows: Rows, *, counts: bool, room_for: int = 0) -> Inverted:
-        return invert_sources(world, rows, self.lookups, counts=counts, room_for=room_for)
-
-    def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
-        """Let them travel to the PEs that brought the lookups; collective."""
-        return return_gradients(world, self.lookups, gradients)
-
-
-Inputs = _OfBatch | _OfExchange
+def num_tables(count: int) -> str:
+    """Return the same for so many."""
+    return f"{count} table{'s' * (count != 1)}"
 
 
 def aligned(gradient: torch.Tensor) -> torch.Tensor:
@@ -409,6 +365,7 @@ def backward_key(
     inputs: Inputs,
     split: Mapping[str, Any],
     mode: str,
+    forward_pass: int,
 ) -> BackwardKey:
     """Return what the backward pass of a call has a plan for. Collective where the PEs have not agreed on widths.
 
@@ -417,6 +374,7 @@ def backward_key(
         optimizer: stands for one; None: there is none.
         wire_dtype: of the gradient.
         weights, inputs, split, mode: of the forward pass.
+        forward_pass: its number.
     """
     dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
     tables = table_set(world, weights)
@@ -426,7 +384,7 @@ def backward_key(
         optimizer,
         OPERATOR.state(world).tuning,
         dim_per_rank,
-        agree_on_widths(world, optimizer or tables, dim_per_rank, weights),
+        agree_on_widths(world, optimizer or tables, dim_per_rank, weights, forward_pass),
         batch_per_rank,
         dtype,
         wire_dtype,
@@ -459,107 +417,3 @@ def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
     for (_, end, *_), (begin, *_) in itertools.pairwise(each for each in ranges if each[0] != each[1]):
         if begin < end:
             raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")
-
-
-def record(
-    backward: Callable[..., tuple[Sequence[torch.Tensor | None], torch.Tensor | None]],
-    placeholder: torch.Tensor,
-    forward: Callable[..., torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor | Lookups,
-    offsets: torch.Tensor | None,
-    per_sample_weights: torch.Tensor | None,
-    split: Mapping[str, Any],
-    choices: Mapping[str, str],
-    *,
-    once: str | None = None,
-) -> torch.Tensor:
-    """Call `embedding_all_to_all`, and keep what its backward pass needs.
-
-    Args:
-        backward: called as ``backward(gradient, weights, inputs, split, mode, wants_factors=...)``; returns gradients
-            of the tables, one for each or none at all, and that of per_sample_weights.
-        placeholder: requires a gradient, so that the backward pass comes on every PE; it gets none.
-        forward: the operator.
-        weights, indices, offsets, per_sample_weights, split, choices: its arguments.
-        once: what a second backward pass would do, where that is refused.
-    """
-    # Autograd sees the tables that a gradient may come for.
-    tables = () if once else tuple(weights)
-    if isinstance(indices, Lookups):
-        per_sample_weights = indices.per_sample_weights
-    result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
-        placeholder,
-        per_sample_weights,
-        (backward, once),
-        forward,
-        tuple(weights),
-        indices,
-        offsets,
-        split,
-        choices,
-        *tables,
-    )
-    return result
-
-
-class _Recorded(torch.autograd.Function):
-    """A call of embedding_all_to_all with a backward pass; see `record`."""
-
-    @staticmethod
-    def forward(
-        context: Any,
-        placeholder: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
-        backward: tuple[Callable[..., Any], str | None],
-        forward: Callable[..., torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        indices: torch.Tensor | Lookups,
-        offsets: torch.Tensor | None,
-        split: Mapping[str, Any],
-        choices: Mapping[str, str],
-        *tables: torch.Tensor,
-    ) -> torch.Tensor:
-        context.lookups = indices if isinstance(indices, Lookups) else None
-        if context.lookups is None:
-            context.save_for_backward(indices, offsets, per_sample_weights)
-        else:
-            per_sample_weights = None  # the lookups have them
-        context.passes_back, context.once = backward
-        context.weights = weights
-        context.split, context.mode = split, choices["mode"]
-        context.is_done = False
-        context.versions = [weight._version for weight in weights]
-        # Detached: a view that is made in here could not be changed in place.
-        return forward(weights, indices, offsets, per_sample_weights, **split, **choices).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if context.is_done and context.once:
-            raise RuntimeError(
-                f"embedding_all_to_all: a second backward pass of one forward pass {context.once}; call the operator "
-                "again"
-            )
-        inputs = _OfBatch(*context.saved_tensors) if context.lookups is None else _OfExchange(context.lookups)
-        inputs.check()
-        context.is_done = True
-        # Those that travel concern all PEs, whatever is asked for here.
-        wants_factors = context.needs_input_grad[1] if context.lookups is None else context.lookups.gives_gradients
-        if wants_factors and context.versions != [weight._version for weight in context.weights]:
-            raise RuntimeError(
-                "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "
-                "per_sample_weights cannot be computed; make the backward pass first"
-            )
-        of_tables, of_factors = context.passes_back(
-            gradients[0],
-            context.weights,
-            inputs,
-            context.split,
-            context.mode,
-            wants_factors=wants_factors,
-        )
-        return None, of_factors, *[None] * _NUM_OTHERS, *of_tables
-
-
-_NUM_OTHERS = 7  # arguments between per_sample_weights and the tables

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,7 +33,6 @@ __all__ = [
     "BackwardKey",
     "BackwardPlan",
     "Tuning",
-    "agree_on_widths",
     "identity",
     "kernel_request",
 ]
@@ -99,11 +96,16 @@ OPERATOR = Operator(
         "staging_offset",
     ),
     phases={"kPhaseGradients": "its gradients of table {index}"},
+    call="forward_pass",
+    known_as="the backward pass of embedding_all_to_all",
     changes={"tables": OnAbort.REFUSE, "states": OnAbort.REFUSE},
+    reloading=(
+        "load it anew, tables and states from a checkpoint, and say so by EmbeddingOptimizer.loaded(step_count); a "
+        "ShardedEmbeddingBagCollection's load_state_dict and its optimizer's do both"
+    ),
     max_plans=256,
     default_tuning=Tuning(),
 )
-_WIDTHS = Operator("agreement on the columns of embedding_all_to_all's tables", (), has_kernel=False)
 _ROOM = Operator("room for gradients on their way", ("room_bytes",), has_kernel=False)
 
 
@@ -227,37 +229,6 @@ def kernel_request(
 def identity(table: torch.Tensor) -> tuple[int, ...]:
     """Return what tables that are one tensor have in common."""
     return (table.data_ptr(), *table.shape)
-
-
-def agree_on_widths(world: World, which: object, dims: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Widths:
-    """Return the columns of every PE's tables. Collective the first time that `which` is used.
-
-    Without an optimizer a PE that has no tables cannot tell when the others' are new: there the PEs agree every time.
-
-    Args:
-        world: of this PE.
-        which: stands for an optimizer; of tables that have none, their set.
-        dims: sum of the columns of each PE's.
-        weights: this PE's tables.
-
-    Raises:
-        ValueError: they do not add up to the dims.
-    """
-    state = OPERATOR.state(world)
-    if state.own is None:
-        state.own = weakref.WeakKeyDictionary()
-    known: weakref.WeakKeyDictionary[object, Widths] = state.own
-    if which not in known or (isinstance(which, TableSet) and 0 in dims):
-        own = [weight.shape[1] for weight in weights]
-        told = [own]
-        if world.size > 1:
-            world.meet(_WIDTHS.contract(world.team))
-            told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-widths", json.dumps(own).encode())]
-        known[which] = tuple(map(tuple, told))
-    widths = known[which]
-    if tuple(map(sum, widths)) != dims:
-        raise ValueError(f"dim_per_rank: {list(dims)}, but the PEs' tables have {widths} columns")
-    return widths
 
 
 class BackwardPlan(Plan):
@@ -482,6 +453,7 @@ class BackwardPlan(Plan):
         factors: torch.Tensor | None,
         factor_gradients: torch.Tensor | None,
         *,
+        forward_pass: int = 0,
         begins_early: bool = False,
         **of_step: torch.Tensor | None,
     ) -> None:
@@ -491,6 +463,7 @@ class BackwardPlan(Plan):
             gradient: `[samples of this PE, columns of all PEs]`, contiguous.
             inverted: the lookups.
             factors, factor_gradients: of lookups, float32, or None.
+            forward_pass: its number (`CallNumbers`), which is a part of the contract; 0 on a PE alone.
             begins_early: whether the launch in front of it on the stream is the one that makes `inverted`, with room
                 for `early_wgs`; nothing else that this one reads may be written there.
             of_step: what the step alone has, by its name in the kernel's Call: rate, scale, step_count, beta_powers and
@@ -514,6 +487,7 @@ class BackwardPlan(Plan):
         call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()
         call.factors = 0 if factors is None else factors.data_ptr()
         call.factor_gradients = 0 if factor_gradients is None else factor_gradients.data_ptr()
+        call.forward_pass = forward_pass
         for name, tensor in of_step.items():
             setattr(call, name, 0 if tensor is None else tensor.data_ptr())
         call.chunk_sums, call.chunks_done = sums.data_ptr(), self._chunks_done.data_ptr()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +15,12 @@ from ..runtime.literals import vector_bytes
 from ..runtime.plans import Plans
 from ..runtime.torch_private import queue_callback
 from .embedding_all_to_all import table_set
-from .embedding_backward import Inputs, aligned, backward_key, record
+from .embedding_backward import aligned, backward_key, num_tables
 from .embedding_backward_plan import GRADIENT, OPERATOR, BackwardKey, BackwardPlan, identity
 from .embedding_checks import MODES, check_gradient
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, invert
+from .embedding_recorded_call import Inputs, record
 
 __all__ = ["DenseGradients", "dense_gradients", "dense_size", "record_sparse"]
 
@@ -132,10 +135,27 @@ def record_sparse(
     choices: Mapping[str, str],
 ) -> torch.Tensor:
     """Call `embedding_all_to_all` so that its backward pass gives tables sparse gradients; see `record`."""
-    placeholder = torch.zeros(0, device=_world.for_call().backend.device, requires_grad=True)
+    world = _world.for_call()
+    placeholder = torch.zeros(0, device=world.backend.device, requires_grad=True)
     return record(
-        _sparse_gradients, placeholder, forward, weights, indices, offsets, per_sample_weights, split, choices
+        _sparse_gradients,
+        placeholder,
+        forward,
+        weights,
+        indices,
+        offsets,
+        per_sample_weights,
+        split,
+        choices,
+        calls=world.workspace.calls,
+        name=functools.partial(_name_of, len(weights), weakref.ref(weights[0]) if len(weights) else None),
     )
+
+
+def _name_of(count: int, first: weakref.ref[torch.Tensor] | None) -> str:
+    """Return what errors call the forward pass of some tables."""
+    table = None if first is None else first()
+    return num_tables(count) + ("" if table is None else f", the first one {list(table.shape)}")
 
 
 def _sparse_gradients(
@@ -146,6 +166,7 @@ def _sparse_gradients(
     mode: str,
     *,
     wants_factors: bool,
+    forward_pass: int,
 ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
     """Return the tables' gradients, coalesced, and the factors'. Collective; waits on the host.
 
@@ -159,7 +180,7 @@ def _sparse_gradients(
             "the backward pass out of the capture"
         )
     gradient = aligned(gradient)
-    key = backward_key(world, None, gradient.dtype, weights, inputs, split, mode)
+    key = backward_key(world, None, gradient.dtype, weights, inputs, split, mode, forward_pass)
     plan = gradient_plan(world, key, weights)
     inverted = inputs.invert(world, plan.rows, counts=mode == "mean")
     factors = inputs.factors
@@ -168,7 +189,15 @@ def _sparse_gradients(
     sums = torch.empty(touched.num_elements, device=gradient.device)
     world.workspace.raise_failure()  # of earlier launches
     plan.launch(
-        gradient, inverted, factors, factor_gradients, scale=None, sums=sums, places=touched.places, touched=None
+        gradient,
+        inverted,
+        factors,
+        factor_gradients,
+        forward_pass=forward_pass,
+        scale=None,
+        sums=sums,
+        places=touched.places,
+        touched=None,
     )
     found: list[torch.Tensor | None] = [None] * len(weights)
     values = iter(sums.to(key.dtype).split(touched.sizes))

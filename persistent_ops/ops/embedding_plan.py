@@ -17,7 +17,7 @@ from ..runtime.literals import vector_bytes, warp_size
 from ..runtime.operator import Operator
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plan
-from ..runtime.team import Team
+from ..runtime.team import ALONE, Team
 from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 from .embedding_checks import check_choices, check_split, check_tables, check_wire
@@ -286,6 +286,7 @@ class EmbeddingPlan(Plan):
         )
         self._call = structs["Call"]()
         self._kernel = kernel
+        self._is_collective = team.number != ALONE
         self._backend = world.backend
         self.place()
 
@@ -351,6 +352,8 @@ class EmbeddingPlan(Plan):
         call.weights = 0 if per_sample_weights is None else per_sample_weights.data_ptr()
         call.num_indices, call.sources = indices.shape[0], 0
         call.output_offset = output_offset
+        if self._is_collective:
+            world.workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found
         world.workspace.launch(self._kernel, self._grid, self._address, call)
 
     def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
@@ -358,6 +361,8 @@ class EmbeddingPlan(Plan):
         call = self._call
         call.indices, call.offsets, call.weights, call.num_indices = 0, 0, 0, 0
         call.sources, call.output_offset = sources.data_ptr(), output_offset
+        if self._is_collective:
+            world.workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found
         world.workspace.launch(self._kernel, self._grid, self._address, call)
 
 

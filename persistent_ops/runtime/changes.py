@@ -33,6 +33,7 @@ class _Input:
     storage: StorageWeakRef
     first: int
     nbytes: int
+    reloading: str
 
     def poison(self) -> None:
         storage = storage_of_weak(self.storage.cdata)
@@ -54,15 +55,18 @@ class ChangedInputs:
     Args:
         tensors: by the name of an argument, contiguous; they keep their memory while the plan is used.
         on_abort: by name, what an abort makes of them.
+        reloading: how those that an abort makes unusable are loaded anew.
     """
 
-    def __init__(self, tensors: Mapping[str, Sequence[torch.Tensor]], on_abort: Mapping[str, OnAbort]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Sequence[torch.Tensor]], on_abort: Mapping[str, OnAbort], reloading: str
+    ) -> None:
         self.by_place: dict[_Place, _Input] = {}
         for name, each in tensors.items():
             for tensor in each:
                 place = _place_of(tensor)
                 storage = StorageWeakRef(tensor.untyped_storage())
-                self.by_place[place] = _Input(name, on_abort[name], storage, place[1], tensor.nbytes)
+                self.by_place[place] = _Input(name, on_abort[name], storage, place[1], tensor.nbytes, reloading)
 
     def is_alive(self) -> bool:
         """Return whether any of them is."""
@@ -89,10 +93,11 @@ class Changes:
             PersistentOpsError: one of them has to be loaded anew.
         """
         for place in self._given_up.keys() & inputs.by_place.keys():
-            if not self._given_up[place].storage.expired():
+            given_up = self._given_up[place]
+            if not given_up.storage.expired():
                 raise PersistentOpsError(
                     f"{inputs.by_place[place].name}: a launch that was given up may have changed a part of this "
-                    "tensor; load it anew, and say so"
+                    f"tensor; {given_up.reloading}"
                 )
         noted = self._captured if self._is_capturing() else self._under_way
         if len(noted) > _MANY:
@@ -102,6 +107,22 @@ class Changes:
     def settle(self) -> None:
         """Take note that what has been launched has completed; what graphs change stays under way."""
         self._under_way.clear()
+
+    def at_risk(self) -> str:
+        """Say, before `give_up`, what a launch that was given up may have left half changed; "" where nothing."""
+        refused = [
+            each
+            for inputs in self._under_way | self._captured
+            for each in inputs.by_place.values()
+            if each.on_abort is OnAbort.REFUSE and not each.storage.expired()
+        ]
+        names, ways = sorted({each.name for each in refused}), sorted({each.reloading for each in refused})
+        if not refused:
+            return ""
+        return (
+            f"What launches since the last po.check() change ({', '.join(names)}) may be half changed, and is refused "
+            f"behind that, too, until it is loaded: {'; or '.join(ways)}."
+        )
 
     def give_up(self) -> None:
         """Take note that a launch was given up: those under way may be any of its, and what came behind it."""

@@ -73,23 +73,26 @@ class Contract:
         operator: that is launched.
         team: by which PEs.
         values: one per field of the operator's.
+        call: number of a call (`CallNumbers`), where all launches have the same; 0: each sets its own, or has none.
     """
 
     operator: Operator
     team: Team
     values: tuple[Any, ...]
+    call: int = 0
 
     def words(self, count: int) -> tuple[int, ...]:
         """Return the contract as the `count` words that travel with every credit."""
         fields, values, name = _fields_of(self.operator), (self.team, *self.values), self.operator.name
-        if len(fields) >= count:
-            raise ValueError(f"contract of {name}: at most {count - 1} fields, got {len(fields)}")
+        most = count - 2  # the first word is the operator's, the last one is for the number of a call
+        if len(fields) > most:
+            raise ValueError(f"contract of {name}: at most {most} fields, got {len(fields)}")
         if len(values) != len(fields):
             names = ", ".join(field.name for field in fields[1:])
             raise ValueError(f"contract of {name}: expected values for {names}, got {self.values}")
         encoded = (field.encode(value) for field, value in zip(fields, values, strict=True))
         words = (_operator_id(name), *encoded)
-        return words + (0,) * (count - len(words))
+        return words + (0,) * (count - 1 - len(words)) + (self.call,)
 
 
 def register(operator: Operator) -> None:
@@ -102,17 +105,33 @@ def operator_of(word: int) -> Operator | None:
     return _operators.get(word)
 
 
-def describe(words: Sequence[int], own: Contract | None = None) -> str:
-    """Return a contract's words as text; `own`, a contract of this PE, tells the lists that are the same in both."""
+def describe(words: Sequence[int], own: Contract | None = None, show_call: Callable[[int], str] = str) -> str:
+    """Return a contract's words as text.
+
+    Args:
+        words: they.
+        own: a contract of this PE, which tells the lists that are the same in both.
+        show_call: makes text of the number of a call.
+    """
     if not words[0]:
         return "nothing yet"
     operator = operator_of(words[0])
     if operator is None:
         return f"an unknown operator (id {words[0]})"
-    return f"{operator.name}({', '.join(f'{field.name}={text}' for field, text in _texts(operator, words, own))})"
+    told = [f"{field.name}={text}" for field, text in _texts(operator, words, own)]
+    if words[-1]:
+        told.append(f"{operator.call}={show_call(words[-1])}")
+    return f"{operator.name}({', '.join(told)})"
 
 
-def differences(mine: Sequence[int], own: Contract | None, theirs: Sequence[int], me: int, peer: int) -> str:
+def differences(
+    mine: Sequence[int],
+    own: Contract | None,
+    theirs: Sequence[int],
+    me: int,
+    peer: int,
+    show_call: Callable[[int], str] = str,
+) -> str:
     """Return in which fields two contracts of one operator differ, with both values; "" for different operators."""
     operator = operator_of(mine[0])
     if operator is None or operator is not operator_of(theirs[0]):
@@ -122,6 +141,8 @@ def differences(mine: Sequence[int], own: Contract | None, theirs: Sequence[int]
         if mine[i] != theirs[i]:
             other = "another list" if field.show is None else field.show(theirs[i])
             told.append(f"{field.name} is {text} on PE {me}, {other} on PE {peer}")
+    if mine[-1] != theirs[-1]:
+        told.append(f"{operator.call} is {show_call(mine[-1])} on PE {me}, {show_call(theirs[-1])} on PE {peer}")
     return "; ".join(told)
 
 

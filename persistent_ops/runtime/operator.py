@@ -42,7 +42,10 @@ class Operator:
             what the wait counts.
         input_errors: by the kernel's enumerator, what makes an exception of an InputErrorRecord.
         has_kernel: False for what PEs only meet under (`World.meet`), which launches the barrier's.
+        call: name of the contract's last word, which each launch sets by itself (`CallNumbers`); "": none does.
+        known_as: what a user knows it as, where the name does not say so.
         changes: by the name of an argument that a launch changes in place, what an abort does to it.
+        reloading: how to load anew what an abort has made unusable (`OnAbort.REFUSE`).
         max_plans: that are kept together, in a world.
         default_tuning: choices that change speed and nothing else, a frozen dataclass; None where it has none.
     """
@@ -52,7 +55,10 @@ class Operator:
     phases: Mapping[str, str] = field(default_factory=dict)
     input_errors: Mapping[str, Callable[[Any], Exception]] = field(default_factory=dict)
     has_kernel: bool = True
+    call: str = ""
+    known_as: str = ""
     changes: Mapping[str, OnAbort] = field(default_factory=dict)
+    reloading: str = "load it anew, and say so"
     max_plans: int = 1024
     default_tuning: Any = None
 
@@ -64,6 +70,11 @@ class Operator:
         """What its kernel's headers say of themselves."""
         return description_of(self.name) if self.has_kernel else describe(COMM)
 
+    @property
+    def title(self) -> str:
+        """Its name, and what a user knows it as."""
+        return f"{self.name} ({self.known_as})" if self.known_as else self.name
+
     def prepare(self, world: World) -> Description:
         """Return the description; where it must be compiled, peers that wait do not count the time."""
         if self.name not in _described:
@@ -71,9 +82,9 @@ class Operator:
                 _described[self.name] = self.description
         return _described[self.name]
 
-    def contract(self, team: Team, *values: Any) -> Contract:
-        """Return the contract of a launch of a team; `values`: one per field."""
-        return Contract(self, team, values)
+    def contract(self, team: Team, *values: Any, call: int = 0) -> Contract:
+        """Return the contract of a launch of a team; `values`: one per field; `call`: see `Contract`."""
+        return Contract(self, team, values, call)
 
     # ---- what codes mean -------------------------------------------------------------------------------------------
 
@@ -104,7 +115,7 @@ class Operator:
 
     def changed_inputs(self, **tensors: Sequence[torch.Tensor]) -> ChangedInputs:
         """Return what launches of a plan change: contiguous tensors for each name in `changes`."""
-        return ChangedInputs(tensors, self.changes)
+        return ChangedInputs(tensors, self.changes, self.reloading)
 
     def begin_changes(self, world: World, inputs: ChangedInputs, tensors: Sequence[torch.Tensor]) -> None:
         """Declare, right before the launch, what it changes.

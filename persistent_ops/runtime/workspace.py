@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,12 +21,13 @@ import torch
 from . import contract as _contract
 from .backend import Backend, Kernel
 from .bootstrap import Bootstrap
+from .call_numbers import CallNumbers
 from .changes import Changes
 from .contract import Contract, differences
 from .description import describe
 from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError
 from .heap import SymmetricHeap
-from .operator import COMM
+from .operator import COMM, Operator
 from .stream_order import StreamOrder
 from .team import ALONE, Team
 
@@ -101,6 +103,8 @@ class Workspace:
         self.admit: Callable[[Workspace, Kernel, int], None] = _admit_all
         """Called before a kernel's first launch, and before its first one with so many WGs."""
         self.changes = Changes(self.is_capturing)
+        self.calls = CallNumbers(self.is_capturing)
+        """Numbers of calls that later launches name in their contracts."""
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
 
@@ -225,7 +229,9 @@ class Workspace:
     def _describe_failure(self) -> PersistentOpsError:
         error = self._error
         kind, me = self._kinds[error.kind], self._bootstrap.rank
-        remedy = "The output is poisoned with NaN. po.recover(), called by every PE, makes the world usable again."
+        operator = _contract.operator_of(error.own_contract[0])
+        assert operator is not None
+        remedy = self._remedy(operator)
         if kind == "contract":
             return ContractMismatchError(
                 f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch})"
@@ -233,18 +239,19 @@ class Workspace:
             )
         if kind == "reported":
             return self._describe_report(remedy)
+        launch = self._launch_of(operator)
         if kind == "lost" and error.peer == me:
-            return PeerLostError(f"PE {me} was interrupted while it waited (epoch {error.epoch}). {remedy}")
-        operator = _contract.operator_of(error.own_contract[0])
-        assert operator is not None
+            return PeerLostError(f"PE {me} was interrupted while it waited in {launch} (epoch {error.epoch}). {remedy}")
         what = operator.waited_for(error.phase, error.index)
         waited = (
-            f"PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch {error.epoch}, "
-            f"saw {error.seen >> self._epoch_shift}"
+            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch "
+            f"{error.epoch}, saw {error.seen >> self._epoch_shift}"
         )
         if kind == "lost":
+            left = "" if operator.changes else " The output of this PE is poisoned with NaN."
+            at_risk = self.changes.at_risk()
             return PeerLostError(
-                f"{waited}; PE {error.peer} has ended, look at its output. The output of this PE is poisoned with NaN."
+                f"{waited}; PE {error.peer} has ended, look at its output.{left}{at_risk and ' '}{at_risk}"
             )
         if any(error.peer_contract):
             return PeerTimeoutError(f"{waited}. {remedy}")
@@ -262,16 +269,32 @@ class Workspace:
             "(po.nn.leave_room)"
         )
 
+    def _launch_of(self, operator: Operator) -> str:
+        """Return what this PE had launched."""
+        number = self._error.own_contract[-1]
+        call = f", {operator.call.replace('_', ' ')} {self.calls.show(number)}" if number else ""
+        return operator.title + call
+
+    def _remedy(self, operator: Operator) -> str:
+        """Say what a launch of an operator that was given up leaves, and what to do about it."""
+        poisoned = "" if operator.changes else "The output is poisoned with NaN. "
+        at_risk = self.changes.at_risk()
+        recovery = "po.recover(), called by every PE, makes the world usable again."
+        return f"{poisoned}{recovery}{at_risk and ' '}{at_risk}"
+
     def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
         """Tell both sides of a mismatch: what differs, then all of both."""
         error, me = self._error, self._bootstrap.rank
         mine = tuple(error.own_contract)
         side, theirs = self._side_to_tell() if is_hearsay else (error.other_side, tuple(error.peer_contract))
         peer = f"PE {side}" + (f", as far as PE {me} was told" if is_hearsay else "")
-        own = self._contracts.get(mine)
-        differing = differences(mine, own, theirs, me, side)
+        # A launch may have set the number of its call, which its plan has not.
+        own = self._contracts.get(mine) or self._contracts.get((*mine[:-1], 0))
+        show = self.calls.show
+        differing = differences(mine, own, theirs, me, side, show)
         head = f": {differing}" if differing else ""
-        return f"{head}. PE {me}: {_contract.describe(mine, own)}; {peer}: {_contract.describe(theirs, own)}"
+        sides = [_contract.describe(words, own, show) for words in (mine, theirs)]
+        return f"{head}. PE {me}: {sides[0]}; {peer}: {sides[1]}"
 
     def _side_to_tell(self) -> tuple[int, tuple[int, ...]]:
         """Return a side of a reported mismatch, and its contract, of zeros where that is not here yet."""
@@ -295,7 +318,9 @@ class Workspace:
         """Describe a failure that another PE met first and told this one."""
         error, me = self._error, self._bootstrap.rank
         blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
-        left = f"so PE {me} left its launch too (epoch {error.epoch})"
+        operator = _contract.operator_of(error.own_contract[0])
+        assert operator is not None
+        left = f"so PE {me} left its launch of {self._launch_of(operator)} too (epoch {error.epoch})"
         reason = self._kinds[error.seen >> self._constants["kBlameKindShift"] & 3]
         if reason == "contract":
             told = self._describe_contracts(is_hearsay=True)
@@ -345,7 +370,10 @@ class Workspace:
         """Start clean epochs after a failure; collective. `patience`: seconds to wait for the peers."""
         self._backend.synchronize()
         epoch = int(self._local[0])
-        epochs = [int(raw) for raw in self._bootstrap.exchange("recover", str(epoch).encode(), timeout=patience)]
+        own = json.dumps([epoch, self.calls.counts]).encode()
+        told = [json.loads(raw) for raw in self._bootstrap.exchange("recover", own, timeout=patience)]
+        epochs = [of_pe for of_pe, _ in told]
+        self.calls.agree([counts for _, counts in told])
         # No PE runs a kernel any more. What their signals still have under way must land before the words are cleared.
         self._backend.quiet()
         self._bootstrap.exchange("recover-quiet", b"")

@@ -67,7 +67,8 @@ inline const Defaults kWorld{{"--pes", "2"},
 
 // A launch that is given up.
 inline const Defaults kTroubles{{"--stop-pe", "-1"},     // does not launch, or ...
-                                {"--other-pe", "-1"},    // ... launches under another contract, at ...
+                                {"--other-pe", "-1"},    // ... launches under another contract, ...
+                                {"--other-call", "0"},   // ... which is of another call's number alone, at ...
                                 {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
                                 {"--queued", "0"}};  // launches behind it that look at no errors, as in a GPU's queue
 
@@ -311,8 +312,13 @@ class BasePe {
   // The plan for a launch, under the contract that this PE comes with.
   Plan plan_of(int64_t launch) const {
     Plan used = plan;
-    if (is_trouble_at(launch) && rank == number("--other-pe")) set_contract(used, 1);
+    if (is_other(launch) && number("--other-call") == 0) set_contract(used, 1);
     return used;
+  }
+
+  // The number of a launch's call, where the operator has them.
+  uint64_t call_of(int64_t launch) const {
+    return static_cast<uint64_t>(launch + 1 + (is_other(launch) && number("--other-call") != 0 ? 1 : 0));
   }
 
   template <class Kernel>
@@ -344,6 +350,8 @@ class BasePe {
   std::vector<uint64_t> peer_heaps;  // as mapped here; 0: not reachable
 
  private:
+  bool is_other(int64_t launch) const { return is_trouble_at(launch) && rank == number("--other-pe"); }
+
   static void set_contract(Plan& used, int64_t variant) {
     for (int i = 0; i < po::kContractWords; ++i) used.team.contract[i] = 1000 + i + variant;
     used.team.contract_hash = static_cast<uint64_t>(0x5a5a + variant);

@@ -151,8 +151,9 @@ struct Call {
   float* sums;            // of all rows, group after group; or of those that lookups have
   const int64_t* places;  // by a row's first lookup, where its sums begin; null: sums are of all rows
   float* touched;         // by key: 1 is written where a row has lookups; null: not wanted
+  uint64_t forward_pass;  // its number; 0 where no peer takes part
 };
 PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, counts, count, rate, scale, step_count,
-            beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched)
+            beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched, forward_pass)
 
 }  // namespace po::embedding_backward
