@@ -27,6 +27,7 @@ from harness.timing import Subject, plain, record
 from sparse import figures, report
 from sparse.cases import CASES, SWEEPS, Case, num_sets, swept
 from sparse.check import check_graphs, check_methods, survey
+from sparse.host_time import time_host
 from sparse.inputs import draw_set
 from sparse.limits import Traffic, extra_room, sent_rows
 from sparse.memory import MemoryMeter
@@ -44,6 +45,7 @@ _SLOW_ROUNDS = 2
 _SPREAD_SECONDS = {"cuda": 1.5, "host": 0.3}
 _MOST_REPLAYS = 1000
 _PHASE_TRIALS = 5
+_HOST_TRIALS = 21
 _Case = tuple[str, Case]
 
 
@@ -358,13 +360,16 @@ class SparseAllReduce(Experiment[_Case]):
         return able
 
     def time(self, trial: Gradients, subjects: Mapping[str, Subject]) -> dict[str, list[float]]:
-        """Record the phases of the operator's plain calls, then time; what is slow is timed a few times only."""
+        """Record phases and host time of the operator's calls, then time; what is slow is timed a few times only."""
         for name in subjects:
             if name in OURS and name != "dense":  # "dense": several launches, none of which is the sum's alone
                 call = functools.partial(trial.run, name)
                 phases, trial.used[name] = time_phases(self.world, call, trials=_PHASE_TRIALS)
                 us = {phase: seconds * 1e6 for phase, seconds in phases.items()}
                 self.write("phases", **trial.fields, method=name, algorithm=trial.used[name], us=us)
+                if name in EAGER and not trial.is_swept:
+                    host_us = time_host(self.world, call, trials=_HOST_TRIALS) * 1e6
+                    self.write("host", **trial.fields, method=name, us=host_us)
         options = self.options
         rounds = min(options.rounds, options.sweep_rounds) if trial.is_swept else options.rounds
         times = self.interleave(subjects, min(rounds, _SLOW_ROUNDS))

@@ -20,29 +20,41 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = REPOSITORY / "benchmarks" / "results"
-TESTS = REPOSITORY / "tests"
 DOCUMENTS = ("README.md", "docs/results.md", "docs/verification.md")
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import all_reduce  # noqa: E402
+import dlrm_embedding  # noqa: E402
 import embedding.methods  # noqa: E402
 import embedding_backward  # noqa: E402
 import gemv.methods  # noqa: E402
 import row_parallel_linear  # noqa: E402
 import sparse.methods  # noqa: E402
+from embedding_step.methods import PHASES  # noqa: E402
 from harness.record import select, unique, us_text  # noqa: E402
+from run_records import (  # noqa: E402
+    OWN_TABLES,
+    REPOSITORY,
+    RESULTS,
+    Run,
+    case_of,
+    current_runs,
+    differences,
+    failed_of,
+    problems,
+    read_runs,
+)
 from sparse.report import swept_lines  # noqa: E402
 from sparse_all_reduce import SparseAllReduce  # noqa: E402
 
 __all__ = ["BLOCK", "DOCUMENTS", "Run", "problems", "read_runs", "rewritten"]
 
+TESTS = REPOSITORY / "tests"
 BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 _Line = dict[str, Any]
@@ -56,129 +68,6 @@ _PEERS_SPARSE = {  # columns, and the methods of which each is the faster one
     "dense NCCL": ("dense_reduce",),
     "Gloo": ("gloo",),
 }
-
-
-# ---- records -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one run has written about one world.
-
-    Attributes:
-        file: in benchmarks/results/.
-        subject: the benchmark, or the example, that ran.
-        pes: size of the world.
-        about: the line that says what ran, where and when.
-        lines: all others of this world; of an example none.
-        note: of a line {"kind": "note", "commit": ..., "command": ...}, added by hand where the run did not know it.
-    """
-
-    file: str
-    subject: str
-    pes: int
-    about: _Line
-    lines: Sequence[_Line]
-    note: _Line
-
-    @property
-    def date(self) -> str:
-        return str(self.about["date"])[:10]
-
-    @property
-    def place(self) -> str:
-        """GPUs, as "2x NVIDIA H200"."""
-        gpu = self.about.get("gpu") or self.about.get("hardware", ["CPU"])[0]
-        return f"{self.pes}x {gpu}"
-
-    @property
-    def command(self) -> str | None:
-        command = self.note.get("command", self.about.get("command"))
-        return None if command is None else re.sub(r" --(out|json) \S+", "", command)
-
-    @property
-    def commit(self) -> str:
-        """What the record says of its commit, short."""
-        commit = self.about.get("commit")
-        return "none" if commit is None else re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
-
-    @property
-    def cases(self) -> frozenset[tuple[str, ...]]:
-        """What was measured, so that a later run of the same can be told."""
-        times = select(self.lines, "time")
-        keys = ("config", "distribution", "shape_name", "group", "case", "size", "method")
-        return frozenset(tuple(str(line.get(key)) for key in keys) for line in times) or frozenset(
-            [(str(self.about.get("model")), str(self.about.get("layers")))]
-        )
-
-
-def read_runs(folder: Path = RESULTS) -> list[Run]:
-    """Return all runs on record, the newest first."""
-    runs = []
-    for path in sorted(folder.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        note = {name: value for line in lines if line.get("kind") == "note" for name, value in line.items()}
-        for line in lines:
-            if line.get("kind") == "run":
-                found = re.search(r"bench (\w+)", line["command"])
-                assert found is not None, f"{path.name}: the run names no benchmark"
-                own = [other for other in lines if other.get("pes") == line["pes"] and other is not line]
-                runs.append(Run(path.name, found[1], line["pes"], line, without_failed(own), note))
-            elif "kind" not in line:
-                subject = "decode_loop" if "model" in line else "sparse_embedding_train"
-                runs.append(Run(path.name, subject, line["pes"], line, (), note))
-    return sorted(runs, key=lambda run: str(run.about["date"]), reverse=True)
-
-
-def _case_of(line: _Line) -> str:
-    named = (line.get(field) for field in ("case", "shape_name", "config", "size", "shape"))
-    return next((name for name in named if isinstance(name, str)), "None")
-
-
-def _failed(line: _Line) -> list[tuple[str, str]]:
-    """Return the cases and methods of which a check says that they failed ("PE 0, method, ...")."""
-    case = _case_of(line)
-    return [(case, [*failure.split(", "), ""][1]) for failure in line["failures"]]
-
-
-def without_failed(lines: Sequence[_Line]) -> list[_Line]:
-    """Return a record's lines without the times of what a check found wrong; where it names no method, of all."""
-    failed = {pair for line in select(lines, "check") for pair in _failed(line)}
-
-    def is_wrong(line: _Line) -> bool:
-        case = _case_of(line)
-        return (case, str(line.get("method"))) in failed or (case, "") in failed
-
-    return [line for line in lines if line["kind"] != "time" or not is_wrong(line)]
-
-
-def problems(run: Run) -> list[str]:
-    """Return what speaks against the figures of a run; nothing where all is known of it and all went well."""
-    found = []
-    commit = run.about.get("commit")
-    if "commit" in run.note:
-        pass
-    elif commit is None:
-        found.append("names no commit")
-    elif not re.fullmatch(r"[0-9a-f]{40}", commit):
-        found.append(f"names commit {run.commit}")
-    if run.command is None:
-        found.append("names no command")
-    failures = sum(len(line["failures"]) for line in select(run.lines, "check"))
-    if failures:
-        found.append(f"reports {failures} failed checks")
-    if run.about["backend"] != "cuda":
-        found.append("ran without a GPU")
-    return found
-
-
-def _current(runs: Iterable[Run], subject: str) -> list[Run]:
-    """Return the runs of a subject that may be shown: of those that measured the same, the newest."""
-    found: dict[tuple[int, frozenset[tuple[str, ...]]], Run] = {}
-    for run in runs:
-        if run.subject == subject and run.about["backend"] == "cuda":
-            found.setdefault((run.pes, run.cases), run)
-    return sorted(found.values(), key=lambda run: -run.pes)
 
 
 # ---- a run's tables ------------------------------------------------------------------------------------------------
@@ -279,6 +168,47 @@ def _backward_tables(run: Run) -> list[str]:
     return tables
 
 
+def _dlrm_embedding_tables(run: Run) -> list[str]:
+    """Return the steps of all cases, and the phases of eager ones."""
+    methods, peers = dlrm_embedding.METHODS, dlrm_embedding.PEERS["fused"]
+    ours = [name for name in methods if name not in peers]
+    rows = []
+    for case, by_method in _by(run.lines, "case").items():
+        limit = next(iter(by_method.values()))["limit_us"]
+        own = _fastest(by_method, ours)
+        times = [_us(by_method.get(name)) for name in methods]
+        rows.append([f"`{case}`", *times, us_text(limit), _times(own, limit), _times(_fastest(by_method, peers), own)])
+    labels = {name: text.format(collective="NCCL") for name, text in dlrm_embedding.LABELS.items()}
+    head = [f"us, {run.pes} PEs", *[labels[name] for name in methods], "limit", "x limit", "x best peer"]
+    found = [_table(head, rows)]
+    phases = [
+        [
+            f"`{line['case']}`",
+            labels[line["method"]],
+            *[us_text(line["us"][n]) if n in line["us"] else "" for n in PHASES],
+        ]
+        for line in select(run.lines, "phases")
+    ]
+    return [*found, _table([f"us of the phases, {run.pes} PEs", "", *PHASES], phases)] if phases else found
+
+
+def _dlrm_train_tables(run: Run) -> list[str]:
+    """Return a step of each way of a comparison."""
+    options, compared = run.about["options"], run.about["compared"]
+    far_off, own = differences(run.about), compared["seconds"][OWN_TABLES]
+    most = f"{options['model']}, at most {max(run.about['num_rows']):,} rows a table, batch {options['batch']:,}"
+    rows = []
+    for name, seconds in compared["seconds"].items():
+        losses = compared["losses"][name]
+        far = f"{far_off[name][0]:.1g}" if name in far_off else ""
+        rows.append(
+            [name, f"{1e3 * seconds:.2f}", f"{seconds / own:.2f}", f"{losses[0]:.6f}", f"{losses[-1]:.6f}", far]
+        )
+    head = [f"tables by, {run.pes} PEs", "ms per step", "x time", "first loss", "last loss", "largest difference"]
+    what = f"Model {most}, {options['optimizer']}, dense part in {options['precision']}."
+    return [_table(head, rows), what, *[f"{line}." for line in compared["left_out"]]]
+
+
 def _gemv_tables(run: Run) -> list[str]:
     labels = {
         name: text.format(product="cuBLAS", collective="NCCL").replace(" alone", "")
@@ -349,10 +279,12 @@ def _sparse_tables(run: Run) -> list[str]:
         (about,) = select(run.lines, "case", group="cases", case=case)
         own = _fastest(by_method, _OURS_SPARSE)
         peers = [_fastest(by_method, names) for names in _PEERS_SPARSE.values()]
+        host = select(run.lines, "host", group="cases", case=case, method="auto")
         rows.append(
             [
                 f"`{case}`",
                 *[_us(by_method.get(name)) for name in _OURS_SPARSE],
+                _us(host[0]) if host else "",
                 us_text(about["limit_us"]),
                 us_text(about["unicast_us"]),
                 _times(own, about["unicast_us"]),
@@ -361,7 +293,8 @@ def _sparse_tables(run: Run) -> list[str]:
             ]
         )
     if rows:
-        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "limit", "unicast", "x unicast"]
+        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "host time of the operator, without its wait"]
+        head += ["limit", "unicast", "x unicast"]
         tables.append(_table([*head, *_PEERS_SPARSE, "x best peer"], rows))
     for sweep, name in (("sparsity", "rows on each PE"), ("overlap", "rows that all PEs share")):
         points = swept_lines(run.lines, sweep, run.pes)
@@ -400,6 +333,8 @@ def _train_tables(run: Run) -> list[str]:
 
 
 _TABLES: dict[str, Callable[[Run], list[str]]] = {
+    "dlrm_embedding": _dlrm_embedding_tables,
+    "dlrm_train": _dlrm_train_tables,
     "embedding_all_to_all": _embedding_tables,
     "embedding_backward": _backward_tables,
     "gemv_all_reduce": _gemv_tables,
@@ -423,6 +358,8 @@ def _source(run: Run, folder: Path) -> str:
         "CUDA": versions.get("cuda"),
         "NCCL": versions.get("nccl"),
         "NVSHMEM": about.get("nvidia-nvshmem-cu13"),
+        "FBGEMM": versions.get("fbgemm"),
+        **{line["name"]: line["version"] for line in select(run.lines, "library")},
     }
     software = ", ".join(f"{name} {version}" for name, version in known.items() if version)
     command = f"`{run.command}`" if run.command else "the record names no command"
@@ -433,7 +370,7 @@ def _source(run: Run, folder: Path) -> str:
     checks = select(run.lines, "check")
     failures = sum(len(line["failures"]) for line in checks)
     if checks:
-        wrong = sorted({f"`{method}`" for line in checks for _, method in _failed(line)})
+        wrong = sorted({f"`{method}`" for line in checks for _, method in failed_of(line)})
         told = f" {failures} checks failed, of {', '.join(wrong)}, which is left out there."
         text += told if failures else " All checks passed."
     return f"{text} [{run.file}]({os.path.relpath(RESULTS / run.file, folder)})"
@@ -447,7 +384,7 @@ def _show(runs: Sequence[Run], folder: Path) -> str:
 
 
 def _runs_block(folder: Path, subject: str) -> str:
-    runs = _current(read_runs(), subject)
+    runs = current_runs(read_runs(), subject)
     return _show(runs, folder) if runs else "No record of a run on GPUs."
 
 
@@ -463,7 +400,7 @@ def _operators_block(folder: Path) -> str:
         ("all_reduce_rms_norm", "the same and the RMS norm of rows", "all_reduce", _SUM, False),
         ("sparse_all_reduce", "sum of sparse COO tensors over PEs", "sparse_all_reduce", _ROWS, False),
     ):
-        found = [run for run in _current(runs, subject) if (run.pes == 1) == is_alone]
+        found = [run for run in current_runs(runs, subject) if (run.pes == 1) == is_alone]
         found.sort(key=lambda run: (run.date, run.pes), reverse=True)  # of one day, the largest world
         figures = [figure for run in found for figure in [_headline(run, name, case)] if figure]
         rows.append([f"`po.{name}`", does, f"`{case}`", *(figures[0] if figures else ["to be measured", *[""] * 5])])
@@ -477,7 +414,7 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
     lines = [
         line
         for line in select(run.lines, "time")
-        if case == _case_of(line)
+        if case == case_of(line)
         and line.get("distribution", "uniform") == "uniform"
         and line.get("group", "cases") == "cases"
     ]
@@ -518,12 +455,15 @@ def _tests_block(folder: Path) -> str:
     for path in sorted(TESTS.glob("test_*.py")):
         tree = ast.parse(path.read_text())
         covers = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-        on_gpus = dict.fromkeys(f"{run['gpus']}, {run['date']}" for run in runs if path.stem in run["files"])
+        newest: dict[str, str] = {}  # by GPUs
+        for run in runs:
+            if path.stem in run["files"]:
+                newest.setdefault(run["gpus"], f"{run['gpus']}, {run['commit']}, {run['date']}")
         marks = re.findall(r"(pytestmark = )?\S*pytest\.mark\.gpu", path.read_text())
         on_host = "-" if any(marks) else "in part" if marks else "yes"
         link = f"[{path.name}]({os.path.relpath(path, folder)})"
-        rows.append([link, covers, on_host, "; ".join(on_gpus) or "-"])
-    return _table(["test file", "what it covers", "host CI", "on GPUs"], rows)
+        rows.append([link, covers, on_host, "; ".join(newest.values()) or "-"])
+    return _table(["test file", "what it covers", "host CI", "newest run on GPUs: which, commit, date"], rows)
 
 
 def _gpu_runs_block(folder: Path) -> str:

@@ -17,9 +17,22 @@ from worlds import run_pes
 
 import persistent_ops as po
 
-__all__ = ["NUM_ITERATIONS", "BitsSuite", "CaseWorld", "Outcome", "Trial", "bits", "check", "difference"]
+__all__ = [
+    "NUM_ITERATIONS",
+    "SMALLEST",
+    "UNIT",
+    "BitsSuite",
+    "CaseWorld",
+    "Outcome",
+    "Trial",
+    "bits",
+    "check",
+    "difference",
+]
 
 NUM_ITERATIONS = 6  # of inputs
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of one rounding, relative
+SMALLEST = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 Results = list[dict[str, tuple[str | None, int]]]
 
 

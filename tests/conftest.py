@@ -6,10 +6,12 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import warm_python
+from setup_time import bounded
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -87,6 +89,17 @@ def _fixtures_of(item: pytest.Item) -> list[str]:
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     return "host" if _is_rehearsal(request.config) else str(request.config.getoption("--backend"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Fail the test for which a fixture takes too long; on GPUs what it waits for is theirs."""
+    if request.config.getoption("--backend") != "host":
+        return (yield)
+    with bounded(f"the fixture {fixturedef.argname}"):
+        return (yield)
 
 
 # The files that take longest: first, so that no worker is left with one of them when the others are done (pytest-xdist

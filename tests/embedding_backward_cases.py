@@ -48,6 +48,8 @@ class Case:
         algorithm, options: of the optimizer.
         scale: of gradients.
         bad: a share of the lookups that is outside of the tables, one in so many; 0: none.
+        drawn: rows: "uniform"; "Zipf", the n-th with 1 / n of the first one's probability; "once", all of a table in
+            some order, in bags of any length; or "hot", 15 in 16 lookups of one row.
         tuning: of the backward pass.
     """
 
@@ -57,6 +59,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     scale: float = 1.0
     bad: int = 0
+    drawn: str = "uniform"
     tuning: Tuning | None = None
 
     @property
@@ -93,6 +96,24 @@ _OF_16_BITS = (
     ("sgd", "same table twice", dataclasses.replace(_SHAPES["same table twice"], dtype=torch.float16)),
     ("adagrad", "hot wide rows", dataclasses.replace(_WIDE, dtype=torch.bfloat16)),
 )
+
+
+def _like(shape: Shape, name: str) -> Shape:
+    """Return a case of the forward pass with another one's rows."""
+    return dataclasses.replace(
+        _SHAPES[name], name=f"{name}, {shape.name}", rows=shape.rows, max_pooling=shape.max_pooling
+    )
+
+
+_ZIPF = Shape("Zipf", rows=3000, max_pooling=60)
+_ONCE = Shape("once", rows=700)
+_DRAWN = (  # of kernels that other cases have too
+    ("sgd", "Zipf drawn", "Zipf", _ZIPF, ()),
+    ("adagrad", "Zipf drawn weighted bf16", "Zipf", _like(_ZIPF, "weighted bf16"), ()),
+    ("rowwise_adagrad", "Zipf drawn fp16", "Zipf", _like(_ZIPF, "fp16"), _STOCHASTIC),
+    ("sgd", "all rows drawn once", "once", _ONCE, ()),
+    ("rowwise_adagrad", "all rows drawn once, mean fp16", "once", _like(_ONCE, "mean fp16"), ()),
+)
 CASES = [
     *(Case(f"{algorithm}", algorithm=algorithm) for algorithm in ("sgd", "adagrad", "rowwise_adagrad", "adam")),
     *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("fewer samples than PEs", "no samples", "empty bags only")),
@@ -122,8 +143,9 @@ CASES = [
     Case("adam, seeds of tables", _SHAPES["bf16"], "adam", (("rounding", "stochastic"), ("seed", (5, 2**63 - 1, 0)))),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
+    *(Case(f"{step}, {name}", shape, step, options, drawn=drawn) for step, name, drawn, shape, options in _DRAWN),
 ]  # fmt: skip
-FEW = [case for number, case in enumerate(CASES) if number % 3 == 0 or "skipped" in case.name]
+FEW = [case for number, case in enumerate(CASES) if number % 3 == 0 or "skipped" in case.name or "drawn" in case.name]
 
 
 # ---- inputs, and what they must give ---------------------------------------------------------------------------------
@@ -153,13 +175,31 @@ def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     rng = _seed(case.name, rank, iteration)
     num_bags = len(tables) * sum(split_of(shape, world))
     lengths = torch.randint(0, shape.max_pooling + 1, (num_bags,), generator=rng)
+    if case.drawn == "once" and num_bags:
+        batch = num_bags // len(tables)
+        of_tables = [torch.randint(0, batch, (shape.rows,), generator=rng).bincount(minlength=batch) for _ in tables]
+        lengths = torch.cat(of_tables)
     offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
     offsets[1:] = lengths.cumsum(0)
-    indices = torch.randint(0, shape.rows, (int(offsets[-1]),), generator=rng)
+    indices = _draw(case, int(offsets[-1]), rng)
     if case.bad:
         indices[:: case.bad] = torch.tensor([-1, shape.rows])[torch.arange(len(indices[:: case.bad])) % 2]
     factors = torch.randn(indices.shape, generator=rng) if shape.is_weighted else None
     return Inputs(tables, indices.to(shape.index_dtype), offsets.to(shape.offset_dtype), factors)
+
+
+def _draw(case: Case, count: int, rng: torch.Generator) -> torch.Tensor:
+    """Return the rows of so many lookups."""
+    rows = case.shape.rows
+    if case.drawn == "once":
+        orders = [torch.randperm(rows, generator=rng) for _ in range(count // rows)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *orders])
+    if case.drawn == "Zipf":
+        return torch.multinomial(1 / torch.arange(1.0, rows + 1), count, replacement=True, generator=rng)
+    indices = torch.randint(0, rows, (count,), generator=rng)
+    if case.drawn == "hot":
+        indices[torch.arange(count) % 16 != 0] = rows // 2
+    return indices
 
 
 @functools.lru_cache(maxsize=64)
@@ -414,6 +454,7 @@ class Training:
             inputs.offsets.to(po.device()),
             batch_per_rank=split,
             dim_per_rank=columns_of(self._case, self._world),
+            dtype=self._case.dtype,
             wire_dtype=self._case.shape.wire,
             optimizer=self.optimizer,
         )

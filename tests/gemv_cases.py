@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bits import Outcome, Trial, difference
+from bits import SMALLEST, UNIT, Outcome, Trial, difference
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
 
 ALGORITHMS = ("one_shot", "two_phase")
-UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of one rounding, relative
-SMALLEST = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 # iteration -> what it passes beside weight and x. "in place": out is the residual.
 WAYS = ((), ("bias",), ("residual",), ("bias", "residual", "out"), ("bias", "residual", "in place"), ("out",))
 

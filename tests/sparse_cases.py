@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from bits import NUM_ITERATIONS, Outcome, Trial, difference
-from gemv_cases import SMALLEST, UNIT
+from bits import NUM_ITERATIONS, SMALLEST, UNIT, Outcome, Trial, difference
 
 import persistent_ops as po
 

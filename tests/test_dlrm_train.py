@@ -30,20 +30,23 @@ from persistent_ops.runtime.process_group import process_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import dlrm_train
+import tables
 from dlrm.batches import Batches
 from dlrm.compare import disagreements
 from dlrm.data import open_data
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
 from dlrm.options import MODELS, Options
-from dlrm.peers import ExchangedEmbedding
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
 from dlrm.way import placement_of
 from dlrm.workload import run_pe
+from embedding_step.exchanged import ExchangedEmbedding
+from harness.record import append_line, what_ran
 
 CPU = torch.device("cpu")
 RATES = {"learning_rate": 0.02, "table_learning_rate": 0.1}
@@ -288,9 +291,26 @@ def test_other_tables_have_the_same_losses(tmp_path: Path) -> None:
         assert line.startswith("FBGEMM + gloo is left out: PE 0: it cannot be imported (ModuleNotFoundError")
     text = _printed(report)
     assert "the losses of 30 steps agree" in text and "torch + gloo" in text
+    _check_documents_table(report, tmp_path)
     compared["losses"]["torch + gloo"][3] *= 1.1
     assert "losses of torch + gloo differ from persistent_ops's by 0.1 (tolerance 1e-05)" in problems(report)
     assert "WRONG" in _printed(report)
+
+
+def _check_documents_table(report: dict[str, Any], folder: Path) -> None:
+    """A record of the comparison, as --json appends it, becomes a table of the documents."""
+    append_line(folder / "compared.jsonl", {**what_ran("python launch/dlrm_train.py --compare 30 --json x"), **report})
+    (found,) = tables.read_runs(folder)
+    assert (found.subject, found.command) == ("dlrm_train", "python launch/dlrm_train.py --compare 30")
+    assert [text for text in tables.problems(found) if "commit" not in text] == ["ran without a GPU"]
+    shown = tables._show([found], folder)
+    assert "| torch + gloo |" in shown and "ms per step" in shown and "batch 61" in shown
+    report["compared"]["losses"]["torch + gloo"][3] *= 1.1
+    append_line(folder / "compared.jsonl", {**what_ran("python launch/dlrm_train.py"), **report})
+    assert "losses of torch + gloo differ" in [
+        text for run in tables.read_runs(folder) for text in tables.problems(run)
+    ]
+    report["compared"]["losses"]["torch + gloo"][3] /= 1.1
 
 
 def _collection(wire_dtype: torch.dtype | None) -> po.nn.ShardedEmbeddingBagCollection:
@@ -337,7 +357,7 @@ def _peer() -> list[bool]:
                 peer = ExchangedEmbedding(collection, make, wire_dtype=wire_dtype)
                 agree.append((len(peer.tables), len(peer.replicas)) == ((1, 2), (0, 2), (2, 2))[po.rank()])
                 agree += [_agree_in_step(step, collection, peer) for step in range(4)]
-                for tensor in itertools.chain(*peer._parts()):
+                for tensor in itertools.chain(*peer.parts()):
                     tensor.add_(1)
                 peer.take_over(collection)
                 agree += [_agree_in_step(step, collection, peer) for step in range(4, 6)]
@@ -357,7 +377,7 @@ def test_the_exchange_by_torch() -> None:
 def test_what_the_exchange_by_torch_refuses(table: tuple[Any, ...]) -> None:
     configs = [TableConfig("b", 5, 8, ["z"]), TableConfig(*table)]
     collection: Any = SimpleNamespace(layout=SimpleNamespace(configs=configs))
-    with pytest.raises(ValueError, match="collection: expected float32 tables of pooling 'sum' with one feature"):
+    with pytest.raises(ValueError, match="collection: expected tables of one dtype and pooling 'sum' with one feature"):
         ExchangedEmbedding(collection, torch.optim.SGD)
 
 

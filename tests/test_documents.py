@@ -105,6 +105,19 @@ def test_gpu_runs_name_test_files() -> None:
         assert missing == [], run["date"]
 
 
+def test_a_test_file_has_its_newest_run_on_each_kind_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_sums.py").write_text('"""Sums."""\n')
+    (tmp_path / "test_norms.py").write_text('"""Norms."""\n')
+    runs = [("03", "1x H200", "ccccccc"), ("02", "2x H200", "bbbbbbb"), ("01", "1x H200", "aaaaaaa")]
+    listed = [{"date": f"2026-01-{day}", "gpus": gpus, "commit": it, "files": ["test_sums"]} for day, gpus, it in runs]
+    (tmp_path / "gpu_runs.json").write_text(json.dumps(listed))
+    monkeypatch.setattr(tables, "TESTS", tmp_path)
+    shown = tables._tests_block(tmp_path)
+    newest = "1x H200, ccccccc, 2026-01-03; 2x H200, bbbbbbb, 2026-01-02"
+    assert f"| [test_sums.py](test_sums.py) | Sums. | yes | {newest} |" in shown
+    assert "| [test_norms.py](test_norms.py) | Norms. | yes | - |" in shown
+
+
 # ---- records -------------------------------------------------------------------------------------------------------
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -189,13 +202,13 @@ def test_a_run_without_gpus_is_not_shown(results: Path) -> None:
     assert "15.0" not in tables._operators_block(REPOSITORY)
 
 
-def test_a_commit_noted_by_hand_counts_and_failed_checks_count_nevertheless(results: Path) -> None:
+def test_a_commit_noted_by_hand_is_said_to_be(results: Path) -> None:
     _record(results, commit=None, note={"commit": _COMMIT})
-    assert tables.problems(*tables.read_runs()) == []
+    assert tables.problems(*tables.read_runs()) == ["its commit is noted by hand"]
     said = "commit 0123456, noted by hand (the record names no commit)"
     assert said in tables._runs_block(REPOSITORY, "gemv_all_reduce")
     _record(results, commit=None, note={"commit": _COMMIT}, failures=["PE 0"])
-    assert tables.problems(*tables.read_runs()) == ["reports 1 failed checks"]
+    assert tables.problems(*tables.read_runs()) == ["its commit is noted by hand", "reports 1 failed checks"]
 
 
 def test_of_runs_that_measured_the_same_the_newest_is_shown(results: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bits import difference
 from embedding_backward_cases import SMALL, Case, Training, case_of, columns_of, make_gradient, make_inputs
+from embedding_cases import Case as Shape
 from embedding_cases import split_of
 from embedding_lookups_cases import brought, make_exchange
 from graphs import NUM_INPUTS, Graph, num_pes, num_replays
@@ -72,6 +73,7 @@ class _Steps(Training):
             "mode": self._case.shape.mode,
             "bounds": "ignore",
             "dim_per_rank": self._dims,
+            "dtype": self._case.dtype,
             "optimizer": self.optimizer,
         }
         if self._exchange is None:
@@ -86,11 +88,13 @@ class _Steps(Training):
         """Let the model make the step."""
         self.model.step(turn % NUM_INPUTS, 0, _rate(turn))
 
+    def trained(self) -> list[torch.Tensor]:
+        """Return tables and states."""
+        return [*self.tables, *(state for table in self.tables for state in self.optimizer.state(table))]
+
     def problem(self) -> str | None:
-        pairs = [*zip(self.tables, self.model.tables, strict=True)]
-        for table, states in zip(self.tables, self.model.states, strict=True):
-            pairs += zip(self.optimizer.state(table), states, strict=True)
-        found = (difference(tensor, want) for tensor, want in pairs)
+        wanted = [*self.model.tables, *(state for states in self.model.states for state in states)]
+        found = (difference(*pair) for pair in zip(self.trained(), wanted, strict=True))
         return next((f"{self._case.name}, tensor {n}: {each}" for n, each in enumerate(found) if each), None)
 
 
@@ -130,6 +134,54 @@ def _replayed(way: str, replays: int) -> list[str]:
 def test_a_thousand_replays_with_changing_inputs(backend: str, way: str) -> None:
     pes = num_pes(backend)
     assert in_world(_replayed, pes, backend, way, num_replays(backend, pes)) == [[]] * pes
+
+
+# ---- a row with very many lookups -----------------------------------------------------------------------------------
+
+
+def _with_many_lookups(algorithm: str, rows: int, drawn: str) -> tuple[list[str], list[bytes]]:
+    """Run steps and replay them; return what is wrong, and the bytes of what PE 0 trains, in any world the same."""
+    shape = Shape(
+        "many lookups",
+        dims=lambda rank: (16,) if rank == 0 else (),
+        batch=lambda world: 2048,
+        rows=rows,
+        max_pooling=76,
+        dtype=torch.bfloat16,
+    )
+    case = Case(f"{algorithm}, many lookups of one of {rows} rows", shape, algorithm, drawn=drawn)
+    training, graph = _Steps(case, "global batch"), None
+    problems = []
+    for turn in range(4):
+        training.load(turn)
+        if turn == 0:
+            training.run()
+        elif graph is None:
+            po.check()
+            kept = [tensor.clone() for tensor in training.trained()]
+            graph = Graph(training.run)
+            for tensor, before in zip(training.trained(), kept, strict=True):  # on the host it was a step
+                tensor.copy_(before)
+            training.optimizer.loaded(turn)
+        if graph is not None:
+            graph.replay()
+        training.follow(turn)
+        problems += filter(None, [training.problem()])
+        if po.rank() == 0:
+            most = int(make_inputs(case, 0, po.world_size(), turn).indices.bincount().max())
+            problems += [f"{most} lookups of a row"] if most < 65_536 else []
+    po.check()
+    return problems, [tensor.cpu().view(torch.uint8).numpy().tobytes() for tensor in training.trained()]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "drawn"),
+    [("sgd", 1, "uniform"), ("rowwise_adagrad", 3, "hot")],
+)
+def test_bits_of_a_row_with_65536_lookups(backend: str, algorithm: str, rows: int, drawn: str) -> None:
+    seen = [in_world(_with_many_lookups, world, backend, algorithm, rows, drawn) for world in (1, 2, 3, 4)]
+    assert [problems for of_pes in seen for problems, _ in of_pes] == [[]] * 10
+    assert all(of_pes[0] == seen[0][0] for of_pes in seen)
 
 
 def _first_step_in_a_capture() -> tuple[list[str], str | None]:

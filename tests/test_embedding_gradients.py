@@ -247,7 +247,9 @@ class _SparseTrial(Trial):
 
 
 # How tables would be updated does not matter here.
-_SPARSE = [*{(case.shape, case.bad, case.tuning): dataclasses.replace(case, scale=1.0) for case in CASES}.values()]
+_SPARSE = [
+    *{(case.shape, case.bad, case.drawn, case.tuning): dataclasses.replace(case, scale=1.0) for case in CASES}.values()
+]
 _FEW_SPARSE = [case for number, case in enumerate(_SPARSE) if number % 3 == 0 or "skipped" in case.name]
 
 

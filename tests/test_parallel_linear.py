@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import UNIT
 from hypothesis import given
 from hypothesis import strategies as st
 from kept_pes import in_processes
@@ -24,7 +25,6 @@ from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
 
 WORLDS = (1, 2, 3, 4)
-UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,12 @@ def _chosen(
     given: Any = "auto",
     dtype: torch.dtype = torch.float32,
     batch: int = 4096,
+    rounding: str = "nearest",
 ) -> tuple[dict[str, TablePlacement], Layout]:
     """Place tables of (rows, columns, lookups per sample) for some samples of every PE."""
     configs = [TableConfig(name, rows, dim, [name], "sum", dtype) for name, (rows, dim, _) in tables.items()]
     workload = Workload(rates, world, batch, {name: lookups for name, (_, _, lookups) in tables.items()}, algorithm)
-    placements = decided(configs, placements_of(configs, given), workload)
+    placements = decided(configs, placements_of(configs, given), workload, rounding)
     return dict(zip(tables, placements, strict=True)), place(
         configs, placements, workload.costs(configs, placements), world
     )
@@ -82,6 +83,25 @@ def test_small_tables_are_replicated_where_that_pays() -> None:
     slow = replace(_RATES, launch=1.0)  # launches cost more than they save
     assert set(_chosen(tables, 4, "rowwise_adagrad", slow)[0].values()) == {TablePlacement()}
     assert set(_chosen(tables, 1)[0].values()) == {TablePlacement()}
+
+
+def test_what_draws_random_bits_is_neither_cut_nor_replicated() -> None:
+    """Both decide which bits a row gets, and another run may measure other costs."""
+    tables = {"hot": (10_000_000, 128, 100.0), **{f"s{n}": (200 * n + 3, 128, 1.0) for n in range(12)}}
+    kinds = {
+        (dtype, rounding): {
+            each.kind for each in _chosen(tables, 4, dtype=dtype, batch=16384, rounding=rounding)[0].values()
+        }
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for rounding in ("nearest", "stochastic")
+    }
+    spread, all_kinds = {"table_wise"}, {"column_wise", "replicated"}
+    assert kinds[torch.bfloat16, "nearest"] == kinds[torch.float32, "stochastic"] == all_kinds
+    assert kinds[torch.float16, "nearest"] == {"column_wise", "table_wise"}
+    assert kinds[torch.bfloat16, "stochastic"] == kinds[torch.float16, "stochastic"] == spread
+    given = {"hot": TablePlacement("column_wise", 2), "s0": "replicated"}  # what is asked for is done
+    chosen, _ = _chosen(tables, 4, given=given, dtype=torch.bfloat16, rounding="stochastic")
+    assert {chosen[name].kind for name in given} == {"column_wise", "replicated"}
 
 
 def test_how_large_a_replica_may_be() -> None:

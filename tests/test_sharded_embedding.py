@@ -95,7 +95,7 @@ def _trained(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_is_that_of_one_process(backend: str, world: int, name: str) -> None:
     assert in_world(_trained, world, backend, name) == [[]] * world
 

@@ -7,14 +7,17 @@ import json
 import math
 import statistics
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from worlds import in_world
 
 import persistent_ops as po
+from persistent_ops.ops.sparse_plan import SparsePlan
 from persistent_ops.runtime.areas import Areas
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -103,6 +106,11 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     assert [line["method"] for line in phases] == [name for name in OURS if name != "dense"]
     assert all(list(line["us"]) == ["row sets", "row numbers", "rows"] for line in phases)
     assert all(us > 0 for line in phases for us in line["us"].values())
+    hosts = lines_of(tmp_path, "host")
+    assert [(line["group"], line["method"]) for line in hosts] == [
+        ("cases", name) for name in ("auto", "owner", "allgather")
+    ]
+    assert all(line["us"] > 0 for line in hosts)
 
     checks = lines_of(tmp_path, "check")
     assert len(checks) == len(cases)
@@ -111,7 +119,15 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     for name in ("sparse_all_reduce", "sparse_all_reduce_sparsity", "sparse_all_reduce_overlap"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    for text in ("correct: ", "x best", "phases of single launches", "sparsity, 2 PEs", "overlap, 2 PEs", "99.99%"):
+    for text in (
+        "correct: ",
+        "x best",
+        "phases of single launches",
+        "host: of an eager call",
+        "sparsity, 2 PEs",
+        "overlap, 2 PEs",
+        "99.99%",
+    ):
         assert text in printed
     assert "say nothing about GPUs" in printed
     assert "WRONG" not in printed
@@ -219,6 +235,32 @@ def test_a_wrong_option_gives_exit_code_2(
 ) -> None:
     assert run("--out", str(tmp_path), *arguments) == 2
     assert complaint in capsys.readouterr().err
+
+
+def _host_times(wait: float) -> tuple[float, float]:
+    """Time a sum that waits long for its number of rows: with and without the wait."""
+    await_report = SparsePlan.await_report
+
+    def late(plan: SparsePlan, *arguments: Any) -> tuple[int, float]:
+        time.sleep(wait)
+        return await_report(plan, *arguments)
+
+    x = torch.eye(4).to_sparse(1)
+    po.sparse_all_reduce(x)
+    SparsePlan.await_report = late  # type: ignore[method-assign]
+    world = po.runtime.world.current()
+    try:
+        begin = time.perf_counter()
+        host = module("sparse.host_time").time_host(world, lambda: po.sparse_all_reduce(x), trials=3)
+        return host, time.perf_counter() - begin
+    finally:
+        SparsePlan.await_report = await_report  # type: ignore[method-assign]
+
+
+def test_host_time_is_without_the_wait() -> None:
+    """Alone, for what is replaced is of all PEs that are threads."""
+    ((host, whole),) = in_world(_host_times, 1, "host", 0.5)
+    assert 0 < host < 0.5 and whole > 1.5
 
 
 def test_the_command_line_knows_the_benchmark() -> None:

@@ -1,4 +1,4 @@
-"""What `make test-gpu` runs, as far as a machine without GPUs can tell."""
+"""What `make test-gpu` runs, as far as a machine without GPUs can tell; how long what tests share may take."""
 
 from __future__ import annotations
 
@@ -37,6 +37,58 @@ def test_what_runs_on_gpus_is_collected() -> None:
     expected = {"tests/test_protocol.py", "tests/test_gemv_protocol.py", "tests/test_sparse_protocol.py"}
     assert expected <= found, sorted(found)
     assert "tests/test_jit.py" not in found, "the same on every backend"
+
+
+_CONFTEST = """
+import setup_time
+from conftest_of_tests import pytest_fixture_setup
+
+setup_time._MOST_CPU_S, setup_time._MOST_S = 0.5, 3.0
+
+def pytest_addoption(parser):
+    parser.addoption("--backend", default="host")
+"""
+_FIXTURES = """
+import subprocess, sys, time
+import pytest
+
+BUSY = "import time\\nwhile time.process_time() < 0.7: pass"
+
+@pytest.fixture(scope="module")
+def computes():
+    exec(BUSY.replace("< 0.7", f"< {time.process_time() + 0.7}"))
+
+@pytest.fixture
+def starts_a_process():
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+
+@pytest.fixture
+def waits():
+    time.sleep(3.5)
+
+@pytest.fixture
+def is_quick():
+    time.sleep(0.7)
+
+@pytest.mark.parametrize("name", ["computes", "starts_a_process", "waits", "is_quick"])
+def test_it(request, name):
+    request.getfixturevalue(name)
+"""
+
+
+def test_a_fixture_that_takes_too_long_fails_its_test(tmp_path: Path) -> None:
+    tests = Path(__file__).resolve().parent
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    (tmp_path / "conftest_of_tests.py").symlink_to(tests / "conftest.py")
+    (tmp_path / "test_fixtures.py").write_text(_FIXTURES)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = f"{tests}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "3 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "PASSED test_fixtures.py::test_it[is_quick]" in done.stdout
+    for name in ("computes", "starts_a_process", "waits"):
+        assert f"the fixture {name} took " in done.stdout
 
 
 class _Worker:

@@ -12,8 +12,10 @@ from sharded_embedding_cases import Case, Reference, batch_of, gradient_of, samp
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.nn import TableConfig, TablePlacement
+from persistent_ops.nn import TableConfig, TablePlacement, placement_costs
+from persistent_ops.nn.placement_costs import Rates
 from persistent_ops.nn.table_rounding import rounding_seed
+from persistent_ops.runtime import world as po_world
 
 _SEED = 3
 _CASE = Case(
@@ -94,6 +96,60 @@ def test_bits_of_a_training_that_goes_on_elsewhere(backend: str, world: int) -> 
         *right, behind = told
         assert right == [[]] * 4
         assert behind  # it has not made the last step
+
+
+def _other_slices() -> list[str]:
+    """Return what loading a state of other slices says: of a table that draws, one that does not, and float32."""
+    trained = TableConfig("a", 30, 16, ["x"], data_type=torch.bfloat16), TableConfig("b", 9, 16, ["y"])
+    told = []
+    for rounding, there, here in (
+        ("stochastic", {"a": 2}, {"a": 4}),
+        ("stochastic", {}, {"a": 2}),
+        ("stochastic", {"a": 2, "b": 2}, {"a": 2, "b": 4}),
+        ("nearest", {"a": 2}, {"a": 4}),
+    ):
+        of_saved, loading = (
+            Case(
+                "slices",
+                trained,
+                {name: TablePlacement("column_wise", count) for name, count in counts.items()},
+                options={"rounding": rounding},
+            ).make()
+            for counts in (there, here)
+        )
+        try:
+            loading.optimizer.load_state_dict(of_saved.optimizer.state_dict())
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            told.append("")
+    return told
+
+
+def test_another_number_of_slices_draws_other_bits(backend: str) -> None:
+    for told in in_world(_other_slices, 2, backend):
+        assert "a was trained in 2 column slices, and has 4: stochastic rounding draws" in told[0]
+        assert "a was trained in 1 column slices, and has 2: stochastic rounding draws" in told[1]
+        assert told[2:] == ["", ""]
+
+
+def _chosen_by_costs(rounding: str) -> set[str]:
+    rates = Rates(memory=1e6, link=1e6, launch=0.0)  # so that to cut pays
+    placement_costs._MEASURED.state(po_world.current()).own = rates
+    sizes = {"hot": (40_000, 200.0), "b": (4, 1.0), "c": (4, 1.0)}
+    module = po.nn.ShardedEmbeddingBagCollection(
+        [TableConfig(name, rows, 128, [name], data_type=torch.bfloat16) for name, (rows, _) in sizes.items()],
+        max_batch=512,
+        lookups_per_sample={name: lookups for name, (_, lookups) in sizes.items()},
+        placement="auto",
+        rounding=rounding,
+    )
+    return {placement.kind for placement in module.layout.placements}
+
+
+def test_auto_keeps_tables_whole_that_draw(backend: str) -> None:
+    assert in_world(_chosen_by_costs, 2, backend, "stochastic") == [{"table_wise"}] * 2
+    assert in_world(_chosen_by_costs, 2, backend, "nearest") == [{"column_wise", "table_wise"}] * 2
 
 
 def test_seeds() -> None:

@@ -13,9 +13,9 @@ from .backward_inputs import EPS, RATE, draw_gradient, first_state, first_table
 from .configs import Config
 from .inputs import LookupSet
 
-__all__ = ["Reference", "digest"]
+__all__ = ["UNIT", "Reference", "RowsReference", "digest"]
 
-_UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # half of what 1 is away from the next number
+UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # half of what 1 is away from the next number
 
 
 class Reference:
@@ -80,7 +80,7 @@ class Reference:
         rows = torch.cat(indices).unique()
         first = first_table(config, self._rank, number, torch.empty_like(table))
         first_s = None if state is None else first_state(config, self._rank, number, torch.empty_like(state))
-        expected = _Rows(config, self._algorithm, first[rows], None if first_s is None else first_s[rows])
+        expected = RowsReference(config, self._algorithm, first[rows], None if first_s is None else first_s[rows])
         for each, lookups in zip(order, indices, strict=True):
             columns = self._gradients[each].view(config.batch, config.tables, config.dim)[:, number]
             expected.step(*_sums(columns, torch.searchsorted(rows, lookups), rows.numel()))
@@ -108,13 +108,13 @@ def _same_elsewhere(actual: torch.Tensor, first: torch.Tensor, rows: torch.Tenso
     return torch.equal(first.view(torch.uint8), actual.contiguous().view(torch.uint8))
 
 
-class _Rows:
+class RowsReference:
     """The touched rows of a table, their states, and how far off either may be."""
 
     def __init__(self, config: Config, algorithm: str, rows: torch.Tensor, state: torch.Tensor | None) -> None:
         self._dtype = config.torch_dtype
-        self._unit = _UNIT[config.dtype]
-        self._sum_unit = _UNIT[config.wire or config.dtype]
+        self._unit = UNIT[config.dtype]
+        self._sum_unit = UNIT[config.wire or config.dtype]
         self._is_rowwise = algorithm == "rowwise_adagrad"
         self.rows = rows.double()
         self.rows_off = torch.zeros_like(self.rows)
@@ -123,7 +123,7 @@ class _Rows:
 
     def step(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Update the rows with sums of gradients `[n, D]`, of so many each `[n, 1]`; those of none stay."""
-        fp32 = _UNIT["fp32"]
+        fp32 = UNIT["fp32"]
         sums_off = 8 * fp32 * counts + (0 if self._sum_unit == fp32 else 2 * self._sum_unit * sums.abs())
         step, step_off = sums, sums_off
         if self.state is not None:

@@ -9,7 +9,7 @@ import torch
 
 from .configs import Config
 
-__all__ = ["DISTRIBUTIONS", "LookupSet", "Tables", "draw_lookups", "num_sets"]
+__all__ = ["DISTRIBUTIONS", "LookupSet", "Tables", "draw_lookups", "draw_rows", "num_sets"]
 
 DISTRIBUTIONS = ("uniform", "zipf")
 ZIPF_EXPONENT = 1.05
@@ -82,18 +82,7 @@ def draw_lookups(config: Config, distribution: str, *, seed: int, device: torch.
     generator = torch.Generator(device).manual_seed(seed)
     count = config.lookups
     indices = torch.empty(count, dtype=torch.int64, device=device)
-    if distribution == "zipf":
-        weights = torch.arange(1, config.rows + 1, dtype=torch.float64, device=device).pow_(-ZIPF_EXPONENT)
-        cumulative = weights.cumsum(0)
-        cumulative /= cumulative[-1].clone()
-    for begin in range(0, count, _CHUNK):
-        part = indices[begin : begin + _CHUNK]
-        if distribution == "zipf":
-            drawn = torch.rand(part.numel(), dtype=torch.float64, device=device, generator=generator)
-            ranks = torch.searchsorted(cumulative, drawn).clamp_(max=config.rows - 1)
-            part.copy_(ranks.mul_(_SPREAD).remainder_(config.rows))
-        else:
-            part.random_(0, config.rows, generator=generator)
+    draw_rows(indices, config.rows, distribution, generator)
     by_table = indices.view(config.tables, config.batch, config.pooling)
     table = torch.arange(config.tables, dtype=torch.int64, device=device).view(-1, 1, 1)
     if distribution == "zipf":
@@ -102,3 +91,18 @@ def draw_lookups(config: Config, distribution: str, *, seed: int, device: torch.
     bags = config.tables * config.batch
     offsets = torch.arange(bags + 1, dtype=torch.int64, device=device) * config.pooling
     return LookupSet(indices, offsets, joint)
+
+
+def draw_rows(out: torch.Tensor, rows: int, distribution: str, generator: torch.Generator) -> None:
+    """Fill a vector, int64, with lookups in a table of so many rows; see `draw_lookups`."""
+    if distribution == "zipf":
+        weights = torch.arange(1, rows + 1, dtype=torch.float64, device=out.device).pow_(-ZIPF_EXPONENT)
+        cumulative = weights.cumsum(0)
+        cumulative /= cumulative[-1].clone()
+    for part in out.split(_CHUNK):
+        if distribution == "zipf":
+            drawn = torch.rand(part.numel(), dtype=torch.float64, device=out.device, generator=generator)
+            ranks = torch.searchsorted(cumulative, drawn).clamp_(max=rows - 1)
+            part.copy_(ranks.mul_(_SPREAD).remainder_(rows))
+        else:
+            part.random_(0, rows, generator=generator)

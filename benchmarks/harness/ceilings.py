@@ -11,6 +11,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.literals import vector_bytes
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World, upload
 
@@ -21,7 +22,6 @@ __all__ = ["H200", "Ceilings", "measure_ceilings"]
 
 _CEILINGS = Operator("ceilings", ())
 _READ_UNIT = 1 << 16  # a multiple of what the WGs of the read kernel take at a time
-_VECTOR_BYTES = 16
 _GAPS = (1, 4)  # rows of which one is updated; 100,000 rows and 20,480 uniform lookups touch one in 5.4
 
 
@@ -131,11 +131,11 @@ def _updating(
     world: World, flat: torch.Tensor, row_bytes: int, gap: int, name: str
 ) -> tuple[Callable[[], object], float]:
     """Return a call that updates one row in `gap` of a buffer, and the bytes that it reads and writes."""
-    if row_bytes < _VECTOR_BYTES or row_bytes & (row_bytes - 1):
-        raise ValueError(f"updated_rows: expected powers of two of at least {_VECTOR_BYTES}, got {row_bytes}")
+    if row_bytes < vector_bytes() or row_bytes & (row_bytes - 1):
+        raise ValueError(f"updated_rows: expected powers of two of at least {vector_bytes()}, got {row_bytes}")
     update = _kernel(world, "kUpdate", 512)
     num_rows = flat.numel() // (row_bytes * gap)
-    shift = (row_bytes // _VECTOR_BYTES).bit_length() - 1
+    shift = (row_bytes // vector_bytes()).bit_length() - 1
 
     def call() -> None:
         update(place=flat.data_ptr(), bytes=num_rows * gap * row_bytes, row_shift=shift, gap=gap)

@@ -101,12 +101,21 @@ def _phases_table(lines: Sequence[_Line], pes: int) -> Iterator[Any]:
     blocks = []
     for name in CASES:
         rows = select(found, "phases", case=name)
-        cells = [[row["method"], row["algorithm"], *map(us_text, row["us"].values())] for row in rows]
+        cells = [
+            [row["method"], row["algorithm"], *map(us_text, row["us"].values()), _host(lines, row)] for row in rows
+        ]
         if cells:
             blocks.append(([name], cells))
     if blocks:
         title = f"phases of single launches, {pes} PEs: us"
-        yield case_table(title, ("case", "method", "algorithm used"), tuple(found[0]["us"]), blocks)
+        yield case_table(title, ("case", "method", "algorithm used"), (*found[0]["us"], "host"), blocks)
+        if select(lines, "host", pes=pes):
+            yield "host: of an eager call, beside its wait for the number of rows; of a call that is alone on the GPU."
+
+
+def _host(lines: Sequence[_Line], row: _Line) -> str:
+    found = select(lines, "host", **{name: row[name] for name in ("pes", "group", "case", "method")})
+    return us_text(found[0]["us"]) if found else "-"
 
 
 def _sweep_table(lines: Sequence[_Line], sweep: str, pes: int) -> Iterator[Any]:

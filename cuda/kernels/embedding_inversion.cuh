@@ -48,8 +48,6 @@ struct Traits {
 };
 
 // What Python must know to make room.
-PO_CONSTANT(kMaxPasses)
-PO_CONSTANT(kMaxSources)
 PO_QUERY(arena_bytes, (int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry),
          arena_bytes(num_warps, tile_items, num_digits, bytes_of_entry))
 

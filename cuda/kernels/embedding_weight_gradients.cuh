@@ -67,8 +67,10 @@ struct Shared {
   uint64_t is_last;
 };
 
-inline constexpr int kThreads = 256;  // on the GPU
+inline constexpr int kThreads = 256;    // on the GPU
+inline constexpr int kChunkFloats = 4;  // that a thread loads at once; a piece is some multiple
 PO_CONSTANT(kThreads)
+PO_CONSTANT(kChunkFloats)
 
 // ---- to the PEs that brought the lookups ----------------------------------------------------------------------------
 
@@ -101,7 +103,6 @@ class Returner {
   }
 
  private:
-  static constexpr int kChunkFloats = 4;
   static constexpr int kChunksAtOnce = 4;
 
   PO_FN int32_t count(int target) const { return static_cast<int32_t>(call_.sources[target].count); }

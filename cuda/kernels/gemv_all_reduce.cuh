@@ -29,7 +29,7 @@ struct Config {
   int depth = 8;                       // steps of the weights that a warp asks for ahead
   int warps = 8;                       // that multiply
   bool aligned = true;                 // all rows begin at multiples of 16 bytes
-  bool resident = true;                // the vectors find room in a WG's own memory
+  bool resident = true;                // the vectors find room in shared memory
   bool two_phase = false;
   bool prefetches = false;  // asks for weights before the kernel before it has ended
   LetsIn lets_in = LetsIn::kAtOnce;
@@ -65,7 +65,7 @@ struct Traits {
   static constexpr int kSendersAtOnce = kSharesSm          ? (kTwoPhase ? 2 : 8)
                                         : kHasFewRegisters ? (kTwoPhase ? 1 : 4)
                                                            : 8 / kPacketsPerItem;
-  static constexpr int kSlots = slots_of(kVectors);  // tiles of a WG that may be under way in its own memory
+  static constexpr int kSlots = slots_of(kVectors);  // tiles of a WG that may be under way in shared memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");

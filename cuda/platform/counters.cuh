@@ -31,7 +31,7 @@ PO_FN void count_add_relaxed_gpu(uint32_t* word, uint32_t value) {
 #endif
 }
 
-// In the WG's own memory.
+// In shared memory.
 PO_FN void count_add_relaxed_wg(uint32_t* word, uint32_t value) {
 #if PO_ON_DEVICE
   atomicAdd(word, value);

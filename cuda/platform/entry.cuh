@@ -2,7 +2,7 @@
 // kernel's header and with the kernel's configuration as a template argument.
 //
 // Every launch takes a pointer to a plan and, by value, the kernel's `Call`: a struct of any size. A kernel gives
-// `Plan`, `Call`, `Shared` (a WG's own memory, which begins with its copy of the plan), `kThreads`, `kBlocksPerSm` and
+// `Plan`, `Call`, `Shared` (what a WG has in shared memory, which begins with its copy of the plan), `kThreads`, `kBlocksPerSm` and
 // `run(wg, shared, call)`. One with a `begin(wg, call)` starts there what needs no plan, while the plan is still on its
 // way, and gets the result as a fourth argument of `run`. `kHostArenaBytes` is what `wg.arena()` has on the host; on the
 // GPU the launch says.
@@ -27,7 +27,7 @@ namespace po {
 template <class Kernel>
 concept BeginsEarly = requires(const WorkGroup& wg, const typename Kernel::Call& call) { Kernel::begin(wg, call); };
 
-// The plan is read all through the launch, so each WG keeps a copy in its own memory.
+// The plan is read all through the launch, so each WG keeps a copy in shared memory.
 template <class Kernel, class Trace = NoLaunchTrace>
 PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, const typename Kernel::Plan* plan,
                       const typename Kernel::Call& call, const Trace& trace = {}) {

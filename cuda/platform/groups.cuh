@@ -149,7 +149,7 @@ PO_FN void sync_warps(int barrier, int num_threads) {
 #endif
 
 // Hands work from some threads of a WG to others, round after round, and does not make the former wait: what came before
-// the arrivals of a round is visible behind its await. Lies in the WG's own memory. Nobody may be a round behind when the
+// the arrivals of a round is visible behind its await. Lies in shared memory. Nobody may be a round behind when the
 // next but one begins to arrive. On the GPU it is an mbarrier: a releasing atomic would first drain the thread's copies.
 class Handover {
  public:

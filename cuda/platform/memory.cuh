@@ -82,7 +82,7 @@ PO_FN void prefetch([[maybe_unused]] const uint8_t* row, [[maybe_unused]] int by
 #endif
 }
 
-// Starts reading 16 bytes into a WG's own memory; only `bytes` of them are read, the others become zero. Done when a later
+// Starts reading 16 bytes into shared memory; only `bytes` of them are read, the others become zero. Done when a later
 // copy_async_wait of the same thread says so. Host: done at once.
 PO_FN void copy_async(uint8_t* own, const uint8_t* source, int bytes) {
 #if PO_ON_DEVICE
@@ -274,7 +274,7 @@ PO_FN uint64_t atomic_exchange_acq_rel_gpu(uint64_t* word, uint64_t value) {
 #endif
 }
 
-// A word of the WG's own memory that several of its threads may write.
+// A word of shared memory that several threads of the WG may write.
 PO_FN void flag_store_relaxed_wg(uint64_t* flag, uint64_t value) {
 #if PO_ON_DEVICE
   *static_cast<volatile uint64_t*>(flag) = value;

@@ -71,7 +71,7 @@ PO_DESCRIBE(TraceSink, blocks, num_blocks, used)
 
 inline constexpr int kMostWarps = PO_ON_DEVICE ? 32 : 64;  // of a WG
 
-// On a GPU only words of 32 bits are added to and compared without a loop in a WG's own memory, which is scarce, too. There a
+// On a GPU only words of 32 bits are added to and compared without a loop in shared memory, which is scarce, too. There a
 // TraceMark is the lower half of a word of TraceTotals, with times in units of 16 ticks, of which it holds half a minute; or
 // ticks of which differences count, one second of work.
 #if PO_ON_DEVICE
@@ -83,7 +83,7 @@ inline constexpr int kUnitShift = 0;
 #endif
 inline constexpr auto kMostMark = static_cast<TraceMark>(-1);
 
-// A WG's own memory while it runs.
+// Of a WG, in shared memory while it runs.
 struct TraceState {
   TraceBlock* block;  // null: no room
   TraceTotals totals;

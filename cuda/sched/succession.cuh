@@ -1,6 +1,6 @@
 // When the next launch may begin, where that is before this one has ended (a programmatic dependent launch).
 //
-// Its WGs begin by asking for as much data as their own memory holds. That is worth most while this launch ends: its last
+// Its WGs begin by asking for as much data as their shared memory holds. That is worth most while this launch ends: its last
 // WGs compute, send and wait, and global memory would stand idle. So a WG lets the successor in a little before it asks for
 // its own last data, by about the time that a launch takes. Any sooner, and the successor's requests only compete.
 //

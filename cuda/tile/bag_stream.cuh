@@ -66,7 +66,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   constexpr int kVectors = Shape::kVectors;
   constexpr int kCount = Shape::Elements::kCount;
   constexpr int32_t kMaxLength = 0x7fffffff - 2 * kBatch;  // places in a stream are 32-bit numbers
-  constexpr uint32_t kNoRow = 0xfffffffeu;                 // tables have fewer rows than this
+  constexpr uint32_t kNoRow = 0xfffffffeu;                 // no table has more rows
   const Group group;
   BagFindings findings;
 

@@ -1,5 +1,5 @@
 // Rows of a weight times a few vectors, one WG: each warp has a share of the columns and streams it, tile after tile,
-// through a ring in the WG's own memory that is always being refilled.
+// through a ring in shared memory that is always being refilled.
 //
 // A lane copies exactly the pieces of weights that it will use itself, so their ring needs no barrier; eight lanes read 128
 // bytes of a row. The order in which a vector's products are added depends on the columns and the warps alone: not on how
@@ -89,7 +89,7 @@ PO_FN void copy_piece(uint8_t* target, const typename Traits::Scalar::Storage* s
   }
 }
 
-// The vectors in the WG's own memory, step by step: 128 bytes of each. Every other vector has the halves of its 128 bytes
+// The vectors in shared memory, step by step: 128 bytes of each. Every other vector has the halves of its 128 bytes
 // exchanged, so that lanes that read 64 bytes of each of two find them in other banks.
 //
 // A lone vector comes as a whole, and before the weights. Several, which are much more to read, come step by step beside the

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from embedding_step.exchanged import ExchangedEmbedding, own_slots, parts_of
+from embedding_step.exchanged_fbgemm import FbgemmEmbedding, fused_tables, why_no_fbgemm
+from embedding_step.row_update import RowUpdate
 from harness.pes import agree, gather
 from harness.timing import in_turn
 
@@ -24,11 +27,9 @@ import persistent_ops as po
 from persistent_ops.runtime.world import World
 
 from .data import Data
-from .dense_optimizer import DENSE_OPTIMIZERS
+from .dense_optimizer import DENSE_OPTIMIZERS, EPS
 from .embedding import EmbeddingModule
-from .fbgemm_peer import FbgemmEmbedding, why_no_fbgemm
 from .options import Options
-from .peers import ExchangedEmbedding
 from .training import Training
 from .way import make_training
 
@@ -145,17 +146,34 @@ def _made(make: Callable[[], EmbeddingModule]) -> tuple[EmbeddingModule | None, 
 
 
 def _with_torch(collection: po.nn.ShardedEmbeddingBagCollection, options: Options) -> EmbeddingModule:
-    if options.optimizer == "rowwise_adagrad":
-        raise ValueError("torch.optim has no row-wise Adagrad")
-    make = functools.partial(DENSE_OPTIMIZERS[options.optimizer], lr=options.table_learning_rate)
-    return ExchangedEmbedding(collection, make, wire_dtype=options.wire_dtype)
+    return ExchangedEmbedding(collection, _tables_optimizer(options), wire_dtype=options.wire_dtype)
 
 
 def _with_fbgemm(collection: po.nn.ShardedEmbeddingBagCollection, options: Options) -> EmbeddingModule:
     problem = why_no_fbgemm()
     if problem is not None:
         raise ValueError(f"it cannot be imported ({problem})")
-    return FbgemmEmbedding(collection, options.optimizer, options.table_learning_rate, wire_dtype=options.wire_dtype)
+    rate = options.table_learning_rate
+    parts = parts_of(collection, own_slots(collection.layout, dist.get_rank())[0])
+    fused = fused_tables(
+        [rows.shape for rows, *_ in parts],
+        options.optimizer,
+        rate,
+        eps=EPS,
+        dtype=torch.float32,
+        wire_dtype=options.wire_dtype or torch.float32,
+        device=next(collection.parameters()).device,
+    )
+    return FbgemmEmbedding(collection, fused, rate, _tables_optimizer(options), wire_dtype=options.wire_dtype)
+
+
+def _tables_optimizer(options: Options) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes the optimizer of tables: torch's, or, as it has no row-wise Adagrad, one of its operators."""
+    rate = options.table_learning_rate
+    if options.optimizer == "rowwise_adagrad":
+        width = options.preset.dim
+        return functools.partial(RowUpdate, algorithm=options.optimizer, lr=rate, eps=EPS, width=width)
+    return functools.partial(DENSE_OPTIMIZERS[options.optimizer], lr=rate)
 
 
 def _held(training: Training) -> list[Any]:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from embedding_step.exchanged_fbgemm import fbgemm_version
 from harness.pes import gather
 from machine_share import machine_share
 from rich.console import Console
@@ -117,6 +118,14 @@ def _best_auc(data: Data, world: World, timeout: float) -> float | None:
     return best
 
 
+def _versions(*, on_gpu: bool) -> dict[str, str | None]:
+    """Return those of what trainings are compared on."""
+    found = {"fbgemm": fbgemm_version()}
+    if on_gpu:
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
 def _what_ran_on_what(options: Options, data: Data, world: World, shares_gpu: bool) -> dict[str, Any]:
     on_gpu = world.backend.name == "cuda"
     hardware = torch.cuda.get_device_name(world.backend.device) if on_gpu else "CPU process"
@@ -131,5 +140,5 @@ def _what_ran_on_what(options: Options, data: Data, world: World, shares_gpu: bo
         "backend": world.backend.name,
         "hardware": gather(world.bootstrap, hardware, timeout=options.timeout),
         "shares_gpu": shares_gpu,
-        "versions": {"torch": torch.__version__, "persistent_ops": po.__version__},
+        "versions": {"torch": torch.__version__, "persistent_ops": po.__version__, **_versions(on_gpu=on_gpu)},
     }

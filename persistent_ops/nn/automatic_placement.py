@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
+from ..runtime.literals import vector_bytes
 from ..runtime.world import World
 from .embedding_tables import TableConfig
 from .placement_costs import Workload, measured_rates
 from .table_layout import Layout, bytes_read, place
 from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePlacement, placements_of
+from .table_rounding import draws
 
 __all__ = ["decided", "layout_of"]
 
 _LARGEST_REPLICA_BYTES = 8 << 20  # 16384 rows of 128 floats
-_VECTOR_BYTES = 16
 _NARROWEST_SLICE_BYTES = 64  # two sectors of memory; narrower rows are read at a waste
 _MOST_SLICES_PER_PE = 2
 
@@ -29,6 +30,7 @@ def layout_of(
     max_batch: int,
     algorithm: str,
     wire_dtype: torch.dtype | None,
+    rounding: str,
 ) -> Layout:
     """Return which PE has what; collective where costs are to be measured.
 
@@ -40,32 +42,43 @@ def layout_of(
         max_batch: samples of a PE.
         algorithm: of the optimizer.
         wire_dtype: of what float32 tables send; None for theirs.
+        rounding: of the rows of tables of 16 bits.
     """
     placements = placements_of(configs, placement)
     if all(each.kind != AUTO for each in placements):
         return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
     workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm, wire_dtype)
-    placements = decided(configs, placements, workload)
+    placements = decided(configs, placements, workload, rounding)
     return place(configs, placements, workload.costs(configs, placements), world.size)
 
 
 def decided(
-    configs: Sequence[TableConfig], placements: Sequence[TablePlacement], workload: Workload
+    configs: Sequence[TableConfig],
+    placements: Sequence[TablePlacement],
+    workload: Workload,
+    rounding: str = "nearest",
 ) -> tuple[TablePlacement, ...]:
     """Return placements with "auto" replaced; the same for the same arguments.
 
     A table of at most 8 MiB is replicated where that takes a PE less time than its share of the table does otherwise,
     if all such tables together save more than their launches take. Then a table that costs more than a PE's share of
     everything is cut into the fewest slices that do not, if the PE with the most has less to do then; never under
-    "rowwise_adagrad", where the number of slices is part of what is trained. All others are "table_wise".
+    "rowwise_adagrad", where the number of slices is part of what is trained. Tables that are rounded stochastically are
+    neither cut nor replicated: which random bits their rows get depends on both (`drawn_of`), and so the bits of a
+    training would depend on what was measured. All others are "table_wise".
 
     Args:
         configs: of the tables.
         placements: of each.
         workload: by which costs are measured.
+        rounding: of the rows of tables of 16 bits.
     """
     chosen = [TablePlacement(TABLE_WISE) if each.kind == AUTO else each for each in placements]
-    free = [table for table, each in enumerate(placements) if each.kind == AUTO]
+    free = [
+        table
+        for table, each in enumerate(placements)
+        if each.kind == AUTO and not draws(configs[table].data_type, rounding)
+    ]
     saved = {table: _saved_by_replicas(configs[table], workload) for table in free}
     worth = [table for table in free if saved[table] > 0]
     if sum(saved[table] for table in worth) > workload.replicas_overhead():
@@ -101,7 +114,7 @@ def _sliced(config: TableConfig, workload: Workload, share: float) -> TablePlace
     for count in range(2, _MOST_SLICES_PER_PE * workload.world_size + 1):
         width, rest = divmod(config.embedding_dim, count)
         nbytes = width * config.data_type.itemsize
-        if rest or nbytes % _VECTOR_BYTES or nbytes < _NARROWEST_SLICE_BYTES:
+        if rest or nbytes % vector_bytes() or nbytes < _NARROWEST_SLICE_BYTES:
             continue
         best = TablePlacement(COLUMN_WISE, count)
         if max(workload.cost(config, best)) <= share:

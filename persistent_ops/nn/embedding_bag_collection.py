@@ -133,7 +133,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         check_rounding(configs, rounding)
         self._wire_dtype = wire_dtype
         estimates = lookup_estimates(configs, lookups_per_sample)
-        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype)
+        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype, rounding)
         self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -188,6 +188,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             self._of_optimizer(),
             [*optimizers, *of_replicas],
             drawn_of(self.layout, world.rank),
+            rounding,
         )
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
 

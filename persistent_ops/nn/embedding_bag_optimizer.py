@@ -9,7 +9,7 @@ import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..runtime import world as _world
-from .table_rounding import Drawn, rounding_seed
+from .table_rounding import Drawn, draws, rounding_seed
 from .table_shards import TableShards
 
 __all__ = ["EmbeddingBagOptimizer"]
@@ -47,6 +47,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             this PE has its number and its states.
         optimizers: that have these states.
         drawn: what the tables of each of them are drawn as (`drawn_of`).
+        rounding: of the rows of tables of 16 bits.
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses
@@ -58,10 +59,12 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         tables: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[_States]]],
         optimizers: Sequence[EmbeddingOptimizer],
         drawn: Sequence[Sequence[Drawn]],
+        rounding: str,
     ) -> None:
         self._algorithm = algorithm
         self._optimizers, self._drawn = list(optimizers), drawn
         self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
+        self._drawing = {name for name, (parameter, *_) in tables.items() if draws(parameter.dtype, rounding)}
         self._shards = {name: self._states_of(*table) for name, table in tables.items()}
         self._saves_param_groups = True
         self._workspace = _world.current().workspace
@@ -202,7 +205,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: it is of another algorithm, other constants of it or other tables; or of another number of
-                column slices, under "rowwise_adagrad".
+                column slices, under "rowwise_adagrad" or of a table that is rounded stochastically.
         """
         groups = state_dict.get("param_groups") or [{}]
         saved = groups[0]
@@ -240,10 +243,11 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     ) -> None:
         here = self._column_slices[name]
         counts: dict[str, int] = dict(saved.get("column_slices", []))
-        if self._algorithm == "rowwise_adagrad" and counts.get(name, here) != here:
+        reason = self._needs_slices(name)
+        if reason and counts.get(name, here) != here:
             raise ValueError(
-                f"state_dict: {name} was trained in {counts[name]} column slices, and has {here}: a state of "
-                "'rowwise_adagrad' is a mean over the columns of a slice, so the number of slices must stay"
+                f"state_dict: {name} was trained in {counts[name]} column slices, and has {here}: {reason}, so the "
+                "number of slices must stay"
             )
         for kind, shards in zip(_STATE_NAMES, of_table, strict=False):
             key = f"{name}.{kind}"
@@ -256,6 +260,14 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                     f"state_dict: {key}: {error}"
                     + " (the number of column slices must stay)" * (self._algorithm == "rowwise_adagrad")
                 ) from error
+
+    def _needs_slices(self, name: str) -> str:
+        """Return why a table's number of column slices is part of what is trained; "" where it is not."""
+        if self._algorithm == "rowwise_adagrad":
+            return "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
+        if name in self._drawing:
+            return "stochastic rounding draws random bits for each slice"
+        return ""
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,8 @@ class TablePlacement:
         kind: "table_wise", whole on one PE; "column_wise", in slices of equally many columns; "replicated", whole on
             every PE; or "auto", which measured costs decide.
         num_slices: of "column_wise"; part of what is trained under "rowwise_adagrad", whose states are means over a
-            slice's columns, so it does not depend on the world.
+            slice's columns, and under stochastic rounding, which draws for each slice; so it does not depend on the
+            world.
         ranks: of the PEs that have the slices in turn; None to balance.
     """
 

@@ -11,7 +11,7 @@ from ..ops.embedding_backward_plan import ROUNDINGS
 from .embedding_tables import TableConfig
 from .table_layout import Group, Layout
 
-__all__ = ["Drawn", "check_rounding", "drawn_of", "rounding_of", "rounding_seed"]
+__all__ = ["Drawn", "check_rounding", "drawn_of", "draws", "rounding_of", "rounding_seed"]
 
 Drawn = tuple[str | int, ...]  # what has random bits of its own: a table's name and a slice, or all names of replicas
 
@@ -22,6 +22,11 @@ def check_rounding(configs: Sequence[TableConfig], rounding: str) -> None:
         raise ValueError(f"rounding: expected one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
     if rounding == "stochastic" and all(config.data_type == torch.float32 for config in configs):
         raise ValueError("rounding: 'stochastic' is for tables of 16 bits, but all are float32")
+
+
+def draws(dtype: torch.dtype, rounding: str) -> bool:
+    """Return whether rows of a dtype are rounded with random bits; those of float32 are not rounded."""
+    return rounding == "stochastic" and dtype != torch.float32
 
 
 def rounding_of(group: Group, rounding: str) -> str:

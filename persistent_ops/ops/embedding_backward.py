@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
+from ..runtime.literals import vector_bytes
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import (
@@ -31,7 +32,6 @@ __all__ = ["EmbeddingOptimizer", "aligned", "backward_key", "num_tables", "table
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
-_VECTOR_BYTES = 16
 _MOST_NAMED = 8  # tables, in an error
 
 
@@ -354,7 +354,7 @@ def num_tables(count: int) -> str:
 def aligned(gradient: torch.Tensor) -> torch.Tensor:
     """Return it contiguous and at a multiple of 16 bytes."""
     gradient = gradient.contiguous()
-    return gradient.clone() if gradient.data_ptr() % _VECTOR_BYTES else gradient
+    return gradient.clone() if gradient.data_ptr() % vector_bytes() else gradient
 
 
 def backward_key(

@@ -15,6 +15,7 @@ from ..runtime.backend import KernelRequest
 from ..runtime.changes import OnAbort
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
+from ..runtime.literals import vector_bytes
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
@@ -49,7 +50,6 @@ DECAYS = {"none": "kNone", "l2": "kL2", "decoupled": "kDecoupled"}
 _NAME = "embedding_backward"
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
 _OUTGOING = "outgoing gradients"  # an area: copies of what is put to PEs that are not reachable
-_VECTOR_BYTES = 16
 _PIECE_BYTES = 16 << 10
 _THREADS = 256
 _HOST_LANES = 32
@@ -164,7 +164,7 @@ class Tiles(NamedTuple):
             narrowing: how many times as wide as an element of gradient one of the row is.
             lanes: see `Tuning`.
         """
-        chunks = -(-row_bytes // _VECTOR_BYTES)
+        chunks = -(-row_bytes // vector_bytes())
         lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
         return cls(lanes, max(of_lane // narrowing, 1) * lanes, chunks > of_lane * lanes)
@@ -176,7 +176,7 @@ class Tiles(NamedTuple):
         Args:
             row_bytes: of the widest row's gradient.
         """
-        return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * _VECTOR_BYTES)
+        return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * vector_bytes())
 
 
 def kernel_request(
@@ -311,8 +311,8 @@ class BackwardPlan(Plan):
             first_member += len(own)
             first_sum += weight.numel()
         self.groups = members
-        is_aligned = all(width * element % _VECTOR_BYTES == 0 for of_pe in widths for width in of_pe)
-        is_aligned = is_aligned and all(weight.data_ptr() % _VECTOR_BYTES == 0 for weight in weights)
+        is_aligned = all(width * element % vector_bytes() == 0 for of_pe in widths for width in of_pe)
+        is_aligned = is_aligned and all(weight.data_ptr() % vector_bytes() == 0 for weight in weights)
 
         def staged(of_pe: Sequence[int]) -> list[int]:
             return [batch * element * width for width in (0, *itertools.accumulate(of_pe))]
@@ -339,7 +339,7 @@ class BackwardPlan(Plan):
                 )
                 if not world.backend.peer_heaps[owner]:
                     push.outgoing_offset = self._outgoing_bytes
-                    self._outgoing_bytes += -(-samples * width * element // _VECTOR_BYTES) * _VECTOR_BYTES
+                    self._outgoing_bytes += -(-samples * width * element // vector_bytes()) * vector_bytes()
                 self._pushes.append(push)
         self._areas = OPERATOR.state(world).areas
         if size > 1:

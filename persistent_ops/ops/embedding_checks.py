@@ -9,6 +9,7 @@ import torch
 
 from ..runtime.dtypes import SCALARS
 from ..runtime.forward_mode import refuse_tangents
+from ..runtime.literals import literal
 from ..runtime.team import Team
 from ..runtime.torch_private import function_transform
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_tables_and_split",
     "check_types",
     "check_wire",
+    "most_rows",
 ]
 
 MODES = ("sum", "mean")
@@ -131,6 +133,11 @@ def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -
         raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
 
 
+def most_rows() -> int:
+    """Return how many rows a table may have: the number behind them stands for none."""
+    return literal("tile/bag_stream.cuh", "kNoRow")
+
+
 def check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
     if dtype not in SCALARS:
         raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
@@ -141,9 +148,9 @@ def check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: to
             raise TypeError(f"weights[{t}]: all tables need the dtype {dtype}, got {weight.dtype}")
         if weight.device != device:
             raise ValueError(f"weights[{t}]: expected a tensor on {device}, got one on {weight.device}")
-        if weight.shape[0] >= 2**32 - 1 or weight.shape[1] * weight.element_size() >= 2**31:
+        if weight.shape[0] > most_rows() or weight.shape[1] * weight.element_size() >= 2**31:
             raise ValueError(
-                f"weights[{t}]: expected fewer than 2^32 - 1 rows of less than 2 GiB, got {list(weight.shape)}"
+                f"weights[{t}]: expected at most {most_rows()} rows of less than 2 GiB, got {list(weight.shape)}"
             )
 
 

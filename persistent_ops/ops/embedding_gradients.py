@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import world as _world
+from ..runtime.literals import vector_bytes
 from ..runtime.plans import Plans
 from ..runtime.torch_private import queue_callback
 from .embedding_all_to_all import table_set
@@ -23,7 +24,6 @@ from .embedding_recorded_call import Inputs, record
 
 __all__ = ["DenseGradients", "dense_gradients", "dense_size", "record_sparse"]
 
-_VECTOR_BYTES = 16
 
 # ---- of all rows -----------------------------------------------------------------------------------------------------
 
@@ -316,5 +316,5 @@ def _check(
 def _check_memory(memory: torch.Tensor, size: int) -> None:
     if memory.dtype != torch.float32 or memory.shape != (size,) or not memory.is_contiguous():
         raise ValueError(f"memory: expected {size} contiguous float32, got {list(memory.shape)}, {memory.dtype}")
-    if memory.data_ptr() % _VECTOR_BYTES:
-        raise ValueError(f"memory: expected a multiple of {_VECTOR_BYTES} as its address, got {memory.data_ptr()}")
+    if memory.data_ptr() % vector_bytes():
+        raise ValueError(f"memory: expected a multiple of {vector_bytes()} as its address, got {memory.data_ptr()}")

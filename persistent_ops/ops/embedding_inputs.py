@@ -14,7 +14,7 @@ from ..runtime import world as _world
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
-from .embedding_checks import check_derivatives
+from .embedding_checks import check_derivatives, most_rows
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
 
@@ -362,8 +362,8 @@ def _checked_slots(
         for feature, rows in of_pe:
             if not 0 <= feature < num_features:
                 raise ValueError(f"slots: PE {pe} has feature {feature}, expected 0 to {num_features - 1}")
-            if not 0 <= rows < 2**32 - 1:
-                raise ValueError(f"slots: PE {pe} has a table of {rows} rows, expected 0 to 2^32 - 2")
+            if not 0 <= rows <= most_rows():
+                raise ValueError(f"slots: PE {pe} has a table of {rows} rows, expected 0 to {most_rows()}")
     return chosen
 
 

@@ -13,6 +13,7 @@ from ..runtime.backend import KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError
+from ..runtime.literals import literal
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
@@ -22,6 +23,7 @@ from ..runtime.world import World, upload
 
 __all__ = [
     "MOST_LOOKUPS",
+    "MOST_PIECE_LOOKUPS",
     "OPERATOR",
     "WORKSPACE",
     "InputsKey",
@@ -29,6 +31,7 @@ __all__ = [
     "InputsPlan",
     "Slots",
     "Tuning",
+    "aligned_bytes",
     "kernel_request",
 ]
 
@@ -36,8 +39,8 @@ WORKSPACE = "inputs"
 _NAME = "embedding_inputs"
 _OUTGOING = "outgoing lookups"  # an area: copies of what is put to PEs that are not reachable
 _HOST_WORK_GROUPS = 2
-_MOST_PIECE_LOOKUPS = 1 << 20
-MOST_LOOKUPS = 2**31 - _MOST_PIECE_LOOKUPS  # of a message, whose pieces are counted in 32 bits
+MOST_PIECE_LOOKUPS = 1 << 20
+MOST_LOOKUPS = 2**31 - MOST_PIECE_LOOKUPS  # of a message, whose pieces are counted in 32 bits
 _MOST_CONTRACTS = 1024  # batches that vary without end must not collect
 _FIRST_FIELD = 2  # of a contract's words: operator and team come first
 
@@ -202,6 +205,12 @@ def kernel_request(
     return KernelRequest(_NAME, tuple(config.items()), threads)
 
 
+def aligned_bytes(nbytes: int) -> int:
+    """Return the room for so many bytes where the next ones begin as a region's parts do."""
+    alignment = literal("kernels/inputs/message.cuh", "kRegionAlignment")
+    return -(-nbytes // alignment) * alignment
+
+
 class InputsPlan(Plan):
     """One key's kernel and plan.
 
@@ -221,8 +230,8 @@ class InputsPlan(Plan):
         self._grid = tuning.work_groups or (_HOST_WORK_GROUPS if is_host else 16)
         if not 1 <= self._grid <= 16:
             raise ValueError(f"work_groups: expected 1 to 16, got {self._grid}")
-        if not 1 <= tuning.piece_lookups <= _MOST_PIECE_LOOKUPS:
-            raise ValueError(f"piece_lookups: expected 1 to {_MOST_PIECE_LOOKUPS}, got {tuning.piece_lookups}")
+        if not 1 <= tuning.piece_lookups <= MOST_PIECE_LOOKUPS:
+            raise ValueError(f"piece_lookups: expected 1 to {MOST_PIECE_LOOKUPS}, got {tuning.piece_lookups}")
         chunks = max(1, -(-layout.max_batch // tuning.chunk_bags))
         most_pieces = max(
             1 + len(of_pe) * chunks + -(-key.capacities[team.rank][pe] // tuning.piece_lookups)

@@ -18,17 +18,15 @@ from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning
 from ..runtime.world import World, upload
 from .embedding_inputs_lookups import Lookups
+from .embedding_inputs_plan import aligned_bytes
 
 __all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "invert_sources", "kernel_request"]
 
 _NAME = "embedding_inversion"
 _MAX_NARROW_KEYS = 2**31 - 1
-_DIGIT_BITS = (8, 9)  # of a pass
 _ITEMS = {8: (8, 4, 2), 16: (4, 2)}  # of a thread, by the bytes of what is sorted
 _HOST_ITEMS = 256
 _HOST_WORK_GROUPS = 2
-_ALIGNMENT = 128
-_MAX_LOOKUPS = 1 << 30  # numbers of lookups share a word with two bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +198,7 @@ class InversionPlan(Plan):
         self._wants_counts, self._wants_lookups = key.counts, key.lookups
         entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
         self._entry_bytes = description.constants[f"sizeof({entry})"]
-        digit_bits, self._num_passes = passes_of(rows.num_sort_keys)
+        digit_bits, self._num_passes = passes_of(rows.num_sort_keys, description.constants["kMaxDigitBits"])
         num_warps = world.backend.warps_of(threads)
         is_host = world.backend.name == "host"
         self._tile_items = key.items * (num_warps if is_host else threads)
@@ -266,7 +264,7 @@ class InversionPlan(Plan):
         num_tiles = sum(-(-capacity // self._tile_items) for capacity in capacities)
         entries_bytes = num_tiles * self._tile_items * self._entry_bytes
         sizes = (entries_bytes, entries_bytes if self._num_passes > 1 else 0, num_tiles * self._tile_words_bytes)
-        first, second, words = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+        first, second, words = map(aligned_bytes, sizes)
         scratch = torch.empty(first + second + words, dtype=torch.uint8, device=device)
         inverted = Inverted(
             torch.empty(count, dtype=rows.key_dtype, device=device),
@@ -286,11 +284,16 @@ class InversionPlan(Plan):
         return inverted
 
 
-def passes_of(num_keys: int) -> tuple[int, int]:
-    """Return the bits of a digit and the number of passes: as few of these as there can be, and then small digits."""
+def passes_of(num_keys: int, most_bits: int) -> tuple[int, int]:
+    """Return the bits of a digit and the number of passes: as few of these as there can be, and then small digits.
+
+    Args:
+        num_keys: that are sorted by.
+        most_bits: that a digit may have; it has as many, or one fewer.
+    """
     bits = max(1, (num_keys - 1).bit_length())
-    num_passes = -(-bits // max(_DIGIT_BITS))
-    return next(digit for digit in _DIGIT_BITS if digit * num_passes >= bits), num_passes
+    num_passes = -(-bits // most_bits)
+    return most_bits - ((most_bits - 1) * num_passes >= bits), num_passes
 
 
 def kernel_request(
@@ -339,6 +342,11 @@ def _choose_items(world: World, tuning: Tuning, num_lookups: int, entry_bytes: i
     return next((items for items in choices if num_lookups >= items * tuning.threads * wgs), choices[-1])
 
 
+def _most_lookups(world: World) -> int:
+    """Return how many lookups there may be: their numbers share a word with two bits."""
+    return OPERATOR.prepare(world).constants["kNumber"]
+
+
 def _check(world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tensor) -> None:
     """Raise for what `invert` cannot take."""
     device = world.backend.device
@@ -351,8 +359,8 @@ def _check(world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tenso
             raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
     if offsets.numel() != rows.num_bags + 1:
         raise ValueError(f"offsets: expected {rows.num_bags + 1} for {rows.num_bags} bags, got {offsets.numel()}")
-    if indices.numel() >= _MAX_LOOKUPS:
-        raise ValueError(f"indices: fewer than 2^30 lookups, got {indices.numel()}")
+    if indices.numel() > (most := _most_lookups(world)):
+        raise ValueError(f"indices: expected at most {most} lookups, got {indices.numel()}")
 
 
 def invert(
@@ -414,9 +422,10 @@ def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool, 
     Not collective, no host synchronisation; may be captured in a CUDA graph behind a first call.
     """
     arrived.check_is_here()
-    if arrived.capacity >= _MAX_LOOKUPS or (arrived.is_weighted and arrived.memory.nbytes // 4 > _MAX_LOOKUPS):
+    most = _most_lookups(world)
+    if arrived.capacity > most or (arrived.is_weighted and arrived.memory.nbytes // 4 > most + 1):
         raise ValueError(
-            f"indices: room for fewer than 2^30 lookups, in regions of at most 4 GiB with their weights, got "
+            f"indices: expected room for at most {most} lookups, in regions of at most 4 GiB with their weights, got "
             f"{arrived.capacity} in {arrived.memory.nbytes} bytes"
         )
     dtypes = (arrived.index_dtype, torch.int32)

@@ -13,6 +13,7 @@ import torch
 from ..runtime.backend import KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
+from ..runtime.literals import vector_bytes, warp_size
 from ..runtime.operator import Operator
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plan
@@ -32,11 +33,9 @@ __all__ = [
 ]
 
 _STAGING = "staging"  # an area: room from which rows are put; one for all plans, since one launch at a time uses it
-_VECTOR_BYTES = 16
 _MAX_POSITIONS = 2**31 - 1 - 2**20  # tickets are 32-bit numbers, and every warp takes one too many
 _TASK_BYTES = 96 << 10
 _TASKS_PER_WARP = 3
-_MAX_SLICE_SAMPLES = 32  # the ends of a task's bags lie in the lanes of a warp
 
 
 def _where(record: Any) -> str:
@@ -197,8 +196,8 @@ class EmbeddingPlan(Plan):
         column_start = [dim * element for dim in (0, *itertools.accumulate(dim_per_rank))]
 
         slice_samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, lookups.pooling)
-        if not 1 <= slice_samples <= _MAX_SLICE_SAMPLES:
-            raise ValueError(f"slice_samples: expected 1 to {_MAX_SLICE_SAMPLES}, got {slice_samples}")
+        if not 1 <= slice_samples <= warp_size():  # the ends of a task's bags lie in the lanes of a warp
+            raise ValueError(f"slice_samples: expected 1 to {warp_size()}, got {slice_samples}")
         if -(-max(batch_per_rank) // slice_samples) > world.workspace.max_ready_words:
             raise ValueError(
                 f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples"
@@ -331,10 +330,10 @@ class EmbeddingPlan(Plan):
                 f"out: expected a contiguous {self.dtype} tensor of shape {list(self.output_shape)}, got {out.dtype} "
                 f"{list(out.shape)}"
             )
-        if out.data_ptr() % _VECTOR_BYTES:
+        if (behind := out.data_ptr() % (unit := vector_bytes())) != 0:
             raise ValueError(
-                f"out: expected a tensor that begins at a multiple of {_VECTOR_BYTES} bytes, as po.empty() returns it, "
-                f"got one {out.data_ptr() % _VECTOR_BYTES} bytes behind"
+                f"out: expected a tensor that begins at a multiple of {unit} bytes, as po.empty() returns it, got one "
+                f"{behind} bytes behind"
             )
         check_apart("out", out, {**lookups, **{f"weights[{t}]": weights[t] for t in self._tables_in_heap}})
 
@@ -423,11 +422,11 @@ def _row_shape(table: Any, narrowing: int, row_bytes: int, own_column_bytes: int
         table.column_bytes - own_column_bytes,
         own_bytes,
     )
-    if any(address % _VECTOR_BYTES for address in addresses):
+    if any(address % vector_bytes() for address in addresses):
         return constants["kElementwise"]
     if backend == "host":
         return constants["kLanes32x2"]  # one lane does the work of all, so the widths do not differ
-    vectors = table.row_bytes // narrowing // _VECTOR_BYTES
+    vectors = table.row_bytes // narrowing // vector_bytes()
     widest = "kLanes32x2" if narrowing == 1 else "kLanes32"  # whose vectors take as many registers
     return constants[next((f"kLanes{lanes}" for lanes in (4, 8, 16, 32) if vectors <= lanes), widest)]
 

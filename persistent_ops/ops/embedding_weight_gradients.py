@@ -19,16 +19,13 @@ from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning
 from ..runtime.world import World, upload
 from .embedding_inputs_lookups import Lookups
-from .embedding_inputs_plan import InputsLayout
+from .embedding_inputs_plan import MOST_PIECE_LOOKUPS, InputsLayout, aligned_bytes
 
 __all__ = ["OPERATOR", "Tuning", "kernel_request", "return_gradients"]
 
 _NAME = "embedding_weight_gradients"
 _STAGING = "returned gradients of weights"  # an area: where owners put those of this PE's lookups
 _OUTGOING = "outgoing gradients of weights"  # an area: copies of what is put to PEs that are not reachable
-_ALIGNMENT = 128
-_PIECE_UNIT = 4  # floats that are loaded at once
-_MOST_PIECE_LOOKUPS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,13 +110,13 @@ class ReturnPlan(Plan):
     def __init__(self, world: World, key: ReturnKey) -> None:
         self._world, self._key = world, key
         description = OPERATOR.prepare(world)
-        structs = description.structs
+        structs, constants = description.structs, description.constants
         backend, layout, team = world.backend, key.layout, key.team
         tuning = key.tuning or OPERATOR.default_tuning
-        piece = tuning.piece_lookups
-        if not 1 <= piece <= _MOST_PIECE_LOOKUPS or piece % _PIECE_UNIT:
-            raise ValueError(f"piece_lookups: expected a multiple of 4 up to {_MOST_PIECE_LOOKUPS}, got {piece}")
-        self._kernel = world.load(kernel_request(description.constants["kThreads"]))
+        piece, unit = tuning.piece_lookups, constants["kChunkFloats"]
+        if not 1 <= piece <= MOST_PIECE_LOOKUPS or piece % unit:
+            raise ValueError(f"piece_lookups: expected a multiple of {unit} up to {MOST_PIECE_LOOKUPS}, got {piece}")
+        self._kernel = world.load(kernel_request(constants["kThreads"]))
         is_host = backend.name == "host"
         resident = backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())
         self._grid = tuning.work_groups or backend.num_sms
@@ -138,7 +135,7 @@ class ReturnPlan(Plan):
             )
             if not backend.peer_heaps[pe] and pe != team.rank:
                 peer.outgoing_offset = self._outgoing_bytes
-                self._outgoing_bytes += _room_bytes(key.capacities[pe][team.rank])
+                self._outgoing_bytes += aligned_bytes(4 * key.capacities[pe][team.rank])
             self._peers.append(peer)
         numbered = sorted(
             (feature, layout.order[pe][at], pe, first_slots[pe] + pe + at)
@@ -203,10 +200,6 @@ class ReturnPlan(Plan):
         return gradient
 
 
-def _room_bytes(capacity: int) -> int:
-    return -(-capacity * 4 // _ALIGNMENT) * _ALIGNMENT
-
-
 def _places(pe: int, capacities: Sequence[int]) -> list[int]:
     """Return where in a PE's staging the owners' parts begin, and the size of that; its own takes no room.
 
@@ -214,7 +207,7 @@ def _places(pe: int, capacities: Sequence[int]) -> list[int]:
         pe: the number of the PE.
         capacities: of its messages to each owner.
     """
-    sizes = (0 if owner == pe else _room_bytes(capacity) for owner, capacity in enumerate(capacities))
+    sizes = (0 if owner == pe else aligned_bytes(4 * capacity) for owner, capacity in enumerate(capacities))
     return [0, *itertools.accumulate(sizes)]
 
 

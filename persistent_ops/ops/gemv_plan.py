@@ -12,6 +12,7 @@ from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
+from ..runtime.literals import warp_size
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
@@ -311,7 +312,7 @@ class GemvPlan(Plan):
 
 @dataclass(frozen=True)
 class _Arena:
-    """How a WG's own memory is divided: ring, the warps' parts of sums, and the vectors, or a ring for them too.
+    """How a WG's shared memory is divided: ring, the warps' parts of sums, and the vectors, or a ring for them too.
 
     Attributes:
         room: bytes, for one WG alone on an SM.
@@ -392,7 +393,7 @@ def kernel_request(
     return KernelRequest(
         _NAME,
         tuple(config.items()),
-        (warps + OPERATOR.description.constants["kServingWarps"]) * 32,
+        (warps + OPERATOR.description.constants["kServingWarps"]) * warp_size(),
         arena_bytes=arena_bytes,
         overlaps_predecessor=True,
         holds_call=True,

@@ -207,6 +207,7 @@ class PendingSum:
         self._slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
         self._buffer = self._slot.tensor(layout.dtype, (nbytes // layout.dtype.itemsize,))
         self._plan.launch(entries, self._slot.offset)
+        self._as_rows = self._buffer.view(torch.int64)  # while the kernel runs, not when the host has waited for it
 
     def _is_over(self) -> bool:
         waited_for = self._ended or self._stream
@@ -214,9 +215,8 @@ class PendingSum:
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row numbers, `[1, U]`, and values."""
-        room, buffer = self._room, self._buffer
-        values = buffer.as_strided((num_rows, *self._layout.row_shape), room.strides, 0)
-        rows = buffer.view(torch.int64).as_strided((1, num_rows), (num_rows, 1), self._values_bytes // 8)
+        values = self._buffer.as_strided((num_rows, *self._layout.row_shape), self._room.strides, 0)
+        rows = self._as_rows.as_strided((1, num_rows), (num_rows, 1), self._values_bytes // 8)
         return rows, values
 
 

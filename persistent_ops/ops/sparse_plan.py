@@ -15,6 +15,7 @@ from ..runtime.backend import KernelRequest
 from ..runtime.contract import Contract, Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
 from ..runtime.errors import CapacityError, PeerTimeoutError
+from ..runtime.literals import vector_bytes, warp_size
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
@@ -52,7 +53,6 @@ _LOOKS = 32
 _THREADS = 256
 GIVEN_UP = "sparse_all_reduce: this launch was given up: po.recover() or po.finalize() came before its wait"
 _HOST_WORK_GROUPS = 2
-_VECTOR_BYTES = 16
 _LEAST_ROOM = 64  # rows
 _PATIENT_BYTES = 16 << 20
 _PATIENCE = 32
@@ -319,7 +319,7 @@ class SparsePlan(Plan):
         is_host = backend.name == "host"
         grid = tuning.work_groups or (_HOST_WORK_GROUPS if is_host else backend.num_sms * backend.default_blocks_per_sm)
         self._grid = grid = min(grid, world.workspace.max_ready_words)
-        workers = grid * (constants["kMaxWarps"] if is_host else _THREADS // 32)
+        workers = grid * (constants["kMaxWarps"] if is_host else _THREADS // warp_size())
         num_words = max(1, -(-layout.num_rows // constants["kRowsPerWord"]))
         self._world, self._key, self._areas = world, key, OPERATOR.state(world).areas
         self._reserve(num_words, workers)
@@ -449,13 +449,13 @@ def kernel_request(
     dtype: torch.dtype, index_dtype: torch.dtype, *, row_bytes: int, is_aligned: bool, gathers: bool, is_host: bool
 ) -> KernelRequest:
     """Return what is compiled for rows of a kind."""
-    access = _VECTOR_BYTES if is_aligned else dtype.itemsize
-    lanes = next((n for n in (1, 4, 8, 16) if n * access >= row_bytes), 32)
+    access = vector_bytes() if is_aligned else dtype.itemsize
+    lanes = next((n for n in (1, 4, 8, 16) if n * access >= row_bytes), warp_size())
     config = {
         "scalar": SCALARS[dtype],
         "index": INDEX_TYPES[index_dtype],
         "gathers": str(gathers).lower(),
-        "lanes": "32" if is_host else str(lanes),
+        "lanes": str(warp_size()) if is_host else str(lanes),
         "bytes": str(access),
         "threads": str(_THREADS),
     }

@@ -20,6 +20,7 @@ from .devices import Numbers, architecture, check_sharing, choose_device
 from .errors import BackendUnavailableError, BootstrapError
 from .interruptible import Interruptible
 from .jit import compile_cuda
+from .literals import warp_size
 from .nvshmem_turns import turn_to_start
 from .nvshmem_variables import NvshmemVariables
 from .residency import Footprint, Sm
@@ -261,7 +262,7 @@ class GpuBackend:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def warps_of(self, threads: int) -> int:
-        return threads // 32
+        return threads // warp_size()
 
     def load(self, request: KernelRequest) -> _GpuKernel:
         needs_nvshmem = not all(self.peer_heaps)

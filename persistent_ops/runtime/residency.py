@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+from .literals import warp_size
+
 __all__ = ["Footprint", "Residency", "Sm", "room_beside", "room_on_gpu"]
 
 _REGISTERS_AT_ONCE = 256  # that a warp takes
 _SHARED_AT_ONCE = 128  # bytes
 _SHARED_OF_SYSTEM = 1024  # bytes of each WG
-_WARP = 32
 # What an SM's memory may be divided into, in KiB of shared memory; a busy SM is not divided anew for a kernel that
 # comes.
 _DIVISIONS = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
@@ -47,8 +48,8 @@ class Footprint(NamedTuple):
 
     @property
     def registers_of_wg(self) -> int:
-        warps = -(-self.threads // _WARP)
-        return warps * (-(-self.registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE)
+        warps = -(-self.threads // warp_size())
+        return warps * (-(-self.registers * warp_size() // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE)
 
     @property
     def shared_of_wg(self) -> int:

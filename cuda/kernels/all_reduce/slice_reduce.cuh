@@ -28,7 +28,7 @@ class SliceReduce {
   static constexpr int kLaneChunks = Block::kLaneChunks;
   static constexpr int kVectors = Traits::kVectors;
 
-  // `is_missing`: in the WG's own memory.
+  // `is_missing`: in shared memory.
   PO_FN SliceReduce(const Plan& plan, const Call& call, const WorkGroup& wg, bool takes_part, uint64_t* is_missing)
       : plan_(plan),
         team_(plan.team),

@@ -30,7 +30,7 @@ struct GroupView {
   uint64_t seed;
 };
 
-// In a WG's own memory, one for each warp.
+// In shared memory, one for each warp.
 template <class Traits>
 struct LookupWindow {
   // Behind a ticket's lookups there is room for the rest of the last row that begins among them.

@@ -1,4 +1,4 @@
-// How a WG's own memory is divided, in numbers that the host needs before there is a kernel: it chooses how deep the ring is
+// How a WG's shared memory is divided, in numbers that the host needs before there is a kernel: it chooses how deep the ring is
 // and whether the vectors stay.
 //
 // The ring of the weights, then the vectors, or a ring for them too, then the warps' parts of the sums under way.
@@ -18,7 +18,7 @@ PO_CONSTANT(kServingWarps)
 PO_CONSTANT(kMostStepsAtOnce)
 PO_CONSTANT(kStaticBytes)
 
-// Tiles of a WG that may be under way in its own memory.
+// Tiles of a WG that may be under way in shared memory.
 PO_FN constexpr int slots_of(int vectors) { return vectors == 1 ? 8 : 4; }
 
 // Whether two launches find room on an SM; more vectors take too many registers.

@@ -14,6 +14,8 @@ namespace po::embedding_inversion {
 inline constexpr int kMaxSources = kMaxPes;
 inline constexpr int kMaxPasses = 8;
 inline constexpr int kMaxDigitBits = 9;
+PO_CONSTANT(kMaxDigitBits)
+static_assert(kMaxPasses * kMaxDigitBits >= 64, "the bits of a key");
 
 // A lookup on its way to its place: 8 bytes where that is enough.
 struct alignas(8) SmallEntry {

@@ -1,7 +1,7 @@
 // From indices and offsets to entries, and how many of their keys have which digit, in all passes.
 //
 // A tile is some lookups that lie side by side. Its bags are found by two searches, of its first place and of the place behind
-// it; the ends of the bags in between come into the WG's own memory, where each lookup looks for its own. If those ends rise,
+// it; the ends of the bags in between come into shared memory, where each lookup looks for its own. If those ends rise,
 // that finds what a search among all ends does: the ends outside of them send every place of the tile the same way.
 #pragma once
 
@@ -122,7 +122,7 @@ class LookupKeys {
     return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(place, 0), group_.tile_items()));
   }
 
-  // Whether the ends of a tile's bags are in the WG's own memory, and rise.
+  // Whether the ends of a tile's bags are in shared memory, and rise.
   PO_FN bool bring_ends(int32_t first_bag, int num_ends) const {
     const auto tile = reinterpret_cast<uint64_t>(entries_);  // stands for it
     // @inversion-ends-read

@@ -77,7 +77,7 @@ class RadixPass {
   PO_FN int first_digit() const { return min_of(wg_.rank() * ceil_div(kDigits, group_.num_threads()), kDigits); }
   PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
 
-  // Puts a tile's entries in the order of their digits, in the WG's own memory. Returns how many there are.
+  // Puts a tile's entries in the order of their digits, in shared memory. Returns how many there are.
   PO_FN uint64_t order(int32_t tile, const Entry (&entries)[kItems]) const {
     uint32_t ranks[kItems];  // among the entries of the warp that have the digit
     rank(entries, ranks);

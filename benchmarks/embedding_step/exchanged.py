@@ -1,4 +1,4 @@
-"""What the tables are compared with: the same tables, exchanged through torch.distributed."""
+"""What tables spread over PEs are compared with: the same tables, exchanged through torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import persistent_ops as po
-from persistent_ops.nn.table_layout import Slot
+from persistent_ops.nn.table_layout import Layout, Slot
 
-__all__ = ["Bags", "ExchangedEmbedding", "means_over_pes", "parts_of", "sums"]
+__all__ = ["Bags", "ExchangedEmbedding", "means_over_pes", "own_slots", "parts_of", "sums"]
 
 
 class Bags(NamedTuple):
@@ -42,23 +42,29 @@ class _Arrived(NamedTuple):
 
 
 class ExchangedEmbedding(nn.Module):
-    """Tables on the PEs that have them in another module, pooled by `embedding_bag`; an `EmbeddingModule`.
+    """Tables on the PEs that have them in another module, pooled by `embedding_bag`.
 
     Lengths, lookups, pooled rows and their gradients travel through `all_to_all_single`, as TorchRec has it: how many
     lookups come is read on the host. Replicated tables are TorchRec's data_parallel ones: pooled where the samples are,
-    with dense gradients that one `all_reduce` sums.
+    with dense gradients that one `all_reduce` sums; they are float32 whatever the others are, as sums of 16 bits stop
+    growing.
 
     Args:
-        collection: whose placement this takes, and whose rows and states it begins with, in memory of its own.
+        collection: whose placement this takes, and whose rows and states it begins with.
         optimizer: makes the optimizer of this PE's tables. Gradients are sparse, and dense for replicated tables; its
             states are "sum", or none.
         wire_dtype: of the collection.
+        shares_memory: whether the tables that the PEs share out are the collection's own, and not copies.
+
+    Attributes:
+        read: brings numbers of lookups to the host; what knows them beforehand may take its place.
 
     Raises:
-        ValueError: a table is not of float32 and pooling "sum", or has several features.
+        ValueError: tables are not of one dtype and pooling "sum", or have several features.
     """
 
     optimizer: Any
+    read: Callable[[torch.Tensor], Any]
 
     def __init__(
         self,
@@ -66,13 +72,15 @@ class ExchangedEmbedding(nn.Module):
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         *,
         wire_dtype: torch.dtype | None = None,
+        shares_memory: bool = False,
     ) -> None:
         super().__init__()
         self._place(collection, wire_dtype)
-        self.tables, self.replicas = (
-            nn.ParameterList(nn.Parameter(torch.empty_like(rows)) for rows, *_ in parts_of(collection, slots))
-            for slots in (self._slots, self._copied)
-        )
+        spread, copied = ([rows for rows, *_ in parts_of(collection, each)] for each in (self._slots, self._copied))
+        if not shares_memory:
+            spread = [torch.empty_like(rows) for rows in spread]
+        self.tables = nn.ParameterList(map(nn.Parameter, spread))
+        self.replicas = nn.ParameterList(nn.Parameter(torch.empty_like(rows, dtype=torch.float32)) for rows in copied)
         # An optimizer needs a parameter, also where the PE has no table.
         self.optimizer = optimizer([*self.tables, *self.replicas] or [nn.Parameter(torch.empty(0))])
         self.take_over(collection)
@@ -81,13 +89,15 @@ class ExchangedEmbedding(nn.Module):
         """Note who has what."""
         layout = collection.layout
         kinds = {(config.pooling, config.data_type, len(config.feature_names)) for config in layout.configs}
-        if kinds != {("sum", torch.float32, 1)}:
-            raise ValueError(f"collection: expected float32 tables of pooling 'sum' with one feature, got {kinds}")
+        if len(kinds) != 1 or any((pooling, features) != ("sum", 1) for pooling, _, features in kinds):
+            raise ValueError(
+                f"collection: expected tables of one dtype and pooling 'sum' with one feature each, got {kinds}"
+            )
+        self.read = torch.Tensor.tolist
         self._rank, self._num_pes = dist.get_rank(), dist.get_world_size()
         self._num_features = len(layout.features)
         slots = layout.groups[0].slots if layout.groups else ((),) * self._num_pes
-        self._slots = slots[self._rank]
-        self._copied = [slot for group in layout.replicated for slot in group.columns]
+        self._slots, self._copied = own_slots(layout, self._rank)
         self._features = [[slot.feature for slot in of_pe] for of_pe in slots]
         self._widths = [slot.width for of_pe in slots for slot in of_pe]
         self._dims = [sum(slot.width for slot in of_pe) for of_pe in slots]
@@ -95,25 +105,36 @@ class ExchangedEmbedding(nn.Module):
         for group in [*layout.groups, *layout.replicated]:
             firsts.append(firsts[-1] + len(group.columns))
         self._order = [firsts[group] + column for group, column in layout.outputs]
-        self._wire_dtype = wire_dtype or torch.float32
+        self._dtype = layout.configs[0].data_type
+        self._wire_dtype = wire_dtype or self._dtype
 
     def take_over(self, collection: po.nn.ShardedEmbeddingBagCollection) -> None:
         """Take over the rows of a collection of the same placement, and its optimizer's states; rates stay."""
         with torch.no_grad():
-            for own, given in zip(self._parts(), parts_of(collection, [*self._slots, *self._copied]), strict=True):
+            for own, given in zip(self.parts(), parts_of(collection, [*self._slots, *self._copied]), strict=True):
                 for mine, other in zip(own, given, strict=True):
-                    mine.copy_(other)
+                    if mine.data_ptr() != other.data_ptr():
+                        mine.copy_(other)
 
-    def _parts(self) -> list[list[torch.Tensor]]:
+    def parts(self) -> list[list[torch.Tensor]]:
         """Return the rows of each slot, this PE's and then the replicated ones, and their states."""
         tables = [*self.tables, *self.replicas]
         return [[table.detach(), *sums(self.optimizer, table)] for table in tables]
 
     def input_dist(self, values: torch.Tensor, lengths: torch.Tensor, *, batch_per_rank: Sequence[int]) -> _Arrived:
-        """See `EmbeddingModule`; waits on the host."""
+        """Send the lookups of this PE's samples; waits on the host.
+
+        Args:
+            values: `[n]`, feature by feature, sample by sample.
+            lengths: `[F * B]`, of the bags.
+            batch_per_rank: samples of every PE.
+
+        Returns:
+            What `forward` takes.
+        """
         split = tuple(batch_per_rank)
         per_feature = lengths.view(self._num_features, split[self._rank])
-        of_feature = values.split(per_feature.sum(1).tolist())
+        of_feature = values.split(self.read(per_feature.sum(1)))
         copied = [slot.feature for slot in self._copied]
         replicated = Bags([of_feature[feature] for feature in copied], [per_feature[feature] for feature in copied])
         spread = self._sent(of_feature, per_feature, split) if self._widths else Bags([], [])
@@ -126,7 +147,7 @@ class ExchangedEmbedding(nn.Module):
             [per_feature[features].flatten() for features in self._features], [num_slots * each for each in split]
         )
         of_source = [part.view(num_slots, samples) for part, samples in zip(came, split, strict=True)]
-        counts = torch.stack([each.sum(1) for each in of_source]).tolist()
+        counts = self.read(torch.stack([each.sum(1) for each in of_source]))
         nothing = of_feature[0][:0]
         came = _exchanged(
             [torch.cat([nothing, *(of_feature[feature] for feature in of_pe)]) for of_pe in self._features],
@@ -137,7 +158,7 @@ class ExchangedEmbedding(nn.Module):
         return Bags(values, list(torch.cat(of_source, dim=1)))
 
     def forward(self, features: _Arrived) -> torch.Tensor:
-        """See `EmbeddingModule`."""
+        """Return the pooled rows of this PE's samples, `[B, sum of D]`, in the order of features."""
         blocks: list[torch.Tensor] = []
         if self._widths:
             blocks += self._from_owners(features.spread, features.batch_per_rank).split(self._widths, dim=1)
@@ -163,6 +184,12 @@ class ExchangedEmbedding(nn.Module):
     def _pooled_here(self, bags: Bags) -> torch.Tensor:
         """Return the pooled rows of this PE's samples in the replicated tables."""
         return torch.cat(_each_pooled(means_over_pes(*self.replicas), bags, is_sparse=False), dim=1)
+
+
+def own_slots(layout: Layout, rank: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """Return the slots that a PE has of tables that the PEs share out, and those of tables that all have."""
+    spread = layout.groups[0].slots[rank] if layout.groups else ()
+    return spread, tuple(slot for group in layout.replicated for slot in group.columns)
 
 
 def parts_of(collection: po.nn.ShardedEmbeddingBagCollection, slots: Iterable[Slot]) -> list[list[torch.Tensor]]:
@@ -211,7 +238,7 @@ def means_over_pes(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class _RowsToSamples(torch.autograd.Function):
-    """Sends pooled rows `[B, D here]`, float32, to the PEs that have the samples; gradients come back as the mean.
+    """Sends pooled rows `[B, D here]` to the PEs that have the samples; gradients come back as the mean.
 
     Returns what this PE gets, PE by PE, `[samples here * sum of D]`, of the dtype in which both travel.
     """
@@ -226,13 +253,14 @@ class _RowsToSamples(torch.autograd.Function):
         wire_dtype: torch.dtype,
     ) -> torch.Tensor:
         ctx.split, ctx.width, ctx.counts = split, dims[rank], [split[rank] * dim for dim in dims]
+        ctx.dtype = pooled.dtype
         sent = pooled.to(wire_dtype).contiguous().view(-1).split([samples * dims[rank] for samples in split])
         return torch.cat(_exchanged(sent, ctx.counts))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         sent = gradient.contiguous().split(ctx.counts)
-        came = torch.cat(_exchanged(sent, [samples * ctx.width for samples in ctx.split])).float()
+        came = torch.cat(_exchanged(sent, [samples * ctx.width for samples in ctx.split])).to(ctx.dtype)
         return came.view(sum(ctx.split), ctx.width).div_(len(ctx.split)), None, None, None, None
 
 
@@ -241,4 +269,5 @@ def _exchanged(sent: Sequence[torch.Tensor], counts: Sequence[int]) -> tuple[tor
     whole = torch.cat(list(sent))
     came = whole.new_empty(sum(counts))
     dist.all_to_all_single(came, whole, list(counts), [part.numel() for part in sent])
-    return came.split(list(counts))
+    parts: tuple[torch.Tensor, ...] = came.split(list(counts))
+    return parts

@@ -1,0 +1,136 @@
+"""The least that a PE has to move in a step, phase by phase, by the rows that its batches touch.
+
+With P PEs and B samples, of which a PE has b: a table's slice has N lookups of U rows of w bytes with s bytes of
+states; D' are the bytes of a sample's columns that the PE pools for all, and A those that it gets from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from embedding.backward_configs import SECTOR_BYTES, SECTOR_ROWS, Moved
+from harness.ceilings import Ceilings
+
+from persistent_ops.nn.table_layout import Slot
+from persistent_ops.runtime.world import World
+
+from .cases import Case, Sizes
+from .exchanged import own_slots
+from .lookups import Batch, values_of
+from .tables import StepTables
+
+__all__ = ["StepMoves", "limit", "step_moves"]
+
+_INDEX_BYTES, _SENT_INDEX_BYTES = 8, 4
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StepMoves:
+    """What one PE moves in each phase, and the rows that it updates."""
+
+    exchange: Moved
+    forward: Moved
+    backward: Moved
+    unique_rows: float
+    lookups: float
+
+    @property
+    def phases(self) -> tuple[Moved, ...]:
+        return self.exchange, self.forward, self.backward
+
+
+def limit(ceilings: Ceilings, moves: StepMoves) -> tuple[float, str]:
+    """Return the least microseconds of a step whose phases follow one another, and what bounds them."""
+    found = [
+        ceilings.limit_seconds(read_bytes=part.read, updated_bytes=part.updated, sent_bytes=part.sent)
+        for part in moves.phases
+    ]
+    return sum(seconds for seconds, _ in found) * 1e6, "+".join(dict.fromkeys(by for _, by in found))
+
+
+def step_moves(world: World, case: Case, sizes: Sizes, tables: StepTables, batches: Sequence[Batch]) -> StepMoves:
+    """Return what this PE moves, the mean over the batches; collective.
+
+    - *exchange*: its lookups are read (8 bytes each), those of its slices written; it sends 4 bytes for each of its
+      lookups elsewhere.
+    - *forward*: ``U w + 4 N`` read, the result written; it sends ``(B - b) D'``.
+    - *backward*: gradients are read, and what arrives, ``(B - b) D'``, is written and read; ``2 U (w + s)`` and
+      ``4 N``; it sends ``b A``.
+
+    Replicated tables have the lookups of its own samples alone, and their sums travel: ``2 (P - 1) / P * 4`` bytes for
+    each element of the U rows that some PE touches.
+    """
+    spread, copied = own_slots(tables.layout, world.rank)
+    split = batches[0].split
+    here, size = split[world.rank], world.size
+    wire, row_bytes = case.wire_dtype().itemsize, case.torch_dtype().itemsize
+    result = here * len(sizes.rows) * sizes.dim * wire
+    pooled = sum(slot.width for slot in spread) * wire
+    columns = (len(sizes.rows) - len(copied)) * sizes.dim * wire
+    arriving = (sizes.batch - here) * pooled
+    touched = _Touched(case)
+    rows = lookups = 0.0
+    updated, sums = 0.0, 0.0
+    for batch in batches:
+        of_pes = [values_of(sizes, batch, rank) for rank in range(size)]
+        of_tables = [torch.cat(parts) for parts in zip(*of_pes, strict=True)]
+        for slot in spread:
+            rows_bytes, rows_here = touched.bytes(slot, of_tables[slot.table], row_bytes)
+            updated += rows_bytes
+            rows += rows_here
+            lookups += of_tables[slot.table].numel()
+        for slot in copied:
+            rows_bytes, rows_here = touched.bytes(slot, of_tables[slot.table], row_bytes)
+            updated += rows_bytes
+            rows += rows_here
+            sums += rows_here * slot.width * _FLOAT_BYTES
+    count = len(batches)
+    rows, lookups, updated, sums = rows / count, lookups / count, updated / count, sums / count
+    read_once = sum(touched.read[slot.table, slot.slice] for slot in (*spread, *copied)) / count
+    own = here * sum(hotness for table, hotness in enumerate(sizes.hotness) if not tables.layout.is_replicated(table))
+    elsewhere = here * sum(
+        sizes.hotness[slot.table]
+        for rank, of_pe in enumerate(tables.layout.groups[0].slots if tables.layout.groups else ())
+        for slot in of_pe
+        if rank != world.rank
+    )
+    away = (size - 1) / size
+    return StepMoves(
+        exchange=Moved(
+            read=_INDEX_BYTES * own + _SENT_INDEX_BYTES * lookups, updated=0.0, sent=_SENT_INDEX_BYTES * elsewhere
+        ),
+        forward=Moved(read=read_once + _SENT_INDEX_BYTES * lookups + result, updated=0.0, sent=arriving),
+        backward=Moved(
+            read=result + _SENT_INDEX_BYTES * lookups,
+            updated=2 * arriving + 2 * updated + 2 * sums,
+            sent=here * (columns - pooled) + 2 * away * sums,
+        ),
+        unique_rows=rows,
+        lookups=lookups,
+    )
+
+
+class _Touched:
+    """Counts what lookups touch.
+
+    Attributes:
+        read: bytes of rows by table and slice, of all sets.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.read: dict[tuple[int, int], float] = {}
+
+    def bytes(self, slot: Slot, lookups: torch.Tensor, element_bytes: int) -> tuple[float, float]:
+        """Return the bytes of rows and states that a slot's lookups touch, and how many rows they are."""
+        unique = lookups.unique()
+        rows = float(unique.numel())
+        of_rows = rows * slot.width * element_bytes
+        key = (slot.table, slot.slice)
+        self.read[key] = self.read.get(key, 0.0) + of_rows
+        if self._case.optimizer == "rowwise_adagrad":
+            return of_rows + SECTOR_BYTES * float((unique // SECTOR_ROWS).unique().numel()), rows
+        return of_rows + rows * slot.width * _FLOAT_BYTES, rows

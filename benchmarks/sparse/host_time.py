@@ -1,0 +1,51 @@
+"""How long an eager call keeps the host busy, beside its wait for the number of rows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from harness.pes import gather
+
+from persistent_ops.ops.sparse_plan import SparsePlan
+from persistent_ops.runtime.world import World
+
+__all__ = ["time_host"]
+
+
+def time_host(world: World, call: Callable[[], object], *, trials: int) -> float:
+    """Return the seconds of a call, without those in which it waits for a launch; collective.
+
+    The GPU has nothing else to do then: a call that waited because of others would not tell. On the host backend, where
+    to launch a kernel is to run it, the kernel's time is among them.
+
+    Args:
+        world: of this PE.
+        call: of the operator, which has been called before.
+        trials: calls, of which the median counts; on the slowest PE.
+    """
+    waited = 0.0
+    await_report = SparsePlan.await_report
+
+    def timed(plan: SparsePlan, *arguments: Any) -> tuple[int, float]:
+        nonlocal waited
+        begin = time.perf_counter()
+        try:
+            return await_report(plan, *arguments)
+        finally:
+            waited += time.perf_counter() - begin
+
+    samples = []
+    with mock.patch.object(SparsePlan, "await_report", timed):
+        for _ in range(trials):
+            world.barrier()
+            world.check()
+            waited, begin = 0.0, time.perf_counter()
+            result = call()
+            samples.append(time.perf_counter() - begin - waited)
+            del result  # the next one may have its place
+    world.check()
+    return float(max(gather(world.bootstrap, statistics.median(samples))))
