@@ -160,7 +160,6 @@ class _Recorded(torch.autograd.Function):
             context.save_for_backward(indices, offsets, per_sample_weights)
         else:
             per_sample_weights = None  # the lookups have them
-            context.save_for_backward(placeholder)  # by which torch refuses a second pass without retain_graph
         context.passes_back, context.once = backward
         context.weights = weights
         context.split, context.mode = split, choices["mode"]
@@ -180,7 +179,7 @@ class _Recorded(torch.autograd.Function):
                 f"embedding_all_to_all: a second backward pass of one forward pass {context.once}; call the operator "
                 "again"
             )
-        saved = context.saved_tensors
+        saved = context.saved_tensors  # torch refuses here what needs retain_graph, also where none are saved
         inputs = OfBatch(*saved) if context.lookups is None else _OfExchange(context.lookups)
         inputs.check()
         context.is_done = True
