@@ -145,7 +145,9 @@ class Training:
         self._dense: Any = model
         self._gradients: OrderedAllReduce | None = None
         if self._num_pes > 1:
-            self._dense = DistributedDataParallel(model, broadcast_buffers=False)  # which are constants
+            constants: Any = [name for name, _ in model.named_buffers()]
+            model._ddp_params_and_buffers_to_ignore = constants  # torch 2.13 has renamed the option for it
+            self._dense = DistributedDataParallel(model)
             self._gradients = OrderedAllReduce(self._dense)
         if is_compiled:
             self._dense = torch.compile(self._dense)
