@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from .embedding import EmbeddingModule
 
@@ -62,6 +61,8 @@ def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
 
     Whoever interrupts it finds the one before.
     """
+    import torch.distributed.checkpoint as dcp  # which takes most of a second: not of a program that only starts PEs
+
     writing = folder / _WRITING
     if _rank() == 0:
         shutil.rmtree(writing, ignore_errors=True)
@@ -99,6 +100,8 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule) -> 
     Raises:
         ValueError: there is none, it cannot be read, or it is of another training.
     """
+    import torch.distributed.checkpoint as dcp  # as above
+
     try:
         found = folder / (folder / _POINTER).read_text().strip()
     except FileNotFoundError as error:

@@ -151,7 +151,9 @@ class Training:
         self._dense: Any = model
         self._gradients: OrderedAllReduce | None = None
         if self._num_pes > 1:
-            self._dense = DistributedDataParallel(model, broadcast_buffers=False)  # which are constants
+            constants: Any = [name for name, _ in model.named_buffers()]
+            model._ddp_params_and_buffers_to_ignore = constants  # torch 2.13 has renamed the option for it
+            self._dense = DistributedDataParallel(model)
             if num_sms_of_nccl is None:
                 self._gradients = OrderedAllReduce(self._dense)
             else:
