@@ -108,7 +108,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, module)
     had = sys.modules.pop("persistent_ops.runtime.gpu", None)
     module = importlib.import_module("persistent_ops.runtime.gpu")
-    monkeypatch.setattr(module, "torch", mock.MagicMock())
+    capability = {"cuda.get_device_capability.return_value": (9, 0)}
+    monkeypatch.setattr(module, "torch", mock.MagicMock(**capability))
     monkeypatch.setattr(module, "_choose_device", lambda _: 0)
     monkeypatch.setattr(module, "check_sharing", lambda *_: "")
     monkeypatch.setattr(module, "NvshmemVariables", lambda *_, **__: contextlib.nullcontext())

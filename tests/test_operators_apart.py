@@ -41,6 +41,25 @@ class Parts:
     users: tuple[str, ...] = ()
 
 
+# Of nn, the embedding module: it trains with the backward pass, and adds up gradients of replicated tables.
+_TABLES = (
+    "nn/automatic_placement.py",
+    "nn/embedding_bag_collection.py",
+    "nn/embedding_bag_optimizer.py",
+    "nn/embedding_features.py",
+    "nn/embedding_tables.py",
+    "nn/ignored_tables.py",
+    "nn/local_lookups.py",
+    "nn/placement_costs.py",
+    "nn/placement_report.py",
+    "nn/pooled_lookups.py",
+    "nn/replicated_tables.py",
+    "nn/sharded_table.py",
+    "nn/table_layout.py",
+    "nn/table_placements.py",
+    "nn/table_rounding.py",
+    "nn/table_shards.py",
+)
 OPERATORS = {
     "embedding_all_to_all": Parts(
         (
@@ -83,23 +102,10 @@ OPERATORS = {
             "ops/embedding_backward_plan.py",
             "ops/embedding_gradients.py",
             "ops/embedding_inversion.py",
+            "ops/embedding_recorded_call.py",
             "ops/embedding_weight_gradients.py",
-            "nn/automatic_placement.py",
-            "nn/embedding_bag_collection.py",
-            "nn/embedding_bag_optimizer.py",
-            "nn/embedding_features.py",
-            "nn/embedding_tables.py",
-            "nn/ignored_tables.py",
-            "nn/local_lookups.py",
-            "nn/placement_costs.py",
-            "nn/placement_report.py",
-            "nn/pooled_lookups.py",
-            "nn/replicated_tables.py",
-            "nn/sharded_table.py",
-            "nn/table_layout.py",
-            "nn/table_placements.py",
-            "nn/table_rounding.py",
-            "nn/table_shards.py",
+            "ops/embedding_widths.py",
+            *_TABLES,
         ),
         (
             "kernels/embedding_backward.cuh",
@@ -146,7 +152,7 @@ OPERATORS = {
         "test_sparse_all_reduce.TestBits",
     ),
     "all_reduce": Parts(
-        ("ops/all_reduce.py", "ops/all_reduce_plan.py"),
+        ("ops/all_reduce.py", "ops/all_reduce_plan.py", *_TABLES),
         (
             "kernels/all_reduce.cuh",
             "kernels/all_reduce",
@@ -159,10 +165,13 @@ OPERATORS = {
 TAKEN = [name for name in OPERATORS if name != "embedding_inputs"]  # alone, or with those that are built on it
 # Each of the remaining operators' first case in a world of two: six iterations and all ways to call it.
 _PROGRAM = """
-import importlib, torch, bits, persistent_ops as po
+import importlib, pkgutil, torch, bits, persistent_ops as po
 assert po.__file__.startswith({root!r}), po.__file__
 for name in {gone!r}:
     assert not hasattr(po, name) and not hasattr(torch.ops.persistent_ops, name), name
+for package in (po.ops, po.nn):  # what is left over of an operator does not find the rest of it
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
 suites = [getattr(importlib.import_module(file), suite) for file, suite in {suites!r}]
 
 def program():
@@ -287,6 +296,10 @@ THE_LAYER_S_OWN = {
     "torch_private.abort_groups": "likewise",
     "world.World.lost_peers": "likewise",
     "world.World.preparing_peers": "likewise",
+    "call_numbers.CallNumbers.add_caller": "a launch that belongs to an earlier call says to which in its contract",
+    "call_numbers.CallNumbers.last_caller": "likewise",
+    "call_numbers.CallNumbers.next_of": "likewise",
+    "call_numbers.CallNumbers.of_caller": "likewise",
     "operator.Operator.begin_changes": "what a failed launch did to inputs that it changes must hold for every launch",
     "operator.Operator.changed_inputs": "likewise",
     "plans.Plans.drop": "the only way for plans to go before their world does",
