@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import persistent_ops as po
-from persistent_ops.runtime.board import Worker, serve_store
+from persistent_ops.runtime.mailbox import Worker, serve_store
 from persistent_ops.runtime.nvshmem_end import runs_on
 
 __all__ = ["in_processes"]

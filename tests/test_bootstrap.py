@@ -26,10 +26,10 @@ import pytest
 from warm_python import Popen, afresh, servers
 
 from persistent_ops.runtime import spawn
-from persistent_ops.runtime.board import ThreadBoard, ThreadTable
 from persistent_ops.runtime.bootstrap import Bootstrap, connect, from_threads
 from persistent_ops.runtime.errors import BootstrapError, PersistentOpsError
 from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES, LaunchEnvironment, detect
+from persistent_ops.runtime.mailbox import ThreadMailbox, ThreadTable
 from persistent_ops.runtime.pe_threads import thread_bootstrap
 
 # Above the package: a checkout on sys.path is enough, nothing needs to be installed.
@@ -451,7 +451,7 @@ def join_threads(
     texts = [""] * len(sizes)
 
     def run(rank: int) -> None:
-        pe = Bootstrap(ThreadBoard(table), rank, sizes[rank], "slurm", 5.0)
+        pe = Bootstrap(ThreadMailbox(table), rank, sizes[rank], "slurm", 5.0)
         try:
             local_rank = numbers["local_ranks"][rank] if numbers else None
             pe._join(local_rank, None, time.monotonic() + 5.0)
@@ -486,11 +486,11 @@ def test_identities_are_checked() -> None:
 
 
 def test_threads_exchange() -> None:
-    boards = from_threads(3, 5.0)
+    mailboxes = from_threads(3, 5.0)
     results: list[Any] = [None] * 3
 
     def run(rank: int) -> None:
-        results[rank] = [boards[rank].exchange("t", b"%d-%d" % (rank, i)) for i in range(200)]
+        results[rank] = [mailboxes[rank].exchange("t", b"%d-%d" % (rank, i)) for i in range(200)]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -498,11 +498,11 @@ def test_threads_exchange() -> None:
     for thread in threads:
         thread.join()
     assert results == [[[b"%d-%d" % (rank, i) for rank in range(3)] for i in range(200)]] * 3
-    for pe in boards:
+    for pe in mailboxes:
         pe.close()
 
 
-class LateBoard(ThreadBoard):
+class LateBoard(ThreadMailbox):
     """Lets something happen just before its PE looks for failures."""
 
     def __init__(self, table: ThreadTable, happens: Callable[[], None]) -> None:
@@ -518,7 +518,7 @@ class LateBoard(ThreadBoard):
 @pytest.mark.parametrize("arrives", [True, False])
 def test_who_leaves_behind_an_exchange_does_not_end_it(arrives: bool) -> None:
     table = ThreadTable()
-    other = Bootstrap(ThreadBoard(table), 1, 2, "slurm", 5.0)
+    other = Bootstrap(ThreadMailbox(table), 1, 2, "slurm", 5.0)
 
     def leave() -> None:
         if arrives:

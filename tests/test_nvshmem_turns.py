@@ -329,8 +329,8 @@ def test_pes_leave_together_or_alone_all_of_them(
             has_left.wait(10.0)
         raise failure
 
-    def claim_later(board: Any) -> Callable[..., bytes]:
-        claim = board.claim
+    def claim_later(mailbox: Any) -> Callable[..., bytes]:
+        claim = mailbox.claim
         return lambda *args: claim(*args) if has_left.wait(10.0) else b""
 
     def leave(pe: Bootstrap) -> bool | None:
@@ -344,7 +344,7 @@ def test_pes_leave_together_or_alone_all_of_them(
     monkeypatch.setattr(pes[0], "exchange", fail)
     for pe in pes[1:]:
         if is_first:
-            monkeypatch.setattr(pe._board, "claim", claim_later(pe._board))
+            monkeypatch.setattr(pe._mailbox, "claim", claim_later(pe._mailbox))
     with ThreadPoolExecutor(3) as pool:
         told, *others = pool.map(leave, pes)
     assert others == [not is_first] * 2

@@ -19,8 +19,8 @@ from worlds import error_of, python_path
 
 import persistent_ops as po
 from persistent_ops.runtime import peer_watch
-from persistent_ops.runtime.board import ThreadBoard, ThreadTable
 from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
+from persistent_ops.runtime.mailbox import ThreadMailbox, ThreadTable
 from persistent_ops.runtime.peer_watch import ABSENT, HERE, PREPARING, PeerWatch, tell_state
 from persistent_ops.runtime.world import current
 
@@ -36,15 +36,15 @@ def eventually(condition: Any, seconds: float = 30.0) -> bool:
 
 
 class Watched:
-    """A board of three PEs, of which this is PE 0."""
+    """A mailbox of three PEs, of which this is PE 0."""
 
     def __init__(self, dead: list[int]) -> None:
-        self.boards = [ThreadBoard(table) for table in [ThreadTable()] for _ in range(3)]
-        for rank, board in enumerate(self.boards):
-            tell_state(board, rank, HERE, 0.0)
+        self.mailboxes = [ThreadMailbox(table) for table in [ThreadTable()] for _ in range(3)]
+        for rank, mailbox in enumerate(self.mailboxes):
+            tell_state(mailbox, rank, HERE, 0.0)
         self.reports: list[tuple[frozenset[int], frozenset[int]]] = []
         self.watch = PeerWatch(
-            self.boards[0],
+            self.mailboxes[0],
             0,
             3,
             serving_rank=None,
@@ -58,11 +58,11 @@ class Watched:
 
 def test_states_are_reported_once_for_each_change() -> None:
     watched = Watched([])
-    tell_state(watched.boards[1], 1, PREPARING, 0.0)
+    tell_state(watched.mailboxes[1], 1, PREPARING, 0.0)
     assert watched.tells(set(), {1})
-    tell_state(watched.boards[1], 1, HERE, 0.0)
+    tell_state(watched.mailboxes[1], 1, HERE, 0.0)
     assert watched.tells(set(), set())
-    tell_state(watched.boards[2], 2, ABSENT, 0.0)
+    tell_state(watched.mailboxes[2], 2, ABSENT, 0.0)
     assert watched.tells({2}, set())
     watched.watch.close()
     assert len(watched.reports) == 3
@@ -71,7 +71,7 @@ def test_states_are_reported_once_for_each_change() -> None:
 def test_a_dead_process_is_told_to_those_who_cannot_see_it() -> None:
     watched = Watched([2])
     assert watched.tells({2}, set())
-    assert watched.boards[1].read(["state/2"], 0.0) == [ABSENT]
+    assert watched.mailboxes[1].read(["state/2"], 0.0) == [ABSENT]
     watched.watch.close()
 
 
@@ -80,10 +80,10 @@ def test_only_long_preparations_are_told() -> None:
     with watched.watch.preparing():
         pass
     time.sleep(0.6)
-    assert watched.boards[1].add("news", 0, 0.0) == 3, "the three first states"
+    assert watched.mailboxes[1].add("news", 0, 0.0) == 3, "the three first states"
     with watched.watch.preparing(), watched.watch.preparing():
-        assert eventually(lambda: watched.boards[1].read(["state/0"], 0.0)[0].startswith(PREPARING))
-    assert eventually(lambda: watched.boards[1].read(["state/0"], 0.0) == [HERE])
+        assert eventually(lambda: watched.mailboxes[1].read(["state/0"], 0.0)[0].startswith(PREPARING))
+    assert eventually(lambda: watched.mailboxes[1].read(["state/0"], 0.0) == [HERE])
     watched.watch.close()
     assert not watched.reports, "what a PE does itself is no news to it"
 
@@ -92,9 +92,9 @@ def test_a_long_preparation_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     watched = Watched([])
     heard = set()
     with watched.watch.preparing():
-        assert eventually(lambda: heard.add(watched.boards[1].read(["state/0"], 0.0)[0]) or len(heard - {HERE}) >= 3)
+        assert eventually(lambda: heard.add(watched.mailboxes[1].read(["state/0"], 0.0)[0]) or len(heard - {HERE}) >= 3)
         monkeypatch.setattr(peer_watch, "_LONGEST_S", 1.0)
-        assert eventually(lambda: watched.boards[1].read(["state/0"], 0.0) == [HERE]), "it has no end"
+        assert eventually(lambda: watched.mailboxes[1].read(["state/0"], 0.0) == [HERE]), "it has no end"
     watched.watch.close()
 
 
@@ -102,11 +102,11 @@ def test_who_falls_silent_while_it_prepares_is_waited_for_no_longer(monkeypatch:
     monkeypatch.setattr(peer_watch, "_SILENT_S", 2.0)
     watched = Watched([])
     for second in range(3):
-        tell_state(watched.boards[1], 1, PREPARING + b" %d" % second, 0.0)
-        tell_state(watched.boards[2], 2, PREPARING, 0.0)
+        tell_state(watched.mailboxes[1], 1, PREPARING + b" %d" % second, 0.0)
+        tell_state(watched.mailboxes[2], 2, PREPARING, 0.0)
         assert watched.tells(set(), {1, 2})
         time.sleep(0.5)
-    tell_state(watched.boards[1], 1, PREPARING + b" 3", 0.0)
+    tell_state(watched.mailboxes[1], 1, PREPARING + b" 3", 0.0)
     assert watched.tells(set(), {1})
     assert watched.tells(set(), set())
     watched.watch.close()

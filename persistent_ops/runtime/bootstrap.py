@@ -1,6 +1,6 @@
 """Bring the PEs of a job together, and let them exchange small values while they set up.
 
-The protocol, over a `board` (a table that all PEs see):
+The protocol, over a `mailbox` (a table that all PEs see):
 
 - A PE claims its number (a counter per rank: a second claim is a second process with that number) and the world size
   (the first one stands), then gives its identity in the first exchange.
@@ -9,8 +9,8 @@ The protocol, over a `board` (a table that all PEs see):
 - A PE that gives up writes why, and every waiter looks for that between two looks at the count. Waiters also watch the
   processes of this host, so that a killed PE is noticed before the time-out.
 
-The board is not a secret: whoever may connect to the loopback interface (or, with several hosts, to rank 0's port) can
-read it, as with torch.distributed. Keep jobs of several hosts on a network that you trust.
+The mailbox is not a secret: whoever may connect to the loopback interface (or, with several hosts, to rank 0's port)
+can read it, as with torch.distributed. Keep jobs of several hosts on a network that you trust.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from persistent_ops.runtime import pmi
-from persistent_ops.runtime.board import Board, StoreBoard, ThreadBoard, ThreadTable, Worker
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.launchers import LaunchEnvironment
+from persistent_ops.runtime.mailbox import Mailbox, StoreMailbox, ThreadMailbox, ThreadTable, Worker
 from persistent_ops.runtime.peer_watch import ABSENT, HERE, PREPARING, PeerWatch, tell_state
 from persistent_ops.runtime.process_identity import ProcessIdentity, identify
 from persistent_ops.runtime.rendezvous import meet, store_over
 
 __all__ = ["Bootstrap", "connect", "fail_all", "from_group", "from_threads"]
 
-_LONGEST_PAUSE_S = 0.02  # between two looks at the board: bounds the load of many waiters, and the delay of a failure
+_LONGEST_PAUSE_S = 0.02  # between two looks at the mailbox: bounds the load of many waiters, and the delay of a failure
 _LOOK_AT_PROCESSES_S = 0.2
 _TOGETHER, _ALONE = b"together", b"alone"  # how PEs leave
 _LONGEST_FAREWELL_S = 10.0  # how long the PE that serves the store waits for the others to leave first
@@ -84,7 +84,14 @@ class Bootstrap:
     """
 
     def __init__(
-        self, board: Board | None, rank: int, world_size: int, launcher: str, timeout: float, *, serves: bool = False
+        self,
+        mailbox: Mailbox | None,
+        rank: int,
+        world_size: int,
+        launcher: str,
+        timeout: float,
+        *,
+        serves: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -93,7 +100,7 @@ class Bootstrap:
         self.launcher = launcher
         self.single_host = True
         self.timeout = timeout
-        self._board = board
+        self._mailbox = mailbox
         self._serves = serves
         self._serving_rank: int | None = 0
         self._sequence = 0
@@ -126,10 +133,10 @@ class Bootstrap:
         deadline = time.monotonic() + (self.timeout if timeout is None else _checked(timeout))
         with self._lock:
             self._must_be_usable()
-            if self._board is None:
+            if self._mailbox is None:
                 return [value]
             try:
-                return self._exchange(self._board, tag, value, deadline)
+                return self._exchange(self._mailbox, tag, value, deadline)
             except BootstrapError as error:
                 self._tell(str(error))
                 raise
@@ -158,29 +165,29 @@ class Bootstrap:
         except BootstrapError:
             pass
         finally:  # also where Ctrl-C comes
-            if self._board is not None and self._pid == os.getpid():
+            if self._mailbox is not None and self._pid == os.getpid():
                 with self._lock:
                     try:
-                        says = self._board.claim("leave", says, time.monotonic() + _FAREWELL_AFTER_FAILURE_S)
+                        says = self._mailbox.claim("leave", says, time.monotonic() + _FAREWELL_AFTER_FAILURE_S)
                     except BootstrapError:
                         says = _ALONE
         return says == _TOGETHER
 
     def _meet_behind_failure(self) -> None:
         """Wait for all PEs to have failed, over a counter of its own: exchanges are no longer possible."""
-        board = self._board
-        if board is None or self._pid != os.getpid():
+        mailbox = self._mailbox
+        if mailbox is None or self._pid != os.getpid():
             return
         with self._lock:
             deadline = time.monotonic() + _MEET_BEHIND_FAILURE_S
-            failed = board.add("failed", 1, deadline)
+            failed = mailbox.add("failed", 1, deadline)
             while failed < self.world_size:
-                if time.monotonic() >= deadline or board.has("leave", deadline):
+                if time.monotonic() >= deadline or mailbox.has("leave", deadline):
                     raise BootstrapError("not all ranks have given up")
                 if any(self._is_dead(identity) for identity in self._identities):
                     raise BootstrapError("a rank has died")
-                board.pause(_LONGEST_PAUSE_S)
-                failed = board.add("failed", 0, deadline)
+                mailbox.pause(_LONGEST_PAUSE_S)
+                failed = mailbox.add("failed", 0, deadline)
 
     def fail(self, message: str) -> None:
         """Tell the other PEs that this one gives up, so that their exchanges raise at once.
@@ -204,41 +211,41 @@ class Bootstrap:
         self._tell("it has closed its connection (finalize)")
         self._closed = True
         _live.discard(self)
-        board, self._board = self._board, None
-        if board is None:
+        mailbox, self._mailbox = self._mailbox, None
+        if mailbox is None:
             return
         try:
             with suppress(BootstrapError):
                 self._say_farewell(
-                    board, _FAREWELL_AFTER_FAILURE_S if failed else min(self.timeout, _LONGEST_FAREWELL_S)
+                    mailbox, _FAREWELL_AFTER_FAILURE_S if failed else min(self.timeout, _LONGEST_FAREWELL_S)
                 )
         finally:
-            board.close()
+            mailbox.close()
 
-    def _say_farewell(self, board: Board, seconds: float) -> None:
+    def _say_farewell(self, mailbox: Mailbox, seconds: float) -> None:
         """Count this PE as gone and, where it serves the store, wait for the others to be gone too."""
         deadline = time.monotonic() + seconds
-        tell_state(board, self.rank, ABSENT, deadline)
-        board.put(f"left/{self.rank}", b"", deadline)
-        left = board.add("left", 1, deadline)
+        tell_state(mailbox, self.rank, ABSENT, deadline)
+        mailbox.put(f"left/{self.rank}", b"", deadline)
+        left = mailbox.add("left", 1, deadline)
         while self._serves and time.monotonic() < deadline:
             gone = [rank for rank, identity in enumerate(self._identities) if self._is_dead(identity)]
-            dead = sum(not board.has(f"left/{rank}", deadline) for rank in gone)
-            if left + dead >= max(board.add("joined", 0, deadline), self.world_size):
+            dead = sum(not mailbox.has(f"left/{rank}", deadline) for rank in gone)
+            if left + dead >= max(mailbox.add("joined", 0, deadline), self.world_size):
                 break
-            board.pause(_LONGEST_PAUSE_S)
-            left = board.add("left", 0, deadline)
+            mailbox.pause(_LONGEST_PAUSE_S)
+            left = mailbox.add("left", 0, deadline)
 
     def watch(self, report: Callable[[frozenset[int], frozenset[int]], None]) -> PeerWatch | None:
         """Watch the other PEs from a thread; None in a world of one. See `PeerWatch` for `report`."""
-        if self._board is None:
+        if self._mailbox is None:
             return None
 
         def find_dead() -> list[int]:
             return [r for r, identity in enumerate(self._identities) if r != self.rank and self._is_dead(identity)]
 
         return PeerWatch(
-            self._board,
+            self._mailbox,
             self.rank,
             self.world_size,
             serving_rank=None if self._serving_rank == self.rank else self._serving_rank,
@@ -246,21 +253,21 @@ class Bootstrap:
             report=report,
         )
 
-    def _exchange(self, board: Board, tag: str, value: bytes, deadline: float) -> list[bytes]:
+    def _exchange(self, mailbox: Mailbox, tag: str, value: bytes, deadline: float) -> list[bytes]:
         number = self._sequence
         longest = deadline - time.monotonic()
         self._sequence += 1
         label = tag.encode()
-        board.put(f"{number}/{self.rank}", struct.pack("<H", len(label)) + label + value, deadline)
-        arrived = board.add(f"{number}/count", 1, deadline)
+        mailbox.put(f"{number}/{self.rank}", struct.pack("<H", len(label)) + label + value, deadline)
+        arrived = mailbox.add(f"{number}/count", 1, deadline)
         pause, next_look = 0.0005, time.monotonic() + _LOOK_AT_PROCESSES_S
         while arrived < self.world_size:
-            self._raise_if_someone_failed(board, number, deadline)
+            self._raise_if_someone_failed(mailbox, number, deadline)
             now = time.monotonic()
             if now >= deadline:
-                missing = [r for r in range(self.world_size) if not board.has(f"{number}/{r}", deadline)]
-                known = [f"state/{r}" for r in missing if board.has(f"state/{r}", deadline)]
-                if known and PREPARING in board.read(known, deadline):
+                missing = [r for r in range(self.world_size) if not mailbox.has(f"{number}/{r}", deadline)]
+                known = [f"state/{r}" for r in missing if mailbox.has(f"state/{r}", deadline)]
+                if known and PREPARING in mailbox.read(known, deadline):
                     deadline = now + longest
                     continue
                 raise BootstrapError(
@@ -269,16 +276,16 @@ class Bootstrap:
                 )
             if now >= next_look:
                 next_look = now + _LOOK_AT_PROCESSES_S
-                self._raise_if_someone_died(board, number, tag, deadline)
-            board.pause(pause)
+                self._raise_if_someone_died(mailbox, number, tag, deadline)
+            mailbox.pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-            arrived = board.add(f"{number}/count", 0, deadline)
-        frames = board.read([f"{number}/{r}" for r in range(self.world_size)], deadline)
+            arrived = mailbox.add(f"{number}/count", 0, deadline)
+        frames = mailbox.read([f"{number}/{r}" for r in range(self.world_size)], deadline)
         values = [self._unpack(frame, r, tag) for r, frame in enumerate(frames)]
         if number > 0:
-            board.remove(f"{number - 1}/{self.rank}", deadline)
+            mailbox.remove(f"{number - 1}/{self.rank}", deadline)
             if self.rank == 0:
-                board.remove(f"{number - 1}/count", deadline)
+                mailbox.remove(f"{number - 1}/count", deadline)
         return values
 
     def _unpack(self, frame: bytes, rank: int, tag: str) -> bytes:
@@ -295,28 +302,28 @@ class Bootstrap:
 
     def _join(self, local_rank: int | None, local_world_size: int | None, deadline: float) -> None:
         """Claim this PE's number, meet the others, and find out who shares this host."""
-        board = self._board
-        if board is None:
+        mailbox = self._mailbox
+        if mailbox is None:
             return
         mine = _Identity(self.launcher, local_rank, local_world_size, identify())
-        board.put(f"state/{self.rank}", HERE, deadline)
-        board.add("joined", 1, deadline)
+        mailbox.put(f"state/{self.rank}", HERE, deadline)
+        mailbox.add("joined", 1, deadline)
         _live.add(self)
         problem = ""
-        standing = board.claim("world_size", str(self.world_size).encode(), deadline)
+        standing = mailbox.claim("world_size", str(self.world_size).encode(), deadline)
         if standing != str(self.world_size).encode():
             problem = (
                 f"the world size differs: rank {self.rank} was told {self.world_size}, another rank "
                 f"{standing[:20].decode('ascii', 'replace')}; start all ranks with one launcher command"
             )
-        elif board.add(f"claims/{self.rank}", 1, deadline) > 1:
+        elif mailbox.add(f"claims/{self.rank}", 1, deadline) > 1:
             problem = (
                 f"two processes claim rank {self.rank}; the second one is process {mine.process.pid} on host "
                 f"{socket.gethostname()}; give every process its own number"
             )
         if problem:
             # A stray process must not end a job that is complete.
-            if board.add("0/count", 0, deadline) < int(standing if standing.isdigit() else b"0"):
+            if mailbox.add("0/count", 0, deadline) < int(standing if standing.isdigit() else b"0"):
                 self._tell(problem)
             self._failure, self._told = problem, True
             raise BootstrapError(problem)
@@ -349,32 +356,32 @@ class Bootstrap:
             raise BootstrapError(f"the connection to the other ranks is unusable since: {self._failure}")
 
     def _tell(self, message: str) -> None:
-        """Leave the reason for giving up on the board, unless another PE's stands there already."""
+        """Leave the reason for giving up in the mailbox, unless another PE's stands there already."""
         if self._failure is None:
             self._failure = message
-        board = self._board
-        if board is None or self._told:
+        mailbox = self._mailbox
+        if mailbox is None or self._told:
             return
         self._told = True
         deadline = time.monotonic() + _FAREWELL_AFTER_FAILURE_S
         with suppress(BootstrapError):  # The store may be what failed; the others see that for themselves.
-            if board.add("failures", 1, deadline) == 1:
-                board.put("failure", json.dumps([self.rank, message]).encode(), deadline)
+            if mailbox.add("failures", 1, deadline) == 1:
+                mailbox.put("failure", json.dumps([self.rank, message]).encode(), deadline)
 
-    def _raise_if_someone_failed(self, board: Board, number: int, deadline: float) -> None:
+    def _raise_if_someone_failed(self, mailbox: Mailbox, number: int, deadline: float) -> None:
         if self._failure is not None:  # fail(), from another thread of this PE
             raise BootstrapError(f"rank {self.rank} gave up: {self._failure}")
         # Who left when all had arrived has given up nothing here.
-        if board.has("failure", deadline) and board.add(f"{number}/count", 0, deadline) < self.world_size:
+        if mailbox.has("failure", deadline) and mailbox.add(f"{number}/count", 0, deadline) < self.world_size:
             try:
-                rank, message = json.loads(board.read(["failure"], deadline)[0])
+                rank, message = json.loads(mailbox.read(["failure"], deadline)[0])
             except ValueError:
                 rank, message = "?", "its message cannot be read"
             raise BootstrapError(f"rank {rank} gave up: {message}")
 
-    def _raise_if_someone_died(self, board: Board, number: int, tag: str, deadline: float) -> None:
+    def _raise_if_someone_died(self, mailbox: Mailbox, number: int, tag: str, deadline: float) -> None:
         for rank, identity in enumerate(self._identities):
-            if self._is_dead(identity) and not board.has(f"{number}/{rank}", deadline):
+            if self._is_dead(identity) and not mailbox.has(f"{number}/{rank}", deadline):
                 pid = identity.process.pid
                 raise BootstrapError(f"rank {rank} (process {pid}) died before {tag!r}; look at its output")
 
@@ -407,7 +414,7 @@ def connect(environment: LaunchEnvironment, timeout: float) -> Bootstrap:
     pmi.set_failed(True)
     meeting = meet(environment, attempt, deadline)
     try:
-        found = Bootstrap(meeting.board, rank, world_size, environment.launcher, timeout, serves=meeting.serves)
+        found = Bootstrap(meeting.mailbox, rank, world_size, environment.launcher, timeout, serves=meeting.serves)
         found._serving_rank = None if environment.rendezvous == "store" else 0
         _joined(found, environment.local_rank, environment.local_world_size, deadline)
     finally:
@@ -451,8 +458,8 @@ def from_group(group: Any, timeout: float) -> Bootstrap:
         worker.close()
         raise
     # The group's store lives, as the group does, at most as long as rank 0's process.
-    board = StoreBoard(store, prefix, worker)
-    found = Bootstrap(board, rank, world_size, "torch.distributed", timeout, serves=rank == 0)
+    mailbox = StoreMailbox(store, prefix, worker)
+    found = Bootstrap(mailbox, rank, world_size, "torch.distributed", timeout, serves=rank == 0)
     return _joined(found, None, None, deadline)
 
 
@@ -473,10 +480,10 @@ def from_threads(num_pes: int, timeout: float) -> list[Bootstrap]:
         raise ValueError(f"num_pes must be at least 1, got {num_pes}")
     table, found = ThreadTable(), []
     for rank in range(num_pes):
-        board = ThreadBoard(table) if num_pes > 1 else None
-        if board is not None:
-            tell_state(board, rank, HERE, math.inf)
-        bootstrap = Bootstrap(board, rank, num_pes, "threads", _checked(timeout))
+        mailbox = ThreadMailbox(table) if num_pes > 1 else None
+        if mailbox is not None:
+            tell_state(mailbox, rank, HERE, math.inf)
+        bootstrap = Bootstrap(mailbox, rank, num_pes, "threads", _checked(timeout))
         bootstrap._serving_rank = None
         bootstrap.local_rank, bootstrap.local_world_size = rank, num_pes
         found.append(bootstrap)

@@ -1,7 +1,7 @@
 """Knowing of the other PEs, while launches wait for them, what flags cannot tell: that one has ended, or compiles.
 
-Every PE leaves its state on the board and counts the change. A thread looks at that count, and at the processes of this
-host, four times a second; what it finds goes to the kernels, which then wait no longer, or do not count the time.
+Every PE leaves its state in the mailbox and counts the change. A thread looks at that count, and at the processes of
+this host, four times a second; what it finds goes to the kernels, which then wait no longer, or do not count the time.
 
 A PE that prepares a launch says so anew every second. Where it falls silent (its process is stopped, say), or prepares
 for longer than any compiler takes, time counts again: no wait is without a bound.
@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from persistent_ops.runtime.board import Board
 from persistent_ops.runtime.errors import BootstrapError
+from persistent_ops.runtime.mailbox import Mailbox
 
 __all__ = ["ABSENT", "HERE", "PREPARING", "PeerWatch", "tell_state"]
 
@@ -23,31 +23,31 @@ HERE, PREPARING, ABSENT = b"here", b"preparing", b"absent"
 _PERIOD_S = 0.25
 _SILENT_S = 5.0  # a thread of a busy machine may come late
 _LONGEST_S = 1800.0  # of one preparation
-_REQUEST_S = 3600.0  # a board that is slow to answer is no news; whoever needs it has a time-out of his own
+_REQUEST_S = 3600.0  # a mailbox that is slow to answer is no news; whoever needs it has a time-out of his own
 _NEWS = "news"
 
 
-def tell_state(board: Board, rank: int, state: bytes, deadline: float) -> None:
+def tell_state(mailbox: Mailbox, rank: int, state: bytes, deadline: float) -> None:
     """Let all PEs know the state of one."""
-    board.put(f"state/{rank}", state, deadline)
-    board.add(_NEWS, 1, deadline)
+    mailbox.put(f"state/{rank}", state, deadline)
+    mailbox.add(_NEWS, 1, deadline)
 
 
 class PeerWatch:
-    """The thread of one PE; it ends with `close`, or when the board is gone.
+    """The thread of one PE; it ends with `close`, or when the mailbox is gone.
 
     Args:
-        board: of the job; all PEs have told their state.
+        mailbox: of the job; all PEs have told their state.
         rank: of this PE.
         size: of the world.
-        serving_rank: the PE that serves the board; None where it is none of them.
+        serving_rank: the PE that serves the mailbox; None where it is none of them.
         find_dead: returns the ranks whose processes are known to have ended.
         report: called from the thread, with the ranks that have ended and those that prepare a launch, at each change.
     """
 
     def __init__(
         self,
-        board: Board,
+        mailbox: Mailbox,
         rank: int,
         size: int,
         *,
@@ -55,7 +55,7 @@ class PeerWatch:
         find_dead: Callable[[], Sequence[int]],
         report: Callable[[frozenset[int], frozenset[int]], None],
     ) -> None:
-        self._board: Board | None = board
+        self._mailbox: Mailbox | None = mailbox
         self._rank = rank
         self._size = size
         self._serving_rank = serving_rank
@@ -92,42 +92,42 @@ class PeerWatch:
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD_S):
             lost, preparing = self._lost, self._preparing
-            if self._board is not None:
+            if self._mailbox is not None:
                 try:
-                    self._tell_busy(self._board)
-                    preparing, absent = self._read(self._board)
+                    self._tell_busy(self._mailbox)
+                    preparing, absent = self._read(self._mailbox)
                     lost |= absent
                 except BootstrapError:
                     # Who served it has left. Of the PEs on this host their processes tell more.
-                    self._board, preparing = None, frozenset()
+                    self._mailbox, preparing = None, frozenset()
                     if self._serving_rank is not None and not self._stopped.is_set():
                         lost |= {self._serving_rank}
             dead = frozenset(self._find_dead()) - lost
             for rank in dead:
                 with contextlib.suppress(BootstrapError):
-                    if self._board is not None:  # PEs on other hosts cannot see it for themselves
-                        tell_state(self._board, rank, ABSENT, time.monotonic() + _REQUEST_S)
+                    if self._mailbox is not None:  # PEs on other hosts cannot see it for themselves
+                        tell_state(self._mailbox, rank, ABSENT, time.monotonic() + _REQUEST_S)
             lost = (lost | dead) - {self._rank}
             preparing -= lost | {self._rank}
             if not self._stopped.is_set() and (lost, preparing) != (self._lost, self._preparing):
                 self._lost, self._preparing = lost, preparing
                 self._report(lost, preparing)
 
-    def _tell_busy(self, board: Board) -> None:
+    def _tell_busy(self, mailbox: Mailbox) -> None:
         since = self._busy_since
         seconds = 0.0 if since is None else time.monotonic() - since
         state = PREPARING + b" %d" % seconds if _PERIOD_S / 2 < seconds < _LONGEST_S else HERE
         if state != self._told:
-            tell_state(board, self._rank, state, time.monotonic() + _REQUEST_S)
+            tell_state(mailbox, self._rank, state, time.monotonic() + _REQUEST_S)
             self._told = state
 
-    def _read(self, board: Board) -> tuple[frozenset[int], frozenset[int]]:
+    def _read(self, mailbox: Mailbox) -> tuple[frozenset[int], frozenset[int]]:
         """Return who prepares a launch, and who has told that it leaves."""
         deadline = time.monotonic() + _REQUEST_S
-        number = board.add(_NEWS, 0, deadline)
+        number = mailbox.add(_NEWS, 0, deadline)
         absent: frozenset[int] = frozenset()
         if number != self._seen:
-            states = board.read([f"state/{rank}" for rank in range(self._size)], deadline)
+            states = mailbox.read([f"state/{rank}" for rank in range(self._size)], deadline)
             self._seen = number
             absent = frozenset(rank for rank, state in enumerate(states) if state == ABSENT)
             busy = {rank: state for rank, state in enumerate(states) if state.startswith(PREPARING)}

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from .board import Worker, connect_store, serve_store
 from .bootstrap import Bootstrap
 from .bounded import within
+from .mailbox import Worker, connect_store, serve_store
 from .rendezvous import own_address
 from .torch_private import abort_groups
 

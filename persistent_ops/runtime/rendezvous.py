@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from persistent_ops.runtime import pmi
-from persistent_ops.runtime.board import Board, StoreBoard, Worker, connect_store, serve_store, tcp_store
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.launchers import LaunchEnvironment
+from persistent_ops.runtime.mailbox import Mailbox, StoreMailbox, Worker, connect_store, serve_store, tcp_store
 from persistent_ops.runtime.process_identity import identify
 
 __all__ = ["Meeting", "meet", "own_address", "store_over"]
@@ -37,21 +37,21 @@ _fixed: dict[tuple[str, int], Any] = {}
 
 @dataclass(frozen=True)
 class Meeting:
-    """The board that the ranks of a job have found.
+    """The mailbox that the ranks of a job have found.
 
     Args:
-        board: The board.
+        mailbox: The mailbox.
         serves: Whether this process serves the store, and must not leave before the others.
         stop: Stops handing out the address; called when all ranks are there, or the attempt has failed.
     """
 
-    board: Board
+    mailbox: Mailbox
     serves: bool
     stop: Callable[[], None]
 
 
 def meet(environment: LaunchEnvironment, attempt: int, deadline: float) -> Meeting:
-    """Find the board of the job, serving it where this process is rank 0 and nobody else does.
+    """Find the mailbox of the job, serving it where this process is rank 0 and nobody else does.
 
     Args:
         environment: What the launcher said.
@@ -105,8 +105,8 @@ def _meet(environment: LaunchEnvironment, attempt: int, worker: Worker, deadline
 
 
 def _meeting(store: Any, job: str, worker: Worker, *, serves: bool, stop: Callable[[], None] | None = None) -> Meeting:
-    board = StoreBoard(store, f"persistent_ops/{job}/", worker)
-    return Meeting(board, serves, stop or (lambda: None))
+    mailbox = StoreMailbox(store, f"persistent_ops/{job}/", worker)
+    return Meeting(mailbox, serves, stop or (lambda: None))
 
 
 def _serve(host: str, worker: Worker, deadline: float) -> tuple[Any, str]:

@@ -1,9 +1,9 @@
-"""Boards: where the PEs of a job leave values for each other while they start.
+"""Mailboxes: where the PEs of a job leave values for each other while they start.
 
-A board is a table of keys and bytes that all PEs see. `StoreBoard` is one over torch.distributed's store, `ThreadBoard`
-one for PEs that are threads of this process. No call outlasts its deadline: torch's store can block for ever in its
-constructor (a peer that accepts the connection and says nothing) and in a request (a stopped server), so that every
-call runs in a thread of its own, which the caller leaves behind when time is up.
+A mailbox is a table of keys and bytes that all PEs see. `StoreMailbox` is one over torch.distributed's store,
+`ThreadMailbox` one for PEs that are threads of this process. No call outlasts its deadline: torch's store can block for
+ever in its constructor (a peer that accepts the connection and says nothing) and in a request (a stopped server), so
+that every call runs in a thread of its own, which the caller leaves behind when time is up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from typing import Any, Protocol, TypeVar
 from persistent_ops.runtime.bounded import leave_behind, refuse_after
 from persistent_ops.runtime.errors import BootstrapError
 
-__all__ = ["Board", "StoreBoard", "ThreadBoard", "ThreadTable", "Worker", "connect_store", "serve_store", "tcp_store"]
+__all__ = [
+    "Mailbox",
+    "StoreMailbox",
+    "ThreadMailbox",
+    "ThreadTable",
+    "Worker",
+    "connect_store",
+    "serve_store",
+    "tcp_store",
+]
 
 T = TypeVar("T")
 
@@ -31,7 +40,7 @@ _STORE_CALL = "a call of torch's store (or of what else tells rank 0's address)"
 _MOST_HANGING = 4
 
 
-class Board(Protocol):
+class Mailbox(Protocol):
     """What the bootstrap needs of the place where values are left. `deadline` is a `time.monotonic()`."""
 
     def put(self, key: str, value: bytes, deadline: float) -> None:
@@ -114,8 +123,8 @@ class Worker:
             del job, function, answer  # A store must not be kept alive by the thread that waits for its next call.
 
 
-class StoreBoard:
-    """A board over a torch.distributed store.
+class StoreMailbox:
+    """A mailbox over a torch.distributed store.
 
     Args:
         store: The store; only `worker` calls it.
@@ -176,7 +185,7 @@ class StoreBoard:
 
 
 class ThreadTable:
-    """The table that the boards of one process' threads share."""
+    """The table that the mailboxes of one process' threads share."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -184,8 +193,8 @@ class ThreadTable:
         self.changed = threading.Condition()
 
 
-class ThreadBoard:
-    """A board for PEs that are threads of this process; it never blocks, so that the deadlines have no say."""
+class ThreadMailbox:
+    """A mailbox for PEs that are threads of this process; it never blocks, so that the deadlines have no say."""
 
     def __init__(self, table: ThreadTable) -> None:
         self._table = table
@@ -225,7 +234,7 @@ class ThreadBoard:
             self._table.changed.wait(seconds)
 
     def close(self) -> None:
-        pass  # The table goes with the last board.
+        pass  # The table goes with the last mailbox.
 
 
 def serve_store(host: str, worker: Worker, deadline: float) -> tuple[Any, int]:
