@@ -1,4 +1,4 @@
-"""What the DLRM training learns: exactly one process's numbers where these are whole; and by default nearly all there is."""
+"""What the DLRM training learns: one process's numbers exactly where these are whole; by default nearly all there is."""
 
 from __future__ import annotations
 
