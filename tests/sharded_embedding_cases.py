@@ -141,6 +141,53 @@ def gradient_of(case: Case, rank: int, step: int) -> torch.Tensor:
     return torch.randint(-4, 5, (samples_of(rank, step), columns), generator=rng).float()
 
 
+class _ByRows:
+    """Steps of Adam, or of row-wise Adagrad with a mean for each slice, of the rows that lookups have."""
+
+    def __init__(
+        self,
+        tables: dict[str, torch.Tensor],
+        algorithm: str,
+        lr: float,
+        slices: dict[str, int],
+        touched: dict[str, set[int]],
+    ) -> None:
+        self._tables, self._lr, self._slices, self._touched = tables, lr, slices, touched
+        self._is_adam, self._num_steps = algorithm == "adam", 0
+        # By the names that state dicts have.
+        self.states: dict[str, torch.Tensor] = {}
+        for name, table in tables.items():
+            shape = table.shape if self._is_adam else (slices[name], len(table))
+            self.states[f"{name}.momentum1"] = torch.zeros(shape)
+            if self._is_adam:
+                self.states[f"{name}.exp_avg_sq"] = torch.zeros(shape)
+
+    def zero_grad(self) -> None:
+        for name, table in self._tables.items():
+            table.grad = None
+            self._touched[name].clear()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._num_steps += 1
+        for name, table in self._tables.items():
+            rows = sorted(self._touched[name])
+            if not rows:
+                continue
+            assert table.grad is not None
+            g, first = table.grad[rows], self.states[f"{name}.momentum1"]
+            if self._is_adam:
+                second = self.states[f"{name}.exp_avg_sq"]
+                first[rows] = 0.9 * first[rows] + 0.1 * g
+                second[rows] = 0.999 * second[rows] + 0.001 * g * g
+                mean, square = first[rows] / (1 - 0.9**self._num_steps), second[rows] / (1 - 0.999**self._num_steps)
+                table[rows] -= self._lr * mean / (square.sqrt() + 1e-8)
+                continue
+            parts = g.view(len(rows), self._slices[name], -1)
+            first[:, rows] += parts.square().mean(2).T
+            table[rows] -= (self._lr * parts / (first[:, rows].T.sqrt() + 1e-8)[..., None]).flatten(1)
+
+
 class Reference:
     """The tables in one process, with embedding_bag and torch.optim.
 
@@ -156,6 +203,11 @@ class Reference:
             bound = 1.0 / math.sqrt(table.num_embeddings)
             drawn = torch.empty(table.num_embeddings, table.embedding_dim).uniform_(-bound, bound, generator=generator)
             self.tables[table.name] = drawn.to(table.data_type).float().requires_grad_()
+        self.touched: dict[str, set[int]] = {table.name: set() for table in case.tables}
+        if case.algorithm in ("adam", "rowwise_adagrad"):
+            slices = {name: getattr(case.placement.get(name), "num_slices", 1) for name in self.tables}
+            self.optimizer: Any = _ByRows(self.tables, case.algorithm, lr, slices, self.touched)
+            return
         options = {} if case.algorithm == "sgd" else {"eps": 1e-8}
         kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[case.algorithm]
         self.optimizer = kind(self.tables.values(), lr=lr, **options)  # type: ignore[operator]
@@ -170,6 +222,7 @@ class Reference:
         pooled = []
         for table in self._case.tables:
             for name in table.feature_names:
+                self.touched[table.name].update(split[name].tolist())
                 pooled.append(
                     F.embedding_bag(
                         split[name],

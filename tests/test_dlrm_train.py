@@ -42,7 +42,7 @@ from dlrm.peers import ExchangedEmbedding
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
-from dlrm.way import make_collection, placement_of
+from dlrm.way import placement_of
 from dlrm.workload import run_pe
 
 CPU = torch.device("cpu")
@@ -110,81 +110,6 @@ def test_losses_are_those_of_one_process(world: int, changes: dict[str, Any], tm
         assert kinds == ["replicated" if each <= options.replicated_rows else "table_wise" for each in rows]
     else:
         assert len(kinds) == 4 and "auto" not in kinds
-
-
-class _Linear(torch.nn.Module):
-    """Stands for the dense part, with products and sums of whole numbers, or of these over a power of 2.
-
-    Args:
-        sizes: of the dense part.
-    """
-
-    def __init__(self, sizes: Any) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.bias = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        return pooled @ (torch.arange(pooled.shape[1]) % 5 - 2).float() + self.bias
-
-
-def _whole_numbers(options: Options, alone: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train with SGD, gradients and rows of few digits; return the losses, and this PE's tables."""
-    data = open_data(options)
-    rows, dim = data.train.num_rows, options.preset.dim
-    drawn = [torch.randint(-1000, 1000, (each, dim), generator=torch.Generator().manual_seed(each)) for each in rows]
-    state = {f"embedding_bags.t{number}.weight": each / 1024 for number, each in enumerate(drawn)}
-    model, losses = _Linear(options.sizes(len(rows), data.train.num_dense)), torch.nn.functional
-    sgd = functools.partial(torch.optim.SGD, lr=0.5)
-    shared = {"batch_size": options.batch, "seed": options.seed}
-    with pytest.MonkeyPatch.context() as patch:
-        # Of which the gradient is -1 or 1.
-        patch.setattr(
-            losses, "binary_cross_entropy_with_logits", lambda logits, labels, **_: ((1 - 2 * labels) * logits).sum()
-        )
-        if alone:
-            tables: Any = PlainEmbedding(rows, (dim,) * len(rows), sgd)
-            with torch.no_grad():
-                for table, first in zip(tables.tables.values(), state.values(), strict=True):
-                    table.copy_(first)
-            found = Training(model, tables, sgd(model.parameters()), Batches(data.train, **shared)).run(Plan()).losses
-            return found, dict(zip(state, (table.detach() for table in tables.tables.values()), strict=True))
-        po.init("host", heap_size=64 << 20)
-        try:
-            world = po_world.current()
-            with process_group(world.bootstrap, backend="gloo", device=CPU, timeout=60):
-                tables = make_collection(options, data, world)
-                tables.load_state_dict(state)
-                batches = Batches(data.train, rank=world.rank, num_pes=world.size, **shared)
-                found = Training(model, tables, sgd(model.parameters()), batches).run(Plan()).losses
-                own = {name: shards.shards for name, shards in tables.state_dict().items()}
-                return found, {name: shards[0][1].clone() for name, shards in own.items() if shards}
-        finally:
-            po.finalize()
-
-
-@pytest.mark.host
-def test_whole_numbers_are_exact(tmp_path: Path) -> None:
-    """With SGD, and gradients of whole numbers, losses and tables are those of embedding_bag and torch.optim."""
-    rates = {"learning_rate": 0.5, "table_learning_rate": 0.5, "optimizer": "sgd", "replicated_rows": 20}
-    options = options_of(tmp_path, batch=64, samples=640, **rates)
-    losses, tables = _whole_numbers(options, True)
-    assert len(set(losses)) == 10
-    for own_losses, own_tables in in_processes(_whole_numbers, 2, options, False, timeout=200):
-        assert own_losses == losses and own_tables
-        for name, table in own_tables.items():
-            assert torch.equal(table, tables[name]), name
-
-
-@pytest.mark.host
-def test_the_default_training_comes_within_a_hundredth_of_the_best_auc(tmp_path: Path) -> None:
-    options = Options(**{**MODELS["small"].defaults, "output": str(tmp_path), "backend": "host", "evaluate_every": 0})
-    report = in_processes(run_pe, 2, options, timeout=280)[0]
-    assert not problems(report)
-    (evaluation,) = report["evaluations"]
-    assert report["best_auc"] - 0.01 < evaluation["auc"] < report["best_auc"] + 0.003, (
-        "none knows more than the teacher"
-    )
 
 
 def test_placements(tmp_path: Path) -> None:

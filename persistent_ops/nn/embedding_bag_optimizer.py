@@ -23,6 +23,7 @@ _OF_MODULE = (
     "column_slices",
 )  # of a saved group; not taken over as they are
 _FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
+_OF_SLICES = "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
 
 _States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and its states
 
@@ -94,6 +95,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 [(offsets, of_slice[kind]) for offsets, of_slice in states],
                 dtype=torch.float32,
                 device=parameter.device,
+                remark=f"{rows} rows of {num_slices} column slices: {_OF_SLICES}, so their number must stay"
+                if is_rowwise
+                else "",
             )
             for kind in range({"sgd": 0, "adam": 2}.get(self._algorithm, 1))
         ]
@@ -264,7 +268,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     def _needs_slices(self, name: str) -> str:
         """Return why a table's number of column slices is part of what is trained; "" where it is not."""
         if self._algorithm == "rowwise_adagrad":
-            return "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
+            return _OF_SLICES
         if name in self._drawing:
             return "stochastic rounding draws random bits for each slice"
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,24 @@ _MAPPED = {  # operators that apply to every block
 }
 
 
+class _RemarkedSize(tuple[int, ...]):
+    """A size that says more where a message has it."""
+
+    remark: str
+
+    @classmethod
+    def of(cls, size: torch.Size, remark: str) -> _RemarkedSize:
+        made = cls(size)
+        made.remark = remark
+        return made
+
+    def __repr__(self) -> str:
+        return f"{torch.Size(self)} ({self.remark})"
+
+    def numel(self) -> int:
+        return math.prod(self)
+
+
 class TableShards(torch.Tensor):
     """A tensor whose blocks are spread over the PEs; this PE's may be none.
 
@@ -32,9 +51,11 @@ class TableShards(torch.Tensor):
         size: of the whole tensor.
         shards: this PE's blocks: where each begins in the whole, and the block. They are not copied.
         dtype, device: of the blocks, for a PE that has none.
+        remark: on its size, for whoever meets another one: torch.distributed.checkpoint has it in its message.
     """
 
     _shards: tuple[tuple[torch.Size, torch.Tensor], ...]
+    _remark: str
 
     @staticmethod
     def __new__(
@@ -44,6 +65,7 @@ class TableShards(torch.Tensor):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        remark: str = "",
     ) -> TableShards:
         for offsets, block in shards:
             inside = all(a >= 0 and a + n <= all_ for a, n, all_ in zip(offsets, block.shape, size, strict=True))
@@ -54,7 +76,14 @@ class TableShards(torch.Tensor):
                 )
         made: TableShards = wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=device)
         made._shards = tuple((torch.Size(offsets), block.detach()) for offsets, block in shards)
+        made._remark = remark
         return made
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Return its size, with the remark, or that of a dimension."""
+        if dim is not None:
+            return self.shape[dim]
+        return _RemarkedSize.of(self.shape, self._remark) if self._remark else self.shape
 
     @property
     def shards(self) -> tuple[tuple[torch.Size, torch.Tensor], ...]:
@@ -75,7 +104,7 @@ class TableShards(torch.Tensor):
             blocks = [(offsets, function(block, *args[1:], **kwargs)) for offsets, block in whole._shards]
             dtype = kwargs.get("dtype") or whole.dtype
             device = blocks[0][1].device if blocks else torch.device(kwargs.get("device") or whole.device)
-            return TableShards(whole.shape, blocks, dtype=dtype, device=device)
+            return TableShards(whole.shape, blocks, dtype=dtype, device=device, remark=whole._remark)
         if function is _aten.copy_.default:
             args[0].copy_from(args[1])
             return args[0]
