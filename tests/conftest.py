@@ -17,6 +17,7 @@ from xdist.workermanage import WorkerController
 
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
 _WORKERS_PER_GPU = 8
+_WORKER_MIB = 16 << 10  # of a GPU's memory: the worker's PEs, four at most, which are kept between tests
 _WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
 
 
@@ -65,6 +66,12 @@ def _gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(listed.splitlines())]
 
 
+def _gpu_mib() -> int:
+    """Return the memory of the smallest GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return min(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+
+
 def _gpu_of(worker: str) -> str:
     """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share."""
     devices = _gpus()
@@ -78,7 +85,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return max(1, (os.cpu_count() or 2) // 2)  # the compilers want cores too
     if config.getoption("--backend") != "cuda":
         return None
-    per_gpu = _WORKERS_PER_GPU_APART if _is_apart(config) else _WORKERS_PER_GPU
+    per_gpu = _WORKERS_PER_GPU_APART if _is_apart(config) else min(_WORKERS_PER_GPU, _gpu_mib() // _WORKER_MIB)
     return max(1, min(per_gpu * len(_gpus()), (os.cpu_count() or 2) // 2))
 
 

@@ -1,4 +1,4 @@
-"""What the DLRM training learns: what one process does, exactly, of whole numbers; by default nearly all there is."""
+"""What the DLRM training learns: exactly what one process does, in whole numbers; by default nearly all there is."""
 
 from __future__ import annotations
 
