@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -186,7 +187,8 @@ def _sparse_gradients(
     factors = inputs.factors
     factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
     touched = _Touched.of(plan, inverted, weights)
-    sums = torch.empty(touched.num_elements, device=gradient.device)
+    # On a GPU gradients are handed on before the launch has ended: where it is given up, they are no numbers.
+    sums = torch.full((touched.num_elements,), math.nan, device=gradient.device)
     world.workspace.raise_failure()  # of earlier launches
     plan.launch(
         gradient,
