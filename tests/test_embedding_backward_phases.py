@@ -61,7 +61,7 @@ inline void reach(const char* phase, int rank) {
 _PHASES = {
     "credit": ("embedding_backward.cuh", "if (wg.index() == 0) grant_credit(plan.team, wg, 0);", "plan"),
     # Behind the first table, which PE 2 has then.
-    "push": ("embedding_backward/gradient_push.cuh", "copy(push, task % plan_.num_slices);", "plan_"),
+    "push": ("embedding_backward/gradient_push.cuh", "copy(push, piece % plan_.num_slices);", "plan_"),
     "reduce": ("embedding_backward.cuh", "update_rows(filled, at);", "plan_"),
     "update": ("embedding_backward.cuh", "if (wg.index() == 0) await_all_credits(plan.team, wg);", "plan"),
 }
@@ -76,7 +76,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = root / "kernels" / name
         text = path.read_text()
         assert text.count(statement) == 1, f"{phase}: where does it begin?"
-        condition = "if (task != 0) " if phase == "push" else ""
+        condition = "if (piece != 0) " if phase == "push" else ""
         path.write_text(text.replace(statement, f'{condition}phases::reach("{phase}", {plan}.team.rank);\n{statement}'))
     path = root / "kernels" / "embedding_backward" / "plan.cuh"
     text = path.read_text()

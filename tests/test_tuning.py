@@ -29,12 +29,13 @@ def _tunings() -> dict[str, type[Any]]:
 
 TUNINGS = _tunings()
 FIELDS = [(name, field) for name, tuning in TUNINGS.items() for field in dataclasses.fields(tuning)]
-LEAST = {  # what is not at least 1: bytes and shares, of which none is a choice
+LEAST = {  # what is not at least 1: bytes, shares and WGs, of which none is a choice
     "one_shot_bytes": 0,
     "two_shot_bytes": 0,
     "gather_bytes": 0,
     "gather_share": 0,
     "local_delay": 0,
+    "early_work_groups": 0,
 }
 
 

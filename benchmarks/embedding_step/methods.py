@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from persistent_ops.ops import embedding_backward
+from persistent_ops.ops import embedding_recorded_call
 
 from .exchanged import ExchangedEmbedding
 from .lookups import Batch
@@ -160,7 +160,7 @@ class OurStep(Step):
 def _inversions_on(clock: Clock) -> Iterator[None]:
     """Put the sorts of lookups in a backward pass on a clock."""
     names = ("invert", "invert_sources")
-    before = {name: getattr(embedding_backward, name) for name in names}
+    before = {name: getattr(embedding_recorded_call, name) for name in names}
 
     def timed(invert: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -170,12 +170,12 @@ def _inversions_on(clock: Clock) -> Iterator[None]:
         return call
 
     for name, invert in before.items():
-        setattr(embedding_backward, name, timed(invert))
+        setattr(embedding_recorded_call, name, timed(invert))
     try:
         yield
     finally:
         for name, invert in before.items():
-            setattr(embedding_backward, name, invert)
+            setattr(embedding_recorded_call, name, invert)
 
 
 class PeerStep(Step):
