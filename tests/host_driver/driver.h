@@ -12,10 +12,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <span>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -48,67 +48,125 @@ inline Exit exit_of_aborted(const po::ErrorRecord& error) {
 
 // ---- options --------------------------------------------------------------------------------------------------------
 
-using Defaults = std::map<std::string, std::string>;
+struct Default {
+  const char* name;
+  const char* value;
+};
 
 // What every driver can be told.
-inline const Defaults kLaunches{{"--wgs", "2"},              // WGs per launch
-                                {"--threads", "2"},          // threads per WG
-                                {"--epochs", "8"},           // launches
-                                {"--first-epoch", "1"},      // epoch of the first launch
-                                {"--delay-us", "0"},         // longest delay of an operation of the network
-                                {"--slow-us", "2000"},       // for which slow PEs sleep before each of their launches
-                                {"--timeout-ms", "60000"}};  // of one wait; if there is trouble, then until recovery
+inline constexpr Default kLaunches[] = {
+    {"--wgs", "2"},              // WGs per launch
+    {"--threads", "2"},          // threads per WG
+    {"--epochs", "8"},           // launches
+    {"--first-epoch", "1"},      // epoch of the first launch
+    {"--delay-us", "0"},         // longest delay of an operation of the network
+    {"--slow-us", "2000"},       // for which slow PEs sleep before each of their launches
+    {"--timeout-ms", "60000"}};  // of one wait; if there is trouble, then until recovery
 
 // A world in which PEs differ by their rank alone.
-inline const Defaults kWorld{{"--pes", "2"},
-                             {"--staged", "0"},  // whether PEs reach their peers through the network ...
-                             {"--node", "1"},    // ... but for so many in a row, which reach each other
-                             {"--slow-pe", "-1"}};
+inline constexpr Default kWorld[] = {{"--pes", "2"},
+                                     {"--staged", "0"},  // whether PEs reach their peers through the network ...
+                                     {"--node", "1"},    // ... but for so many in a row, which reach each other
+                                     {"--slow-pe", "-1"}};
 
 // A launch that is given up.
-inline const Defaults kTroubles{{"--stop-pe", "-1"},     // does not launch, or ...
-                                {"--other-pe", "-1"},    // ... launches under another contract, ...
-                                {"--other-call", "0"},   // ... which is of another call's number alone, at ...
-                                {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
-                                {"--queued", "0"}};  // launches behind it that look at no errors, as in a GPU's queue
+inline constexpr Default kTroubles[] = {
+    {"--stop-pe", "-1"},     // does not launch, or ...
+    {"--other-pe", "-1"},    // ... launches under another contract, ...
+    {"--other-call", "0"},   // ... which is of another call's number alone, at ...
+    {"--trouble-at", "-1"},  // ... this launch (from 0); then all recover and go on
+    {"--queued", "0"}};      // launches behind it that look at no errors, as in a GPU's queue
 
 // --name=value; a name that has no default is none.
+//
+// Drivers look options up wherever they need one, innermost loops included, and none changes once there are threads: the
+// sanitizer does not watch it, which would be most of what a run takes.
 class Options {
  public:
   // A driver's own, which count where `shared` ones have other defaults.
-  Options(Defaults own, std::initializer_list<Defaults> shared) : values_(std::move(own)) {
-    for (const Defaults& defaults : shared) values_.insert(defaults.begin(), defaults.end());
+  Options(std::initializer_list<Default> own, std::initializer_list<std::span<const Default>> shared) {
+    for (const Default& given : own) add(given);
+    for (const std::span<const Default>& defaults : shared) {
+      for (const Default& given : defaults) {
+        if (!has(given.name)) add(given);
+      }
+    }
   }
 
   void parse(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
-      const std::string argument = argv[i];
-      const size_t equals = argument.find('=');
-      const std::string name = argument.substr(0, equals);
-      if (equals == std::string::npos || values_.find(name) == values_.end()) {
-        fail(kBadOption, "unknown option %s", argument.c_str());
-      }
-      values_[name] = argument.substr(equals + 1);
+      char* equals = std::strchr(argv[i], '=');
+      if (equals != nullptr) *equals = '\0';
+      if (equals == nullptr || !has(argv[i])) fail(kBadOption, "unknown option %s", argv[i]);
+      set(options_[place_of(argv[i])], equals + 1);
     }
   }
 
-  bool has(const std::string& name) const { return values_.count(name) != 0; }
-  const std::string& text(const std::string& name) const { return values_.at(name); }
-  int64_t number(const std::string& name) const { return std::stoll(values_.at(name)); }
+  bool has(const char* name) const { return place_of(name) < count_; }
+  std::string_view text(const char* name) const { return known(name).text; }
 
-  std::vector<int64_t> list(const std::string& name) const {
+  int64_t number(const char* name) const {
+    const Option& option = known(name);
+    if (!option.is_number) fail(kBadOption, "%s is no number", name);
+    return option.number;
+  }
+
+  std::vector<int64_t> list(const char* name) const {
     std::vector<int64_t> numbers;
-    const std::string& value = values_.at(name);
-    for (size_t begin = 0; begin < value.size();) {
-      const size_t end = std::min(value.find(',', begin), value.size());
-      numbers.push_back(std::stoll(value.substr(begin, end - begin)));
-      begin = end + 1;
+    for (const char* text = known(name).text; *text != '\0';) {
+      char* end = nullptr;
+      numbers.push_back(std::strtoll(text, &end, 10));
+      if (end == text) fail(kBadOption, "%s is no list of numbers", name);
+      text = end + (*end == ',');
     }
     return numbers;
   }
 
  private:
-  Defaults values_;
+  static constexpr int kMost = 48;
+
+  struct Option {
+    const char* name;
+    const char* text;
+    int64_t number;
+    bool is_number;
+  };
+
+  void add(const Default& given) {
+    if (count_ == kMost) fail(kBadOption, "a driver has at most %d options", kMost);
+    options_[count_].name = given.name;
+    set(options_[count_++], given.value);
+  }
+
+  static void set(Option& option, const char* text) {
+    char* end = nullptr;
+    option.text = text;
+    option.number = std::strtoll(text, &end, 10);
+    option.is_number = end != text && *end == '\0';
+  }
+
+  const Option& known(const char* name) const {
+    const int place = place_of(name);
+    if (place == count_) fail(kBadOption, "there is no option %s", name);
+    return options_[place];
+  }
+
+  // The place of an option, or how many there are. Not with strcmp, which the sanitizer intercepts.
+  __attribute__((no_sanitize("thread"))) int place_of(const char* name) const {
+    for (int place = 0; place < count_; ++place) {
+      const char* letter = options_[place].name;
+      const char* other = name;
+      while (*letter != '\0' && *letter == *other) {
+        ++letter;
+        ++other;
+      }
+      if (*letter == *other) return place;
+    }
+    return count_;
+  }
+
+  Option options_[kMost] = {};
+  int count_ = 0;
 };
 
 // ---- meeting --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
-#include <string>
+#include <string_view>
 #include <vector>
 
 #include "driver.h"
@@ -75,6 +75,7 @@ int64_t row_of(int pe, int64_t table, int64_t bag, int64_t place, int64_t launch
 }
 
 struct World : driver::World {
+  const bool is_odd = options.text("--dims") == "odd";
   std::vector<int64_t> tables = options.list("--tables");
   std::vector<int64_t> batch = options.list("--batch");
   std::vector<int64_t> batch_start = std::vector<int64_t>(static_cast<size_t>(size) + 1, 0);
@@ -94,12 +95,10 @@ struct World : driver::World {
     }
   }
 
-  bool is_odd() const { return options.text("--dims") == "odd"; }
-
   int64_t dim(int pe, int64_t table) const {
     constexpr int64_t kWide[] = {4, 36, 8};  // 36: more than one pass over the row
     constexpr int64_t kOdd[] = {1, 3, 10};
-    return (is_odd() ? kOdd : kWide)[(pe + table) % 3];
+    return (is_odd ? kOdd : kWide)[(pe + table) % 3];
   }
 
   int64_t bag_length(int pe, int64_t table, int64_t bag, int64_t launch) const {
@@ -130,7 +129,6 @@ class Pe final : public driver::BasePe<Plan, World> {
 
  private:
   void build_tables() {
-    const bool is_odd = world.is_odd();
     int64_t column = world.column_start[rank];
     for (int64_t t = 0; t < world.tables[rank]; ++t) {
       const int64_t dim = world.dim(rank, t);
@@ -139,7 +137,7 @@ class Pe final : public driver::BasePe<Plan, World> {
         for (int64_t c = 0; c < dim; ++c) rows.push_back(table_value(rank, t, r, c));
       }
       rows_.push_back(std::move(rows));
-      const auto shape = is_odd ? po::embedding_all_to_all::kElementwise : po::embedding_all_to_all::kLanes32x2;
+      const auto shape = world.is_odd ? po::embedding_all_to_all::kElementwise : po::embedding_all_to_all::kLanes32x2;
       tables_.push_back({reinterpret_cast<const uint8_t*>(rows_.back().data()), kNumRows, 4 * dim, column, shape});
       column += 4 * dim;
     }
@@ -188,7 +186,7 @@ class Pe final : public driver::BasePe<Plan, World> {
   }
 
   bool is_reachable(int pe) const override {
-    const std::string& transport = options.text("--transport");
+    const std::string_view transport = options.text("--transport");
     return transport == "direct" || (transport == "mixed" && pe % 2 == rank % 2);
   }
 
