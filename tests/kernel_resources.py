@@ -410,6 +410,12 @@ def _rest() -> Iterator[Combination]:
     for pooling, index in zip(POOLINGS, (torch.int32, torch.int64, torch.int32), strict=True):
         for shape in (SHAPES[1], SHAPES[2], ALL_SHAPES):
             yield Embedding("bfloat16", pooling, shape, index=index, offset=torch.int32, from_sources=True)
+    # Shapes of tables of several widths, which share a kernel: of one vector a lane, two of them and all.
+    pairs = [one | other for one, other in itertools.combinations(SHAPES[2:], 2)]
+    for dtype, pooling, shapes in itertools.product(DTYPES, ("sum", "mean"), (*pairs, sum(SHAPES[2:]))):
+        yield Embedding(dtype, pooling, shapes)
+    for dtype in DTYPES:
+        yield Embedding(dtype, "sum", pairs[0], index=torch.int32, offset=torch.int32, from_sources=True)
     for arch in ("sm_80", "sm_100"):
         # The shape with the most registers, and the one of tables that no vector fits, which has most instructions.
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def _commands() -> list[list[str]]:
     """Return the calls of pytest that make would make."""
     environment = {**os.environ, "MAKEFLAGS": ""}
-    made = ["make", "-n", "test-gpu", f"PERSISTENT_OPS_PYTHON={sys.executable}"]
+    made = ["make", "-n", "test-gpu", f"PERSISTENT_OPS_PYTHON={sys.executable}", "PYTEST_ARGS="]
     lines = subprocess.run(made, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
     return [shlex.split(line.partition("||")[0]) for line in lines.splitlines() if "pytest" in line]
 

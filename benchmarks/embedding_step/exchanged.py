@@ -143,8 +143,10 @@ class ExchangedEmbedding(nn.Module):
     def _sent(self, of_feature: Sequence[torch.Tensor], per_feature: torch.Tensor, split: tuple[int, ...]) -> Bags:
         """Send the lookups of this PE's samples to the tables, and return those that come to this PE's."""
         num_slots = len(self._slots)
+        # Rows one by one: numbers in a list would be copied to the GPU, and no graph captures that.
         came = _exchanged(
-            [per_feature[features].flatten() for features in self._features], [num_slots * each for each in split]
+            [torch.cat([per_feature[0][:0], *(per_feature[feature] for feature in of_pe)]) for of_pe in self._features],
+            [num_slots * each for each in split],
         )
         of_source = [part.view(num_slots, samples) for part, samples in zip(came, split, strict=True)]
         counts = self.read(torch.stack([each.sum(1) for each in of_source]))

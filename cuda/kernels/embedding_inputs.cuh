@@ -4,7 +4,7 @@
 // in a region per PE of its symmetric heap. Protocol: (1) WG 0 grants every peer credit for the regions that this launch
 // fills. (2) Warps add up bags, chunk by chunk; WG 0 waits for all of them and finds where each feature begins, and so each
 // slot in each message. (3) Warps take pieces of messages, owners in turn from the next PE on, and store them in the owner's
-// region; who brings the last piece releases one sliceRdy word there. A message that is too long for its region is its header
+// region; who brings the last pieces releases one sliceRdy word there. A message that is too long for its region is its header
 // alone. (4) WG 0 awaits all words and credits; the last WG to leave says where the lookups lie (LookupSource).
 //
 // Bags are never where the caller says, but where they are in a running sum of lengths, or a running maximum of offsets, cut off

@@ -24,6 +24,32 @@ PO_FN int64_t combined_through(const Warp& warp, int64_t value) {
   return value;
 }
 
+// What a lane asks for together. A warp has little to compute, and waits for the memory: once for all of them.
+inline constexpr int kBoundsAtOnce = 8;
+
+// Calls `take(i, before)` of numbers 0 to `count`, with what those before it come to, and returns what all come to.
+template <class Traits, class Load, class Take>
+PO_FN int64_t scan(const Warp& warp, int64_t before, int32_t count, const Load& load, const Take& take) {
+  PO_NO_UNROLL
+  for (int32_t first = warp.rank(); first - warp.rank() < count; first += kBoundsAtOnce * warp.size()) {
+    int64_t values[kBoundsAtOnce];
+    PO_UNROLL
+    for (int k = 0; k < kBoundsAtOnce; ++k) {
+      const int32_t i = first + k * warp.size();
+      values[k] = i < count ? load(i) : 0;
+    }
+    PO_UNROLL
+    for (int k = 0; k < kBoundsAtOnce; ++k) {
+      const int32_t i = first + k * warp.size();
+      const int64_t through = combined<Traits>(before, combined_through<Traits>(warp, values[k]));
+      const int64_t last = warp.shuffle(through, max_of(warp.rank() - 1, 0));
+      if (i < count) take(i, warp.rank() == 0 ? before : last);
+      before = warp.shuffle(through, warp.size() - 1);
+    }
+  }
+  return before;
+}
+
 // A PE's bags, by number: feature * samples + sample; and chunks of them, feature * chunks of a feature + chunk.
 template <class Traits>
 class Bags {
@@ -114,10 +140,23 @@ class Finder {
     const int32_t count = bags_.num_bags(part);
     int64_t value = 0;
     int32_t bad = -1;
-    for (int32_t i = warp_.rank(); i < count; i += warp_.size()) {
-      const int64_t bound = bags_.length_or_end(first + i);
-      if (bound != bags_.cut(bound) || (!Traits::kLengths && bound < bags_.begin(first + i))) bad = first + i;
-      value = combined<Traits>(value, bags_.cut(bound));
+    PO_NO_UNROLL
+    for (int32_t i = warp_.rank(); i < count; i += kBoundsAtOnce * warp_.size()) {
+      int64_t bounds[kBoundsAtOnce];
+      PO_UNROLL
+      for (int k = 0; k < kBoundsAtOnce; ++k) {
+        const int32_t bag = i + k * warp_.size();
+        bounds[k] = bag < count ? bags_.length_or_end(first + bag) : 0;
+      }
+      PO_UNROLL
+      for (int k = 0; k < kBoundsAtOnce; ++k) {
+        const int32_t bag = i + k * warp_.size();
+        if (bag >= count) continue;
+        if (bounds[k] != bags_.cut(bounds[k]) || (!Traits::kLengths && bounds[k] < bags_.begin(first + bag))) {
+          bad = first + bag;
+        }
+        value = combined<Traits>(value, bags_.cut(bounds[k]));
+      }
     }
     if (bad >= 0) report(bad);
     warp_.sync();
@@ -142,18 +181,9 @@ class Finder {
   }
 
   PO_FN void scan_chunks(int32_t num_chunks) const {
-    int64_t before = bags_.seed();
-    int64_t next = warp_.rank() < num_chunks ? plan_.chunks[warp_.rank()] : 0;
-    PO_NO_UNROLL
-    for (int32_t first = 0; first < num_chunks; first += warp_.size()) {
-      const int32_t chunk = first + warp_.rank();
-      const int64_t value = chunk < num_chunks ? next : 0;
-      if (chunk + warp_.size() < num_chunks) next = plan_.chunks[chunk + warp_.size()];
-      const int64_t through = combined<Traits>(before, combined_through<Traits>(warp_, value));
-      const int64_t last = warp_.shuffle(through, max_of(warp_.rank() - 1, 0));
-      if (chunk < num_chunks) plan_.chunks[chunk] = bags_.cut(warp_.rank() == 0 ? before : last);
-      before = warp_.shuffle(through, warp_.size() - 1);
-    }
+    const int64_t before = scan<Traits>(
+        warp_, bags_.seed(), num_chunks, [&](int32_t chunk) { return plan_.chunks[chunk]; },
+        [&](int32_t chunk, int64_t begin) { plan_.chunks[chunk] = bags_.cut(begin); });
     if (warp_.rank() != 0) return;
     plan_.chunks[num_chunks] = bags_.cut(before);
     check_ends(before);

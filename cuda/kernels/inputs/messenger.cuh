@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/inputs/finder.cuh"
+#include "platform/prefetch.cuh"
 
 namespace po::embedding_inputs {
 
@@ -43,7 +44,8 @@ class Messenger {
  public:
   using Value = typename Traits::Value;
   using Index = typename Traits::Index;
-  static constexpr int kElementsAtOnce = 8;  // that a lane loads together
+  // That a lane loads together, as registers allow.
+  static constexpr int kElementsAtOnce = sizeof(Index) == sizeof(int32_t) ? 12 : 6;
 
   PO_FN Messenger(const WorkGroup& wg, const Shared& shared, const Call& call)
       : wg_(wg), plan_(shared.plan), team_(shared.plan.team), call_(call), bags_(shared, call) {}
@@ -51,17 +53,25 @@ class Messenger {
   PO_FN void run() {
     const int32_t end = static_cast<int32_t>(plan_.longest[kPieces]) * team_.size;
     const int32_t stride = wg_.num_warps() * wg_.count();
+    int owner = team_.rank;
+    int32_t written = 0;  // pieces for it that are not counted yet
     PO_NO_UNROLL
     for (int32_t at = wg_.warp_index() * wg_.count() + wg_.index(); at < end; at += stride) {
-      const int owner = (team_.rank + 1 + at % team_.size) % team_.size;  // this PE last
+      const int next = (team_.rank + 1 + at % team_.size) % team_.size;  // this PE last
+      if (next != owner) {
+        finish(owner, written);
+        owner = next;
+        written = 0;
+      }
       const Message message(plan_, bags_.chunks_per_feature(), owner);
       const int32_t piece = at / team_.size;
       if (piece >= message.num_pieces) continue;
       const TaskTrace trace(owner != team_.rank);
       if (is_reachable(team_, owner) && !has_credit(owner)) return;
       write_piece(message, place(message.owner, owner), piece);
-      finish(message, owner);
+      ++written;
     }
+    finish(owner, written);
   }
 
   // What was put from may be overwritten after this.
@@ -123,18 +133,9 @@ class Messenger {
     const int32_t count = bags_.num_bags(part);
     const int32_t first_bag = bags_.first_bag(feature, part);
     int32_t* target = offsets + int64_t{slot} * bags_.samples() + (first_bag - feature * bags_.samples());
-    int64_t before = chunks[part];
-    int64_t next = warp_.rank() < count ? bags_.length_or_end(first_bag + warp_.rank()) : 0;
-    PO_NO_UNROLL
-    for (int32_t first = 0; first < count; first += warp_.size()) {
-      const int32_t i = first + warp_.rank();
-      const int64_t value = i < count ? bags_.cut(next) : 0;
-      if (i + warp_.size() < count) next = bags_.length_or_end(first_bag + i + warp_.size());
-      const int64_t through = combined<Traits>(before, combined_through<Traits>(warp_, value));
-      const int64_t last = warp_.shuffle(through, max_of(warp_.rank() - 1, 0));
-      if (i < count) target[i] = static_cast<int32_t>(moved + bags_.cut(warp_.rank() == 0 ? before : last));
-      before = warp_.shuffle(through, warp_.size() - 1);
-    }
+    scan<Traits>(
+        warp_, chunks[part], count, [&](int32_t i) { return bags_.cut(bags_.length_or_end(first_bag + i)); },
+        [&](int32_t i, int64_t begin) { target[i] = static_cast<int32_t>(moved + bags_.cut(begin)); });
   }
 
   // Lookups from `first` on: of the slots that have some of them.
@@ -152,6 +153,7 @@ class Messenger {
         copy_indices(reinterpret_cast<Index*>(region + parts.indices) + first, source, run, to);
         if constexpr (Traits::kWeighted) {
           const float* weights = call_.weights + source;
+          prefetch_by_lanes(warp_, weights, run * static_cast<int32_t>(sizeof(float)));
           auto* target = reinterpret_cast<float*>(region + parts.weights) + first;
           copy(target, run, [&](int32_t i) { return weights[i]; });
         }
@@ -177,6 +179,8 @@ class Messenger {
   PO_FN void copy_indices(Index* target, int64_t source, int32_t count, const Slot& slot) const {
     const auto* values = static_cast<const Value*>(call_.values) + source;
     const auto num_rows = static_cast<uint64_t>(slot.num_rows);
+    // More bytes than the lanes' registers have room for are on their way then.
+    prefetch_by_lanes(warp_, values, count * static_cast<int32_t>(sizeof(Value)));
     bool is_bad = false;
     copy(target, count, [&](int32_t i) {
       const auto value = static_cast<int64_t>(values[i]);
@@ -205,13 +209,17 @@ class Messenger {
     for (int32_t i = whole + warp_.rank(); i < count; i += warp_.size()) target[i] = element(i);
   }
 
-  // Counts a piece. Who brings the last one sends the message, or says that it is there.
-  PO_FN void finish(const Message& message, int owner) {
+  // Counts pieces: together, as each count waits for all stores before it. Who brings the last one sends the message, or
+  // says that it is there.
+  PO_FN void finish(int owner, int32_t written) {
+    if (written == 0) return;
     // @inputs-of-lanes
     warp_.sync();  // what all lanes have stored is before the count
     if (warp_.rank() != 0) return;
+    const Message message(plan_, bags_.chunks_per_feature(), owner);
     const auto num_pieces = static_cast<uint64_t>(message.num_pieces);
-    if (atomic_add_fetch_acq_rel_gpu(plan_.sent + owner, 1) != num_pieces) return;  // @message-complete
+    const auto more = static_cast<uint64_t>(written);
+    if (atomic_add_fetch_acq_rel_gpu(plan_.sent + owner, more) < num_pieces) return;  // @message-complete
     plan_.sent[owner] = 0;
     if (is_aborted(team_)) return;  // @inputs-unless-aborted
     if (!is_reachable(team_, owner)) {
