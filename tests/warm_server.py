@@ -20,11 +20,13 @@ import types
 from typing import Any
 
 import pytest
+import torch._dynamo
 import torch.distributed
 
 import persistent_ops
 
-__all__ = ["persistent_ops", "pytest", "torch"]  # imported for those that are forked
+# Imported for those that are forked; torch's optimizers import torch._dynamo, which takes longer than all the rest.
+__all__ = ["persistent_ops", "pytest", "torch"]
 
 
 def _folders() -> list[str]:

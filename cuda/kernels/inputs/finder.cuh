@@ -24,8 +24,9 @@ PO_FN int64_t combined_through(const Warp& warp, int64_t value) {
   return value;
 }
 
-// What a lane asks for together. A warp has little to compute, and waits for the memory: once for all of them.
-inline constexpr int kBoundsAtOnce = 8;
+// What a lane asks for together. A warp has little to compute, and waits for the memory: once for all of them. A host's
+// thread finds it in its caches.
+inline constexpr int kBoundsAtOnce = PO_ON_DEVICE ? 8 : 2;
 
 // Calls `take(i, before)` of numbers 0 to `count`, with what those before it come to, and returns what all come to.
 template <class Traits, class Load, class Take>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/inputs/finder.cuh"
-#include "platform/prefetch.cuh"
+#include "kernels/inputs/prefetch.cuh"
 
 namespace po::embedding_inputs {
 
