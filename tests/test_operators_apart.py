@@ -89,6 +89,7 @@ OPERATORS = {
         (
             "kernels/embedding_inputs.cuh",
             "kernels/inputs",
+            "platform/prefetch.cuh",
             "tile/lookup_source.cuh",
         ),
         "EmbeddingInputs",

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/inputs/finder.cuh"
-#include "kernels/inputs/prefetch.cuh"
+#include "platform/prefetch.cuh"
 
 namespace po::embedding_inputs {
 

@@ -3,7 +3,7 @@
 
 #include "platform/groups.cuh"
 
-namespace po::embedding_inputs {
+namespace po {
 
 // Brings bytes into the L2 cache, line by line, a line per lane. What lies about them may come, too; nothing waits.
 template <class Group>
@@ -19,4 +19,4 @@ PO_FN void prefetch_by_lanes([[maybe_unused]] const Group& lanes, [[maybe_unused
 #endif
 }
 
-}  // namespace po::embedding_inputs
+}  // namespace po
