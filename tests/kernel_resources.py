@@ -414,8 +414,8 @@ def _rest() -> Iterator[Combination]:
     pairs = [one | other for one, other in itertools.combinations(SHAPES[2:], 2)]
     for dtype, pooling, shapes in itertools.product(DTYPES, ("sum", "mean"), (*pairs, sum(SHAPES[2:]))):
         yield Embedding(dtype, pooling, shapes)
-    for dtype in DTYPES:
-        yield Embedding(dtype, "sum", pairs[0], index=torch.int32, offset=torch.int32, from_sources=True)
+    for dtype, pooling in itertools.product(DTYPES, ("sum", "mean")):
+        yield Embedding(dtype, pooling, pairs[0], index=torch.int32, offset=torch.int32, from_sources=True)
     for arch in ("sm_80", "sm_100"):
         # The shape with the most registers, and the one of tables that no vector fits, which has most instructions.
         yield Embedding("float32", "weighted sum", SHAPES[1], arch)

@@ -25,7 +25,7 @@ import torch.distributed
 
 import persistent_ops
 
-# Imported for those that are forked; torch's optimizers import torch._dynamo, which takes longer than all the rest.
+# Imported for those that are forked; torch._dynamo, which takes some two seconds, is what torch's optimizers import.
 __all__ = ["persistent_ops", "pytest", "torch"]
 
 

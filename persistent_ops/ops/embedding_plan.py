@@ -398,11 +398,11 @@ def _threads(shapes: int, is_weighted: bool, narrowing: int = 1) -> int:
     """Return the threads of a WG at which two of them per SM leave every thread enough registers (tests check it)."""
     constants = OPERATOR.description.constants
     elementwise, two_vectors = 1 << constants["kElementwise"], 1 << constants["kLanes32x2"]
-    is_mixed = shapes & (shapes - 1) != 0
+    num_shapes = shapes.bit_count()
     has_several_vectors = narrowing > 1 or shapes & two_vectors != 0
-    if is_weighted or (is_mixed and (has_several_vectors or shapes & elementwise)):
+    if is_weighted or (num_shapes > 1 and (has_several_vectors or shapes & elementwise)):
         return 128
-    return 256 if shapes == elementwise or (shapes.bit_count() <= 2 and not has_several_vectors) else 192
+    return 256 if shapes == elementwise or (num_shapes <= 2 and not has_several_vectors) else 192
 
 
 def _row_shape(table: Any, narrowing: int, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
