@@ -564,9 +564,29 @@ def everything() -> list[Combination]:
 
 @functools.cache
 def _headers(entry: str) -> str:
-    """Return a kernel's header and all that it includes of ours, without comments and layout."""
+    """Return what GPUs get of a kernel's header and of all that it includes of ours, without comments and layout."""
     texts = {name: re.sub(r"//[^\n]*", "", (CUDA / name).read_text()) for name in sorted(_scan(CUDA, entry))}
-    return "".join(f"{name}\n{' '.join(text.split())}\n" for name, text in texts.items())
+    return "".join(f"{name}\n{' '.join(_for_gpus(text).split())}\n" for name, text in texts.items())
+
+
+def _for_gpus(text: str) -> str:
+    """Return a source without the lines that are compiled for the host backend alone."""
+    kept = []
+    conditions: list[
+        bool | None
+    ] = []  # of those that a line stands in: whether it holds on a GPU; None where not known
+    for line in text.splitlines():
+        if line.startswith("#if"):
+            conditions.append({"#if PO_ON_DEVICE": True, "#if !PO_ON_DEVICE": False}.get(line.rstrip()))
+        elif line.startswith("#elif"):
+            conditions[-1] = False if conditions[-1] else None
+        elif line.startswith("#else") and conditions[-1] is not None:
+            conditions[-1] = not conditions[-1]
+        if False not in conditions:
+            kept.append(line)
+        if line.startswith("#endif"):
+            conditions.pop()
+    return "\n".join(kept)
 
 
 def code_of(combination: Combination) -> str:

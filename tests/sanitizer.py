@@ -124,12 +124,10 @@ class Programs:
             for build in driver.builds
         }
 
-    def plain(self, build: str) -> Path:
-        """Return the program with the kernels as they are."""
-        return self._compiled(build, {}, "-Werror")
-
-    def mutants(self, build: str) -> Path:
-        """Return the one that holds all mutations of a build; `number_of` says which is which."""
+    def of(self, build: str) -> Path:
+        """Return the program of a build, which holds its mutations too; `number_of` says which is which, 0 is none."""
+        if not self._mutations[build]:
+            return self._compiled(build, {}, "-Werror")
         edits = {number: self._driver.mutations[name].edits for number, name in enumerate(self._mutations[build], 1)}
         return self._compiled(build, edits, "-include", str(HERE / "mutant.h"))
 
@@ -165,9 +163,6 @@ class SanitizerSuite:
             metafunc.parametrize(("build", "case"), [(b, case) for b, cases in driver.cases.items() for case in cases])
         elif "name" in metafunc.fixturenames:
             metafunc.parametrize("name", driver.mutations)
-        elif "build" in metafunc.fixturenames:
-            builds = dict.fromkeys(driver.build_of(mutation) for mutation in driver.mutations.values())
-            metafunc.parametrize("build", builds)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -175,15 +170,11 @@ class SanitizerSuite:
         return Programs(cls.driver, tmp_path_factory.mktemp("drivers"))
 
     def test_is_silent(self, programs: Programs, build: str, case: str) -> None:
-        assert_silent(run_driver(programs.plain(build), self.driver.cases[build][case]))
-
-    def test_is_silent_with_no_mutation_in_force(self, programs: Programs, build: str) -> None:
-        case = next(iter(self.driver.cases[build].values()))
-        assert_silent(run_driver(programs.mutants(build), case))
+        assert_silent(run_driver(programs.of(build), self.driver.cases[build][case]))
 
     def test_mutation_is_caught(self, programs: Programs, name: str) -> None:
         mutation = self.driver.mutations[name]
-        assert_caught(programs.mutants(self.driver.build_of(mutation)), mutation, programs.number_of(name))
+        assert_caught(programs.of(self.driver.build_of(mutation)), mutation, programs.number_of(name))
 
 
 def run_driver(program: Path, arguments: str, mutant: int = 0) -> Outcome:

@@ -16,6 +16,7 @@ from kernel_resources import (
     BLOCKS_PER_SM,
     REGISTERS_PER_SM,
     TABLE,
+    _for_gpus,
     code_of,
     compiled,
     everything,
@@ -74,6 +75,21 @@ def test_a_digest_is_of_what_is_compiled() -> None:
     """Other configurations and architectures have other digests, and only they."""
     combinations = everything()
     assert len({code_of(combination) for combination in combinations}) == len(combinations)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("a\n#if PO_ON_DEVICE\nb\n#else\nc\n#endif\nd", "abd"),
+        ("a\n#if !PO_ON_DEVICE\nb\n#else\nc\n#endif\nd", "acd"),
+        ("#if !PO_ON_DEVICE\na\n#elif PO_WITH_NVSHMEM\nb\n#else\nc\n#endif", "bc"),
+        ("#if PO_ON_DEVICE\na\n#elif PO_WITH_NVSHMEM\nb\n#endif", "a"),
+        ("#if PO_ON_DEVICE && __CUDA_ARCH__ >= 900\na\n#else\nb\n#endif", "ab"),
+        ("#if !PO_ON_DEVICE\n#if X\na\n#else\nb\n#endif\nc\n#endif\nd", "d"),
+    ],
+)
+def test_a_digest_leaves_out_what_is_for_the_host_alone(text: str, left: str) -> None:
+    assert "".join(line for line in _for_gpus(text).splitlines() if line.isalpha()) == left
 
 
 def test_nothing_in_the_table_spills(table: dict[str, Any]) -> None:

@@ -345,10 +345,10 @@ PO_FN bool looks_up(uint32_t spins) { return !PO_ON_DEVICE || spins % 64 == 0; }
 // Gives way inside a poll loop. PEs of the host backend share few cores: a spinning one must let the others run.
 PO_FN void spin_pause([[maybe_unused]] uint32_t spins) {
 #if !PO_ON_DEVICE
-  if (spins < 256) {
+  if (spins < 16) {
     sched_yield();
   } else {
-    usleep(spins < 512 ? 50 : 500);
+    usleep(spins < 272 ? 50 : 500);
   }
 #endif
 }
