@@ -1,6 +1,7 @@
 """po.launch of what no other process can import: python -c, standard input, a notebook, a package's __main__.
 
-Each program is run by an interpreter of its own, once; its PEs are forked (see `warm_python`), but for the notebook's.
+Each program is run by an interpreter of its own, once; its PEs are forked (see `warm_python`), but for those of the
+notebook's first launch.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ WITH = """
 found = po.launch(program, 2, weight, timeout=100)
 assert all(type(one) is Found for one in found), found
 print([(one.rank, one.sums) for one in found], flush=True)
+"""
+REFUSED = """
 try:
     po.launch(program, 2, weight, 1, timeout=100)
 except Refused as error:
@@ -119,7 +122,9 @@ HAS_CLOUDPICKLE = importlib.util.find_spec("cloudpickle") is not None
 @functools.cache
 def printed(how: str) -> tuple[list[str], list[str]]:
     """Return the lines of launches with cloudpickle, where it is installed, and of those without."""
-    program = ("" if how == "notebook" else FORKED) + PROGRAM + (WITH if HAS_CLOUDPICKLE else "") + WITHOUT
+    parts = [PROGRAM, *([WITH, REFUSED] if HAS_CLOUDPICKLE else []), WITHOUT]
+    parts.insert(2 if how == "notebook" else 0, FORKED)
+    program = "".join(parts)
     with tempfile.TemporaryDirectory() as folder:
         done = run(how, program, Path(folder))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
