@@ -562,11 +562,20 @@ def everything() -> list[Combination]:
     return list(dict.fromkeys([*product, *_rest()]))
 
 
+# Numbers, whose separators begin no literal; literals, in which nothing is a comment; comments.
+_COMMENT_OR_NOT = re.compile(r"""\b\d[\w']*|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|//[^\n]*|/\*.*?\*/""", re.DOTALL)
+
+
+def code_alone(text: str) -> str:
+    """Return C++ without comments and layout."""
+    code = _COMMENT_OR_NOT.sub(lambda found: " " if found[0].startswith(("//", "/*")) else found[0], text)
+    return " ".join(code.split())
+
+
 @functools.cache
 def _headers(entry: str) -> str:
-    """Return a kernel's header and all that it includes of ours, without comments and layout."""
-    texts = {name: re.sub(r"//[^\n]*", "", (CUDA / name).read_text()) for name in sorted(_scan(CUDA, entry))}
-    return "".join(f"{name}\n{' '.join(text.split())}\n" for name, text in texts.items())
+    """Return the code of a kernel's header and of all that it includes of ours."""
+    return "".join(f"{name}\n{code_alone((CUDA / name).read_text())}\n" for name in sorted(_scan(CUDA, entry)))
 
 
 def code_of(combination: Combination) -> str:
