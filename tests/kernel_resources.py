@@ -562,31 +562,39 @@ def everything() -> list[Combination]:
     return list(dict.fromkeys([*product, *_rest()]))
 
 
-@functools.cache
-def _headers(entry: str) -> str:
-    """Return what GPUs get of a kernel's header and of all that it includes of ours, without comments and layout."""
-    texts = {name: re.sub(r"//[^\n]*", "", (CUDA / name).read_text()) for name in sorted(_scan(CUDA, entry))}
-    return "".join(f"{name}\n{' '.join(_for_gpus(text).split())}\n" for name, text in texts.items())
+# Numbers, whose separators begin no literal; literals, in which nothing is a comment; comments.
+_COMMENT_OR_NOT = re.compile(r"""\b\d[\w']*|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 
 
-def _for_gpus(text: str) -> str:
-    """Return a source without the lines that are compiled for the host backend alone."""
+def code_alone(text: str) -> str:
+    """Return C++ without comments and layout."""
+    code = _COMMENT_OR_NOT.sub(lambda found: " " if found[0].startswith(("//", "/*")) else found[0], text)
+    return " ".join(code.split())
+
+
+def for_gpus(text: str) -> str:
+    """Return C++ without the lines that are compiled for the host backend alone."""
     kept = []
-    conditions: list[
-        bool | None
-    ] = []  # of those that a line stands in: whether it holds on a GPU; None where not known
+    holds: list[bool | None] = []  # on a GPU, each condition that a line stands in; None: not known
     for line in text.splitlines():
         if line.startswith("#if"):
-            conditions.append({"#if PO_ON_DEVICE": True, "#if !PO_ON_DEVICE": False}.get(line.rstrip()))
+            holds.append({"#if PO_ON_DEVICE": True, "#if !PO_ON_DEVICE": False}.get(line.rstrip()))
         elif line.startswith("#elif"):
-            conditions[-1] = False if conditions[-1] else None
-        elif line.startswith("#else") and conditions[-1] is not None:
-            conditions[-1] = not conditions[-1]
-        if False not in conditions:
+            holds[-1] = False if holds[-1] else None
+        elif line.startswith("#else") and holds[-1] is not None:
+            holds[-1] = not holds[-1]
+        if False not in holds:
             kept.append(line)
         if line.startswith("#endif"):
-            conditions.pop()
+            holds.pop()
     return "\n".join(kept)
+
+
+@functools.cache
+def _headers(entry: str) -> str:
+    """Return the code of a kernel's header, and of all that it includes of ours, that is compiled for GPUs."""
+    texts = {name: (CUDA / name).read_text() for name in sorted(_scan(CUDA, entry))}
+    return "".join(f"{name}\n{code_alone(for_gpus(text))}\n" for name, text in texts.items())
 
 
 def code_of(combination: Combination) -> str:

@@ -1,4 +1,4 @@
-"""cuda/DESIGN.md says what is so: names, mutations that guard, numbers of rows, which folder includes which."""
+"""cuda/DESIGN.md and the operators' pages say what is so: names, guards, rows, headings, what includes what."""
 
 from __future__ import annotations
 
@@ -6,43 +6,23 @@ import ast
 import functools
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import test_all_reduce_sanitizer
-import test_embedding_backward_early
-import test_embedding_backward_sanitizer
-import test_embedding_inputs_sanitizer
-import test_embedding_inversion_sanitizer
-import test_embedding_sanitizer
-import test_embedding_weight_gradients_sanitizer
-import test_gemv_sanitizer
-import test_gemv_vectors
-import test_lanes_sanitizer
-import test_sparse_sanitizer
 from mutations import Edit, tags
 from sanitizer import Driver, SanitizerSuite
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+REPOSITORY = TESTS.parent
 CUDA = REPOSITORY / "cuda"
-TEXT = (CUDA / "DESIGN.md").read_text()
-SECTIONS = {part.split(".")[0]: part for part in re.split(r"^## (?=\d)", TEXT, flags=re.MULTILINE)[1:]}
+# That of the shared protocol, and the operators' pages.
+DOCUMENTS = {path.name: path.read_text() for path in (CUDA / "DESIGN.md", *sorted(CUDA.glob("kernels/*.md")))}
+SHARED = DOCUMENTS["DESIGN.md"]
+TEXT = "\n\n".join(DOCUMENTS.values())
+LAYERS = SHARED[SHARED.index("## Layers") : SHARED.index("## One launch")]
 FOLDERS = ("platform", "comm", "sched", "tile", "kernels")
 OPERATORS = ("embedding_all_to_all", "gemv_all_reduce", "sparse_all_reduce", "all_reduce")
-# The mutations of a test file, and the section that names them where those of the shared protocol do not.
-MUTATIONS = {
-    "test_embedding_sanitizer": (test_embedding_sanitizer.MUTATIONS, "3"),
-    "test_gemv_sanitizer": (test_gemv_sanitizer.MUTATIONS, "7"),
-    "test_gemv_vectors": (test_gemv_vectors.MUTATIONS, "7"),
-    "test_sparse_sanitizer": (test_sparse_sanitizer.MUTATIONS, "8"),
-    "test_all_reduce_sanitizer": (test_all_reduce_sanitizer.MUTATIONS, "9"),
-    "test_embedding_backward_sanitizer": (test_embedding_backward_sanitizer.MUTATIONS, "10"),
-    "test_embedding_inversion_sanitizer": (test_embedding_inversion_sanitizer.MUTATIONS, "10"),
-    "test_embedding_inputs_sanitizer": (test_embedding_inputs_sanitizer.MUTATIONS, "11"),
-    "test_embedding_weight_gradients_sanitizer": (test_embedding_weight_gradients_sanitizer.MUTATIONS, "11"),
-    "test_lanes_sanitizer": (test_lanes_sanitizer.MUTATIONS, "3"),
-}
-SHARED = ("2", "3", "4", "5")
 # Instructions that no source has, a compiler's family of functions, a program.
 _NOT_OURS = re.compile(r"cp\.async\.bulk|fence\.proxy|__atomic$|compute-sanitizer")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -89,7 +69,7 @@ def _words() -> set[str]:
 
 
 def _is_path(span: str) -> bool:
-    return span.endswith("/") or re.search(r"\.(cuh|h|py|cpp)$", span) is not None
+    return span.endswith("/") or re.search(r"\.(cuh|h|py|cpp|md|json)$", span) is not None
 
 
 def _exists(path: str) -> bool:
@@ -134,31 +114,71 @@ def test_what_is_called_is_a_function() -> None:
     assert not [name for name in called if not re.search(defined.format(name), code)]
 
 
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def _pages() -> dict[str, str]:
+    """Return the page of each kernel, or that of the shared protocol, as its table says."""
+    rows = re.findall(r"^\| (?:\[(\w+\.md)\]\(kernels/\1\)|none) \| ([^|]+) \|", SHARED, re.MULTILINE)
+    return {kernel: page or "DESIGN.md" for page, kernels in rows for kernel in _quoted(kernels)}
+
+
+def test_every_kernel_and_every_page_stands_in_the_table() -> None:
+    pages = _pages()
+    assert sorted(pages) == sorted(path.stem for path in CUDA.glob("kernels/*.cuh"))
+    assert set(pages.values()) == DOCUMENTS.keys()
+    beside = {page: pages.get(page.removesuffix(".md")) for page in DOCUMENTS if page != "DESIGN.md"}
+    assert beside == {page: page for page in beside}, "a page is named after one of its kernels"
+
+
 # ---- mutations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", MUTATIONS)
-def test_every_mutation_is_named(file: str) -> None:
-    mutations, section = MUTATIONS[file]
-    named = {span for each in (*SHARED, section) for span in _quoted(SECTIONS[each])}
-    unnamed = sorted(set(mutations) - named)
-    assert not unnamed
+@functools.cache
+def _modules() -> dict[str, dict[str, tuple[Edit, ...]]]:
+    """Return the test files with mutations, and those of each that no driver has."""
+    found = {}
+    for path in TESTS.glob("test_*.py"):
+        if re.search(r"\(SanitizerSuite\)|^MUTATIONS\b", path.read_text(), re.MULTILINE) and path != Path(__file__):
+            own = getattr(importlib.import_module(path.stem), "MUTATIONS", {})
+            found[path.stem] = {name: edits for name, edits in own.items() if isinstance(edits, tuple)}
+    return found
 
 
-def _drivers() -> list[Driver]:
-    """Return those of all test files."""
-    files = [path for path in Path(__file__).parent.glob("test_*.py") if "(SanitizerSuite)" in path.read_text()]
-    for path in files:
-        importlib.import_module(path.stem)
-    return [suite.driver for suite in SanitizerSuite.__subclasses__()]
+def _drivers() -> list[tuple[str, Driver]]:
+    """Return those of all test files, with the file."""
+    _modules()
+    return [(suite.__module__, suite.driver) for suite in SanitizerSuite.__subclasses__()]
+
+
+def _kernel(driver: Driver) -> str:
+    """Return the kernel that a driver runs."""
+    is_file = "\n" not in driver.source
+    text = (TESTS / "host_driver" / driver.source).read_text() if is_file else driver.source
+    (kernel,) = re.findall(r'#include "kernels/(\w+)\.cuh"', text)
+    return kernel
+
+
+def test_every_mutation_is_named() -> None:
+    """On the page of the kernel that a driver runs, or of who names the test file; or in the shared protocol."""
+    pages = _pages()
+    unnamed = {}
+    for file, driver in _drivers():
+        named = {*_quoted(SHARED), *_quoted(DOCUMENTS[pages[_kernel(driver)]])}
+        unnamed[file, _kernel(driver)] = sorted(driver.mutations.keys() - named)
+    for file, mutations in _modules().items():
+        texts = [text for text in DOCUMENTS.values() if f"`tests/{file}.py`" in text]
+        unnamed[file, ""] = sorted(mutations.keys() - {span for text in texts for span in _quoted(text)})
+    assert len(unnamed) > 15
+    assert {where: names for where, names in unnamed.items() if names} == {}
 
 
 def _edits() -> list[Edit]:
     """Return every edit of every mutation, and of the builds that fit the kernels to a small world."""
-    drivers = _drivers()
+    drivers = [driver for _, driver in _drivers()]
     groups = [mutation.edits for driver in drivers for mutation in driver.mutations.values()]
     groups += [build.edits for driver in drivers for build in driver.builds.values()]
-    groups += [*test_gemv_vectors.MUTATIONS.values(), *test_embedding_backward_early.MUTATIONS.values()]
+    groups += [edits for mutations in _modules().values() for edits in mutations.values()]
     return [edit for group in groups for edit in group]
 
 
@@ -167,60 +187,91 @@ def test_every_tag_has_a_mutation() -> None:
 
 
 def _guards() -> list[tuple[str, str]]:
-    """Return file and name of everything that the document names as a guard."""
+    """Return file and name of everything that a document names as a guard."""
     found = []
-    header: list[str] = []
-    for line in SECTIONS["3"].splitlines():
-        if not line.startswith("|"):
-            continue
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] == "#":
-            header = cells
-        elif header:
-            found += [("test_embedding_sanitizer", name) for name in _quoted(cells[header.index("guarded by")])]
-    for paragraph in re.split(r"\n\n", TEXT):
-        if start := re.match(r"Guarded by `tests/(\w+)\.py`", paragraph):
-            found += [(start[1], name) for name in _quoted(paragraph) if re.fullmatch(r"\w+", name)]
+    for text in DOCUMENTS.values():
+        of_tables = re.search(r'"Guarded by" names mutations in `tests/(\w+)\.py`', text)
+        header: list[str] = []
+        for line in text.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+            if not cells or cells[0] == "#":
+                header = cells
+            elif "guarded by" in header:
+                assert of_tables is not None
+                found += [(of_tables[1], name) for name in _quoted(cells[header.index("guarded by")])]
+        for paragraph in re.split(r"\n\n", text):
+            if start := re.match(r"Guarded by `tests/(\w+)\.py`", paragraph):
+                found += [(start[1], name) for name in _quoted(paragraph) if re.fullmatch(r"\w+", name)]
     return found
 
 
 def test_every_guard_is_a_mutation_or_a_test() -> None:
     guards = _guards()
-    assert {file for file, _ in guards} == set(MUTATIONS) - {"test_gemv_vectors"} and len(guards) > 60
+    mutations = {(file, name) for file, driver in _drivers() for name in driver.mutations}
+    assert {file for file, _ in guards} == {file for file, _ in mutations} and len(guards) > 150
     tests = {word for word in _words() if word.startswith("test_")}
-    assert not [(file, name) for file, name in guards if name not in MUTATIONS[file][0] and name not in tests]
+    assert not [guard for guard in guards if guard not in mutations and guard[1] not in tests]
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows and headings -----------------------------------------------------------------------------------------------
 
 
-def _rows() -> list[int]:
-    return [int(number) for number in re.findall(r"^\| (\d+) \|", TEXT, re.MULTILINE)]
+def _rows(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
 
 
-def test_rows_are_numbered_from_one_without_gaps() -> None:
-    rows = _rows()
-    assert rows == list(range(1, len(rows) + 1)) and len(rows) > 20
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_rows_are_numbered_from_one_without_gaps(name: str) -> None:
+    rows = _rows(DOCUMENTS[name])
+    assert rows == list(range(1, len(rows) + 1))
+
+
+def _in_one_line(text: str) -> str:
+    """Return a text, or a source, whose sentences and comments go on in the next line, as one."""
+    return re.sub(r"\s+(?:(?://|#) )?\s*", " ", text)
+
+
+def _spoken_of(pattern: str) -> Iterator[tuple[Path, str, str]]:
+    """Yield where something of a document is spoken of, the document's name, and what the pattern finds.
+
+    In a document, what stands without a name is its own; elsewhere it is none of a document's.
+    """
+    own = {path: path.name for path in (CUDA / "DESIGN.md", *CUDA.glob("kernels/*.md"))}
+    others = [*_sources(), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("tests/new_operator/**/*.cuh")]
+    for path in (*own, *others):
+        for name, found in re.findall(rf"(?:(\w+\.md)`?, )?{pattern}", _in_one_line(path.read_text())):
+            if name or path in own:
+                yield path, name or own[path], found
 
 
 def test_rows_that_are_spoken_of_exist() -> None:
-    """Rows of the tables, not of a matrix: as row 1, (rows 15 and 16), Row 20 has; and those that comments name."""
-    numbers_behind = r"rows? (\d+)(?:(?: to | and )(\d+))?"
-    spoken = re.findall(rf"(?i)(?:\bas |\(|^|\. ){numbers_behind}", TEXT, re.MULTILINE)
-    for path in _sources():
-        if path.suffix in (".cuh", ".h"):
-            spoken += re.findall(rf"DESIGN\.md, {numbers_behind}", path.read_text())
-    numbers = {int(number) for pair in spoken for number in pair if number}
-    assert len(numbers) > 10 and numbers <= set(_rows())
+    """Row 1, rows 3 and 4: of the document that is named before it, or of the one in which it stands."""
+    wrong, spoken = [], set()
+    for path, document, numbers in _spoken_of(r"\b[Rr]ows? (\d+(?:(?:, | and | to )\d+)*)"):
+        found = {(document, int(number)) for number in re.findall(r"\d+", numbers)}
+        wrong += [(path.name, *row) for row in found if row[1] not in _rows(DOCUMENTS.get(document, ""))]
+        spoken |= found
+    assert wrong == [] and len(spoken) > 50
+
+
+def _headings(text: str) -> set[str]:
+    return {line or run_in for line, run_in in re.findall(r"^#+ (.+)$|\*\*([^*]+?)\.?\*\*", text, re.MULTILINE)}
+
+
+def test_headings_that_are_spoken_of_exist() -> None:
+    """DESIGN.md, "One launch": a heading, or bold words with which a paragraph begins."""
+    spoken = list(_spoken_of(r'(?<=[(,;] |.\()"([A-Z][^"]+)"'))
+    assert len(spoken) > 20
+    assert [each for each in spoken if each[2] not in _headings(DOCUMENTS.get(each[1], ""))] == []
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 def _may_include() -> dict[str, set[str]]:
-    """Return what the table of section 1 says."""
+    """Return what the table of the layers says."""
     found = {}
-    for line in SECTIONS["1"].splitlines():
+    for line in LAYERS.splitlines():
         if row := re.match(r"\| `(\w+)/` \|.*\| ([^|]+) \|$", line):
             found[row[1]] = set(FOLDERS) if row[2] == "all of them" else {f.strip("/") for f in _quoted(row[2])}
     return found
@@ -245,7 +296,7 @@ def test_folders_include_what_the_table_says() -> None:
 
 
 def test_arrows_are_those_of_the_table_and_go_one_way() -> None:
-    sentence = re.search(r"Arrows go one way: ([^.]+)\.", SECTIONS["1"])
+    sentence = re.search(r"Arrows go one way: ([^.]+)\.", LAYERS)
     assert sentence is not None
     arrows: dict[str, set[str]] = {folder: set() for folder in FOLDERS}
     for chain in re.split(r";|, and ", sentence[1]):

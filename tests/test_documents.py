@@ -18,6 +18,8 @@ LINKED = [
     "launch/README.md",
     *sorted(f"docs/{p.name}" for p in REPOSITORY.glob("docs/*.md")),
 ]
+# What the kernels' sources say about themselves, linked from its first document.
+PROTOCOL = ["cuda/DESIGN.md", *sorted(f"cuda/kernels/{p.name}" for p in REPOSITORY.glob("cuda/kernels/*.md"))]
 MOST_WORDS = 900
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"PERSISTENT_OPS_[A-Z_]*[A-Z]")
@@ -68,7 +70,7 @@ def test_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().split()) <= MOST_WORDS
 
 
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", [*LINKED, *PROTOCOL])
 def test_links_lead_somewhere(name: str) -> None:
     path = REPOSITORY / name
     targets = [target for target in _LINK.findall(_without_code(path.read_text())) if not target.startswith("http")]

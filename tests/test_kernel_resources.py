@@ -8,18 +8,23 @@ with each operator on each architecture, is compiled and compared. Kernels that 
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
+import kernel_resources
 import pytest
 from kernel_resources import (
     ARCHITECTURES,
     BLOCKS_PER_SM,
+    CUDA,
     REGISTERS_PER_SM,
     TABLE,
-    _for_gpus,
+    code_alone,
     code_of,
     compiled,
     everything,
+    for_gpus,
     nvcc_release,
     row,
     sample,
@@ -89,7 +94,44 @@ def test_a_digest_is_of_what_is_compiled() -> None:
     ],
 )
 def test_a_digest_leaves_out_what_is_for_the_host_alone(text: str, left: str) -> None:
-    assert "".join(line for line in _for_gpus(text).splitlines() if line.isalpha()) == left
+    assert "".join(line for line in for_gpus(text).splitlines() if line.isalpha()) == left
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "// What it is.\nint twice(int x) {  // @tag\n  return 2 * x;\n}\n",
+        "/* What it is,\n * in two lines. */\nint twice(int x) { return 2 /* times */ * x; }",
+        'int twice(int x) {\n\n  return 2 * x;   \n}  /**/ // it\'s "so"',
+    ],
+)
+def test_comments_and_layout_change_no_code(other: str) -> None:
+    assert code_alone(other) == code_alone("int twice(int x) { return 2 * x; }")
+
+
+@pytest.mark.parametrize(
+    "code", ['a = "//";', 'a = "\\"//";', 'a = "/*" + "*/";', "a = '\"';", "a = '\\'';", "a = '/' / '/';", "a = 1'000;"]
+)
+def test_what_is_no_comment_is_code(code: str) -> None:
+    assert code_alone(f'{code} // it\'s "so"\n{code}') == f"{code} {code}"
+
+
+def test_a_digest_is_of_headers_without_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = next(each for each in everything() if each.name == "barrier sm_90")
+    shutil.copytree(CUDA, tmp_path / "cuda")
+    header = tmp_path / "cuda" / "comm" / "launch.cuh"
+    text, old = header.read_text(), "uint64_t started = 0;"
+    assert old in text
+    monkeypatch.setattr(kernel_resources, "CUDA", tmp_path / "cuda")
+    digests = []
+    try:
+        for new in (old, f"{old}  // when\n  /* and why */", "uint64_t started = 1;"):
+            header.write_text(text.replace(old, new))
+            kernel_resources._headers.cache_clear()
+            digests.append(code_of(barrier))
+    finally:
+        kernel_resources._headers.cache_clear()
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_nothing_in_the_table_spills(table: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ class Parts:
 
     Attributes:
         package: in persistent_ops/.
-        kernels: in cuda/.
+        kernels: in cuda/, and the page about them.
         name: in persistent_ops.
         suite: of tests of its bits, whose first cases must give them where another operator is gone.
         users: operators that are built on it, and go with it.
@@ -70,6 +70,7 @@ OPERATORS = {
         ),
         (
             "kernels/embedding_all_to_all.cuh",
+            "kernels/embedding_all_to_all.md",
             "sched/exchange_order.cuh",
             "tile/bag_stream.cuh",
             "tile/window.cuh",
@@ -88,6 +89,7 @@ OPERATORS = {
         ),
         (
             "kernels/embedding_inputs.cuh",
+            "kernels/embedding_inputs.md",
             "kernels/inputs",
             "platform/prefetch.cuh",
             "tile/lookup_source.cuh",
@@ -110,6 +112,7 @@ OPERATORS = {
         ),
         (
             "kernels/embedding_backward.cuh",
+            "kernels/embedding_backward.md",
             "kernels/embedding_backward",
             "kernels/embedding_inversion.cuh",
             "kernels/embedding_weight_gradients.cuh",
@@ -126,6 +129,7 @@ OPERATORS = {
         ("ops/gemv.py", "ops/gemv_all_reduce.py", "ops/gemv_call.py", "ops/gemv_plan.py", "nn/parallel_linear.py"),
         (
             "kernels/gemv_all_reduce.cuh",
+            "kernels/gemv_all_reduce.md",
             "kernels/gemv",
             "platform/matrix.cuh",
             "sched/row_tiles.cuh",
@@ -145,6 +149,7 @@ OPERATORS = {
         ),
         (
             "kernels/sparse_all_reduce.cuh",
+            "kernels/sparse_all_reduce.md",
             "kernels/sparse",
             "sched/slot_blocks.cuh",
             "tile/row_chunk.cuh",
@@ -156,6 +161,7 @@ OPERATORS = {
         ("ops/all_reduce.py", "ops/all_reduce_plan.py", *_TABLES),
         (
             "kernels/all_reduce.cuh",
+            "kernels/all_reduce.md",
             "kernels/all_reduce",
             "tile/row_block.cuh",
         ),

@@ -2,7 +2,7 @@
 //
 // Flags carry the epoch and are never reset. A wait passes at `epoch >= expected` and is bounded: on time-out the WG
 // that meets it first writes one record, raises the abort word, tells the peers, and everybody leaves.
-// cuda/DESIGN.md names every release and the acquire that pairs with it.
+// cuda/DESIGN.md names every release and the acquire that pairs with it; those of one operator, the page beside its kernel.
 #pragma once
 
 #include "comm/put.cuh"

@@ -1,7 +1,7 @@
 // Packets between PEs: data that brings its own flag, so that nobody waits for credit and nothing is ordered.
 //
 // A packet lies at a place that its receiver has for it in areas that take turns by the epoch's parity, and is there when
-// its flag is that of the launch (cuda/DESIGN.md, section 7: why no packet is overwritten unread). Puts may tear packets: what
+// its flag is that of the launch (cuda/DESIGN.md, "Packets": why no packet is overwritten unread). Puts may tear packets: what
 // goes to a PE that is not reachable is read only behind a sliceRdy word.
 #pragma once
 

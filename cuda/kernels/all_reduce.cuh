@@ -7,8 +7,7 @@
 // packets it awaits the others' there, and has no blocks. The norm is every PE's own: warps leave the squares of their blocks
 // to each other (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
 //
-// Here is what a launch is given and who does what in it; kernels/all_reduce/ has the rest, cuda/DESIGN.md, section 9, why it is
-// right.
+// Here is what a launch is given and who does what; kernels/all_reduce/ has the rest, kernels/all_reduce.md why it is right.
 #pragma once
 
 #include "comm/call_number.cuh"

@@ -4,7 +4,7 @@
 // up as soon as they are there and send it at once, as packets that carry data and flag together: to every PE, itself too
 // (one shot), or to the tile's owner (two phases), which adds the PEs' sums up in rank order and sends every PE the
 // rounded result. In the end each WG waits for the packets of its own tiles. Nobody waits for credit: areas of packets
-// take turns by the epoch's parity, and a PE is in launch e + 1 only when all have ended e - 1 (cuda/DESIGN.md).
+// take turns by the epoch's parity, and a PE is in launch e + 1 only when all have ended e - 1 (cuda/DESIGN.md, "Packets").
 //
 // Here is what a launch is given and who does what in it. kernels/gemv/ has the three stories: how the tiles pass through a
 // WG's warps (tile_pipeline), how the PEs' sums meet (packet_exchange), and what becomes of them (tile_output).

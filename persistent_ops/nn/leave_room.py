@@ -58,7 +58,7 @@ def leave_room(*groups: DistributedDataParallel | dist.ProcessGroup, num_sms: in
     Behind `EmbeddingInputs.run_beside`, where that is wanted too. CUDA graphs that were captured before keep launches
     that leave no room. Set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA begins: kernels of streams that share a hardware
     queue, of which there are 8 by default, wait for each other wherever there is room.
-    Sources: cuda/DESIGN.md, section 11; ncclConfig_t in NCCL's user guide.
+    Sources: cuda/DESIGN.md, "Launches side by side"; ncclConfig_t in NCCL's user guide.
     """
     found = [each.process_group if isinstance(each, DistributedDataParallel) else each for each in groups]
     if not found or not all(isinstance(each, dist.ProcessGroup) for each in found):

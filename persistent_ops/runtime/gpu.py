@@ -106,7 +106,7 @@ class _GpuKernel:
         config.sharedMemBytes = self._request.arena_bytes
         attributes = []
         # A cooperative launch begins as a whole, and no other one may become resident beside it (cuda/DESIGN.md,
-        # section 11).
+        # "Launches side by side").
         if not (is_beside or leaves_room or begins_early):
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE

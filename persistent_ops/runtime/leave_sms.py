@@ -1,4 +1,4 @@
-"""SMs for other libraries' collectives, which wait for peers as launches do (cuda/DESIGN.md, section 11)."""
+"""SMs for other libraries' collectives, which wait for peers as we do (cuda/DESIGN.md, "Launches side by side")."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ class World:
     def agree_to_run_beside(self) -> bool:
         """Let launches of all workspaces run side by side, if those so far find room together on every PE; collective.
 
-        One PE alone must not put them in order: that of the others may be another one (cuda/DESIGN.md, section 11).
+        One PE alone must not put them in order: that of the others may be another one (cuda/DESIGN.md,
+        "Launches side by side").
         """
         if self.workspace.is_capturing():
             raise RuntimeError("PEs cannot agree in a CUDA-graph capture on which launches run side by side")

@@ -2,7 +2,7 @@
 //
 // A row's blocks may be with many warps. Each leaves the sum of its block's squares as a packet in memory of this PE, and
 // whoever needs the row's takes them all and adds them up in the order of the blocks: rows need not belong to anybody, and for
-// the norm no two warps meet (cuda/DESIGN.md, row 33).
+// the norm no two warps meet (kernels/all_reduce.md, row 5).
 #pragma once
 
 #include "comm/launch.cuh"

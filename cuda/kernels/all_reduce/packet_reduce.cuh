@@ -1,7 +1,7 @@
 // The sum by packets, while it is small: data and flag in one store, so nobody waits for credit or for a fence.
 //
 // One shot: a block's elements go to every PE, and each adds them up. Two shots: they go to the block's owner, which adds them
-// up and sends every PE the results. Packets lie at (parity of the epoch, sender, block); cuda/DESIGN.md, rows 29 and 30.
+// up and sends every PE the results. Packets lie at (parity of the epoch, sender, block); kernels/all_reduce.md, rows 1 and 2.
 #pragma once
 
 #include "comm/packets.cuh"

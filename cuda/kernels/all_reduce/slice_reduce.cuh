@@ -3,7 +3,7 @@
 // A slice is a WG's: kVectors blocks of each of its warps. A step has a slice for each owner. WGs of the same number, one on
 // each PE, work in turns: in turn t they have the elements of step t sent, those of step t - 1 added up, and the results of step
 // t - 2 taken. One word per peer ends a turn for all three, and the next turn begins when all peers' words have come. Places
-// alternate between even and odd steps (cuda/DESIGN.md, rows 31 and 32).
+// alternate between even and odd steps (kernels/all_reduce.md, rows 3 and 4).
 #pragma once
 
 #include "comm/launch.cuh"

@@ -2,7 +2,7 @@
 //
 // One shot: a tile's sums go to every PE, and each adds them up. Two phases: they go to the tile's owner, which adds them
 // up and sends every PE the rounded results. Sums are added in rank order. Packets lie at (parity of the epoch, sender,
-// tile), so a packet is there when its flag is, and nobody waits for credit (cuda/DESIGN.md, rows 17 and 19, which also
+// tile), so a packet is there when its flag is, and nobody waits for credit (cuda/DESIGN.md, rows 14 and 15, which also
 // says why no packet is overwritten unread). What goes to a PE that is not reachable is put from this PE's own copy, and
 // a sliceRdy word says that it has come.
 #pragma once

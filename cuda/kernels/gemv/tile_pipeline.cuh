@@ -1,7 +1,8 @@
 // The way of a WG's tiles through its warps. A team of warps multiplies a tile, and each of the team leaves its part of
 // the sums in the tile's slot; a serving warp adds the parts up, sends the sums and gives the slot back.
 //
-// Nobody waits but in the two handovers of a slot (cuda/DESIGN.md, rows 15 and 16). A lone warp (host) does all in turn.
+// Nobody waits but in the two handovers of a slot (kernels/gemv_all_reduce.md, rows 1 and 2). A lone warp (host) does all in
+// turn.
 #pragma once
 
 #include "platform/groups.cuh"

@@ -2,7 +2,7 @@
 //
 // Warps take blocks of slots, the same on every PE. Of each block a warp first sends or leaves this PE's rows and tells its
 // counterparts on the other PEs, then adds up, of the block before, what is its PE's to add up. In the end it tells all that
-// its rows are stored, and waits for theirs (cuda/DESIGN.md, rows 24 to 27).
+// its rows are stored, and waits for theirs (kernels/sparse_all_reduce.md, rows 4 to 7).
 #pragma once
 
 #include "kernels/sparse/row_transfer.cuh"

@@ -7,8 +7,8 @@
 //   store the piece into its output   ----->
 //   sync; release sliceRdy word i     ----->   WG i awaits that word of every sender
 //
-// A peer that is not reachable gets the piece by a put from the own output, which has it already. cuda/DESIGN.md, sections 2
-// to 4, says why this is enough; the tags are of tests/test_all_gather.py, where a mutation takes each of them out.
+// A peer that is not reachable gets the piece by a put from the own output, which has it already. cuda/DESIGN.md says
+// why this is enough, from "One launch" on; the tags are of tests/test_all_gather.py, where a mutation takes each of them out.
 #pragma once
 
 #include "comm/launch.cuh"
