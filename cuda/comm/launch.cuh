@@ -10,7 +10,7 @@
 namespace po {
 
 // Gives this WG's copy of the team the epoch of this launch. Stream order makes the previous launch's epoch visible, and
-// nobody advances it before all WGs of this one are done.
+// nobody advances it before all WGs of this one have read it (close_epoch), or are done (leave_launch).
 // `group`: the WG, or the warp of it that works with the epoch until the WG's next sync.
 template <class Group>
 PO_FN void begin_launch(Team& team, const Group& group) {
