@@ -711,9 +711,6 @@ def _refused() -> dict[str, tuple[str, str]]:
         ("int weights", torch.arange(4)),
     ):
         seen[name] = error_of(lambda weights=weights: weighted.exchange(**given, per_sample_weights=weights))[:2]  # type: ignore[misc]
-    OPERATOR.tune(po.runtime.world.current(), Tuning(work_groups=17))
-    seen["work-groups"] = error_of(lambda: inputs.exchange(**given))[:2]
-    OPERATOR.tune(po.runtime.world.current(), None)
     with inputs.exchange(**given) as lookups:
         assert lookups.source(0).indices[:4].tolist() == [0, 1, 2, 3]
     return seen
@@ -725,9 +722,7 @@ def test_what_is_refused() -> None:
     texts |= {f"called with {name}": text for name, (_, text) in _CALLED.items()}
     for name, (error, told) in seen.items():
         assert error in ("ValueError", "TypeError"), f"{name}: {error} {told}"
-        assert texts.get(name, {"work-groups": "work_groups"}.get(name, "per_sample_weights")) in told, (
-            f"{name}: {told}"
-        )
+        assert texts.get(name, "per_sample_weights") in told, f"{name}: {told}"
     assert set(texts) < set(seen)
 
 

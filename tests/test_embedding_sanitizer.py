@@ -34,11 +34,15 @@ TRANSPORTS = {
     "staged": "--transport=staged --delay-us=300 --first-epoch=4294967293",  # a flag's low 32 bits wrap around
     "mixed": "--transport=mixed --delay-us=300",
 }
+RANGES = "--tables=2,1,3 --batch=5,7,4 --columns=in-turn --wgs=2 --threads=2 --transport=staged --delay-us=300"
 SPECIAL = {
     "epoch_passes_2^32": "--tables=2,1 --batch=7,4 --wgs=2 --first-epoch=4294967293",
     "epoch_near_its_end": "--tables=2,1 --batch=7,4 --wgs=2 --first-epoch=281474976710640",
     "local_tasks_last": "--tables=2,1,2 --batch=5,5,5 --local-delay=-1 --wgs=2 --threads=2",
     "any_width": "--tables=2,1,3 --batch=5,7,4 --dims=odd --wgs=2 --threads=2",
+    "columns_in_turn": "--tables=2,1,3 --batch=5,7,4 --dims=odd --columns=in-turn --wgs=2 --threads=2",
+    "columns_in_turn_staged": RANGES,
+    "columns_in_turn_mixed": "--tables=3,2,3 --batch=5,7,4 --columns=in-turn --transport=mixed --delay-us=300 --wgs=2",
     "many_tables_staged": "--tables=70,1 --batch=3,2 --dims=odd --transport=staged --wgs=2 --threads=2",
     "one_owner": "--tables=0,2,0 --batch=3,0,2 --wgs=2 --threads=2",
     "one_owner_staged": "--tables=0,2,0 --batch=3,0,2 --wgs=2 --transport=staged --delay-us=300",
@@ -71,6 +75,7 @@ PASSED_ON = "--tables=1,1,1,1,1 --batch=2,2,2,2,2 --other-pe=4 --trouble-at=1 --
 TROUBLES = {
     "stopped_pe": STOPPED,
     "stopped_pe_staged": f"{STOPPED} --transport=staged --delay-us=2000",
+    "stopped_pe_with_columns_in_turn": f"{STOPPED} --columns=in-turn --transport=staged --delay-us=2000",
     "stopped_pe_of_three": "--tables=2,1,2 --batch=4,3,5 --stop-pe=1 --trouble-at=2 --timeout-ms=1500 --wgs=2",
     "peers_leave_at_once": REPORTED,
     "launched_after_the_peer_gave_up": LATE,
@@ -175,6 +180,10 @@ MUTATIONS = {
     ),
     "wg_done_is_not_cleared": Mutation((Drop("wg-done-reset"),), STAGED, RACE | {Exit.WRONG_REMAINS}),
     "no_fence_behind_puts": Mutation((Drop("put-fence"),), STAGED, RACE),
+    "no_fence_behind_puts_of_ranges": Mutation((Drop("put-fence"),), RANGES, RACE),
+    "the_first_range_alone_is_put": Mutation(
+        (Swap("put-ranges", "i < plan_.num_ranges", "i < 1"),), RANGES, {Exit.WRONG_OUTPUT}
+    ),
     "leaves_with_puts_under_way": Mutation(
         (Drop("staging-quiet"),), "--tables=2,0 --batch=4,4 --transport=staged --delay-us=3000", RACE
     ),

@@ -205,6 +205,26 @@ def test_workspaces_take_turns_until_all_find_room(monkeypatch: pytest.MonkeyPat
     assert seen == [[True, True, True, False, False, False, False, True, True, 2]]
 
 
+def _narrowed() -> list[bool]:
+    """Agree on running beside, where launches that take turns with all others fill the GPU."""
+    world = po.runtime.world.current()
+    world.residency = Residency(H200, 132)
+    side, wide, narrow = world.side_workspace(WORKSPACE), _Kernel(Footprint(256, 64, 344, 4)), _Kernel(INPUTS)
+    world.workspace.admit(world.workspace, _Kernel(FORWARD), 264)  # type: ignore[arg-type]
+    side.admit(side, wide, 264)  # type: ignore[arg-type]
+    agreed = [world.agree_to_run_beside()]
+    side.launches_beside = lambda: [(narrow, 16)]  # type: ignore[list-item]
+    agreed.append(world.agree_to_run_beside())
+    with pytest.raises(RuntimeError, match="call run_beside"):
+        side.admit(side, wide, 264)  # type: ignore[arg-type]
+    return agreed
+
+
+@pytest.mark.host
+def test_launches_that_run_beside_are_smaller_ones() -> None:
+    assert in_world(_narrowed, 1, "host") == [[False, True]]
+
+
 def test_an_overlapping_kernel_takes_turns() -> None:
     found = _residency((FORWARD._replace(overlaps=True), 1))
     assert found.fits()

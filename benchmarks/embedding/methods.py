@@ -45,7 +45,7 @@ def plan_key(
     """Return the key of the operator's plan for a team."""
     dim_per_rank = (config.tables * config.dim,) * team.size
     batch_per_rank = (config.batch // team.size,) * team.size
-    choices = (dim_per_rank, batch_per_rank, config.torch_dtype, config.wire_dtype, "sum", "fatal", schedule)
+    choices = (dim_per_rank, batch_per_rank, config.torch_dtype, config.wire_dtype, "sum", "fatal", schedule, None)
     kind = LookupKind.of_batch(lookups.indices, lookups.offsets)
     return EmbeddingKey(team, table_set(world, weights), tuning, choices, kind)
 

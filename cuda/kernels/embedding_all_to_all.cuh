@@ -77,23 +77,34 @@ struct Table {
   int64_t num_rows;
   int64_t row_bytes;
   int64_t column_bytes;  // where its columns begin in a row of output
+  int64_t staged_bytes;  // where they begin in a row of the staging area
   int64_t shape;
 };
-PO_DESCRIBE(Table, rows, num_rows, row_bytes, column_bytes, shape)
+PO_DESCRIBE(Table, rows, num_rows, row_bytes, column_bytes, staged_bytes, shape)
+
+// Own columns that lie side by side in a row of output, and in one of the staging area.
+struct ColumnRange {
+  int64_t column_bytes;
+  int64_t staged_bytes;
+  int64_t bytes;
+};
+PO_DESCRIBE(ColumnRange, column_bytes, staged_bytes, bytes)
 
 struct Plan {
   Team team;
   ExchangeOrder order;
   const Table* tables;
-  const int64_t* column_start;  // [size + 1] bytes; where each PE's columns begin in a row of output
+  const int64_t* pe_bytes;  // [size]; of a row of output, that each PE's tables fill
+  const ColumnRange* ranges;
+  int64_t num_ranges;
   int64_t batch;
   int64_t output_row_bytes;
   uint64_t staging_offset;  // [batch, own columns] in the symmetric heap; used for peers that are not reachable
   int64_t reports_bad_input;
   uint64_t* wg_done;  // bitmasks of the slices for peers that are not reachable; 0 after every launch
 };
-PO_DESCRIBE(Plan, team, order, tables, column_start, batch, output_row_bytes, staging_offset, reports_bad_input,
-            wg_done)
+PO_DESCRIBE(Plan, team, order, tables, pe_bytes, ranges, num_ranges, batch, output_row_bytes, staging_offset,
+            reports_bad_input, wg_done)
 
 struct Call {
   const void* indices;
@@ -178,7 +189,8 @@ class RowStore {
  public:
   PO_FN RowStore(const Plan& plan, uint64_t own_output) : plan_(plan), own_output_(own_output) {}
 
-  // The next rows are bags [first_bag, ...) of `destination`; `piece_bytes` of each, from column `column_bytes` on.
+  // The next rows are bags [first_bag, ...) of `destination`; `piece_bytes` of each, from column `column_bytes` on of
+  // the output, or of the staging area where the destination is not reachable.
   PO_FN void aim(int destination, int64_t first_bag, int64_t column_bytes, int32_t piece_bytes) {
     destination_ = destination;
     first_bag_ = first_bag;
@@ -191,10 +203,8 @@ class RowStore {
   PO_FN bool open(const Group& group) {
     const Team& team = plan_.team;
     if (!is_reachable(team, destination_)) {
-      const int64_t own_column = plan_.column_start[team.rank];
-      stride_ = static_cast<int32_t>(plan_.column_start[team.rank + 1] - own_column);
-      target_ =
-          team.heap + plan_.staging_offset + first_bag_ * static_cast<int64_t>(stride_) + column_bytes_ - own_column;
+      stride_ = static_cast<int32_t>(plan_.pe_bytes[team.rank]);
+      target_ = team.heap + plan_.staging_offset + first_bag_ * static_cast<int64_t>(stride_) + column_bytes_;
       return true;
     }
     uint64_t output = own_output_;
@@ -301,8 +311,9 @@ class Worker {
     using Group = typename Shape::Group;
     const BagRange bags = bags_of(plan_.order, task, Group{}.index(), Group::kPerWarp);
     const BagInputs inputs = inputs_of(task, table, bags);
+    const int64_t column = is_reachable(plan_.team, task.destination) ? table.column_bytes : table.staged_bytes;
     for (int32_t chunk = 0; chunk < inputs.row_bytes; chunk += Shape::kChunkBytes) {
-      store_.aim(task.destination, bags.first, table.column_bytes + chunk / Shape::kNarrowing,
+      store_.aim(task.destination, bags.first, column + chunk / Shape::kNarrowing,
                  min_of(inputs.row_bytes - chunk, Shape::kChunkBytes) / Shape::kNarrowing);
       const BagFindings findings = pool_bags<Shape>(inputs, chunk, store_);
       if (!Traits::kSources && (findings.bad_index >= 0 || findings.bad_bag >= 0)) {
@@ -353,18 +364,20 @@ class Worker {
     if (await_credit(plan_.team, task.destination)) put_slice(task);  // @credit-before-puts
   }
 
-  // The slice's rows, a fence, its sliceRdy word.
+  // The slice's rows, range by range, a fence, its sliceRdy word.
   PO_FN void put_slice(const Task& task) {
     const Team& team = plan_.team;
-    const int64_t column = plan_.column_start[team.rank];
-    const int64_t bytes = plan_.column_start[team.rank + 1] - column;
-    const uint64_t output = granted_output(team, task.destination) + static_cast<uint64_t>(column);
+    const uint64_t output = granted_output(team, task.destination);
     const BagRange bags = bags_of(plan_.order, task, 0, 1);
     fence_acq_rel_sys();  // the staged rows of all the slice's warps, acquired through WG_Done, are out for the network
     for (int64_t bag = bags.first; bag < bags.first + bags.count; ++bag) {
-      const int64_t row = bag - plan_.order.batch_start[task.destination];
-      put_nbi(team, task.destination, output + static_cast<uint64_t>(row * plan_.output_row_bytes),
-              team.heap + plan_.staging_offset + bag * bytes, static_cast<uint64_t>(bytes));
+      const int64_t row = (bag - plan_.order.batch_start[task.destination]) * plan_.output_row_bytes;
+      const uint8_t* staged = team.heap + plan_.staging_offset + bag * plan_.pe_bytes[team.rank];
+      for (int64_t i = 0; i < plan_.num_ranges; ++i) {  // @put-ranges
+        const ColumnRange& range = plan_.ranges[i];
+        put_nbi(team, task.destination, output + static_cast<uint64_t>(row + range.column_bytes),
+                staged + range.staged_bytes, static_cast<uint64_t>(range.bytes));
+      }
     }
     put_fence(team);
     signal(team, task.destination, ready_word_offset(team, team.rank, static_cast<uint64_t>(task.slice)),
@@ -399,7 +412,7 @@ PO_FN void await_ready(const WorkGroup& wg, const Plan& plan) {
   const Team& team = plan.team;
   if (plan.order.num_samples(team.rank) == 0) return;
   for (int sender = wg.rank(); sender < team.size; sender += wg.size()) {  // @await-senders
-    if (sender == team.rank || plan.column_start[sender] == plan.column_start[sender + 1]) continue;
+    if (sender == team.rank || plan.pe_bytes[sender] == 0) continue;
     if (is_reachable(team, sender)) {
       const auto index = static_cast<uint64_t>(wg.index());
       if (!await_epoch(team, local_word(team, ready_word_offset(team, sender, index)), kPhaseReady, sender, index)) {

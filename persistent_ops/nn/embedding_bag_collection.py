@@ -13,7 +13,6 @@ from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_checks import check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
-from ..ops.embedding_widths import agree_on_widths
 from ..runtime import world as _world
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
@@ -175,7 +174,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounded, **options)  # type: ignore[arg-type]
             optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
             optimizer.name_tables(list(dict.fromkeys(configs[slot.table].name for slot in group.columns)))
-            agree_on_widths(world, optimizer._token, group.dim_per_rank, weights)
             self._weights.append(weights)
             optimizers.append(optimizer)
         self._optimizers = optimizers
@@ -413,14 +411,14 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         try:
             if not self._world.workspace.is_capturing():
                 self.optimizer.push_rate()
-            for group, weights, optimizer, lookups in zip(
-                self.layout.groups, self._weights, self._optimizers, sent, strict=True
+            for group, columns, weights, optimizer, lookups in zip(
+                self.layout.groups, self.layout.begins, self._weights, self._optimizers, sent, strict=False
             ):
                 try:
                     lookups.wait()
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or error
-                pooled.append(pool_arrived(group, weights, optimizer, lookups, self._wire_dtype))
+                pooled.append(pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype))
             is_known = features.knows_split or any(lookups.gives_gradients for lookups in sent)
             is_kept = is_known and torch.is_grad_enabled()
         finally:
@@ -466,15 +464,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             result.grad_fn.register_hook(lambda *_, lookups=lookups: release(lookups))
 
     def _in_order(self, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the groups' columns, which come by owners, in the order of tables and features."""
-        blocks = [
-            result.split([slot.width for slot in group.columns], dim=1)
-            for result, group in zip(pooled, [*self.layout.groups, *self.layout.replicated], strict=True)
-        ]
-        order = self.layout.outputs
-        if order == tuple((0, number) for number in range(len(blocks[0]))) and len(pooled) == 1:
+        """Put the groups' columns in the order of tables and features; those of one group are."""
+        runs = self.layout.runs
+        if len(runs) == 1:
             return pooled[0]
-        return torch.cat([blocks[group][number] for group, number in order], dim=1)
+        return torch.cat([pooled[group][:, begin:end] for group, begin, end in runs], dim=1)
 
     # ---- what a module may be asked for ------------------------------------------------------------------------------
 

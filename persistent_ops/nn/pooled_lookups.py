@@ -16,6 +16,7 @@ __all__ = ["pool_arrived"]
 
 def pool_arrived(
     group: Group,
+    columns: Sequence[int],
     weights: Sequence[torch.Tensor],
     optimizer: EmbeddingOptimizer,
     lookups: Lookups,
@@ -28,6 +29,7 @@ def pool_arrived(
 
     Args:
         group: of the tables.
+        columns: where each slot's begin in the result.
         weights, optimizer: this PE's.
         lookups: for them, behind `Lookups.wait`.
         wire_dtype: of what float32 tables send; None for theirs.
@@ -44,6 +46,7 @@ def pool_arrived(
             dtype=group.dtype,
             wire_dtype=wire_dtype,
             bounds="ignore",
+            columns=columns,
             optimizer=optimizer,
         )
         return from_sources
@@ -59,6 +62,7 @@ def pool_arrived(
         dtype=group.dtype,
         wire_dtype=wire_dtype,
         bounds="ignore",
+        columns=columns,
         optimizer=optimizer,
     )
     return pooled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from .embedding_tables import TableConfig
 from .table_placements import REPLICATED, TablePlacement
 
-__all__ = ["Costs", "Group", "Layout", "Slot", "bytes_read", "place"]
+__all__ = ["Costs", "Group", "Layout", "Run", "Slot", "bytes_read", "place"]
 
 
 class Slot(NamedTuple):
@@ -49,8 +50,16 @@ class Group:
 
     @property
     def columns(self) -> tuple[Slot, ...]:
-        """The slots in the order of the operator's columns."""
+        """The slots, PE by PE."""
         return tuple(itertools.chain(*self.slots))
+
+
+class Run(NamedTuple):
+    """Columns of a group that lie side by side in the result, too: [begin, end) of what is pooled for the group."""
+
+    group: int
+    begin: int
+    end: int
 
 
 class Costs(NamedTuple):
@@ -82,7 +91,7 @@ class Layout:
         groups: see `Group`, of tables that are spread over the PEs.
         replicated: the same, of those that every PE has.
         outputs: for every block of the result's columns its group, those of replicated tables counted behind the
-            others, and its number among the group's columns.
+            others, and its number among the group's slots.
         names, dims: of the result's features, and their columns.
         costs: that owners were chosen by.
         loads: of every PE, in their unit.
@@ -99,6 +108,37 @@ class Layout:
     dims: tuple[int, ...]
     costs: Costs = field(compare=False)
     loads: tuple[float, ...] = field(compare=False)
+
+    @functools.cached_property
+    def begins(self) -> tuple[tuple[int, ...], ...]:
+        """Where the columns of each group's slots begin in what is pooled for it.
+
+        Those of tables that are spread over the PEs come in the order of the result; of replicated ones, of the slots.
+        """
+        begins = [[0] * len(group.columns) for group in self.groups]
+        widths = [0] * len(self.groups)
+        for group, number in self.outputs:
+            if group < len(self.groups):
+                begins[group][number] = widths[group]
+                widths[group] += self.groups[group].columns[number].width
+        of_replicated = (
+            tuple(itertools.accumulate((slot.width for slot in group.columns), initial=0))[:-1]
+            for group in self.replicated
+        )
+        return (*map(tuple, begins), *of_replicated)
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """What the result is put together of."""
+        groups = (*self.groups, *self.replicated)
+        runs: list[Run] = []
+        for group, number in self.outputs:
+            begin, width = self.begins[group][number], groups[group].columns[number].width
+            if runs and runs[-1].group == group and runs[-1].end == begin:
+                runs[-1] = Run(group, runs[-1].begin, begin + width)
+            else:
+                runs.append(Run(group, begin, begin + width))
+        return tuple(runs)
 
     def is_replicated(self, table: int) -> bool:
         """Return whether every PE has a table."""

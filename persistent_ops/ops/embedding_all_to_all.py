@@ -42,13 +42,15 @@ def embedding_all_to_all(
     wire_dtype: torch.dtype | None = None,
     bounds: str = "fatal",
     schedule: str = "communication_aware",
+    columns: Sequence[int] | None = None,
     optimizer: EmbeddingOptimizer | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
     """Pool the bags of this PE's tables and send every PE the rows of its part of the batch, in one kernel.
 
     Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[bag (t, start_r + b)])``, where
-    start_r is the first sample of PE r: ready for an interaction layer, with no reorder. Sums are in fp32, in the order
+    start_r is the first sample of PE r, or has these columns in the order of `columns`: ready for an interaction layer,
+    with no reorder. Sums are in fp32, in the order
     of the indices, and rounded once, to nearest: the same bits on every run, world size and schedule.
 
     Args:
@@ -79,6 +81,9 @@ def embedding_all_to_all(
         bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
             on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
+        columns: where the columns of each table begin in the result, of all PEs' tables, PE by PE, each one's in its
+            order; the same on every PE. Together they fill a row, so that a table's columns end where the next ones
+            begin. Rows are written there, and gradients read. None: side by side in this very order.
         optimizer: of these tables: the backward pass through the result updates them (`EmbeddingOptimizer`), and gives
             per_sample_weights their gradient where they require one. Ignored where gradients are not recorded. None:
             tables that require a gradient get a sparse one, see below.
@@ -134,11 +139,12 @@ def embedding_all_to_all(
             "dim_per_rank": dim_per_rank,
             "dtype": dtype,
             "wire_dtype": wire_dtype,
+            "columns": columns,
         }
         record = _record_sparse() if optimizer is None else optimizer.record
         return record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
     result: torch.Tensor
-    choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
     if isinstance(indices, Lookups):
         sources = indices.sources
         pooling = average_pooling(indices.capacity, len(weights) * sum(indices.batch_per_rank or ()))
@@ -209,7 +215,7 @@ def pool_alone(
         check_types(weights, indices, offsets, per_sample_weights, (dims,), (batch,), out=None)
 
     dtype = weights[0].dtype
-    choices = ((dims,), (batch,), dtype, dtype, mode, bounds, SCHEDULES[0])
+    choices = ((dims,), (batch,), dtype, dtype, mode, bounds, SCHEDULES[0], None)
     plan = _plan(world, world.alone, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
     place, result = _place_of_result(world, plan, None)
@@ -226,7 +232,7 @@ def _complete(
     batch_per_rank: Sequence[int] | None,
     dtype: torch.dtype | None,
     wire_dtype: torch.dtype | None,
-    *choices: str,
+    *choices: Any,
 ) -> tuple[Any, ...]:
     """Fill in what the dispatcher is to see."""
     world = _world.current()
@@ -282,7 +288,8 @@ def completed_split(
     world: _world.World, weights: Sequence[torch.Tensor], num_offsets: int, split: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Return dim_per_rank, batch_per_rank and dtype of a call."""
-    dims, batches, dtype, _ = _completed(world, weights, num_offsets, **split)
+    given = (split[name] for name in ("dim_per_rank", "batch_per_rank", "dtype", "wire_dtype"))
+    dims, batches, dtype, _ = _completed(world, weights, num_offsets, *given)
     return tuple(dims), tuple(batches), dtype
 
 
@@ -363,6 +370,7 @@ def _run(
     mode: str,
     bounds: str,
     schedule: str,
+    columns: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Find or make the plan, launch it, return the result."""
@@ -370,9 +378,9 @@ def _run(
     kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
 
     def check() -> None:
-        check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, out=out)
+        check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, columns, out=out)
 
-    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
     plan = _plan(world, world.team, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
@@ -397,6 +405,7 @@ def _run_from_sources(
     mode: str,
     bounds: str,
     schedule: str,
+    columns: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same for lookups that are where an input exchange has left them, which has checked them."""
@@ -406,9 +415,9 @@ def _run_from_sources(
     kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, pooling, from_sources=True)
 
     def check() -> None:
-        check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
+        check_tables_and_split(weights, dim_per_rank, batch_per_rank, columns, out=out)
 
-    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
     plan = _plan(world, world.team, weights, kind, choices, check)
     if out is not None:
         plan.check_output(out, weights, {})
@@ -428,12 +437,14 @@ def _plan(
     """Find or make it; `choices`: of `EmbeddingKey`, `check`: of the arguments' types, before it is made."""
     state = OPERATOR.state(world)
     tables = (state.own or _table_sets(world)).find(weights)
-    dim_per_rank, batch_per_rank, dtype, wire_dtype, *others = choices
+    dim_per_rank, batch_per_rank, dtype, wire_dtype, *others, columns = choices
     if dim_per_rank is not None:
         dim_per_rank = tuple(dim_per_rank)
     if batch_per_rank is not None:
         batch_per_rank = tuple(batch_per_rank)
-    chosen = (dim_per_rank, batch_per_rank, *_dtypes(weights, dtype, wire_dtype), *others)
+    if columns is not None:
+        columns = tuple(columns)
+    chosen = (dim_per_rank, batch_per_rank, *_dtypes(weights, dtype, wire_dtype), *others, columns)
     key = EmbeddingKey(team, tables, state.tuning, chosen, kind)
     plan: EmbeddingPlan | None = state.plans.find(key)
     if plan is None:
@@ -475,6 +486,7 @@ def _fake(
     mode: str,
     bounds: str,
     schedule: str,
+    columns: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if mode not in MODES or schedule not in SCHEDULES:
@@ -496,9 +508,10 @@ def _fake_from_sources(
     mode: str,
     bounds: str,
     schedule: str,
+    columns: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule)
+    split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
     return _fake(weights, sources, sources, None, *split_and_choices, out)
 
 
@@ -513,7 +526,7 @@ def _check_from_sources(
     *others: object,
     out: torch.Tensor | None,
 ) -> None:
-    check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
+    check_tables_and_split(weights, dim_per_rank, batch_per_rank, *others, out=out)
 
 
 def _complete_from_sources(
@@ -535,7 +548,7 @@ _NO_GRADIENT = (
 )
 _SPLIT_AND_CHOICES = (
     "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str mode, str bounds, "
-    "str schedule"
+    "str schedule, SymInt[]? columns"
 )
 _operator = TorchOperator(
     "embedding_all_to_all",

@@ -24,6 +24,7 @@ from .embedding_backward_plan import (
     identity,
 )
 from .embedding_checks import check_gradient
+from .embedding_columns import columns_of
 from .embedding_inputs_lookups import Lookups
 from .embedding_recorded_call import Inputs, OfBatch, record
 from .embedding_widths import agree_on_widths
@@ -377,20 +378,26 @@ def backward_key(
         forward_pass: its number.
     """
     dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
-    tables = table_set(world, weights)
+    tables, columns = table_set(world, weights), split["columns"]
+    if columns is None:
+        widths = agree_on_widths(world, optimizer or tables, dim_per_rank, weights, forward_pass)
+    else:
+        columns = tuple(columns)
+        widths = columns_of(columns, dim_per_rank).widths
     return BackwardKey(
         world.team,
         tables,
         optimizer,
         OPERATOR.state(world).tuning,
         dim_per_rank,
-        agree_on_widths(world, optimizer or tables, dim_per_rank, weights, forward_pass),
+        widths,
         batch_per_rank,
         dtype,
         wire_dtype,
         mode,
         inputs.is_weighted,
         inputs.from_sources,
+        columns,
     )
 
 

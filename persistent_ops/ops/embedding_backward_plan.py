@@ -21,6 +21,7 @@ from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
+from .embedding_columns import columns_of
 from .embedding_inversion import Inverted, Rows
 from .table_set import TableSet
 
@@ -93,6 +94,7 @@ OPERATOR = Operator(
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
         Field.numbers("widths"),
+        Field.numbers("columns"),
         "staging_offset",
     ),
     phases={"kPhaseGradients": "its gradients of table {index}"},
@@ -123,6 +125,7 @@ class BackwardKey(NamedTuple):
         dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, is_weighted: of the forward pass.
         widths: of every PE's tables.
         from_sources: whether lookups are where an input exchange has left them.
+        columns: of the forward pass.
     """
 
     team: Team
@@ -137,6 +140,18 @@ class BackwardKey(NamedTuple):
     mode: str
     is_weighted: bool
     from_sources: bool = False
+    columns: tuple[int, ...] | None = None
+
+    @property
+    def begins(self) -> tuple[tuple[int, ...], ...]:
+        """Where the columns of every PE's tables begin in a row of the gradient."""
+        if self.columns is not None:
+            return columns_of(self.columns, self.dim_per_rank).begins
+        starts = itertools.accumulate(self.dim_per_rank, initial=0)
+        return tuple(
+            tuple(itertools.accumulate(of_pe, initial=start))[:-1]
+            for start, of_pe in zip(starts, self.widths, strict=False)
+        )
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -269,7 +284,6 @@ class BackwardPlan(Plan):
         element = wire_dtype.itemsize
         batch = sum(key.batch_per_rank)
         batch_start = [0, *itertools.accumulate(key.batch_per_rank)]
-        column_start = [0, *itertools.accumulate(key.dim_per_rank)]
         samples = key.batch_per_rank[rank]
         widths = key.widths
         if any(0 in of_pe for of_pe in widths):
@@ -317,10 +331,10 @@ class BackwardPlan(Plan):
         def staged(of_pe: Sequence[int]) -> list[int]:
             return [batch * element * width for width in (0, *itertools.accumulate(of_pe))]
 
-        columns = [column_start[rank] + width for width in (0, *itertools.accumulate(widths[rank]))]
+        begins = key.begins
         tables = [
             structs["Table"](column=column, staged_offset=offset)
-            for column, offset, _ in zip(columns, staged(widths[rank]), widths[rank], strict=False)
+            for column, offset in zip(begins[rank], staged(widths[rank]), strict=False)
         ]
         self._outgoing_bytes = 0
         self._pushes: list[Any] = []
@@ -334,7 +348,7 @@ class BackwardPlan(Plan):
                     owner=owner,
                     table=table,
                     width=width,
-                    column=column_start[owner] + sum(widths[owner][:table]),
+                    column=begins[owner][table],
                     staged_offset=staged(widths[owner])[table],
                 )
                 if not world.backend.peer_heaps[owner]:
@@ -385,6 +399,7 @@ class BackwardPlan(Plan):
             tuple(key.batch_per_rank),
             tuple(key.dim_per_rank),
             tuple(width for of_pe in widths for width in (*of_pe, 0)),
+            key.columns or (),
         )
         self._team = team
         self._pushed_words = len(self._pushes) + 1
@@ -412,7 +427,7 @@ class BackwardPlan(Plan):
             batch=batch,
             first_sample=batch_start[rank],
             num_samples=samples,
-            row_elements=column_start[-1],
+            row_elements=sum(key.dim_per_rank),
             sum_elements=self._sum_elements,
             **constants,
         )

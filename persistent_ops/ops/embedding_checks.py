@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,11 +43,11 @@ def check_types(
     per_sample_weights: torch.Tensor | None,
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
-    *choices: object,
+    *choices: Any,
     out: torch.Tensor | None,
 ) -> None:
     """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
-    check_tables_and_split(weights, dim_per_rank, batch_per_rank, out)
+    check_tables_and_split(weights, dim_per_rank, batch_per_rank, *choices, out=out)
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
@@ -61,13 +61,15 @@ def check_tables_and_split(
     weights: Sequence[torch.Tensor],
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
+    *choices: Any,
     out: torch.Tensor | None,
 ) -> None:
-    """The same for what is not the lookups."""
+    """The same for what is not the lookups; `choices`: the other arguments, `columns` last."""
     _check_are_tables(weights)
     if out is not None and not isinstance(out, torch.Tensor):
         raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
-    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
+    columns = choices[-1] if choices else None
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank), ("columns", columns)):
         if values is not None and not all(isinstance(value, int) for value in values):
             raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,15 @@ from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
 from .embedding_checks import check_derivatives, most_rows
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
-from .embedding_inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsKey, InputsLayout, InputsPlan
+from .embedding_inputs_plan import (
+    MOST_LOOKUPS,
+    OPERATOR,
+    WORKSPACE,
+    InputsKey,
+    InputsLayout,
+    InputsPlan,
+    launches_beside,
+)
 
 __all__ = ["EmbeddingInputs"]
 
@@ -31,9 +40,9 @@ class EmbeddingInputs:
 
     Each PE passes the lookups of its *own* samples, for all features; each owner gets, from every PE, those of its
     tables, in a region per PE of its symmetric heap, without a host synchronisation. Regions are double: the next
-    batch arrives while this one's is read. Launches have a workspace of their own and few WGs, so that on a stream of
-    their own they may run beside the world's other launches (`run_beside`); otherwise all are put in the order of the
-    calls.
+    batch arrives while this one's is read. Launches have a workspace of their own: on a stream of their own they may
+    run beside the world's other launches (`run_beside`), with few WGs; otherwise all are put in the order of the calls,
+    and each has the whole GPU.
 
     Made by all PEs together, with the same arguments.
 
@@ -92,6 +101,7 @@ class EmbeddingInputs:
         self.index_dtype = index_dtype
         self._bounds = bounds
         self.workspace = world.side_workspace(WORKSPACE)
+        self.workspace.launches_beside = functools.partial(launches_beside, world)
         OPERATOR.prepare(world)
         order = _checked_order(slot_order, chosen)
         self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, is_weighted, 0, order)

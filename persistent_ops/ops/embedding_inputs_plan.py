@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.backend import KernelRequest
+from ..runtime.backend import Backend, Kernel, KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError
-from ..runtime.literals import literal
+from ..runtime.literals import literal, warp_size
 from ..runtime.operator import Operator
-from ..runtime.plans import Plan
+from ..runtime.plans import Plan, Plans
 from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning
 from ..runtime.workspace import Workspace
@@ -33,12 +33,15 @@ __all__ = [
     "Tuning",
     "aligned_bytes",
     "kernel_request",
+    "launches_beside",
 ]
 
 WORKSPACE = "inputs"
 _NAME = "embedding_inputs"
 _OUTGOING = "outgoing lookups"  # an area: copies of what is put to PEs that are not reachable
 _HOST_WORK_GROUPS = 2
+_THREADS = 256
+_MOST_WORK_GROUPS_BESIDE, _THREADS_BESIDE = 16, 64
 MOST_PIECE_LOOKUPS = 1 << 20
 MOST_LOOKUPS = 2**31 - MOST_PIECE_LOOKUPS  # of a message, whose pieces are counted in 32 bits
 _MOST_CONTRACTS = 1024  # batches that vary without end must not collect
@@ -82,14 +85,16 @@ class Tuning(BoundedTuning):
     """Choices that change speed and nothing else; each PE has its own.
 
     Attributes:
-        work_groups: at most 16; None for 16 on GPUs.
-        threads: of a WG on the GPU. With 64 a WG takes 4096 registers of an SM at most.
+        work_groups: None for those that a message's pieces keep busy, at most what fills the GPU; where launches run
+            beside others, 16 at most.
+        threads: of a WG on the GPU. None for 256 where launches take turns; for 64 where they run beside others: then
+            a WG takes 4096 registers of an SM at most.
         chunk_bags: bags of a feature that a warp adds up at once.
         piece_lookups: lookups that a warp sends at once.
     """
 
     work_groups: int | None = None
-    threads: int = 64
+    threads: int | None = None
     chunk_bags: int = 512
     piece_lookups: int = 2048
 
@@ -205,6 +210,33 @@ def kernel_request(
     return KernelRequest(_NAME, tuple(config.items()), threads)
 
 
+class Shape(NamedTuple):
+    """What a launch has of a GPU."""
+
+    work_groups: int
+    threads: int
+
+
+def _shapes_of(backend: Backend, tuning: Tuning, pieces: int) -> dict[bool, Shape]:
+    """Return the shapes of launches that take turns with all others (False), and that run beside some (True).
+
+    Args:
+        backend: of this PE.
+        tuning: the operator's.
+        pieces: of work, at most.
+    """
+    if backend.name == "host":  # whose threads are others, so that one library serves both
+        work_groups, most, threads = _HOST_WORK_GROUPS, _HOST_WORK_GROUPS, _THREADS_BESIDE
+    else:
+        resident, needed = backend.num_sms * backend.default_blocks_per_sm, -(-pieces * warp_size() // _THREADS)
+        work_groups, most, threads = min(resident, needed), _MOST_WORK_GROUPS_BESIDE, _THREADS
+    work_groups = tuning.work_groups or work_groups
+    return {
+        False: Shape(work_groups, tuning.threads or threads),
+        True: Shape(min(work_groups, most), tuning.threads or _THREADS_BESIDE),
+    }
+
+
 def aligned_bytes(nbytes: int) -> int:
     """Return the room for so many bytes where the next ones begin as a region's parts do."""
     alignment = literal("kernels/inputs/message.cuh", "kRegionAlignment")
@@ -226,38 +258,31 @@ class InputsPlan(Plan):
         description = OPERATOR.prepare(world)
         structs, constants = description.structs, description.constants
         tuning = key.tuning or OPERATOR.default_tuning
-        is_host = backend.name == "host"
-        self._grid = tuning.work_groups or (_HOST_WORK_GROUPS if is_host else 16)
-        if not 1 <= self._grid <= 16:
-            raise ValueError(f"work_groups: expected 1 to 16, got {self._grid}")
         if not 1 <= tuning.piece_lookups <= MOST_PIECE_LOOKUPS:
             raise ValueError(f"piece_lookups: expected 1 to {MOST_PIECE_LOOKUPS}, got {tuning.piece_lookups}")
         chunks = max(1, -(-layout.max_batch // tuning.chunk_bags))
-        most_pieces = max(
+        pieces = [
             1 + len(of_pe) * chunks + -(-key.capacities[team.rank][pe] // tuning.piece_lookups)
             for pe, of_pe in enumerate(layout.slots)
-        )
-        if max(most_pieces * team.size, layout.num_features * chunks) >= 2**31 - 2**20:
+        ]
+        if max(max(pieces) * team.size, layout.num_features * chunks) >= 2**31 - 2**20:
             raise ValueError(
                 "slots, max_batch: messages of more than 2^31 pieces; use larger chunk_bags or piece_lookups"
             )
-        self._kernel = world.load(
-            kernel_request(
-                key.value_dtype,
-                layout.index_dtype,
-                key.bound_dtype,
-                has_lengths=key.has_lengths,
-                is_weighted=layout.is_weighted,
-                threads=tuning.threads,
-            )
-        )
+        self._shapes = _shapes_of(backend, tuning, max(sum(pieces), layout.num_features * chunks))
+        kernel, grid = self.kernel_and_grid(is_beside=False)
+        resident = kernel.max_blocks_per_sm() * backend.num_sms
+        if backend.name != "host" and resident < grid:
+            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {grid}")
+        if backend.runs_beside:
+            self.kernel_and_grid(is_beside=True)
         own_slots = len(layout.slots[team.rank])
         num_slots = sum(map(len, layout.slots))
         self._scratch = {
             "chunks": backend.private_words(layout.num_features * chunks + 1),
             "slot_begins": backend.private_words(num_slots + team.size),
             "longest": backend.private_words(constants["kNumLongest"]),
-            "added_up": backend.private_words(self._grid + 1),
+            "added_up": backend.private_words(max(shape.work_groups for shape in self._shapes.values()) + 1),
             "sent": workspace.zero_words(team, team.size),
             "no_offsets": backend.private_words((own_slots * layout.max_batch + 2) // 2),
         }
@@ -288,6 +313,19 @@ class InputsPlan(Plan):
         self._contracts: dict[tuple[int, ...], tuple[int, int]] = {}
         self._call = structs["Call"]()
         self.place()
+
+    def kernel_and_grid(self, *, is_beside: bool) -> tuple[Kernel, int]:
+        """Return what is launched, beside other launches or not; the kernel is loaded the first time."""
+        key, shape = self._key, self._shapes[is_beside]
+        request = kernel_request(
+            key.value_dtype,
+            key.layout.index_dtype,
+            key.bound_dtype,
+            has_lengths=key.has_lengths,
+            is_weighted=key.layout.is_weighted,
+            threads=shape.threads,
+        )
+        return self._world.load(request), shape.work_groups
 
     def _make_owners(self, structs: Any) -> list[Any]:
         key, layout = self._key, self._key.layout
@@ -365,7 +403,8 @@ class InputsPlan(Plan):
         call.regions_offset, call.sources, call.report = regions_offset, sources.data_ptr(), report
         call.report_number = report_number
         call.contract_hash, call.contract_word = self._contract_words(batch_per_rank)
-        self._workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call, raises_input_errors=False)
+        kernel, grid = self.kernel_and_grid(is_beside=self._world.backend.runs_beside)
+        self._workspace.launch(kernel, grid, self._words.data_ptr(), call, raises_input_errors=False)
 
     def begins(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of what the last launch has found, made on the current stream, which must be that launch's.
@@ -383,3 +422,9 @@ class InputsPlan(Plan):
         stride = max(-(-samples // bags), 1)
         chunks = self._scratch["chunks"][: features * stride + 1 : stride]
         return chunks.clone(), self._scratch["slot_begins"].clone()
+
+
+def launches_beside(world: World) -> list[tuple[Kernel, int]]:
+    """Return kernels and WGs of the launches so far, as they are where they run beside others."""
+    plans: Plans[InputsPlan] = OPERATOR.state(world).plans
+    return [plan.kernel_and_grid(is_beside=True) for plan in plans.values()]

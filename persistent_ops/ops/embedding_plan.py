@@ -21,6 +21,7 @@ from ..runtime.team import ALONE, Team
 from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 from .embedding_checks import check_choices, check_split, check_tables, check_wire
+from .embedding_columns import own_begins
 from .table_set import TableSet
 
 __all__ = [
@@ -88,6 +89,7 @@ OPERATOR = Operator(
         "slice_samples",
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
+        Field.numbers("columns"),
     ),
     phases={
         "kPhaseReady": "its rows (sliceRdy word of its work-group {index})",
@@ -133,7 +135,7 @@ class EmbeddingKey(NamedTuple):
         tables: this PE's.
         tuning: see `OperatorState`.
         choices: dim_per_rank, batch_per_rank (None where the caller left them), dtype, wire_dtype, mode, bounds,
-            schedule.
+            schedule, columns.
         lookups: see `LookupKind`.
     """
 
@@ -151,7 +153,7 @@ class EmbeddingPlan(Plan):
         world: of this PE.
         team: who exchanges.
         tuning: None for the default one.
-        weights, mode, bounds, schedule: of `embedding_all_to_all`.
+        weights, mode, bounds, schedule, columns: of `embedding_all_to_all`.
         lookups: what kind they are.
         dim_per_rank, batch_per_rank, dtype, wire_dtype: the same, completed.
 
@@ -173,6 +175,7 @@ class EmbeddingPlan(Plan):
         mode: str,
         bounds: str,
         schedule: str,
+        columns: Sequence[int] | None,
     ) -> None:
         self._device = world.backend.device
         check_choices(mode, bounds, schedule, is_weighted=lookups.is_weighted)
@@ -193,7 +196,8 @@ class EmbeddingPlan(Plan):
         if row_bytes >= 2**31:
             raise ValueError(f"dim_per_rank: a row of output has {row_bytes} bytes, at most 2 GiB - 1 are possible")
         batch_start = [0, *itertools.accumulate(batch_per_rank)]
-        column_start = [dim * element for dim in (0, *itertools.accumulate(dim_per_rank))]
+        begins = own_begins(columns, dim_per_rank, weights, rank)
+        own_bytes = dim_per_rank[rank] * element
 
         slice_samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, lookups.pooling)
         if not 1 <= slice_samples <= warp_size():  # the ends of a task's bags lie in the lanes of a warp
@@ -209,7 +213,7 @@ class EmbeddingPlan(Plan):
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
 
         narrowing = dtype.itemsize // element
-        tables, shapes = _tables(weights, narrowing, column_start[rank], row_bytes, world.backend.name)
+        tables, shapes = _tables(weights, narrowing, begins, row_bytes, world.backend.name)
         threads = tuning.threads or _threads(shapes, lookups.is_weighted, narrowing)
         if world.backend.leaves_room and tuning.threads is None:
             threads *= 2  # of both WGs that an SM has otherwise
@@ -240,8 +244,8 @@ class EmbeddingPlan(Plan):
         wg_done = None
         if not team.all_reachable:
             self.areas = (_STAGING,)
-            own_bytes = max(batch * (column_start[rank + 1] - column_start[rank]), 1)
-            self._areas.reserve_own(_STAGING, own_bytes, max(own_bytes + own_bytes // 4, 512))
+            staged_bytes = max(batch * own_bytes, 1)
+            self._areas.reserve_own(_STAGING, staged_bytes, max(staged_bytes + staged_bytes // 4, 512))
             slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
             if len(weights) > 64 * 64:
                 raise ValueError(
@@ -251,7 +255,9 @@ class EmbeddingPlan(Plan):
 
         self._tables = upload(world.backend, b"".join(bytes(table) for table in tables) or b"\0" * 8)
         self._batch_start = upload(world.backend, _packed(batch_start))
-        self._column_start = upload(world.backend, _packed(column_start))
+        self._pe_bytes = upload(world.backend, _packed([dim * element for dim in dim_per_rank]))
+        ranges = _ranges(tables, narrowing)
+        self._ranges = upload(world.backend, b"".join(map(bytes, ranges)) or b"\0" * 8)
         self._wg_done = wg_done
         contract = OPERATOR.contract(
             team,
@@ -263,6 +269,7 @@ class EmbeddingPlan(Plan):
             0 if team.all_reachable else slice_samples,
             tuple(batch_per_rank),
             tuple(dim_per_rank),
+            tuple(columns or ()),
         )
         self._struct: Any = structs["Plan"](
             team=world.workspace.team(contract),
@@ -278,7 +285,9 @@ class EmbeddingPlan(Plan):
                 slice_major=int(not team.all_reachable),
             ),
             tables=self._tables.data_ptr(),
-            column_start=self._column_start.data_ptr(),
+            pe_bytes=self._pe_bytes.data_ptr(),
+            ranges=self._ranges.data_ptr(),
+            num_ranges=len(ranges),
             batch=batch,
             output_row_bytes=row_bytes,
             reports_bad_input=int(bounds == "fatal"),
@@ -405,13 +414,13 @@ def _threads(shapes: int, is_weighted: bool, narrowing: int = 1) -> int:
     return 256 if shapes == elementwise or (num_shapes <= 2 and not has_several_vectors) else 192
 
 
-def _row_shape(table: Any, narrowing: int, row_bytes: int, own_column_bytes: int, own_bytes: int, backend: str) -> int:
+def _row_shape(table: Any, narrowing: int, row_bytes: int, own_bytes: int, backend: str) -> int:
     """Return the RowShape of a table: vectors of 16 bytes where every address of a row allows them.
 
     Args:
         table: its descriptor.
         narrowing: how many times as wide as an element of output one of the table is.
-        row_bytes, own_column_bytes, own_bytes: of the output's rows: all, before this PE's columns, in these.
+        row_bytes, own_bytes: of the output's rows: all, and this PE's columns.
         backend: name of it.
     """
     constants = OPERATOR.description.constants
@@ -420,7 +429,7 @@ def _row_shape(table: Any, narrowing: int, row_bytes: int, own_column_bytes: int
         table.row_bytes // narrowing,
         table.column_bytes,
         row_bytes,
-        table.column_bytes - own_column_bytes,
+        table.staged_bytes,
         own_bytes,
     )
     if any(address % vector_bytes() for address in addresses):
@@ -433,22 +442,47 @@ def _row_shape(table: Any, narrowing: int, row_bytes: int, own_column_bytes: int
 
 
 def _tables(
-    weights: Sequence[torch.Tensor], narrowing: int, own_column_bytes: int, row_bytes: int, backend: str
-) -> tuple[list[ctypes.Structure], int]:
-    """Return the tables' descriptors and the set of their shapes, as a bit mask."""
-    tables: list[ctypes.Structure] = []
+    weights: Sequence[torch.Tensor], narrowing: int, begins: Sequence[int], row_bytes: int, backend: str
+) -> tuple[list[Any], int]:
+    """Return the tables' descriptors and the set of their shapes, as a bit mask.
+
+    Args:
+        weights: the tables.
+        narrowing: how many times as wide as an element of output one of a table is.
+        begins: where their columns begin in a row of output, in elements.
+        row_bytes: of output.
+        backend: name of it.
+    """
+    tables: list[Any] = [None] * len(weights)
     make = OPERATOR.description.structs["Table"]
     own_bytes = sum(weight.shape[1] * weight.element_size() for weight in weights) // narrowing
-    column = own_column_bytes
-    mask = 0
-    for weight in weights:
-        width = weight.shape[1] * weight.element_size()
-        table: Any = make(rows=weight.data_ptr(), num_rows=weight.shape[0], row_bytes=width, column_bytes=column)
-        table.shape = _row_shape(table, narrowing, row_bytes, own_column_bytes, own_bytes, backend)
+    staged = mask = 0
+    for t in sorted(range(len(weights)), key=begins.__getitem__):  # so that they are put in few ranges
+        weight = weights[t]
+        width, element = weight.shape[1] * weight.element_size(), weight.element_size() // narrowing
+        table = make(
+            rows=weight.data_ptr(),
+            num_rows=weight.shape[0],
+            row_bytes=width,
+            column_bytes=begins[t] * element,
+            staged_bytes=staged,
+        )
+        table.shape = _row_shape(table, narrowing, row_bytes, own_bytes, backend)
         mask |= 1 << table.shape
-        tables.append(table)
-        column += width // narrowing
+        tables[t] = table
+        staged += width // narrowing
     return tables, mask or 1
+
+
+def _ranges(tables: Sequence[Any], narrowing: int) -> list[Any]:
+    """Return the tables' columns as ranges that lie side by side in rows of output and of the staging area."""
+    make = OPERATOR.description.structs["ColumnRange"]
+    ranges: list[Any] = []
+    for table in sorted(tables, key=lambda table: int(table.staged_bytes)):
+        if not ranges or ranges[-1].column_bytes + ranges[-1].bytes != table.column_bytes:
+            ranges.append(make(column_bytes=table.column_bytes, staged_bytes=table.staged_bytes))
+        ranges[-1].bytes += table.row_bytes // narrowing
+    return ranges
 
 
 def _request(

@@ -34,6 +34,6 @@ def leave_sms(world: World, num_sms: int, problem: str = "") -> None:
     for pe, told in enumerate(world.bootstrap.exchange("leave-sms", problem.encode())):
         if told:
             raise ValueError(f"on PE {pe}: {told.decode()}")
-    world.residency.leave(num_sms)
+    world.residency.leave(num_sms, is_beside=backend.runs_beside)
     backend.num_sms, backend.default_blocks_per_sm, backend.leaves_room = free - num_sms, 1, True
     world.plan_anew()

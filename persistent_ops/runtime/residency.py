@@ -7,6 +7,7 @@ resident as a whole, or PEs on which they came in different orders wait for each
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .literals import warp_size
@@ -114,10 +115,16 @@ class Residency:
         noted = self._beside.setdefault(workspace, {}) if workspace else self._main
         noted[kernel] = max(grid, noted.get(kernel, 0))
 
+    def replace(self, workspace: str, launches: Iterable[tuple[Footprint, int]]) -> None:
+        """Let these be all launches of a workspace so far."""
+        self._beside[workspace] = {}
+        for kernel, grid in launches:
+            self.add(workspace, kernel, grid)
+
     @property
     def _num_beside(self) -> int:
         """WGs of the largest launches of workspaces beside the world's own, one of each."""
-        return sum(max(of_workspace.values()) for of_workspace in self._beside.values())
+        return sum(max(of_workspace.values(), default=0) for of_workspace in self._beside.values())
 
     def num_free(self, *, is_beside: bool) -> int:
         """Return for how many WGs of the world's own launch there are SMs, one each, beside other workspaces' WGs.
@@ -127,15 +134,17 @@ class Residency:
         """
         return self._num_sms - (self._num_beside if is_beside else 0)
 
-    def leave(self, num_sms: int) -> None:
-        """Leave so many SMs to others from now on; forget the launches so far of the world's own workspace."""
+    def leave(self, num_sms: int, *, is_beside: bool) -> None:
+        """Leave so many SMs to others from now on; forget the launches so far, but those that run beside others."""
         self._num_left = num_sms
         self._main.clear()
+        if not is_beside:
+            self._beside.clear()
 
     def leaves_room(self, *, is_beside: bool) -> bool:
         """Return whether the WGs that may be resident together are no more than the SMs that are not left to others."""
         main = max(self._main.values(), default=0)
-        each = (max(of_workspace.values()) for of_workspace in self._beside.values())
+        each = (max(of_workspace.values(), default=0) for of_workspace in self._beside.values())
         together = main + self._num_beside if is_beside else max((main, *each))
         return not self._num_left or together <= self._num_sms - self._num_left
 

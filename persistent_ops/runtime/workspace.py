@@ -102,6 +102,8 @@ class Workspace:
             self.is_capturing = torch.cuda.is_current_stream_capturing
         self.admit: Callable[[Workspace, Kernel, int], None] = _admit_all
         """Called before a kernel's first launch, and before its first one with so many WGs."""
+        self.launches_beside: Callable[[], Iterable[tuple[Kernel, int]]] | None = None
+        """What launches so far are where they run beside others, kernels and WGs; None: what they are without."""
         self.changes = Changes(self.is_capturing)
         self.calls = CallNumbers(self.is_capturing)
         """Numbers of calls that later launches name in their contracts."""

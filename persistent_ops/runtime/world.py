@@ -130,6 +130,10 @@ class World:
             raise RuntimeError("PEs cannot agree in a CUDA-graph capture on which launches run side by side")
         self.meet(_BESIDE.contract(self.team))
         self.backend.synchronize()
+        for name, side in self._side_workspaces.items():
+            if side.launches_beside is not None:
+                launches = side.launches_beside()
+                self.residency.replace(name, ((kernel.footprint(), grid) for kernel, grid in launches))
         fits = self.residency.fits()
         self._runs_beside = all(raw == b"1" for raw in self.bootstrap.exchange("beside", str(int(fits)).encode()))
         self.backend.runs_beside = self._runs_beside

@@ -21,6 +21,7 @@ namespace {
 
 using driver::fail;
 using po::embedding_all_to_all::Call;
+using po::embedding_all_to_all::ColumnRange;
 using po::embedding_all_to_all::Config;
 using Kernel = po::embedding_all_to_all::Kernel<Config{.shapes = 3, .rows_in_flight = 4}>;
 using po::embedding_all_to_all::Plan;
@@ -33,9 +34,10 @@ constexpr uint64_t kReadyStride = 64;
 
 // ---- options --------------------------------------------------------------------------------------------------------
 
-driver::Options options({{"--tables", "2,2"},  // tables of each PE; as many entries as there are PEs
-                         {"--batch", "5,4"},   // samples of each PE
-                         {"--dims", "wide"},   // wide: rows of whole vectors; odd: any width
+driver::Options options({{"--tables", "2,2"},     // tables of each PE; as many entries as there are PEs
+                         {"--batch", "5,4"},      // samples of each PE
+                         {"--dims", "wide"},      // wide: rows of whole vectors; odd: any width
+                         {"--columns", "by-pe"},  // or in-turn: of the first table of each PE, then of the second ones
                          {"--wgs", "1"},
                          {"--threads", "1"},
                          {"--slice", "2"},  // samples per slice
@@ -79,7 +81,8 @@ struct World : driver::World {
   std::vector<int64_t> tables = options.list("--tables");
   std::vector<int64_t> batch = options.list("--batch");
   std::vector<int64_t> batch_start = std::vector<int64_t>(static_cast<size_t>(size) + 1, 0);
-  std::vector<int64_t> column_start = std::vector<int64_t>(static_cast<size_t>(size) + 1, 0);  // bytes
+  std::vector<int64_t> pe_bytes = std::vector<int64_t>(static_cast<size_t>(size), 0);
+  std::vector<std::vector<int64_t>> columns;  // by PE and table: where its columns begin, in bytes
   std::vector<std::atomic<bool>> has_left =
       std::vector<std::atomic<bool>>(static_cast<size_t>(size));  // the launch with the trouble
 
@@ -88,10 +91,17 @@ struct World : driver::World {
     if (batch.size() != tables.size() || tables.empty())
       fail(driver::kBadOption, "--tables and --batch need one entry per PE");
     std::partial_sum(batch.begin(), batch.end(), batch_start.begin() + 1);
-    for (int pe = 0; pe < size; ++pe) {
-      int64_t bytes = 0;
-      for (int64_t t = 0; t < tables[pe]; ++t) bytes += 4 * dim(pe, t);
-      column_start[pe + 1] = column_start[pe] + bytes;
+    const bool is_in_turn = options.text("--columns") == "in-turn";  // first tables of all PEs, then second ones, ...
+    const int64_t most = *std::max_element(tables.begin(), tables.end());
+    for (const int64_t count : tables) columns.emplace_back(static_cast<size_t>(count));
+    int64_t column = 0;
+    for (int64_t i = 0; i < size * most; ++i) {
+      const auto pe = static_cast<int>(is_in_turn ? i % size : i / most);
+      const int64_t t = is_in_turn ? i / size : i % most;
+      if (t >= tables[pe]) continue;
+      columns[pe][t] = column;
+      pe_bytes[pe] += 4 * dim(pe, t);
+      column += 4 * dim(pe, t);
     }
   }
 
@@ -107,7 +117,7 @@ struct World : driver::World {
     return drawn % 11 == 0 ? 30 : static_cast<int64_t>(drawn % 4);  // empty ones as well
   }
 
-  int64_t row_bytes() const { return column_start.back(); }
+  int64_t row_bytes() const { return std::accumulate(pe_bytes.begin(), pe_bytes.end(), int64_t{0}); }
 };
 
 // ---- one PE ---------------------------------------------------------------------------------------------------------
@@ -129,7 +139,7 @@ class Pe final : public driver::BasePe<Plan, World> {
 
  private:
   void build_tables() {
-    int64_t column = world.column_start[rank];
+    int64_t staged = 0;
     for (int64_t t = 0; t < world.tables[rank]; ++t) {
       const int64_t dim = world.dim(rank, t);
       std::vector<float> rows;
@@ -138,13 +148,19 @@ class Pe final : public driver::BasePe<Plan, World> {
       }
       rows_.push_back(std::move(rows));
       const auto shape = world.is_odd ? po::embedding_all_to_all::kElementwise : po::embedding_all_to_all::kLanes32x2;
-      tables_.push_back({reinterpret_cast<const uint8_t*>(rows_.back().data()), kNumRows, 4 * dim, column, shape});
-      column += 4 * dim;
+      const int64_t column = world.columns[rank][t];
+      tables_.push_back(
+          {reinterpret_cast<const uint8_t*>(rows_.back().data()), kNumRows, 4 * dim, column, staged, shape});
+      if (ranges_.empty() || ranges_.back().column_bytes + ranges_.back().bytes != column) {
+        ranges_.push_back({column, staged, 0});
+      }
+      ranges_.back().bytes += 4 * dim;
+      staged += 4 * dim;
     }
   }
 
   void lay_out_heap() {
-    const auto own_bytes = static_cast<uint64_t>(world.column_start[rank + 1] - world.column_start[rank]);
+    const auto own_bytes = static_cast<uint64_t>(world.pe_bytes[rank]);
     // What follows is this PE's own business: it lies elsewhere on every PE, and senders learn where from the grant.
     take(static_cast<uint64_t>(rank) * 256);
     plan.staging_offset = take(static_cast<uint64_t>(world.batch_start.back()) * own_bytes);
@@ -179,7 +195,9 @@ class Pe final : public driver::BasePe<Plan, World> {
     order.slice_major = !is_direct;
 
     plan.tables = tables_.data();
-    plan.column_start = world.column_start.data();
+    plan.pe_bytes = world.pe_bytes.data();
+    plan.ranges = ranges_.data();
+    plan.num_ranges = static_cast<int64_t>(ranges_.size());
     plan.batch = world.batch_start.back();
     plan.output_row_bytes = world.row_bytes();
     plan.reports_bad_input = 1;
@@ -259,12 +277,13 @@ class Pe final : public driver::BasePe<Plan, World> {
   }
 
   void check_output(int64_t launch) const {
-    const uint32_t* words = output_words(output_offset(launch));
     for (int64_t row = 0; row < world.batch[rank]; ++row) {
+      const uint32_t* row_words = output_words(output_offset(launch)) + row * world.row_bytes() / 4;
       const int64_t bag = world.batch_start[rank] + row;
       for (int sender = 0; sender < world.size; ++sender) {
         for (int64_t t = 0; t < world.tables[sender]; ++t) {
           const int64_t length = world.bag_length(sender, t, bag, launch);
+          const uint32_t* words = row_words + world.columns[sender][t] / 4;
           for (int64_t c = 0; c < world.dim(sender, t); ++c, ++words) {
             float expected = 0;
             for (int64_t i = 0; i < length; ++i) {
@@ -313,12 +332,14 @@ class Pe final : public driver::BasePe<Plan, World> {
     }
 
     const int silent = absent >= 0 ? absent : mismatched;
-    const auto first = static_cast<size_t>(world.column_start[silent] / 4);
-    const auto last = static_cast<size_t>(world.column_start[silent + 1] / 4);
     const auto width = static_cast<size_t>(world.row_bytes() / 4);
+    std::vector<bool> are_silent(width);  // columns
+    for (int64_t t = 0; t < world.tables[silent]; ++t) {
+      std::fill_n(are_silent.begin() + world.columns[silent][t] / 4, world.dim(silent, t), true);
+    }
     const uint32_t* words = output_words(output_offset(launch));
     for (size_t i = 0; i < output_bytes() / 4; ++i) {
-      const bool is_from_silent = rank == late || (i % width >= first && i % width < last);
+      const bool is_from_silent = rank == late || are_silent[i % width];
       if (is_from_silent && words[i] != kAborted) {
         fail(driver::kWrongOutput, "PE %d: word %zu of an aborted launch's output is 0x%08x, not poisoned", rank, i,
              words[i]);
@@ -333,6 +354,7 @@ class Pe final : public driver::BasePe<Plan, World> {
 
   std::vector<std::vector<float>> rows_;
   std::vector<Table> tables_;
+  std::vector<ColumnRange> ranges_;
   uint64_t outputs_[2] = {};
   std::vector<uint64_t> wg_done_;
 };
