@@ -30,6 +30,7 @@ class Case:
         wire: dtype of pooled rows; None: the tables'.
         batch: global batch, or the samples of each PE given the world size.
         pooling: (rank, iteration, generator, number of bags) -> length of each bag.
+        is_in_turn: whether columns are of the first table of each PE, then of the second ones, and so on.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     huge_bag: int = 0
     tuning: Tuning | None = None
     wire: torch.dtype | None = None
+    is_in_turn: bool = False
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -85,6 +87,14 @@ CASES = [
     Case("many tables", dims=lambda rank: (4,) * (70 + rank), batch=lambda w: 6, max_pooling=2),
     Case("single-sample slices", tuning=Tuning(slice_samples=1)),
     Case("large slices, locals mixed in", tuning=Tuning(slice_samples=16, local_delay=0.0)),
+    Case("columns in turn", is_in_turn=True, dims=lambda rank: (8, 16, 64)),
+    Case(
+        "columns in turn, mixed and odd widths, one PE without tables",
+        dims=_varied_dims,
+        batch=lambda w: [11, 0, 19, 5, 1, 2, 3, 4][:w],
+        is_in_turn=True,
+    ),
+    Case("columns in turn, bf16 on the wire", dims=lambda rank: (128, 8, 256), wire=torch.bfloat16, is_in_turn=True),
     Case("bf16 on the wire", wire=torch.bfloat16),
     Case("bf16 on the wire, mean", mode="mean", wire=torch.bfloat16, index_dtype=torch.int32),
     Case("bf16 on the wire, weighted", is_weighted=True, dims=lambda rank: (8, 128), wire=torch.bfloat16),
@@ -109,6 +119,27 @@ def split_of(case: Case, world: int) -> list[int]:
     if isinstance(batch, list):
         return batch
     return [batch // world + int(rank < batch % world) for rank in range(world)]
+
+
+class Placed:
+    """Where the columns of a case are, in a world."""
+
+    def __init__(self, case: Case, world: int) -> None:
+        widths = [list(case.dims(rank)) for rank in range(world)]
+        if case.same_table:
+            widths = [[of_pe[0]] * 2 for of_pe in widths]
+        tables = [(pe, table) for pe, of_pe in enumerate(widths) for table in range(len(of_pe))]
+        begins, begin = {}, 0
+        for pe, table in sorted(tables, key=lambda each: (each[1], each[0]) if case.is_in_turn else each):
+            begins[pe, table] = begin
+            begin += widths[pe][table]
+        self.columns = [begins[each] for each in tables] if case.is_in_turn else None
+        ranges = [range(begins[pe, table], begins[pe, table] + widths[pe][table]) for pe, table in tables]
+        self._places = torch.tensor([place for each in ranges for place in each], dtype=torch.int64)
+
+    def by_pe(self, result: torch.Tensor) -> torch.Tensor:
+        """Return a result's columns side by side, PE by PE."""
+        return result if self.columns is None else result[:, self._places.to(result.device)]
 
 
 @functools.lru_cache(maxsize=32)
@@ -170,7 +201,7 @@ class EmbeddingTrial(Trial):
     def __init__(self, case: Case) -> None:
         self._case, world = case, po.world_size()
         OPERATOR.tune(po.runtime.world.current(), case.tuning)
-        self._split = split_of(case, world)
+        self._split, self._placed = split_of(case, world), Placed(case, world)
         self._tables = [weight.to(po.device()) for weight in make_inputs(case, po.rank(), world, 0)[0]]
         if case.same_table:
             self._tables = [self._tables[0]] * 2
@@ -196,12 +227,14 @@ class EmbeddingTrial(Trial):
             dtype=case.dtype,
             wire_dtype=case.wire,
             schedule=way,
+            columns=self._placed.columns,
         )
         if iteration not in self._wants:
             self._wants[iteration] = expected_bits(case, inputs, rank, split)
-        problem = difference(output.cpu(), self._wants[iteration])
+        found = self._placed.by_pe(output).cpu()
+        problem = difference(found, self._wants[iteration])
         if problem is None and turn == 0:
-            problem = _is_near(case, output.cpu(), reference(inputs, rank, split, case.mode), inputs, rank, split)
+            problem = _is_near(case, found, reference(inputs, rank, split, case.mode), inputs, rank, split)
         return Outcome([output], problem)
 
     def close(self) -> None:

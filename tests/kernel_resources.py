@@ -28,7 +28,8 @@ import torch
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
 from persistent_ops.ops.embedding_backward_plan import GRADIENT, STEPS, Tiles
 from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
-from persistent_ops.ops.embedding_inputs_plan import Tuning as InputsTuning
+from persistent_ops.ops.embedding_inputs_plan import THREADS as INPUTS_THREADS
+from persistent_ops.ops.embedding_inputs_plan import THREADS_BESIDE as INPUTS_THREADS_BESIDE
 from persistent_ops.ops.embedding_inputs_plan import kernel_request as inputs_kernel_request
 from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
 from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
@@ -188,16 +189,14 @@ class EmbeddingInputs:
     has_lengths: bool = True
     is_weighted: bool = False
     arch: str = "sm_90"
+    threads: int = INPUTS_THREADS_BESIDE
 
     @property
     def name(self) -> str:
         integers = f"{self.value} to {self.index}, {self.bound}".replace("torch.", "")
         kind = "lengths" if self.has_lengths else "offsets"
-        return f"embedding_inputs {self.arch} {integers} {kind}{', weighted' * self.is_weighted}"
-
-    @property
-    def threads(self) -> int:
-        return self.request().threads
+        wide = f", {self.threads} threads" * (self.threads != INPUTS_THREADS_BESIDE)
+        return f"embedding_inputs {self.arch} {integers} {kind}{', weighted' * self.is_weighted}{wide}"
 
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
@@ -207,7 +206,7 @@ class EmbeddingInputs:
             self.bound,
             has_lengths=self.has_lengths,
             is_weighted=self.is_weighted,
-            threads=InputsTuning().threads,
+            threads=self.threads,
         )
 
 
@@ -471,7 +470,10 @@ def _rest() -> Iterator[Combination]:
         yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, index=index, offset=offset)
     integers = ((torch.int64, torch.int32), (torch.int64, torch.int64), (torch.int32, torch.int32))
     for (value, index), bound, lengths in itertools.product(integers, (torch.int32, torch.int64), (True, False)):
-        yield EmbeddingInputs(value, index, bound, lengths, is_weighted=(value == bound) == lengths)
+        for threads in (INPUTS_THREADS, INPUTS_THREADS_BESIDE):
+            yield EmbeddingInputs(
+                value, index, bound, lengths, is_weighted=(value == bound) == lengths, threads=threads
+            )
     for arch in ARCHITECTURES:
         yield EmbeddingInversion(8, arch=arch)
         yield EmbeddingInversion(4, is_wide=True, lookups=True, counts=True, arch=arch)

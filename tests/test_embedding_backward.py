@@ -10,7 +10,7 @@ import torch
 from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from embedding_backward_cases import CASES, FEW, Case, Model, columns_of, make_gradient, make_inputs
 from embedding_cases import Case as Shape
-from embedding_cases import split_of
+from embedding_cases import Placed, split_of
 from graphs import Graph
 from worlds import in_world
 
@@ -45,7 +45,7 @@ class BackwardTrial(Trial):
         if turn and iteration == 0:
             self._begin()
         case, rank, world = self._case, po.rank(), po.world_size()
-        shape, split = case.shape, split_of(case.shape, world)
+        shape, split, placed = case.shape, split_of(case.shape, world), Placed(case.shape, world)
         lr = 0.1 / (1 + iteration)
         self._optimizer.lr.fill_(lr)
         inputs = make_inputs(case, rank, world, iteration)
@@ -62,8 +62,10 @@ class BackwardTrial(Trial):
             dtype=shape.dtype,
             wire_dtype=shape.wire,
             bounds="ignore",
+            columns=placed.columns,
             optimizer=self._optimizer,
         )
+        result = placed.by_pe(result)
         first = sum(split[:rank])
         gradient = make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device())
         if turn % 2:  # begins anywhere

@@ -21,7 +21,7 @@ from embedding_backward_cases import (
     sparse_problem,
 )
 from embedding_cases import Case as Shape
-from embedding_cases import split_of
+from embedding_cases import Placed, split_of
 from embedding_lookups_cases import brought, exchange, make_exchange, of_own_samples
 from graphs import NUM_INPUTS, Call, GraphSuite
 from worlds import error_of, in_world
@@ -101,7 +101,7 @@ class _Steps(Trial):
         if turn and iteration == 0:
             self._begin()
         case, rank, world = self._case, po.rank(), po.world_size()
-        split, lr = split_of(case.shape, world), 0.1 / (1 + iteration)
+        split, placed, lr = split_of(case.shape, world), Placed(case.shape, world), 0.1 / (1 + iteration)
         self._optimizer.lr.fill_(lr)
         with self._lookups(iteration) as lookups:
             weights = lookups.per_sample_weights
@@ -113,8 +113,10 @@ class _Steps(Trial):
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
                 wire_dtype=case.shape.wire,
+                columns=placed.columns,
                 optimizer=self._optimizer,
             )
+            result = placed.by_pe(result)
             after = (iteration + 1) % NUM_ITERATIONS
             self._arriving = after, exchange(self._inputs, case, after, gives_gradients=True)
             first = sum(split[:rank])

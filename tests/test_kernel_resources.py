@@ -51,7 +51,7 @@ def _check(name: str, threads: int, registers: int, spill_bytes: int) -> None:
     is_alone |= name.startswith("embedding_backward")  # whose grid is what fits
     blocks = 1 if is_alone else BLOCKS_PER_SM
     if name.startswith("embedding_inputs") and not name.endswith("traced"):
-        blocks = REGISTERS_PER_SM // 4096  # what is to find room beside others
+        blocks = 1024 // threads  # with few threads a WG finds room beside others: 4096 registers
     held = -(-registers // 8) * 8 * threads * blocks
     assert held <= REGISTERS_PER_SM, f"{name}: {blocks} WGs of {threads} threads hold {held} registers of an SM"
 

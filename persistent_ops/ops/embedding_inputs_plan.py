@@ -25,6 +25,8 @@ __all__ = [
     "MOST_LOOKUPS",
     "MOST_PIECE_LOOKUPS",
     "OPERATOR",
+    "THREADS",
+    "THREADS_BESIDE",
     "WORKSPACE",
     "InputsKey",
     "InputsLayout",
@@ -40,8 +42,9 @@ WORKSPACE = "inputs"
 _NAME = "embedding_inputs"
 _OUTGOING = "outgoing lookups"  # an area: copies of what is put to PEs that are not reachable
 _HOST_WORK_GROUPS = 2
-_THREADS = 256
-_MOST_WORK_GROUPS_BESIDE, _THREADS_BESIDE = 16, 64
+_MOST_WORK_GROUPS_BESIDE = 16
+THREADS = 256
+THREADS_BESIDE = 64
 MOST_PIECE_LOOKUPS = 1 << 20
 MOST_LOOKUPS = 2**31 - MOST_PIECE_LOOKUPS  # of a message, whose pieces are counted in 32 bits
 _MOST_CONTRACTS = 1024  # batches that vary without end must not collect
@@ -226,14 +229,14 @@ def _shapes_of(backend: Backend, tuning: Tuning, pieces: int) -> dict[bool, Shap
         pieces: of work, at most.
     """
     if backend.name == "host":  # whose threads are others, so that one library serves both
-        work_groups, most, threads = _HOST_WORK_GROUPS, _HOST_WORK_GROUPS, _THREADS_BESIDE
+        work_groups, most, threads = _HOST_WORK_GROUPS, _HOST_WORK_GROUPS, THREADS_BESIDE
     else:
-        resident, needed = backend.num_sms * backend.default_blocks_per_sm, -(-pieces * warp_size() // _THREADS)
-        work_groups, most, threads = min(resident, needed), _MOST_WORK_GROUPS_BESIDE, _THREADS
+        resident, needed = backend.num_sms * backend.default_blocks_per_sm, -(-pieces * warp_size() // THREADS)
+        work_groups, most, threads = min(resident, needed), _MOST_WORK_GROUPS_BESIDE, THREADS
     work_groups = tuning.work_groups or work_groups
     return {
         False: Shape(work_groups, tuning.threads or threads),
-        True: Shape(min(work_groups, most), tuning.threads or _THREADS_BESIDE),
+        True: Shape(min(work_groups, most), tuning.threads or THREADS_BESIDE),
     }
 
 
