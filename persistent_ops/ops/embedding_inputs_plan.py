@@ -88,8 +88,8 @@ class Tuning(BoundedTuning):
     """Choices that change speed and nothing else; each PE has its own.
 
     Attributes:
-        work_groups: None for those that a message's pieces keep busy, at most what fills the GPU; where launches run
-            beside others, 16 at most.
+        work_groups: None for as many as messages' pieces keep busy and the GPU holds at once; where launches run beside
+            others, 16 at most.
         threads: of a WG on the GPU. None for 256 where launches take turns; for 64 where they run beside others: then
             a WG takes 4096 registers of an SM at most.
         chunk_bags: bags of a feature that a warp adds up at once.
@@ -220,24 +220,10 @@ class Shape(NamedTuple):
     threads: int
 
 
-def _shapes_of(backend: Backend, tuning: Tuning, pieces: int) -> dict[bool, Shape]:
-    """Return the shapes of launches that take turns with all others (False), and that run beside some (True).
-
-    Args:
-        backend: of this PE.
-        tuning: the operator's.
-        pieces: of work, at most.
-    """
-    if backend.name == "host":  # whose threads are others, so that one library serves both
-        work_groups, most, threads = _HOST_WORK_GROUPS, _HOST_WORK_GROUPS, THREADS_BESIDE
-    else:
-        resident, needed = backend.num_sms * backend.default_blocks_per_sm, -(-pieces * warp_size() // THREADS)
-        work_groups, most, threads = min(resident, needed), _MOST_WORK_GROUPS_BESIDE, THREADS
-    work_groups = tuning.work_groups or work_groups
-    return {
-        False: Shape(work_groups, tuning.threads or threads),
-        True: Shape(min(work_groups, most), tuning.threads or THREADS_BESIDE),
-    }
+def _shape_beside(backend: Backend, tuning: Tuning) -> Shape:
+    """Return that of launches that run beside others; on the host those in turn have as many threads: one library."""
+    most = _HOST_WORK_GROUPS if backend.name == "host" else _MOST_WORK_GROUPS_BESIDE
+    return Shape(min(tuning.work_groups or most, _MOST_WORK_GROUPS_BESIDE), tuning.threads or THREADS_BESIDE)
 
 
 def aligned_bytes(nbytes: int) -> int:
@@ -272,11 +258,8 @@ class InputsPlan(Plan):
             raise ValueError(
                 "slots, max_batch: messages of more than 2^31 pieces; use larger chunk_bags or piece_lookups"
             )
-        self._shapes = _shapes_of(backend, tuning, max(sum(pieces), layout.num_features * chunks))
-        kernel, grid = self.kernel_and_grid(is_beside=False)
-        resident = kernel.max_blocks_per_sm() * backend.num_sms
-        if backend.name != "host" and resident < grid:
-            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {grid}")
+        self._most_pieces = max(sum(pieces), layout.num_features * chunks)
+        self._shapes = {False: self._shape_in_turns(tuning), True: _shape_beside(backend, tuning)}
         if backend.runs_beside:
             self.kernel_and_grid(is_beside=True)
         own_slots = len(layout.slots[team.rank])
@@ -319,16 +302,32 @@ class InputsPlan(Plan):
 
     def kernel_and_grid(self, *, is_beside: bool) -> tuple[Kernel, int]:
         """Return what is launched, beside other launches or not; the kernel is loaded the first time."""
-        key, shape = self._key, self._shapes[is_beside]
+        shape = self._shapes[is_beside]
+        return self._kernel(shape.threads), shape.work_groups
+
+    def _kernel(self, threads: int) -> Kernel:
+        key = self._key
         request = kernel_request(
             key.value_dtype,
             key.layout.index_dtype,
             key.bound_dtype,
             has_lengths=key.has_lengths,
             is_weighted=key.layout.is_weighted,
-            threads=shape.threads,
+            threads=threads,
         )
-        return self._world.load(request), shape.work_groups
+        return self._world.load(request)
+
+    def _shape_in_turns(self, tuning: Tuning) -> Shape:
+        """Return that of launches that take turns with all others: as many warps as have work and find room."""
+        backend = self._world.backend
+        if backend.name == "host":
+            return _shape_beside(backend, tuning)._replace(work_groups=tuning.work_groups or _HOST_WORK_GROUPS)
+        threads = tuning.threads or THREADS
+        resident = self._kernel(threads).max_blocks_per_sm() * backend.num_sms
+        work_groups = tuning.work_groups or min(resident, -(-self._most_pieces * warp_size() // threads))
+        if resident < work_groups:
+            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {work_groups}")
+        return Shape(work_groups, threads)
 
     def _make_owners(self, structs: Any) -> list[Any]:
         key, layout = self._key, self._key.layout
