@@ -211,7 +211,13 @@ def _pushed() -> list[str]:
     for sample in {*range(first, first + samples)} & {*_BAGS[1]}:
         gradient[sample - first, _WIDTHS[0] :] = _gradient_of(sample, 1)
     optimizer = po.EmbeddingOptimizer([table], "sgd", lr=0.5)
-    split = {"batch_per_rank": _SAMPLES, "dim_per_rank": _WIDTHS, "dtype": torch.bfloat16, "wire_dtype": None}
+    split = {
+        "batch_per_rank": _SAMPLES,
+        "dim_per_rank": _WIDTHS,
+        "dtype": torch.bfloat16,
+        "wire_dtype": None,
+        "columns": None,
+    }
     # The forward pass alone would write all of its result.
     result = optimizer.record(
         lambda *_, **__: _zeros(samples, sum(_WIDTHS), dtype=torch.bfloat16),

@@ -46,7 +46,7 @@ def operator_arguments(
 ) -> tuple[Any, ...]:
     batch = (found[1].numel() - 1) // TABLES
     dtypes = (weights[0].dtype, wire or weights[0].dtype)
-    return (weights, *found, factors, [TABLES * DIM], [batch], *dtypes, mode, "fatal", "communication_aware")
+    return (weights, *found, factors, [TABLES * DIM], [batch], *dtypes, mode, "fatal", "communication_aware", None)
 
 
 def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None, mode: str) -> torch.Tensor:

@@ -548,7 +548,7 @@ _NO_GRADIENT = (
 )
 _SPLIT_AND_CHOICES = (
     "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str mode, str bounds, "
-    "str schedule, SymInt[]? columns"
+    "str schedule, SymInt[]? columns=None"
 )
 _operator = TorchOperator(
     "embedding_all_to_all",
