@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import hashlib
 import itertools
 import json
-import re
 import struct
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from kernel_digests import digest
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
 from persistent_ops.ops.embedding_backward_plan import GRADIENT, STEPS, Tiles
@@ -40,11 +38,10 @@ from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
 from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
-from persistent_ops.runtime.jit import KernelResources, _scan, compile_cuda
+from persistent_ops.runtime.jit import KernelResources, compile_cuda
 from persistent_ops.runtime.toolchain import find_nvcc
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CUDA = REPOSITORY / "cuda"
 TABLE = REPOSITORY / "benchmarks" / "kernel_resources.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POOLINGS = ("sum", "weighted sum", "mean")
@@ -564,46 +561,9 @@ def everything() -> list[Combination]:
     return list(dict.fromkeys([*product, *_rest()]))
 
 
-# Numbers, whose separators begin no literal; literals, in which nothing is a comment; comments.
-_COMMENT_OR_NOT = re.compile(r"""\b\d[\w']*|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|//[^\n]*|/\*.*?\*/""", re.DOTALL)
-
-
-def code_alone(text: str) -> str:
-    """Return C++ without comments and layout."""
-    code = _COMMENT_OR_NOT.sub(lambda found: " " if found[0].startswith(("//", "/*")) else found[0], text)
-    return " ".join(code.split())
-
-
-def for_gpus(text: str) -> str:
-    """Return C++ without the lines that are compiled for the host backend alone."""
-    kept = []
-    holds: list[bool | None] = []  # on a GPU, each condition that a line stands in; None: not known
-    for line in text.splitlines():
-        if line.startswith("#if"):
-            holds.append({"#if PO_ON_DEVICE": True, "#if !PO_ON_DEVICE": False}.get(line.rstrip()))
-        elif line.startswith("#elif"):
-            holds[-1] = False if holds[-1] else None
-        elif line.startswith("#else") and holds[-1] is not None:
-            holds[-1] = not holds[-1]
-        if False not in holds:
-            kept.append(line)
-        if line.startswith("#endif"):
-            holds.pop()
-    return "\n".join(kept)
-
-
-@functools.cache
-def _headers(entry: str) -> str:
-    """Return the code of a kernel's header, and of all that it includes of ours, that is compiled for GPUs."""
-    texts = {name: (CUDA / name).read_text() for name in sorted(_scan(CUDA, entry))}
-    return "".join(f"{name}\n{code_alone(for_gpus(text))}\n" for name, text in texts.items())
-
-
 def code_of(combination: Combination) -> str:
-    """Return a digest of what is compiled for a combination: its unit, the headers, the architecture."""
-    source = combination.request().source()
-    text = f"{combination.arch}\n{source.unit}\n{source.defines}\n{_headers(source.entry)}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Return a digest of what is compiled for a combination."""
+    return digest(combination.request().source(), combination.arch)
 
 
 def compiled(combination: Combination) -> KernelResources:

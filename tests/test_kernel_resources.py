@@ -12,19 +12,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import kernel_resources
+import kernel_digests
 import pytest
+from kernel_digests import CUDA, code_alone, for_gpus
 from kernel_resources import (
     ARCHITECTURES,
     BLOCKS_PER_SM,
-    CUDA,
     REGISTERS_PER_SM,
     TABLE,
-    code_alone,
     code_of,
     compiled,
     everything,
-    for_gpus,
     nvcc_release,
     row,
     sample,
@@ -122,15 +120,15 @@ def test_a_digest_is_of_headers_without_comments(tmp_path: Path, monkeypatch: py
     header = tmp_path / "cuda" / "comm" / "launch.cuh"
     text, old = header.read_text(), "uint64_t started = 0;"
     assert old in text
-    monkeypatch.setattr(kernel_resources, "CUDA", tmp_path / "cuda")
+    monkeypatch.setattr(kernel_digests, "CUDA", tmp_path / "cuda")
     digests = []
     try:
         for new in (old, f"{old}  // when\n  /* and why */", "uint64_t started = 1;"):
             header.write_text(text.replace(old, new))
-            kernel_resources._headers.cache_clear()
+            kernel_digests._headers.cache_clear()
             digests.append(code_of(barrier))
     finally:
-        kernel_resources._headers.cache_clear()
+        kernel_digests._headers.cache_clear()
     assert digests[0] == digests[1] != digests[2]
 
 
