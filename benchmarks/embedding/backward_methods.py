@@ -74,6 +74,7 @@ class OurBackward:
             "dim_per_rank": [config.tables * config.dim] * world.size,
             "dtype": config.torch_dtype,
             "wire_dtype": config.wire_dtype,
+            "columns": None,
         }
         self._plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         self._parts: list[_Parts] = []
