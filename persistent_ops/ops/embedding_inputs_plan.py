@@ -259,6 +259,7 @@ class InputsPlan(Plan):
                 "slots, max_batch: messages of more than 2^31 pieces; use larger chunk_bags or piece_lookups"
             )
         self._most_pieces = max(sum(pieces), layout.num_features * chunks)
+        self._kernels: dict[int, Kernel] = {}  # by threads
         self._shapes = {False: self._shape_in_turns(tuning), True: _shape_beside(backend, tuning)}
         if backend.runs_beside:
             self.kernel_and_grid(is_beside=True)
@@ -306,16 +307,19 @@ class InputsPlan(Plan):
         return self._kernel(shape.threads), shape.work_groups
 
     def _kernel(self, threads: int) -> Kernel:
-        key = self._key
-        request = kernel_request(
-            key.value_dtype,
-            key.layout.index_dtype,
-            key.bound_dtype,
-            has_lengths=key.has_lengths,
-            is_weighted=key.layout.is_weighted,
-            threads=threads,
-        )
-        return self._world.load(request)
+        kernel = self._kernels.get(threads)
+        if kernel is None:
+            key = self._key
+            request = kernel_request(
+                key.value_dtype,
+                key.layout.index_dtype,
+                key.bound_dtype,
+                has_lengths=key.has_lengths,
+                is_weighted=key.layout.is_weighted,
+                threads=threads,
+            )
+            kernel = self._kernels[threads] = self._world.load(request)
+        return kernel
 
     def _shape_in_turns(self, tuning: Tuning) -> Shape:
         """Return that of launches that take turns with all others: as many warps as have work and find room."""
