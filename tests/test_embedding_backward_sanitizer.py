@@ -24,11 +24,15 @@ using namespace po::embedding_backward;
 #ifndef DRIVER_WIRE
 #define DRIVER_WIRE kFloat32
 #endif
+#ifndef DRIVER_LANES
+#define DRIVER_LANES 32
+#endif
 
 constexpr Config kConfig{.scalar = po::DType::kFloat32,
                          .wire = po::DType::DRIVER_WIRE,
                          .step = Step::STEP,
                          .aligned = false,
+                         .lanes = DRIVER_LANES,
                          .wide_rows = false};
 constexpr bool kUpdates = kConfig.step != Step::kGradient;
 using Wire = po::ScalarOf<kConfig.wire>;

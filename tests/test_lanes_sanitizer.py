@@ -71,9 +71,17 @@ OF_ALL_REDUCE = {
 MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INPUTS | OF_INVERSION | OF_WEIGHT_GRADIENTS | OF_SPARSE | OF_ALL_REDUCE
 
 
-def _driver(of: type[SanitizerSuite], build: str, staged: str, mutations: dict[str, Mutation]) -> Driver:
-    builds: dict[str, Build] = {"lanes": of_lanes(of.driver.builds[build])}
-    cases = {"one_warp": _WARP, "staged": f"{_STAGED} {staged}"}
+def _driver(
+    of: type[SanitizerSuite],
+    build: str,
+    staged: str,
+    mutations: dict[str, Mutation],
+    flags: tuple[str, ...] = (),
+    **cases: str,
+) -> Driver:
+    found = of.driver.builds[build]
+    builds: dict[str, Build] = {"lanes": of_lanes(Build((*flags, *found.flags), found.edits))}
+    cases = {"one_warp": _WARP, "staged": f"{_STAGED} {staged}", **cases}
     return Driver(of.driver.source, builds, {"lanes": cases}, mutations, "lanes")
 
 
@@ -82,7 +90,16 @@ class TestEmbeddingAllToAll(SanitizerSuite):
 
 
 class TestEmbeddingBackward(SanitizerSuite):
-    driver: ClassVar = _driver(EmbeddingBackward, "sgd", "--pes=2 --staged=1", OF_BACKWARD)
+    # Rows of windows are tiles', those with more lookups a whole warp's.
+    driver: ClassVar = _driver(
+        EmbeddingBackward,
+        "sgd",
+        "--pes=2 --staged=1",
+        OF_BACKWARD,
+        ("-DDRIVER_LANES=8",),
+        rows_of_a_warp=f"{_WARPS} --pes=2 --rows=7 --batch=70",
+        rows_of_chunks=f"{_WARPS} {_CHUNKS}",
+    )
 
 
 class TestEmbeddingInputs(SanitizerSuite):

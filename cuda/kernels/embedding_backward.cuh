@@ -36,7 +36,9 @@ class Reducer {
  public:
   using Window = LookupWindow<Traits>;
   using Key = typename Traits::Key;
-  using Columns = typename RowUpdate<Traits>::Columns;
+  using Row = RowUpdate<Traits, typename Traits::Tile, true>;
+  using LongRow = RowUpdate<Traits, Warp, false>;
+  using LongColumns = typename LongRow::Columns;
 
   PO_FN Reducer(const Plan& plan, const Call& call, Window& window)
       : plan_(plan),
@@ -45,7 +47,8 @@ class Reducer {
         window_(window),
         count_(static_cast<int>(*call.count)),
         filler_(plan, call, window, count_),
-        row_(plan, call) {}
+        row_(plan, call),
+        long_row_(plan, call) {}
 
   PO_FN void run() {
     // Behind a launch that was given up, what is sorted may be anything. One lane decides for the warp.
@@ -84,19 +87,19 @@ class Reducer {
     const GroupView view = window_.group;
     const int count = filled.num_rows - (filled.is_open ? 1 : 0);
     PO_NO_UNROLL
-    for (int number = row_.tile().index(); number < count; number += Traits::Tile::kPerWarp) {
+    for (int number = row_.lanes().index(); number < count; number += Traits::Tile::kPerWarp) {
       const int64_t row = window_.rows[number];
       const int first = window_.begins[number];
       const int last = window_.begins[number + 1];
       if constexpr (Traits::kPooling == Pooling::kWeightedSum) {
         if (call_.factor_gradients != nullptr) row_.differentiate_factors(view, row, window_, begin, first, last, 1);
       }
-      row_.template finish<true>(view, row, begin + first, true,
-                                 [&](int part, Columns& sums) { row_.add_up(view, window_, part, first, last, sums); });
+      row_.finish(view, row, begin + first,
+                  [&](int part, auto& sums) { row_.add_up(view, window_, part, first, last, sums); });
     }
   }
 
-  // ---- rows whose lookups no window has: the whole warp, the first tile of which has the row ---------------------------
+  // ---- rows whose lookups no window has: the whole warp ---------------------------------------------------------------
 
   PO_FN void update_open_row(int number, int window_begin) const {
     const int64_t row = window_.rows[number];
@@ -104,8 +107,8 @@ class Reducer {
     const int end = end_of(begin, window_.group.first_key + row);
     if (end - begin > kChunkLookups) return add_chunk(row, begin, end, 0);
     differentiate(row, begin, end);
-    row_.template finish<false>(window_.group, row, begin, row_.tile().index() == 0,
-                                [&](int part, Columns& sums) { add_streamed(part, begin, end, sums); });
+    long_row_.finish(window_.group, row, begin,
+                     [&](int part, LongColumns& sums) { add_streamed(part, begin, end, sums); });
   }
 
   // Where a row's chunk behind its first one begins there, adds it up. Returns false where the launch was given up.
@@ -127,19 +130,18 @@ class Reducer {
     const int first = begin + number * kChunkLookups;
     const int last = min_of(first + kChunkLookups, end);
     const int slot = begin / kSlotLookups;
-    const bool is_first_tile = row_.tile().index() == 0;
     PO_NO_UNROLL
-    for (int part = 0; part < row_.num_parts(window_.group); ++part) {
-      Columns sums = {};
+    for (int part = 0; part < long_row_.num_parts(window_.group); ++part) {
+      LongColumns sums = {};
       add_streamed(part, first, last, sums);
-      if (is_first_tile) row_.store_sums(window_.group, part, sums_of(slot + number), sums);
+      long_row_.store_sums(window_.group, part, sums_of(slot + number), sums);
     }
     differentiate(row, first, last);
     if (!is_last_chunk(slot, ceil_div(end - begin, kChunkLookups))) return;
-    row_.template finish<false>(window_.group, row, begin, is_first_tile, [&](int part, Columns& sums) {
+    long_row_.finish(window_.group, row, begin, [&](int part, LongColumns& sums) {
       PO_NO_UNROLL
       for (int i = 0; begin + i * kChunkLookups < end; ++i) {
-        row_.add_stored(window_.group, part, sums_of(slot + i), sums);
+        long_row_.add_stored(window_.group, part, sums_of(slot + i), sums);
       }
     });
   }
@@ -160,13 +162,12 @@ class Reducer {
 
   PO_FN float* sums_of(int slot) const { return call_.chunk_sums + slot * plan_.sum_elements; }
 
-  // By all tiles, since all lanes look for where gradients are.
-  PO_FN void add_streamed(int part, int begin, int end, Columns& sums) const {
+  PO_FN void add_streamed(int part, int begin, int end, LongColumns& sums) const {
     PO_NO_UNROLL
     for (int at = begin; at < end; at += Window::kCapacity) {
       const int count = min_of(Window::kCapacity, end - at);
       filler_.refill(at, count);
-      row_.add_up(window_.group, window_, part, 0, count, sums);
+      long_row_.add_up(window_.group, window_, part, 0, count, sums);
     }
   }
 
@@ -177,7 +178,8 @@ class Reducer {
       for (int at = begin; at < end; at += Window::kCapacity) {
         const int count = min_of(Window::kCapacity, end - at);
         filler_.refill(at, count);
-        row_.differentiate_factors(window_.group, row, window_, at, row_.tile().index(), count, Traits::Tile::kPerWarp);
+        row_.differentiate_factors(window_.group, row, window_, at, row_.lanes().index(), count,
+                                   Traits::Tile::kPerWarp);
       }
       warp_.sync();  // the row has been read
     }
@@ -265,7 +267,8 @@ class Reducer {
   Window& window_;
   const int count_;
   const WindowFiller<Traits> filler_;
-  const RowUpdate<Traits> row_;
+  const Row row_;
+  const LongRow long_row_;
   const BallotWarp warp_{};
   bool is_in_group_ = false;
 };

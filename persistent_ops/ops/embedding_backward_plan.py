@@ -212,10 +212,12 @@ def kernel_request(
     """Return what is compiled for one combination of choices; `has_one_wg`: whether an SM has a large WG alone."""
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
-    needs_registers = (step in ("adagrad", "adam")) + (is_weighted or mode == "mean") + has_wide_keys
+    row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
+    has_many_columns = row_chunks > 2 * tiles.lanes or dtype.itemsize == 2  # in a lane
+    needs_registers = int(step == "adam" or (step == "adagrad" and has_many_columns))
+    needs_registers += (is_weighted or mode == "mean") + has_wide_keys
     needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
     needs_registers += dtype.itemsize == 2 and tiles.has_wide_rows and not is_aligned
-    row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
     # Of float16 rows of 1 KB, squares and conversions take one register more than three WGs of an SM leave.
     is_one_short = dtype == torch.float16 and step == "rowwise_adagrad" and tiles.row_chunks > 32
     needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)

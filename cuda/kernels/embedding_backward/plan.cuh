@@ -46,11 +46,9 @@ struct Traits {
   static constexpr bool kHasFactors = kPooling != Pooling::kSum;
   static constexpr bool kHasWideRows = kConfig.wide_rows;
   static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Wire::Storage));  // of a chunk
-  static constexpr int kLaneChunks = kConfig.row_chunks / Tile::kSize;
-  static constexpr int kPartElements = kConfig.row_chunks * kElements;  // of a row, that a tile has at a time
+  static constexpr int kRowChunks = kConfig.row_chunks;
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
-  static constexpr int kLookupsAtOnce = kLaneChunks == 1 ? 4 : 2;  // whose gradients are loaded together
   static_assert(kRounding == Rounding::kNearest || kElements == 8,
                 "a draw's 128 bits are 16 for each element of a chunk");
 };

@@ -1,6 +1,6 @@
-// One row: its gradients added up, and the optimizer's step, or the sum alone. A tile of lanes has it, or a part of a wide one, in
-// registers. A chunk, of 16 bytes of gradient, is as many columns of the row, which are more bytes where the wire's scalar is
-// narrower.
+// One row: its gradients added up, and the optimizer's step, or the sum alone. A group of lanes has it, or a part of a wide one,
+// in registers: a tile the rows of a window, the whole warp those with more lookups. A chunk, of 16 bytes of gradient, is as many
+// columns of the row, which are more bytes where the wire's scalar is narrower.
 #pragma once
 
 #include "kernels/embedding_backward/lookup_window.cuh"
@@ -9,13 +9,16 @@
 
 namespace po::embedding_backward {
 
-template <class Traits>
+// `Lanes` have the row. `kEarly`: it is on its way while its gradients are added up; else its registers are for more of these.
+template <class Traits, class Lanes, bool kEarly>
 class RowUpdate {
  public:
   using Window = LookupWindow<Traits>;
-  using Tile = typename Traits::Tile;
   static constexpr int kElements = Traits::kElements;
-  static constexpr int kLaneChunks = Traits::kLaneChunks;
+  static constexpr int kLaneChunks = max_of(Traits::kRowChunks / Lanes::kSize, 1);
+  static constexpr int kPartElements = kLaneChunks * Lanes::kSize * kElements;  // of a row, in registers at a time
+  // Lookups whose gradients are loaded together.
+  static constexpr int kAtOnce = kLaneChunks != 1 ? 2 : kEarly || kElements > 4 || !Traits::kIsAligned ? 4 : 8;
   static constexpr bool kIsRowwise = Traits::kStep == Step::kRowwiseAdagrad;
   static constexpr bool kIsStochastic = Traits::kRounding == Rounding::kStochastic;
   static constexpr bool kUpdates = Traits::kStep != Step::kGradient;
@@ -37,42 +40,22 @@ class RowUpdate {
     return rates;
   }
 
-  PO_FN const Tile& tile() const { return tile_; }
+  PO_FN const Lanes& lanes() const { return lanes_; }
 
   static PO_FN int num_parts(const GroupView& view) {
-    return Traits::kHasWideRows ? ceil_div(view.width, Traits::kPartElements) : 1;
+    return Traits::kHasWideRows ? ceil_div(view.width, kPartElements) : 1;
   }
 
   // Adds the gradients of the window's lookups first, ..., last - 1, in this order.
   PO_FN void add_up(const GroupView& view, const Window& window, int part, int first, int last, Columns& sums) const {
-    constexpr int kBatch = Traits::kLookupsAtOnce;
-    PO_NO_UNROLL
-    for (int at = first; at < last; at += kBatch) {
-      Chunk loaded[kBatch][kLaneChunks];
-      PO_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        if (at + k >= last) continue;
-        const uint8_t* gradient = window.gradients[at + k];
-        PO_UNROLL
-        for (int i = 0; i < kLaneChunks; ++i) {
-          const int element = element_of(part, i);
-          loaded[k][i] = load_chunk<WireStorage, Traits::kIsAligned>(gradient, element, view.width - element);
-        }
-      }
-      PO_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        if (at + k >= last) continue;
-        const float factor = Traits::kHasFactors ? window.factors[at + k] : 1.0f;
-        PO_UNROLL
-        for (int i = 0; i < kLaneChunks; ++i) {
-          float values[kElements];
-          to_floats<Wire>(loaded[k][i], values);
-          PO_UNROLL
-          for (int e = 0; e < kElements; ++e) {
-            sums.values[i][e] += Traits::kHasFactors ? rounded_product(values[e], factor) : values[e];
-          }
-        }
-      }
+    if constexpr (kEarly) {  // tiles of a warp go through their rows together
+      PO_NO_UNROLL
+      for (int at = first; at < last; at += kAtOnce) add_some<kAtOnce, true>(view, window, part, at, last, sums);
+    } else {
+      int at = first;
+      PO_NO_UNROLL
+      for (; at + kAtOnce <= last; at += kAtOnce) add_some<kAtOnce, false>(view, window, part, at, last, sums);
+      if constexpr (kAtOnce > 1) add_rest<kAtOnce / 2>(view, window, part, at, last, sums);
     }
   }
 
@@ -95,14 +78,13 @@ class RowUpdate {
   }
 
   // What becomes of a row whose first lookup is number `first` of the sorted ones. `sum_of(part, sums)` adds up a part's
-  // gradients, by all tiles that call this; `writes`: whether this one has the row. `kEarly`: the row is on its way
-  // meanwhile, which takes registers.
-  template <bool kEarly, class SumOf>
-  PO_FN void finish(const GroupView& view, int64_t row, int first, bool writes, const SumOf& sum_of) const {
+  // gradients.
+  template <class SumOf>
+  PO_FN void finish(const GroupView& view, int64_t row, int first, const SumOf& sum_of) const {
     if constexpr (kUpdates) {
-      update<kEarly>(view, row, writes, sum_of);
+      update(view, row, sum_of);
     } else {
-      write_sums(view, row, first, writes, sum_of);
+      write_sums(view, row, first, sum_of);
     }
   }
 
@@ -130,9 +112,9 @@ class RowUpdate {
             if (is_column(e, left)) sums[i] += rounded_product(rows[e], gradients[e]);
           }
         }
-        total = sum_by_trees(tile_, sums, total);
+        total = sum_by_trees(lanes_, sums, total);
       }
-      if (tile_.rank() == 0) call_.factor_gradients[call_.lookups[begin + at]] = total;
+      if (lanes_.rank() == 0) call_.factor_gradients[call_.lookups[begin + at]] = total;
     }
   }
 
@@ -161,8 +143,48 @@ class RowUpdate {
     std::conditional_t<Traits::kStep == Step::kAdam, Columns, None> second;
   };
 
+  // Of fewer than 2 * kCount lookups.
+  template <int kCount>
+  PO_FN void add_rest(const GroupView& view, const Window& window, int part, int at, int last, Columns& sums) const {
+    if (at + kCount <= last) {
+      add_some<kCount, false>(view, window, part, at, last, sums);
+      at += kCount;
+    }
+    if constexpr (kCount > 1) add_rest<kCount / 2>(view, window, part, at, last, sums);
+  }
+
+  // The gradients of kCount lookups, loaded together; `kMayEnd`: there may be fewer.
+  template <int kCount, bool kMayEnd>
+  PO_FN void add_some(const GroupView& view, const Window& window, int part, int at, int last, Columns& sums) const {
+    Chunk loaded[kCount][kLaneChunks];
+    PO_UNROLL
+    for (int k = 0; k < kCount; ++k) {
+      if (kMayEnd && at + k >= last) continue;
+      const uint8_t* gradient = window.gradients[at + k];
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        const int element = element_of(part, i);
+        loaded[k][i] = load_chunk<WireStorage, Traits::kIsAligned>(gradient, element, view.width - element);
+      }
+    }
+    PO_UNROLL
+    for (int k = 0; k < kCount; ++k) {
+      if (kMayEnd && at + k >= last) continue;
+      const float factor = Traits::kHasFactors ? window.factors[at + k] : 1.0f;
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        float values[kElements];
+        to_floats<Wire>(loaded[k][i], values);
+        PO_UNROLL
+        for (int e = 0; e < kElements; ++e) {
+          sums.values[i][e] += Traits::kHasFactors ? rounded_product(values[e], factor) : values[e];
+        }
+      }
+    }
+  }
+
   PO_FN int element_of(int part, int i) const {
-    return (Traits::kHasWideRows ? part : 0) * Traits::kPartElements + (tile_.rank() + i * Tile::kSize) * kElements;
+    return (Traits::kHasWideRows ? part : 0) * kPartElements + (lanes_.rank() + i * Lanes::kSize) * kElements;
   }
 
   // Whether an element of a chunk is one of the row's; where rows are aligned, those of no column are zero.
@@ -242,15 +264,14 @@ class RowUpdate {
     return old;
   }
 
-  template <bool kEarly, class SumOf>
-  PO_FN void update(const GroupView& view, int64_t row, bool writes, const SumOf& sum_of) const {
+  template <class SumOf>
+  PO_FN void update(const GroupView& view, int64_t row, const SumOf& sum_of) const {
     float multiplier = 0.0f;
     if constexpr (!Traits::kHasWideRows) {
       Old old;
       if constexpr (kEarly) old = load_old(view, row, 0);
       Columns sums = {};
       sum_of(0, sums);
-      if (!writes) return;
       if constexpr (!kEarly) old = load_old(view, row, 0);
       scale(view, sums);
       if constexpr (kIsRowwise) multiplier = row_rate(view, row, add_squares(view, 0, old, sums, 0.0f));
@@ -266,13 +287,12 @@ class RowUpdate {
           scale(view, sums);
           squares = add_squares(view, part, load_old(view, row, part), sums, squares);
         }
-        if (writes) multiplier = row_rate(view, row, squares);
+        multiplier = row_rate(view, row, squares);
       }
       PO_NO_UNROLL
       for (int part = 0; part < count; ++part) {
         Columns sums = {};
         sum_of(part, sums);
-        if (!writes) continue;
         scale(view, sums);
         step(view, row, part, load_old(view, row, part), sums, multiplier);
       }
@@ -280,18 +300,17 @@ class RowUpdate {
   }
 
   template <class SumOf>
-  PO_FN void write_sums(const GroupView& view, int64_t row, int first, bool writes, const SumOf& sum_of) const {
+  PO_FN void write_sums(const GroupView& view, int64_t row, int first, const SumOf& sum_of) const {
     const int64_t place = call_.places == nullptr ? row * view.width : call_.places[first];  // @place-of-the-row
     PO_NO_UNROLL
     for (int part = 0; part < num_parts(view); ++part) {
       Columns sums = {};
       sum_of(part, sums);
-      if (!writes) continue;
       scale(view, sums);
       PO_UNROLL
       for (int i = 0; i < kLaneChunks; ++i) store_floats(view, i, part, view.state, place, sums.values[i]);
     }
-    if (writes && call_.touched != nullptr && tile_.rank() == 0) call_.touched[view.first_key + row] = 1.0f;
+    if (call_.touched != nullptr && lanes_.rank() == 0) call_.touched[view.first_key + row] = 1.0f;
   }
 
   static PO_FN void scale(const GroupView& view, Columns& sums) {
@@ -317,19 +336,19 @@ class RowUpdate {
         if (is_column(e, view.width - element_of(part, i))) squares[i] += rounded_product(value, value);
       }
     }
-    return sum_by_trees(tile_, squares, total);
+    return sum_by_trees(lanes_, squares, total);
   }
 
   // Adds to the row's state; returns by what its gradient is to be multiplied. One lane has the state.
   PO_FN float row_rate(const GroupView& view, int64_t row, float squares) const {
     float rate = 0.0f;
-    if (tile_.rank() == 0) {
+    if (lanes_.rank() == 0) {
       float* state = view.state + row;
       const float sum = *state + rounded_product(squares, view.inverse_width);
       *state = sum;
       rate = view.rates.rate / (square_root(sum) + plan_.eps);
     }
-    return tile_.shuffle(rate, 0);
+    return lanes_.shuffle(rate, 0);
   }
 
   PO_FN void step(const GroupView& view, int64_t row, int part, const Old& old, const Columns& sums,
@@ -411,7 +430,7 @@ class RowUpdate {
 
   const Plan& plan_;
   const Call& call_;
-  const Tile tile_{};
+  const Lanes lanes_{};
 };
 
 }  // namespace po::embedding_backward
