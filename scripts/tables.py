@@ -60,6 +60,8 @@ BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", r
 _Line = dict[str, Any]
 # The cases of which README has one figure: neither the best nor the worst of their tables.
 _BAGS, _GEMV, _ROWS, _SUM = "B2048_T256_P10", "8192x3584", "5Mx2048_50k_zipf", "256K"
+_STEP = "adagrad_uniform"
+_MODULE = "nn.ShardedEmbeddingBagCollection"
 _OURS_SPARSE = ("auto", "into")
 _PEERS_SUM = ("nccl", "symm_one_shot", "symm_two_shot")
 _PEERS_SPARSE = {  # columns, and the methods of which each is the faster one
@@ -399,6 +401,7 @@ def _operators_block(folder: Path) -> str:
         ("all_reduce", "sum over PEs", "all_reduce", _SUM, False),
         ("all_reduce_rms_norm", "the same and the RMS norm of rows", "all_reduce", _SUM, False),
         ("sparse_all_reduce", "sum of sparse COO tensors over PEs", "sparse_all_reduce", _ROWS, False),
+        (_MODULE, "in four: lookups exchanged, pooled, sorted, rows updated", "dlrm_embedding", _STEP, False),
     ):
         found = [run for run in current_runs(runs, subject) if (run.pes == 1) == is_alone]
         found.sort(key=lambda run: (run.date, run.pes), reverse=True)  # of one day, the largest world
@@ -426,12 +429,13 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
         "all_reduce": (("auto",), _PEERS_SUM),
         "all_reduce_rms_norm": (("norm_auto",), tuple(f"norm_{name}" for name in _PEERS_SUM)),
         "sparse_all_reduce": (_OURS_SPARSE, sparse.methods.PEERS),
+        _MODULE: (("fused",), dlrm_embedding.PEERS["fused"]),
     }[name]
     own, best = _fastest(by_method, ours), _fastest(by_method, peers)
     if own is None or best is None:
         return None
     limit = next(line["limit_us"] for line in [*lines, *select(run.lines, "case", case=case)] if "limit_us" in line)
-    where = [f"{run.place}, {run.date}", f"`{run.command}`"]
+    where = [f"{run.place}, {run.date}", f"`persistent-ops bench {run.subject}`"]
     return [us_text(own), us_text(best), _times(best, own), _times(own, limit), *where]
 
 
