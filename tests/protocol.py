@@ -326,9 +326,9 @@ class ProtocolSuite:
             for kind, (name, text, seconds) in errors.items():
                 where = f"PE {rank}, {kind}: {name}: {text}"
                 assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
-                assert self.operator in text, where
                 assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
                 if "nothing yet" not in text:  # a PE that was only told of it may not have been told by what
+                    assert self.operator in text, where
                     assert all(each in text for each in self.mismatches[kind].told), where
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:
