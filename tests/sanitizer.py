@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _EXITS = dict(re.findall(r"^  k(\w+) = (\d+),", (HERE / "exits.h").read_text(), re.MULTILINE))
+_EXITS["Crashed"] = "139"  # of a mutation alone: places that it has got wrong may lie anywhere
+_CRASH_REPORT = "ThreadSanitizer:DEADLYSIGNAL"
 Exit = enum.IntEnum(  # type: ignore[misc]
     "Exit", {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper(): int(number) for name, number in _EXITS.items()}
 )
@@ -187,6 +189,8 @@ def run_driver(program: Path, arguments: str, mutant: int = 0) -> Outcome:
     status, text = _run(command, environment)
     if "unexpected memory mapping" in text:  # this kernel randomises more address bits than the sanitizer expects
         status, text = _run(["setarch", "-R", *command], environment)
+    if mutant != 0 and _CRASH_REPORT in text:
+        return Outcome(Exit.CRASHED, text)
     told = f"{' '.join(command)} ended with {status}\n{text[:6000]}"
     assert status in set(Exit), f"{told}\nwhich is no end of a driver"
     assert status != Exit.BAD_OPTION, told

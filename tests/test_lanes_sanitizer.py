@@ -49,7 +49,9 @@ OF_INVERSION = {
         _WARP,
         {Exit.TIMED_OUT},
     ),
-    "counters_are_added_to_before_all_lanes_have_read_them": Mutation((Drop("inversion-counters-read"),), _WARP, RACE),
+    "counters_are_added_to_before_all_lanes_have_read_them": Mutation(
+        (Drop("inversion-counters-read"),), _WARP, RACE | {Exit.CRASHED}
+    ),
 }
 OF_WEIGHT_GRADIENTS = {
     "returns_are_counted_before_all_lanes_have_stored": Mutation(
