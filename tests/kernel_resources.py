@@ -436,6 +436,11 @@ def _rest() -> Iterator[Combination]:
     for dtype, step in itertools.product(("float32", "bfloat16"), _UPDATES):
         yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
         yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)
+    # What has three WGs of an SM, or nearly: by the lanes of a row, and by elements where rows are not aligned.
+    for dtype, step, width in itertools.product(DTYPES, ("sgd", "adagrad", "rowwise_adagrad"), (64, 128, 256)):
+        yield EmbeddingBackward(dtype, step, "sum", width, is_aligned=False)
+    for width in (64, 256):
+        yield EmbeddingBackward("float32", "adagrad", "sum", width)
     for (step, pooling), width in zip(itertools.product(STEPS, POOLINGS), itertools.cycle((256, 32, 512, 1024, 4096))):
         yield EmbeddingBackward("float32", step, pooling, width, wire="bfloat16")
     for step, width, decay in (("sgd", 1024, "none"), ("rowwise_adagrad", 256, "none"), ("rowwise_adagrad", 512, "l2")):

@@ -27,11 +27,14 @@ using namespace po::embedding_backward;
 #ifndef DRIVER_LANES
 #define DRIVER_LANES 32
 #endif
+#ifndef DRIVER_ALIGNED
+#define DRIVER_ALIGNED false
+#endif
 
 constexpr Config kConfig{.scalar = po::DType::kFloat32,
                          .wire = po::DType::DRIVER_WIRE,
                          .step = Step::STEP,
-                         .aligned = false,
+                         .aligned = DRIVER_ALIGNED,
                          .lanes = DRIVER_LANES,
                          .wide_rows = false};
 constexpr bool kUpdates = kConfig.step != Step::kGradient;

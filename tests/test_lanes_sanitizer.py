@@ -22,7 +22,8 @@ from test_sparse_sanitizer import TestSparseAllReduce as SparseAllReduce
 _WARP = "--wgs=1 --threads=32 --epochs=3"
 _WARPS = "--wgs=2 --threads=64 --epochs=3"
 _STAGED = f"{_WARPS} --delay-us=200"
-_CHUNKS = "--pes=2 --rows=1 --batch=200"
+_ALIGNED = "--width=40"  # of embedding_backward: ten chunks of 16 bytes, of more lanes than a tile has
+_CHUNKS = f"--pes=2 --rows=1 --batch=200 {_ALIGNED}"
 
 OF_EMBEDDING = {
     "a_lane_keeps_its_own_ticket": Mutation(
@@ -36,7 +37,9 @@ OF_EMBEDDING = {
     ),
 }
 OF_BACKWARD = {
-    "pieces_are_counted_before_all_lanes_have_stored": Mutation((Drop("pieces-of-lanes"),), _WARPS, RACE),
+    "pieces_are_counted_before_all_lanes_have_stored": Mutation(
+        (Drop("pieces-of-lanes"),), f"{_WARPS} {_ALIGNED}", RACE
+    ),
     "chunks_are_counted_before_all_lanes_have_stored": Mutation((Drop("sums-of-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
     "a_window_changes_while_lanes_read_it": Mutation((Drop("window-read-by-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
 }
@@ -96,10 +99,11 @@ class TestEmbeddingBackward(SanitizerSuite):
     driver: ClassVar = _driver(
         EmbeddingBackward,
         "sgd",
-        "--pes=2 --staged=1",
+        f"--pes=2 --staged=1 {_ALIGNED}",
         OF_BACKWARD,
-        ("-DDRIVER_LANES=8",),
-        rows_of_a_warp=f"{_WARPS} --pes=2 --rows=7 --batch=70",
+        ("-DDRIVER_LANES=8", "-DDRIVER_ALIGNED=true"),
+        one_warp=f"{_WARP} {_ALIGNED}",
+        rows_of_a_warp=f"{_WARPS} --pes=2 --rows=7 --batch=70 {_ALIGNED}",
         rows_of_chunks=f"{_WARPS} {_CHUNKS}",
     )
 

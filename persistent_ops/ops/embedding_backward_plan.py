@@ -182,7 +182,11 @@ class Tiles(NamedTuple):
         chunks = -(-row_bytes // vector_bytes())
         lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
-        return cls(lanes, max(of_lane // narrowing, 1) * lanes, chunks > of_lane * lanes)
+        row_chunks, has_wide_rows = max(of_lane // narrowing, 1) * lanes, chunks > of_lane * lanes
+        if has_wide_rows and row_chunks < _LANES[-1]:
+            # A warp that has a long row has as many chunks at least, and squares are added up by these.
+            return cls.of(row_bytes, narrowing, _LANES[-1])
+        return cls(lanes, row_chunks, has_wide_rows)
 
     @classmethod
     def on_host(cls, row_bytes: int) -> Tiles:
@@ -213,13 +217,20 @@ def kernel_request(
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
-    has_many_columns = row_chunks > 2 * tiles.lanes or dtype.itemsize == 2  # in a lane
-    needs_registers = int(step == "adam" or (step == "adagrad" and has_many_columns))
+    is_narrow = dtype.itemsize == 2  # more columns a chunk
+    is_wire = wire_dtype != dtype
+    has_many_columns = row_chunks > 2 * tiles.lanes or is_narrow  # in a lane
+    needs_registers = int(
+        step == "adam"
+        or (step == "adagrad" and (has_many_columns or (not is_wire and (tiles.lanes == _LANES[-1] or not is_aligned))))
+    )
     needs_registers += (is_weighted or mode == "mean") + has_wide_keys
-    needs_registers += dtype.itemsize == 2 and (step == "adam" or decay != "none")  # more columns a chunk
-    needs_registers += dtype.itemsize == 2 and tiles.has_wide_rows and not is_aligned
-    # Of float16 rows of 1 KB, squares and conversions take one register more than three WGs of an SM leave.
-    is_one_short = dtype == torch.float16 and step == "rowwise_adagrad" and tiles.row_chunks > 32
+    needs_registers += is_narrow and (step == "adam" or decay != "none")
+    needs_registers += is_narrow and not is_aligned
+    # Of rows of 1 KB, and of elements one by one, squares take a few registers more than three WGs of an SM leave.
+    is_one_short = step == "rowwise_adagrad" and (
+        tiles.row_chunks > 32 if is_narrow else not is_wire and not is_aligned and tiles.lanes > _LANES[0]
+    )
     needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)
     blocks, threads = blocks_per_sm or max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers), _THREADS
     if has_one_wg:
