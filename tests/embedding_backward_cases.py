@@ -297,6 +297,7 @@ class Model:
         self._powers = torch.ones(2)
         self._num_steps = 0
         self._options = dict(case.options)
+        self._sums: dict[tuple[int, int], Any] = {}  # of steps without factors: whatever the tables
 
     def step(self, iteration: int, step: int, lr: float) -> torch.Tensor | None:
         """Make a step; return the gradient of the factors."""
@@ -311,6 +312,8 @@ class Model:
         """Return what a step begins with."""
         case, shape = self._case, self._case.shape
         inputs = make_inputs(case, self._rank, self._world, iteration)
+        if (iteration, step) in self._sums:
+            return Gradients(self._sums[iteration, step], None)
         batch = sum(split_of(shape, self._world))
         gradient = make_gradient(case, self._world, iteration, step).float()
         column = sum(columns_of(case, self._world)[: self._rank])
@@ -335,7 +338,10 @@ class Model:
             values_of.append(values)
         if shape.same_table:
             rows_of, values_of = [torch.cat(rows_of)], [torch.cat(values_of)]
-        return Gradients([*map(self._sum_up, rows_of, values_of)], factor_gradients)
+        sums = [*map(self._sum_up, rows_of, values_of)]
+        if factor_gradients is None:
+            self._sums[iteration, step] = sums
+        return Gradients(sums, factor_gradients)
 
     def _dots(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return self._over_columns(rows * values)
