@@ -120,8 +120,8 @@ class Workspace:
     def zero_words(self, team: Team, count: int) -> torch.Tensor:
         """Return `count` words that every launch finds zero and leaves so (WG_Done bitmasks), as `recover` does.
 
-        A launch that is given up leaves them as they are. Those behind it see that, and tell nobody what they count on
-        top of it, if they are of the same team; launches of another one go on, so teams have words of their own.
+        A launch that is given up leaves them as they are. Those behind it see that and touch none, if they are of the
+        same team; launches of another one go on, so teams have words of their own.
         """
         of_team = self._zero_words.setdefault(team.number, [])
         if not of_team or of_team[-1].numel() < count:
