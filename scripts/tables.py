@@ -435,7 +435,7 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
     if own is None or best is None:
         return None
     limit = next(line["limit_us"] for line in [*lines, *select(run.lines, "case", case=case)] if "limit_us" in line)
-    where = [f"{run.place}, {run.date}", f"`persistent-ops bench {run.subject}`"]
+    where = [f"{run.place}, {run.date}", f"`{run.command}`"]
     return [us_text(own), us_text(best), _times(best, own), _times(own, limit), *where]
 
 
