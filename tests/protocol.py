@@ -321,14 +321,18 @@ class ProtocolSuite:
             ), longest
 
     def test_mismatch_is_named_on_every_pe(self, backend: str) -> None:
-        for rank, errors in enumerate(run_pes(self._mismatched, 3, backend, timeout=250)):
+        for _ in range(3):  # what a PE that was only told of it lacks may still be on its way; not in three worlds
+            found = run_pes(self._mismatched, 3, backend, timeout=250)
+            if all(self.operator in text for errors in found for _, text, _ in errors.values()):
+                break
+        for rank, errors in enumerate(found):
             assert set(errors) == set(self.mismatches)
             for kind, (name, text, seconds) in errors.items():
                 where = f"PE {rank}, {kind}: {name}: {text}"
                 assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
+                assert self.operator in text, where
                 assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
                 if "nothing yet" not in text:  # a PE that was only told of it may not have been told by what
-                    assert self.operator in text, where
                     assert all(each in text for each in self.mismatches[kind].told), where
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:

@@ -53,7 +53,7 @@ OF_INVERSION = {
         {Exit.TIMED_OUT},
     ),
     "counters_are_added_to_before_all_lanes_have_read_them": Mutation(
-        (Drop("inversion-counters-read"),), _WARP, RACE | {Exit.CRASHED}
+        (Drop("inversion-counters-read"),), _WARP, RACE, may_crash=True
     ),
 }
 OF_WEIGHT_GRADIENTS = {

@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 import types
-import weakref
 from typing import Any
 
 import pytest
@@ -30,14 +29,6 @@ import persistent_ops
 __all__ = ["persistent_ops", "pytest", "torch"]
 
 
-def _leave_libraries() -> None:
-    """Let programs end without taking torch's libraries of operators apart, which takes each a tenth of a second."""
-    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        found = each.peek()
-        if found is not None and found[1].__module__ == "torch.library":
-            each.atexit = False
-
-
 def _folders() -> list[str]:
     return [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
@@ -46,7 +37,6 @@ def _next_program(connection: socket.socket) -> dict[str, Any]:
     """Fork a process for each request; in that process, return the request."""
     parent = os.getppid()
     installed = [folder for folder in sys.path[1:] if folder not in _folders()]
-    _leave_libraries()
     gc.collect()
     gc.freeze()  # else a child's first collection would copy all of it
     while True:
