@@ -218,18 +218,16 @@ def kernel_request(
     scope = "po::embedding_backward::"
     row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
     is_narrow = dtype.itemsize == 2  # more columns a chunk
-    is_wire = wire_dtype != dtype
+    is_widened = wire_dtype != dtype  # gradients are narrower than rows
     has_many_columns = row_chunks > 2 * tiles.lanes or is_narrow  # in a lane
-    needs_registers = int(
-        step == "adam"
-        or (step == "adagrad" and (has_many_columns or (not is_wire and (tiles.lanes == _LANES[-1] or not is_aligned))))
-    )
+    is_tight = has_many_columns or (not is_widened and (tiles.lanes == _LANES[-1] or not is_aligned))
+    needs_registers = int(step == "adam" or (step == "adagrad" and is_tight))
     needs_registers += (is_weighted or mode == "mean") + has_wide_keys
     needs_registers += is_narrow and (step == "adam" or decay != "none")
     needs_registers += is_narrow and not is_aligned
     # Of rows of 1 KB, and of elements one by one, squares take a few registers more than three WGs of an SM leave.
     is_one_short = step == "rowwise_adagrad" and (
-        tiles.row_chunks > 32 if is_narrow else not is_wire and not is_aligned and tiles.lanes > _LANES[0]
+        tiles.row_chunks > 32 if is_narrow else not is_widened and not is_aligned and tiles.lanes > _LANES[0]
     )
     needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)
     blocks, threads = blocks_per_sm or max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers), _THREADS

@@ -9,7 +9,8 @@
 
 namespace po::embedding_backward {
 
-// `Lanes` have the row. `kEarly`: it is on its way while its gradients are added up; else its registers are for more of these.
+// `Lanes` have the row. `kEarly`: where it has one part, it is on its way while its gradients are added up; else registers are
+// for more of these.
 template <class Traits, class Lanes, bool kEarly>
 class RowUpdate {
  public:
