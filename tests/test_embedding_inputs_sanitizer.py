@@ -147,6 +147,8 @@ class Pe : public driver::BasePe<Plan> {
       narrow_values.push_back(static_cast<int32_t>(values.back()));
       weights.push_back(static_cast<float>(values.back()) / 2);
     }
+    sums_before = added_up;
+    sent_before = sent;
     const Plan used = plan_of(launch);
     const bool has_offsets = number("--offsets") != 0;
     Call call{};
@@ -184,6 +186,10 @@ class Pe : public driver::BasePe<Plan> {
       if (source.samples != 0 || source.count != 0 || source.offsets != no_offsets.data()) {
         driver::fail(driver::kWrongOutput, "PE %d, launch %ld: lookups in an aborted launch", rank, launch);
       }
+    }
+    // A launch behind an aborted one adds nothing up, and counts nothing on top of what that one has left.
+    if (!is_trouble_at(launch) && (added_up != sums_before || sent != sent_before)) {
+      driver::fail(driver::kWrongRemains, "PE %d, launch %ld: sums or pieces behind an aborted launch", rank, launch);
     }
   }
 
@@ -266,6 +272,8 @@ class Pe : public driver::BasePe<Plan> {
   std::vector<int64_t> longest;
   std::vector<uint64_t> added_up;
   std::vector<uint64_t> sent;
+  std::vector<uint64_t> sums_before;  // the launch
+  std::vector<uint64_t> sent_before;
   std::vector<int32_t> no_offsets;
   std::vector<po::LookupSource> sources[kRegions];
   std::optional<std::thread> readers[kRegions];
@@ -288,6 +296,7 @@ SLOW_NETWORK = "--pes=2 --staged=1 --bare-pe=1 --delay-us=20000"
 FULL = "--pes=3 --full=1 --wgs=2 --threads=2"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
+TROUBLE_STAGED = f"{TROUBLE} --staged=1 --delay-us=100"
 ABSENT_FOR_ONE_PIECE = f"{TROUBLE} --bare-pe=0"  # what PE 0 has for itself is a header
 CASES = {
     "alone": "--pes=1 --threads=3",
@@ -307,7 +316,7 @@ CASES = {
     "staged_slow_readers": f"{SLOW_READERS} --staged=1 --delay-us=200",
     "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
     "behind_an_aborted_launch": TROUBLE,
-    "behind_an_aborted_launch_staged": f"{TROUBLE} --staged=1 --delay-us=100",
+    "behind_an_aborted_launch_staged": TROUBLE_STAGED,
     "absent_for_one_piece": ABSENT_FOR_ONE_PIECE,
     "another_contract": "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6",
 }
@@ -338,7 +347,7 @@ MUTATIONS = {
         (Swap("capacity", "count() > owner.capacity", "false"),), FULL, RACE | {Exit.WRONG_REPORT}
     ),
     "messages_behind_an_aborted_launch": Mutation(
-        (Condition("inputs-unless-aborted", "false"),), ABSENT_FOR_ONE_PIECE, {Exit.TOOK_PART}
+        (Swap("inputs-give-up", "is_aborted(shared.plan.team)", "0"),), TROUBLE_STAGED, {Exit.WRONG_REMAINS}
     ),
     "no_fence_behind_inputs": Mutation((Drop("inputs-fence"),), STAGED, RACE | {Exit.WRONG_REPORT}),
     "outgoing_inputs_are_overwritten": Mutation((Drop("inputs-quiet"),), SLOW_NETWORK, RACE),

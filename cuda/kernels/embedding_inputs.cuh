@@ -115,10 +115,12 @@ struct Kernel {
       const auto samples = static_cast<int32_t>(call.samples);
       shared.chunks_per_feature = max_of(ceil_div(samples, static_cast<int32_t>(plan.chunk_bags)), 1);
       for (uint64_t& failed : shared.failed) failed = 0;
+      // Counts of pieces that an aborted launch has left are not added to.
+      shared.gave_up = is_aborted(shared.plan.team);  // @inputs-give-up
     }
     begin_launch(shared.plan.team, wg);
     if (wg.index() == 0) grant_credit(plan.team, wg, call.regions_offset);
-    if (Finder<Traits>(wg, shared, call).run()) {
+    if (shared.gave_up == 0 && Finder<Traits>(wg, shared, call).run()) {
       Messenger<Traits> messenger(wg, shared, call);
       messenger.run();
       messenger.complete_puts();

@@ -139,6 +139,7 @@ struct Shared {
   Plan plan;
   int32_t chunks_per_feature;
   uint64_t failed[kNumChecks];
+  uint64_t gave_up;
   uint64_t is_last;
 };
 

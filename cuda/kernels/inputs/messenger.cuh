@@ -221,7 +221,6 @@ class Messenger {
     const auto more = static_cast<uint64_t>(written);
     if (atomic_add_fetch_acq_rel_gpu(plan_.sent + owner, more) < num_pieces) return;  // @message-complete
     plan_.sent[owner] = 0;
-    if (is_aborted(team_)) return;  // @inputs-unless-aborted
     if (!is_reachable(team_, owner)) {
       if (!await_credit(team_, owner)) return;  // @credit-before-input-puts
       put_message<Traits>(plan_, call_, message, owner);
