@@ -269,8 +269,9 @@ MUTATIONS = {
     "entries_are_staged_before_all_are_counted": Mutation((Drop("inversion-counted"),), PLAIN, RACE),
     "entries_leave_before_all_are_staged": Mutation((Drop("inversion-all-done"),), PLAIN, RACE),
     "bags_are_used_before_they_are_found": Mutation((Drop("inversion-bags-found"),), PLAIN, RACE),
-    "ends_are_used_before_they_are_there": Mutation((Drop("inversion-ends-brought"),), PLAIN, RACE),
-    "ends_are_brought_before_the_last_ones_are_used": Mutation((Drop("inversion-ends-read"),), PLAIN, RACE),
+    "marks_are_used_before_they_are_there": Mutation((Drop("inversion-marked"),), PLAIN, RACE),
+    "bags_are_marked_before_the_last_marks_are_gone": Mutation((Drop("inversion-marks-cleared"),), PLAIN, RACE),
+    "marks_go_before_they_are_used": Mutation((Drop("inversion-marks-read"),), PLAIN, RACE),
 }
 
 

@@ -22,6 +22,15 @@ PO_FN int lowest_bit(uint64_t word) {
 #endif
 }
 
+// Number of the highest bit that is set; `word` is not 0.
+PO_FN int highest_bit(uint32_t word) {
+#if PO_ON_DEVICE
+  return 31 - __clz(static_cast<int>(word));
+#else
+  return 31 - __builtin_clz(word);
+#endif
+}
+
 PO_FN uint64_t bits_below(int bit) { return (1ull << bit) - 1; }
 
 }  // namespace po

@@ -31,6 +31,15 @@ PO_FN void count_add_relaxed_gpu(uint32_t* word, uint32_t value) {
 #endif
 }
 
+// In shared memory, where several threads of the WG may store.
+PO_FN void count_store_relaxed_wg(uint32_t* word, uint32_t value) {
+#if PO_ON_DEVICE
+  *static_cast<volatile uint32_t*>(word) = value;
+#else
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
 // In shared memory.
 PO_FN void count_add_relaxed_wg(uint32_t* word, uint32_t value) {
 #if PO_ON_DEVICE

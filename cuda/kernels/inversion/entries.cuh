@@ -87,6 +87,7 @@ struct Shared {
   SumScratch scratch;
   int32_t first_tiles[kMaxSources + 1];  // of each source
   int32_t made_tiles[kMaxSources];
+  uint32_t bags_before[kMaxWarps];  // of a tile's, those that begin before the warp's places
   int32_t first_bags[Traits::kTilesAtOnce];
   int32_t end_bags[Traits::kTilesAtOnce];
   uint32_t first_places[Traits::kDigits];   // of each digit, in the result of the pass
@@ -95,7 +96,7 @@ struct Shared {
 };
 
 // A WG's arena: counters of each warp, one per digit, and a tile of entries. Where lookups are read: counters of each pass, and
-// ends of bags.
+// marks where bags begin.
 PO_FN constexpr int64_t arena_bytes(int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry) {
   return max_of<int64_t>(num_warps, kMaxPasses) * num_digits * 4 + tile_items * bytes_of_entry;
 }
@@ -112,8 +113,7 @@ class Arena {
 
   PO_FN uint32_t* counters(int number) const { return counters_ + number * Traits::kDigits; }
   PO_FN Entry* tile() const { return reinterpret_cast<Entry*>(tile_); }
-  PO_FN int32_t* ends() const { return reinterpret_cast<int32_t*>(tile_); }
-  static PO_FN int max_ends(int tile_items) { return tile_items * static_cast<int>(sizeof(Entry) / sizeof(int32_t)); }
+  PO_FN uint32_t* marks() const { return reinterpret_cast<uint32_t*>(tile_); }
 
  private:
   uint32_t* counters_;
@@ -156,6 +156,9 @@ struct Group {
   PO_FN int32_t tile_items() const { return num_threads() * Traits::kItems; }
 
   PO_FN Words& words() const { return *reinterpret_cast<Words*>(plan.words); }
+
+  // Of a warp, in a tile.
+  PO_FN int places_of_warp() const { return Traits::kItems * Warp().size(); }
 
   // An item of this thread, in a tile: those of a warp lie side by side.
   PO_FN int32_t place_of(int item) const {

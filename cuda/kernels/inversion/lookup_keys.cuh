@@ -1,8 +1,8 @@
 // From indices and offsets to entries, and how many of their keys have which digit, in all passes.
 //
 // A tile is some lookups that lie side by side. Its bags are found by two searches, of its first place and of the place behind
-// it; the ends of the bags in between come into shared memory, where each lookup looks for its own. If those ends rise,
-// that finds what a search among all ends does: the ends outside of them send every place of the tile the same way.
+// it. Where the bags in between begin is marked in shared memory, and each lookup's bag is the one of the last mark before it. If
+// their ends rise, that is what a search among all ends finds: the ends outside of them send every place of the tile the same way.
 #pragma once
 
 #include "kernels/inversion/bag_search.cuh"
@@ -57,6 +57,7 @@ class LookupKeys {
     while (tile >= group_.shared.first_tiles[number + 1]) ++number;
     source_ = &Group<Traits>::source_of(group_.call, number);
     num_bags_ = static_cast<int32_t>(group_.plan.num_tables * source_->samples);
+    tables_per_bag_ = ~0u / max_of(static_cast<uint32_t>(source_->samples), 1u);
     begin_ = (tile - group_.shared.first_tiles[number]) * group_.tile_items();
     entries_ = group_.entries(0) + static_cast<int64_t>(tile) * group_.tile_items() * static_cast<int>(sizeof(Entry));
     return number;
@@ -80,26 +81,23 @@ class LookupKeys {
 
   PO_FN void make_tile(int32_t first_bag, int32_t end_bag) {
     const TaskTrace trace(false);
-    const int num_ends = end_bag - first_bag;
     first_place_ = in_tile(static_cast<const Offset*>(source_->offsets)[0]);
     Key rows[kItems];
     load(0, rows);  // on their way with the ends
-    if (!bring_ends(first_bag, num_ends)) return make_tile_by_searches();
+    const bool is_marked = mark_bags(first_bag, end_bag - first_bag);
+    int32_t bag = first_bag;  // of the place before
+    if (is_marked) bag += static_cast<int32_t>(group_.shared.bags_before[wg_.warp_index()]);
     PO_NO_UNROLL
     for (int item = 0; item < Traits::kItems; item += kItems) {
       if (item != 0) load(item, rows);
       int32_t bags[kItems];
-      find_among(num_ends, item, bags);
-      PO_UNROLL
-      for (int u = 0; u < kItems; ++u) finish(group_.place_of(item + u), rows[u], first_bag + bags[u]);
-    }
-  }
-
-  PO_FN void make_tile_by_searches() const {
-    PO_NO_UNROLL
-    for (int u = 0; u < Traits::kItems; ++u) {
-      const int32_t place = group_.place_of(u);
-      finish(place, row_at(place), find_bag(ends(), num_bags_, begin_ + place));
+      if (is_marked) {
+        find_marked(item, first_bag, bag, bags);
+      } else {
+        PO_NO_UNROLL
+        for (int u = 0; u < kItems; ++u) bags[u] = find_bag(ends(), num_bags_, begin_ + group_.place_of(item + u));
+      }
+      finish(item, rows, bags);
     }
   }
 
@@ -122,82 +120,111 @@ class LookupKeys {
     return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(place, 0), group_.tile_items()));
   }
 
-  // Whether the ends of a tile's bags are in shared memory, and rise.
-  PO_FN bool bring_ends(int32_t first_bag, int num_ends) const {
+  // Marks where bags begin that have lookups in the tile, each behind one of the ends of `first_bag` and those after it: by how many
+  // ends there are up to it. False where these do not rise, or are too many to go through.
+  PO_FN bool mark_bags(int32_t first_bag, int num_ends) const {
+    constexpr int kMostEnds = 2;                             // per place of the tile
     const auto tile = reinterpret_cast<uint64_t>(entries_);  // stands for it
-    // @inversion-ends-read
-    wg_.sync();  // the ends of the last tile have been read, and the bags of this one
-    if (num_ends > Arena<Traits>::max_ends(group_.tile_items())) return false;
+    uint32_t* marks = group_.arena.marks();
+    // @inversion-marks-read
+    wg_.sync();  // the marks of the last tile have been read, and the bags of this one
+    if (num_ends > kMostEnds * group_.tile_items()) return false;
+    for (int i = wg_.rank(); i < group_.tile_items(); i += group_.num_threads()) marks[i] = 0;
+    for (int i = wg_.rank(); i < group_.num_warps(); i += group_.num_threads()) group_.shared.bags_before[i] = 0;
+    wg_.sync();  // @inversion-marks-cleared
     for (int i = wg_.rank(); i < num_ends; i += group_.num_threads()) {
       const Offset* last = ends() + first_bag + i;
-      const int32_t end = in_tile(*last);
-      group_.arena.ends()[i] = end;
-      if (i + 1 < num_ends && in_tile(last[1]) < end) {
-        flag_store_relaxed_wg(&group_.shared.falling_tile, tile);
+      const int begin = in_tile(*last);  // of the bag behind it
+      const int end = i + 1 < num_ends ? in_tile(last[1]) : group_.tile_items();
+      const auto number = static_cast<uint32_t>(i + 1);
+      if (end < begin) flag_store_relaxed_wg(&group_.shared.falling_tile, tile);
+      if (end > begin) count_store_relaxed_wg(marks + begin, number);
+      const int behind = min_of(end / group_.places_of_warp(), group_.num_warps() - 1);
+      for (int warp = begin / group_.places_of_warp() + 1; warp <= behind; ++warp) {
+        count_store_relaxed_wg(group_.shared.bags_before + warp, number);
       }
     }
-    wg_.sync();  // @inversion-ends-brought
+    wg_.sync();  // @inversion-marked
     return flag_load_relaxed_wg(&group_.shared.falling_tile) != tile;
   }
 
-  // How many of those ends are before this thread's items or at them, from `item` on; all side by side so that their looks overlap.
-  PO_FN void find_among(int num_ends, int item, int32_t (&found)[kItems]) const {
-    const int32_t* ends = group_.arena.ends();
+  // The bags of this thread's items. `bag`: of the warp's last place before them; then of the last one of them.
+  PO_FN void find_marked(int item, int32_t first_bag, int32_t& bag, int32_t (&bags)[kItems]) const {
+    const Warp warp;
+    uint32_t marks[kItems];
     PO_UNROLL
-    for (int u = 0; u < kItems; ++u) found[u] = 0;
-    int step = 1;
-    while (2 * step <= num_ends) step *= 2;
+    for (int u = 0; u < kItems; ++u) marks[u] = group_.arena.marks()[group_.place_of(item + u)];
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const auto through = static_cast<uint32_t>(bits_below(warp.rank() + 1));
+      const uint32_t before = ballot(warp, marks[u] != 0) & through;
+      const uint32_t mark = warp.shuffle(marks[u], before == 0 ? 0 : highest_bit(before));
+      bags[u] = before == 0 ? bag : first_bag + static_cast<int32_t>(mark);
+      bag = warp.shuffle(bags[u], warp.size() - 1);
+    }
+  }
+
+  // Writes entries and counts digits, of rows and bags of the source.
+  PO_FN void finish(int item, const Key (&rows)[kItems], const int32_t (&bags)[kItems]) const {
+    Entry made[kItems];
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) made[u] = entry_of(group_.place_of(item + u), rows[u], bags[u]);
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      constexpr int kBytes = sizeof(Entry);
+      Vector<kBytes> words;
+      __builtin_memcpy(&words, made + u, kBytes);
+      store_vector<kBytes>(entries_ + group_.place_of(item + u) * kBytes, words);
+    }
     PO_NO_UNROLL
-    for (; step > 0; step /= 2) {
+    for (int pass = 0; pass < static_cast<int>(group_.plan.num_passes); ++pass) {
       PO_UNROLL
-      for (int u = 0; u < kItems; ++u) {
-        const int next = found[u] + step;
-        if (next <= num_ends && ends[next - 1] <= group_.place_of(item + u)) found[u] = next;
-      }
+      for (const Entry& entry : made) count_digit(pass, entry.key);
+    }
+    if constexpr (Traits::kCounts) {
+      PO_UNROLL
+      for (const Entry& entry : made) count_bag(entry.bag, entry.key != kNoKey<Entry>);
     }
   }
 
   // `place`: in the tile. `bag`: of the source.
-  PO_FN void finish(int32_t place, Key row, int32_t bag) const {
+  PO_FN Entry entry_of(int32_t place, Key row, int32_t bag) const {
     const Plan& plan = group_.plan;
     Entry entry{};
     entry.key = kNoKey<Entry>;
-    int32_t batch_bag = -1;
-    if (bag < num_bags_ && place >= first_place_) {
-      const auto samples = static_cast<uint32_t>(source_->samples);
-      const uint32_t table = static_cast<uint32_t>(bag) / samples;
-      const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
-      batch_bag = static_cast<int32_t>(table * plan.batch + source_->first_sample) + sample;
-      if (row < static_cast<uint64_t>(plan.num_rows[table])) {
-        entry.key = static_cast<Key>(plan.first_keys[table]) + row;
-        if (plan.members != nullptr) entry.key = entry.key << plan.member_bits | static_cast<Key>(plan.members[table]);
-      }
-    }
-    entry.bag = batch_bag;
+    entry.bag = -1;
     if constexpr (Entry::kHasLookup) entry.lookup = static_cast<int32_t>(source_->first_lookup) + begin_ + place;
-    constexpr int kBytes = sizeof(Entry);
-    Vector<kBytes> words;
-    __builtin_memcpy(&words, &entry, kBytes);
-    store_vector<kBytes>(entries_ + place * kBytes, words);
-    const bool counts = entry.key != kNoKey<Entry>;
-    count_digits(entry.key, counts);
-    if constexpr (Traits::kCounts) count_bag(batch_bag, counts);
+    if (bag >= num_bags_ || place < first_place_) return entry;
+    const auto samples = static_cast<uint32_t>(source_->samples);
+    const uint32_t table = table_of(static_cast<uint32_t>(bag));
+    const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
+    entry.bag = static_cast<int32_t>(table * plan.batch + source_->first_sample) + sample;
+    if (row < static_cast<uint64_t>(plan.num_rows[table])) {
+      entry.key = static_cast<Key>(plan.first_keys[table]) + row;
+      if (plan.members != nullptr) entry.key = entry.key << plan.member_bits | static_cast<Key>(plan.members[table]);
+    }
+    return entry;
   }
 
-  PO_FN void count_digits(Key key, bool counts) const {
+  // The bag over the samples. By the reciprocal, which is rounded down, it is one too few at most: bags are below 2^31.
+  PO_FN uint32_t table_of(uint32_t bag) const {
+    const auto samples = static_cast<uint32_t>(source_->samples);
+    const auto table = static_cast<uint32_t>(uint64_t{bag} * tables_per_bag_ >> 32);
+    return bag - table * samples < samples ? table : table + 1;
+  }
+
+  PO_FN void count_digit(int pass, Key key) const {
     const Warp warp;
-    PO_NO_UNROLL
-    for (int pass = 0; pass < static_cast<int>(group_.plan.num_passes); ++pass) {
-      uint32_t* counters = group_.arena.counters(pass);
-      const uint32_t digit = Traits::digit_of(key, pass);
-      // The higher digits of neighbours are often the same.
-      const uint32_t first = warp.shuffle(digit, 0);  // @inversion-first-digit
-      const bool is_first = counts && digit == first;
-      if (warp.count(is_first) == warp.size()) {
-        if (warp.rank() == 0) count_add_relaxed_wg(counters + digit, static_cast<uint32_t>(warp.size()));
-      } else if (counts) {
-        count_add_relaxed_wg(counters + digit, 1);
-      }
+    uint32_t* counters = group_.arena.counters(pass);
+    const bool counts = key != kNoKey<Entry>;
+    const uint32_t digit = Traits::digit_of(key, pass);
+    // The higher digits of neighbours are often the same.
+    const uint32_t first = warp.shuffle(digit, 0);  // @inversion-first-digit
+    const bool is_first = counts && digit == first;
+    if (warp.count(is_first) == warp.size()) {
+      if (warp.rank() == 0) count_add_relaxed_wg(counters + digit, static_cast<uint32_t>(warp.size()));
+    } else if (counts) {
+      count_add_relaxed_wg(counters + digit, 1);
     }
   }
 
@@ -219,9 +246,10 @@ class LookupKeys {
   const WorkGroup& wg_;
   // Of the tile:
   const LookupSource* source_ = nullptr;
-  int32_t num_bags_ = 0;     // of the source
-  int32_t begin_ = 0;        // in the source
-  int32_t first_place_ = 0;  // in the tile, that a bag may have
+  int32_t num_bags_ = 0;         // of the source
+  uint32_t tables_per_bag_ = 0;  // in parts of 2^32
+  int32_t begin_ = 0;            // in the source
+  int32_t first_place_ = 0;      // in the tile, that a bag may have
   uint8_t* entries_ = nullptr;
 };
 
