@@ -48,7 +48,7 @@ OF_INPUTS = {
 }
 OF_INVERSION = {
     "a_lane_passes_a_collective_by": Mutation(
-        (Swap("inversion-first-digit", "warp.shuffle(digit, 0)", "counts ? warp.shuffle(digit, 0) : 0"),),
+        (Swap("inversion-marked-lanes", "ballot(warp, marks[u] != 0)", "(marks[u] != 0 ? ballot(warp, true) : 0)"),),
         _WARP,
         {Exit.TIMED_OUT},
     ),

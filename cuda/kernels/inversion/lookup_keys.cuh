@@ -157,7 +157,7 @@ class LookupKeys {
     PO_UNROLL
     for (int u = 0; u < kItems; ++u) {
       const auto through = static_cast<uint32_t>(bits_below(warp.rank() + 1));
-      const uint32_t before = ballot(warp, marks[u] != 0) & through;
+      const uint32_t before = ballot(warp, marks[u] != 0) & through;  // @inversion-marked-lanes
       const uint32_t mark = warp.shuffle(marks[u], before == 0 ? 0 : highest_bit(before));
       bags[u] = before == 0 ? bag : first_bag + static_cast<int32_t>(mark);
       bag = warp.shuffle(bags[u], warp.size() - 1);
@@ -179,7 +179,10 @@ class LookupKeys {
     PO_NO_UNROLL
     for (int pass = 0; pass < static_cast<int>(group_.plan.num_passes); ++pass) {
       PO_UNROLL
-      for (const Entry& entry : made) count_digit(pass, entry.key);
+      for (const Entry& entry : made) {
+        if (entry.key == kNoKey<Entry>) continue;
+        count_add_relaxed_wg(group_.arena.counters(pass) + Traits::digit_of(entry.key, pass), 1);
+      }
     }
     if constexpr (Traits::kCounts) {
       PO_UNROLL
@@ -195,11 +198,10 @@ class LookupKeys {
     entry.bag = -1;
     if constexpr (Entry::kHasLookup) entry.lookup = static_cast<int32_t>(source_->first_lookup) + begin_ + place;
     if (bag >= num_bags_ || place < first_place_) return entry;
-    const auto samples = static_cast<uint32_t>(source_->samples);
     const uint32_t table = table_of(static_cast<uint32_t>(bag));
-    const auto sample = static_cast<int32_t>(static_cast<uint32_t>(bag) - table * samples);
-    entry.bag = static_cast<int32_t>(table * plan.batch + source_->first_sample) + sample;
-    if (row < static_cast<uint64_t>(plan.num_rows[table])) {
+    const uint32_t more_samples = static_cast<uint32_t>(plan.batch) - static_cast<uint32_t>(source_->samples);
+    entry.bag = static_cast<int32_t>(static_cast<uint32_t>(source_->first_sample) + table * more_samples) + bag;
+    if (row < static_cast<Key>(plan.num_rows[table])) {
       entry.key = static_cast<Key>(plan.first_keys[table]) + row;
       if (plan.members != nullptr) entry.key = entry.key << plan.member_bits | static_cast<Key>(plan.members[table]);
     }
@@ -211,21 +213,6 @@ class LookupKeys {
     const auto samples = static_cast<uint32_t>(source_->samples);
     const auto table = static_cast<uint32_t>(uint64_t{bag} * tables_per_bag_ >> 32);
     return bag - table * samples < samples ? table : table + 1;
-  }
-
-  PO_FN void count_digit(int pass, Key key) const {
-    const Warp warp;
-    uint32_t* counters = group_.arena.counters(pass);
-    const bool counts = key != kNoKey<Entry>;
-    const uint32_t digit = Traits::digit_of(key, pass);
-    // The higher digits of neighbours are often the same.
-    const uint32_t first = warp.shuffle(digit, 0);  // @inversion-first-digit
-    const bool is_first = counts && digit == first;
-    if (warp.count(is_first) == warp.size()) {
-      if (warp.rank() == 0) count_add_relaxed_wg(counters + digit, static_cast<uint32_t>(warp.size()));
-    } else if (counts) {
-      count_add_relaxed_wg(counters + digit, 1);
-    }
   }
 
   // Lookups of a bag lie side by side: the first lane of each bag counts for the others.
