@@ -164,29 +164,35 @@ class LookupKeys {
     }
   }
 
-  // Writes entries and counts digits, of rows and bags of the source.
+  // Writes entries and counts digits, of rows and bags of the source. As many at a time as there are registers for.
   PO_FN void finish(int item, const Key (&rows)[kItems], const int32_t (&bags)[kItems]) const {
-    Entry made[kItems];
+    constexpr int kAtOnce = min_of(kItems, 32 / static_cast<int>(sizeof(Entry)));
+    constexpr int kBytes = sizeof(Entry);
     PO_UNROLL
-    for (int u = 0; u < kItems; ++u) made[u] = entry_of(group_.place_of(item + u), rows[u], bags[u]);
-    PO_UNROLL
-    for (int u = 0; u < kItems; ++u) {
-      constexpr int kBytes = sizeof(Entry);
-      Vector<kBytes> words;
-      __builtin_memcpy(&words, made + u, kBytes);
-      store_vector<kBytes>(entries_ + group_.place_of(item + u) * kBytes, words);
-    }
-    PO_NO_UNROLL
-    for (int pass = 0; pass < static_cast<int>(group_.plan.num_passes); ++pass) {
+    for (int first = 0; first < kItems; first += kAtOnce) {
+      Entry made[kAtOnce];
       PO_UNROLL
-      for (const Entry& entry : made) {
-        if (entry.key == kNoKey<Entry>) continue;
-        count_add_relaxed_wg(group_.arena.counters(pass) + Traits::digit_of(entry.key, pass), 1);
+      for (int u = 0; u < kAtOnce; ++u) {
+        made[u] = entry_of(group_.place_of(item + first + u), rows[first + u], bags[first + u]);
       }
-    }
-    if constexpr (Traits::kCounts) {
       PO_UNROLL
-      for (const Entry& entry : made) count_bag(entry.bag, entry.key != kNoKey<Entry>);
+      for (int u = 0; u < kAtOnce; ++u) {
+        Vector<kBytes> words;
+        __builtin_memcpy(&words, made + u, kBytes);
+        store_vector<kBytes>(entries_ + group_.place_of(item + first + u) * kBytes, words);
+      }
+      PO_NO_UNROLL
+      for (int pass = 0; pass < static_cast<int>(group_.plan.num_passes); ++pass) {
+        PO_UNROLL
+        for (const Entry& entry : made) {
+          if (entry.key == kNoKey<Entry>) continue;
+          count_add_relaxed_wg(group_.arena.counters(pass) + Traits::digit_of(entry.key, pass), 1);
+        }
+      }
+      if constexpr (Traits::kCounts) {
+        PO_UNROLL
+        for (const Entry& entry : made) count_bag(entry.bag, entry.key != kNoKey<Entry>);
+      }
     }
   }
 
