@@ -139,7 +139,7 @@ class EmbeddingInversion:
     """One compilation of the kernel that inverts an embedding batch for its backward pass."""
 
     items: int
-    digit_bits: int = 9
+    digit_bits: int = 8
     is_wide: bool = False
     lookups: bool = False
     counts: bool = False
@@ -461,7 +461,7 @@ def _rest() -> Iterator[Combination]:
         yield EmbeddingBackward("bfloat16", step, "sum", 4096, is_aligned=False)
     yield EmbeddingBackward("float32", GRADIENT, "weighted sum", 512, is_aligned=False)
     yield EmbeddingBackward("bfloat16", GRADIENT, "weighted sum", 512, has_wide_keys=True)
-    for digit_bits, counts in itertools.product((8, 9), (False, True)):
+    for digit_bits, counts in itertools.product((7, 8), (False, True)):
         for items in (8, 4, 2):
             yield EmbeddingInversion(items, digit_bits, counts=counts)
         for items, is_wide, lookups in itertools.product((4, 2), (False, True), (False, True)):

@@ -13,7 +13,7 @@ namespace po::embedding_inversion {
 
 inline constexpr int kMaxSources = kMaxPes;
 inline constexpr int kMaxPasses = 8;
-inline constexpr int kMaxDigitBits = 9;
+inline constexpr int kMaxDigitBits = 8;
 PO_CONSTANT(kMaxDigitBits)
 static_assert(kMaxPasses * kMaxDigitBits >= 64, "the bits of a key");
 
