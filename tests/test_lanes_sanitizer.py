@@ -42,6 +42,9 @@ OF_BACKWARD = {
     ),
     "chunks_are_counted_before_all_lanes_have_stored": Mutation((Drop("sums-of-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
     "a_window_changes_while_lanes_read_it": Mutation((Drop("window-read-by-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
+    "rows_are_taken_before_they_are_in_order": Mutation(
+        (Drop("rows-ordered"),), f"{_WARPS} {_ALIGNED}", RACE, may_crash=True
+    ),
 }
 OF_INPUTS = {
     "inputs_are_counted_before_all_lanes_have_stored": Mutation((Drop("inputs-of-lanes"),), _WARPS, RACE),

@@ -41,6 +41,7 @@ struct LookupWindow {
   typename Traits::Key rows[kRangeLookups];  // that begin here
   float factors[Traits::kHasFactors ? kCapacity : 1];
   int32_t begins[kRangeLookups + 1];  // of these rows' lookups, and the end of the last one's
+  int32_t order[kWarpSize];           // of rows, where there are so few: those with the most lookups first
 };
 
 // What a window holds.
@@ -91,6 +92,27 @@ class WindowFiller {
     filled.is_open = filled.num_rows != 0;
     warp_.sync();
     return filled;
+  }
+
+  // Numbers of the first `count` rows, such that tiles which go through them side by side have about as many lookups each.
+  // Returns whether they are in Window::order; else rows are as they are, most of them with a lookup or two.
+  PO_FN bool order_rows(int count) const {
+    constexpr int kMost = 6;  // lookups that are told from more
+    if (Traits::Tile::kPerWarp == 1 || count > warp_.size()) return false;
+    const int row = warp_.rank();
+    const int lookups = row < count ? min_of(window_.begins[row + 1] - window_.begins[row], kMost) : 0;
+    int place = 0;
+    int before = 0;
+    PO_UNROLL
+    for (int number = kMost; number > 0; --number) {
+      const int above = warp_.count_below(lookups == number);
+      if (lookups == number) place = before + above;
+      before += warp_.count(lookups == number);
+    }
+    if (row < count) window_.order[place] = row;
+    // @rows-ordered
+    warp_.sync();
+    return true;
   }
 
   // Takes so many lookups of one row from `begin` on.
