@@ -86,10 +86,10 @@ class Reducer {
   PO_FN void update_rows(const Filled& filled, int begin) const {
     const GroupView view = window_.group;
     const int count = filled.num_rows - (filled.is_open ? 1 : 0);
-    const bool is_ordered = filler_.order_rows(count);
+    if constexpr (Traits::Tile::kPerWarp != 1) filler_.order_rows(count);
     PO_NO_UNROLL
     for (int i = row_.lanes().index(); i < count; i += Traits::Tile::kPerWarp) {
-      const int number = is_ordered ? window_.order[i] : i;
+      const int number = Traits::Tile::kPerWarp != 1 ? window_.order[i] : i;
       const int64_t row = window_.rows[number];
       const int first = window_.begins[number];
       const int last = window_.begins[number + 1];

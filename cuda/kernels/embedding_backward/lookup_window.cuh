@@ -41,7 +41,7 @@ struct LookupWindow {
   typename Traits::Key rows[kRangeLookups];  // that begin here
   float factors[Traits::kHasFactors ? kCapacity : 1];
   int32_t begins[kRangeLookups + 1];  // of these rows' lookups, and the end of the last one's
-  int32_t order[kWarpSize];           // of rows, where there are so few: those with the most lookups first
+  int32_t order[kRangeLookups];       // in which tiles take them
 };
 
 // What a window holds.
@@ -94,25 +94,27 @@ class WindowFiller {
     return filled;
   }
 
-  // Numbers of the first `count` rows, such that tiles which go through them side by side have about as many lookups each.
-  // Returns whether they are in Window::order; else rows are as they are, most of them with a lookup or two.
-  PO_FN bool order_rows(int count) const {
+  // Puts the first `count` rows in an order in which tiles that go through them side by side have about as many lookups each: by
+  // their number, if each lane has one. More rows than lanes have a lookup or two, most of them, and stay as they are.
+  PO_FN void order_rows(int count) const {
     constexpr int kMost = 6;  // lookups that are told from more
-    if (Traits::Tile::kPerWarp == 1 || count > warp_.size()) return false;
     const int row = warp_.rank();
-    const int lookups = row < count ? min_of(window_.begins[row + 1] - window_.begins[row], kMost) : 0;
-    int place = 0;
-    int before = 0;
-    PO_UNROLL
-    for (int number = kMost; number > 0; --number) {
-      const int above = warp_.count_below(lookups == number);
-      if (lookups == number) place = before + above;
-      before += warp_.count(lookups == number);
+    if (count > warp_.size()) {
+      for (int other = row; other < count; other += warp_.size()) window_.order[other] = other;
+    } else {
+      const int lookups = row < count ? min_of(window_.begins[row + 1] - window_.begins[row], kMost) : 0;
+      int place = 0;
+      int before = 0;
+      PO_UNROLL
+      for (int number = kMost; number > 0; --number) {
+        const int above = warp_.count_below(lookups == number);
+        if (lookups == number) place = before + above;
+        before += warp_.count(lookups == number);
+      }
+      if (row < count) window_.order[place] = row;
     }
-    if (row < count) window_.order[place] = row;
     // @rows-ordered
     warp_.sync();
-    return true;
   }
 
   // Takes so many lookups of one row from `begin` on.
