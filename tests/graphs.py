@@ -6,6 +6,7 @@ host has no graphs: there a program is called again for every replay.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class Graph:
         self._program = program
         if po.backend() == "cuda":
             self._graph = torch.cuda.CUDAGraph()
+            gc.collect()  # a graph that is freed in the middle of a capture ends that
             stream = stream or torch.cuda.Stream()
             with torch.cuda.stream(stream), torch.cuda.graph(self._graph, stream=stream):
                 self.results = program()

@@ -430,7 +430,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if self._replicas is not None and features.own is not None:
             pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
         if problem is not None:
-            raise problem
+            try:
+                raise problem
+            finally:
+                del problem  # its traceback has this frame, and so what was pooled
         result = self._in_order(pooled)
         if self._clamp is not None and result.requires_grad:
             most = self._clamp

@@ -9,6 +9,7 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.contract import Field
+from ..runtime.errors import to_raise
 from ..runtime.operator import Operator
 from .sparse_all_reduce import check_choices, check_entries, check_num_entries, refuse_gradient
 from .sparse_launch import PendingSum, start
@@ -128,7 +129,7 @@ class BuffersWork:
         """Call the callback, once; raise what launches have reported, bad rows each time. In order on all PEs."""
         if self._is_done:
             if self.error is not None:
-                raise self.error
+                raise to_raise(self.error)
             return
         assert self.pending is not None
         indices, values = self.pending.pair()
@@ -136,7 +137,7 @@ class BuffersWork:
         self._is_done = True
         if self.error is not None:
             self.pending = self.indices = None
-            raise self.error
+            raise to_raise(self.error)
         if self.indices is not None:
             indices = self.indices
         indices = indices.to(self._index_dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.errors import PeerLostError, PeerTimeoutError
+from ..runtime.errors import PeerLostError, PeerTimeoutError, to_raise
 from ..runtime.world import World
 from .sparse_plan import (
     GIVEN_UP,
@@ -112,7 +112,7 @@ class PendingSum:
             self._check_generation()
             num_rows, shares = self._plan.await_report(self._world, self._is_over)
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)
         self._entries = None
         if room.unresolved is self:
             room.unresolved = None
@@ -129,7 +129,7 @@ class PendingSum:
                 if not isinstance(error, Exception):
                     self._error = PeerLostError("sparse_all_reduce: this sum was interrupted between its launches")
                     raise
-                self._error = error
+                self._error = error.with_traceback(None)
                 return
         self._result = self._views(num_rows)
 
@@ -151,7 +151,7 @@ class PendingSum:
     def _taken(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.resolve()
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         self._check_generation()
         if self._ended is not None:
             here = torch.cuda.current_stream(self._world.backend.device)
@@ -177,7 +177,7 @@ class PendingSum:
             operator, error = found
             if operator == OPERATOR.name:
                 self._error = error
-            raise error
+            raise to_raise(error)
 
     def _check_generation(self) -> None:
         if self._generation != self._state.generation:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
 __all__ = [
     "BackendUnavailableError",
     "BootstrapError",
@@ -13,7 +16,21 @@ __all__ = [
     "PeerTimeoutError",
     "PersistentOpsError",
     "SymmetricHeapError",
+    "to_raise",
 ]
+
+_Error = TypeVar("_Error", bound=Exception)
+
+
+def to_raise(error: _Error) -> _Error:
+    """Return an error, which somebody keeps, such as it may be raised.
+
+    One that is raised has the frames of all who called, and so their tensors and CUDA graphs. Where one of them has the
+    error in turn, these would live until garbage is collected: in the middle of a capture, perhaps.
+    """
+    again = copy.copy(error)
+    again.__cause__ = error.__cause__
+    return again
 
 
 class PersistentOpsError(RuntimeError):

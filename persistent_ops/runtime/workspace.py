@@ -25,7 +25,7 @@ from .call_numbers import CallNumbers
 from .changes import Changes
 from .contract import Contract, differences
 from .description import describe
-from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError
+from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError, to_raise
 from .heap import SymmetricHeap
 from .operator import COMM, Operator
 from .stream_order import StreamOrder
@@ -208,7 +208,7 @@ class Workspace:
         """Raise what launches so far have reported; cheap, and without waiting for launches in flight."""
         self.raise_failure()
         if (found := self.take_input_error()) is not None:
-            raise found[1]
+            raise to_raise(found[1])
 
     def take_input_error(self) -> tuple[str, Exception] | None:
         """Return an operator's name and what its launches have found wrong with this PE's input; each is told once."""
@@ -226,7 +226,7 @@ class Workspace:
             self._failure = self._describe_failure()
             self.changes.give_up()
         if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
+            raise to_raise(self._failure)
 
     def _describe_failure(self) -> PersistentOpsError:
         error = self._error
