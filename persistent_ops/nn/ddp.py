@@ -183,8 +183,8 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
     unused = set()
     if empty:
         # All PEs see the same sums, and so all come here; but whether a table was used only the PE that did it knows.
-        flags = torch.tensor([not hasattr(exchanges[number].gradient, _PLACEHOLDER) for number in empty]).int()
-        flags = flags.to(results[0].device)
+        used = [not hasattr(exchanges[number].gradient, _PLACEHOLDER) for number in empty]
+        flags = torch.tensor(used, dtype=torch.int32, device=results[0].device)
         dist.all_reduce(flags, group=group)
         unused = {number for number, flag in zip(empty, flags.tolist(), strict=True) if not flag}
     for number, (exchange, result) in enumerate(zip(exchanges, results, strict=True)):
@@ -224,6 +224,7 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
         torch.empty((1, 0), dtype=torch.int64, device=tensor.device),
         torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device),
         tensor.shape,
+        device=tensor.device,
         is_coalesced=True,
         check_invariants=False,
     )

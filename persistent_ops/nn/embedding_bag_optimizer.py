@@ -234,7 +234,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         for optimizer in self._optimizers:
             optimizer.step_count = step  # type: ignore[assignment]  # mypy knows one type for both
             if "beta_powers" in saved:
-                optimizer._beta_powers.copy_(torch.tensor(saved["beta_powers"]))
+                optimizer._beta_powers.copy_(torch.tensor(saved["beta_powers"], dtype=torch.float32, device="cpu"))
             changes.loaded(*optimizer._own)
         for of_table in self._shards.values():
             changes.loaded(*(block for shards in of_table for _, block in shards.shards))

@@ -132,13 +132,13 @@ class SlotFeatures:
         self._num_features = num_features
         self.is_all = list(slots) == list(range(num_features))
         self.most = max(map(list(slots).count, slots))
-        self._slots = torch.tensor(slots, device=device)
+        self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
         # Of each feature its first slot, then its second one, and so on; T where it has no more.
         in_turn = [[len(slots)] * num_features for _ in range(self.most)]
         for slot, feature in enumerate(slots):
             turn = slots[:slot].count(feature)
             in_turn[turn][feature] = slot
-        self._in_turn = torch.tensor(in_turn, device=device)
+        self._in_turn = torch.tensor(in_turn, dtype=torch.int64, device=device)
 
     def lookups(self, given: Features, lengths: torch.Tensor, room: int) -> LocalLookups:
         """Return the lookups of the slots, one slot behind the other; no wait on the host.

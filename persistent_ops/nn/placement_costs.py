@@ -126,14 +126,14 @@ def measured_rates(world: World) -> Rates:
 def _memory_rate(world: World) -> float:
     device, name = world.backend.device, world.backend.name
     rows, gathered = (nbytes[name] // (_ROW * _FLOAT_BYTES) for nbytes in (_TABLE_BYTES, _GATHERED_BYTES))
-    table = torch.zeros(rows, _ROW, device=device)
+    table = torch.zeros(rows, _ROW, dtype=torch.float32, device=device)
     indices = torch.randint(rows, (gathered,), device=device)
     return 2 * _GATHERED_BYTES[name] / _seconds(world, lambda: table.index_select(0, indices))
 
 
 def _link_rate_and_launch(world: World) -> tuple[float, float]:
     device, count = world.backend.device, _SUMMED_BYTES[world.backend.name] // _FLOAT_BYTES
-    small, large = torch.zeros(64, device=device), torch.zeros(count, device=device)
+    small, large = (torch.zeros(n, dtype=torch.float32, device=device) for n in (64, count))
     with torch.no_grad():
         launch = _seconds(world, lambda: _ops.all_reduce(small))
         if world.size == 1:

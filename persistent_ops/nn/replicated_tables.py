@@ -110,7 +110,7 @@ class ReplicatedTables:
             )
             for group in layout.replicated
         ]
-        self._sums = torch.zeros(sum(stack.num_floats for stack in stacks), device=device)
+        self._sums = torch.zeros(sum(stack.num_floats for stack in stacks), dtype=torch.float32, device=device)
         for stack, sums in zip(stacks, self._sums.split([stack.num_floats for stack in stacks]), strict=True):
             stack.take_sums(sums)
             stack.optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
@@ -120,7 +120,8 @@ class ReplicatedTables:
         states = [state for stack in stacks for number in stack.tables for state in stack.states(number)]
         self._changed = _BACKWARD.changed_inputs(tables=tables, states=states)
         self._changing = [*tables, *states]
-        self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
+        # What autograd sees of the tables.
+        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
         names = [config.name for number, config in enumerate(layout.configs) if layout.is_replicated(number)]
         self._caller = _new_caller(world, f"replicated {tables_named(names)}")  # of its forward passes
         self._num_recorded = 0  # forward passes
@@ -284,7 +285,7 @@ class _Stack:
         self.weights = [self.tables[slot.table] for slot in self._slots]
         self.names = [layout.features[slot.feature] for slot in self._slots]
         self.features = SlotFeatures([slot.feature for slot in self._slots], len(layout.features), device)
-        self.limits = torch.tensor([weight.shape[0] for weight in self.weights], device=device)
+        self.limits = torch.tensor([weight.shape[0] for weight in self.weights], dtype=torch.int64, device=device)
         self.room = max(1, math.ceil(max_batch * sum(lookups_per_sample[name] for name in self.names)))
         self.mode = group.pooling
         self.optimizer = EmbeddingOptimizer([self._memory], algorithm, **options)

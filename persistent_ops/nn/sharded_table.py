@@ -69,7 +69,8 @@ class ShardedTable(torch.nn.Module):
         rows, dim = config.num_embeddings, config.embedding_dim
         at_once = max(1, _DRAWN_ROWS_BYTES // (4 * dim))
         for first in range(0, rows, at_once):
-            drawn = torch.empty(min(at_once, rows - first), dim).uniform_(low, high, generator=generator)
+            drawn = torch.empty(min(at_once, rows - first), dim, dtype=torch.float32, device="cpu")
+            drawn.uniform_(low, high, generator=generator)
             for number, block in zip(self.slices, self._blocks, strict=True):
                 block[first : first + len(drawn)].copy_(drawn.narrow(1, number * self._width, self._width))
 

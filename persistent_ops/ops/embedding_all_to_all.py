@@ -606,5 +606,5 @@ def reference(
                 )
             )
     if not columns:
-        return torch.zeros(batch_per_rank[rank], 0, dtype=torch.float64)
+        return torch.zeros(batch_per_rank[rank], 0, dtype=torch.float64, device="cpu")
     return torch.cat(columns, dim=1)

@@ -122,10 +122,10 @@ class EmbeddingOptimizer:
             self._states.setdefault(identity(table), self._state_of(table))
         _check_overlap(self._tables)
         _check_rounding(rounding, self._tables)
-        self._lr = torch.full((1,), lr, device=device)
-        self._gradient_scale = torch.ones(1, device=device)
+        self._lr = torch.full((1,), lr, dtype=torch.float32, device=device)
+        self._gradient_scale = torch.ones(1, dtype=torch.float32, device=device)
         self._step_count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._beta_powers = torch.ones(2, device=device)  # to as many steps
+        self._beta_powers = torch.ones(2, dtype=torch.float32, device=device)  # to as many steps
         self._seeds = torch.tensor(_seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
         # What it holds in device memory.
         self._own = (
@@ -136,7 +136,8 @@ class EmbeddingOptimizer:
             self._seeds,
             *(state for of_table in self._states.values() for state in of_table),
         )
-        self._placeholder = torch.zeros(0, device=device, requires_grad=True)  # what autograd sees of the tables
+        # What autograd sees of the tables.
+        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
         self._decay = weight_decay_mode if weight_decay and algorithm == "rowwise_adagrad" else "none"
         self._constants = {
             "eps": eps,
@@ -168,7 +169,8 @@ class EmbeddingOptimizer:
     @step_count.setter
     def step_count(self, value: int) -> None:
         self._step_count.fill_(value)
-        self._beta_powers.copy_(torch.tensor([self._constants[beta] ** value for beta in ("beta1", "beta2")]))
+        powers = [self._constants[beta] ** value for beta in ("beta1", "beta2")]
+        self._beta_powers.copy_(torch.tensor(powers, dtype=torch.float32, device="cpu"))
 
     @property
     def seeds(self) -> torch.Tensor:
@@ -177,7 +179,7 @@ class EmbeddingOptimizer:
     @seeds.setter
     def seeds(self, values: Sequence[int] | torch.Tensor) -> None:
         seeds = _seeds_of([int(value) for value in values], len(self._tables))
-        self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
+        self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
 
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
@@ -202,7 +204,7 @@ class EmbeddingOptimizer:
         count = {"sgd": 0, "adam": 2}.get(self._algorithm, 1)
         if self._algorithm == "rowwise_adagrad":
             shape = shape[:1]
-        return tuple(torch.zeros(shape, device=table.device) for _ in range(count))
+        return tuple(torch.zeros(shape, dtype=torch.float32, device=table.device) for _ in range(count))
 
     # ---- autograd ----------------------------------------------------------------------------------------------------
 

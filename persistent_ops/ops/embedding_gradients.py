@@ -93,7 +93,7 @@ def dense_gradients(
     widths = tuple(weight.shape[1] for weight in weights)
     _check(gradient, weights, mode, per_sample_weights)
     if memory is None:
-        memory = torch.empty(dense_size(weights), device=gradient.device)
+        memory = torch.empty(dense_size(weights), dtype=torch.float32, device=gradient.device)
     _check_memory(memory, dense_size(weights))
     key = BackwardKey(
         world.alone,
@@ -137,7 +137,7 @@ def record_sparse(
 ) -> torch.Tensor:
     """Call `embedding_all_to_all` so that its backward pass gives tables sparse gradients; see `record`."""
     world = _world.for_call()
-    placeholder = torch.zeros(0, device=world.backend.device, requires_grad=True)
+    placeholder = torch.zeros(0, dtype=torch.float32, device=world.backend.device, requires_grad=True)
     return record(
         _sparse_gradients,
         placeholder,
@@ -188,7 +188,7 @@ def _sparse_gradients(
     factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
     touched = _Touched.of(plan, inverted, weights)
     # On a GPU gradients are handed on before the launch has ended: where it is given up, they are no numbers.
-    sums = torch.full((touched.num_elements,), math.nan, device=gradient.device)
+    sums = torch.full((touched.num_elements,), math.nan, dtype=torch.float32, device=gradient.device)
     world.workspace.raise_failure()  # of earlier launches
     plan.launch(
         gradient,
@@ -247,7 +247,12 @@ class _Touched(NamedTuple):
 def _coalesced(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     shape = (len(rows), table.shape[1])
     return torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values.view(shape), table.shape, is_coalesced=True, check_invariants=False
+        rows.unsqueeze(0),
+        values.view(shape),
+        table.shape,
+        device=values.device,
+        is_coalesced=True,
+        check_invariants=False,
     )
 
 

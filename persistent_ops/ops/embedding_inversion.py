@@ -270,7 +270,7 @@ class InversionPlan(Plan):
             torch.empty(count, dtype=rows.key_dtype, device=device),
             torch.empty(count, dtype=torch.int32, device=device),
             torch.empty(count, dtype=torch.int32, device=device) if self._wants_lookups else None,
-            torch.empty(rows.num_bags, device=device) if self._wants_counts else None,
+            torch.empty(rows.num_bags, dtype=torch.float32, device=device) if self._wants_counts else None,
             torch.empty(1, dtype=torch.int64, device=device),
         )
         call = self._call

@@ -188,7 +188,7 @@ class ReturnPlan(Plan):
     def launch(self, lookups: Lookups, products: torch.Tensor) -> torch.Tensor:
         """Launch on the current stream; see `return_gradients`."""
         value_begins, slot_begins = lookups.begins
-        gradient = torch.empty(lookups.num_values, device=products.device)
+        gradient = torch.empty(lookups.num_values, dtype=torch.float32, device=products.device)
         if gradient.is_cuda:  # the exchange may have been on another stream
             for tensor in lookups.begins:
                 tensor.record_stream(torch.cuda.current_stream(gradient.device))

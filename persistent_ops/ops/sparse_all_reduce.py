@@ -187,12 +187,12 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     numbers_inside, values = numbers[inside], x._values()[inside].float()
     rows = torch.unique(numbers_inside)
     marks = Layout(layout.num_rows, (), torch.float32, "sum")
-    present = torch.ones(rows.numel(), device=x.device)
+    present = torch.ones(rows.numel(), dtype=torch.float32, device=x.device)
     union, _ = start(world, marks, rows, present, "owner", in_order=True).pair()
     union = union.clone()
     everywhere = torch.arange(layout.num_rows, dtype=torch.int64, device=x.device)
     # Of all numbers, -0.0 is the one that changes none that is added to it.
-    dense = torch.full((layout.num_rows, *layout.row_shape), -0.0, device=x.device)
+    dense = torch.full((layout.num_rows, *layout.row_shape), -0.0, dtype=torch.float32, device=x.device)
     # Of the ways to add up in order of occurrence, each device has one.
     if x.is_cuda:
         dense.index_put_((numbers_inside,), values, accumulate=True)
@@ -204,7 +204,9 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     if is_bad:
         raise bad_row(int((~inside).nonzero()[0]), int(numbers[~inside][0]), layout.num_rows)
     values = sums.index_select(0, union).to(layout.dtype)
-    return torch.sparse_coo_tensor(union.unsqueeze(0), values, x.shape, check_invariants=False, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        union.unsqueeze(0), values, x.shape, device=x.device, check_invariants=False, is_coalesced=True
+    )
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -446,5 +448,5 @@ def reference(xs: Sequence[torch.Tensor], op: str = "sum") -> tuple[torch.Tensor
     indices = torch.cat([part._indices()[0] for part in parts])
     values = torch.cat([part._values().double() for part in parts])
     rows, where = torch.unique(indices, return_inverse=True)
-    sums = torch.zeros((rows.numel(), *values.shape[1:]), dtype=torch.float64).index_add_(0, where, values)
+    sums = torch.zeros((rows.numel(), *values.shape[1:]), dtype=torch.float64, device="cpu").index_add_(0, where, values)
     return rows, sums / len(parts) if op == "mean" else sums

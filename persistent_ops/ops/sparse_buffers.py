@@ -172,7 +172,7 @@ def _concatenate(
     device = indices.device
     world.meet(_ENTRIES.contract(world.team, num_rows, tuple(values.shape[1:]), values.dtype))
     halves = torch.tensor([[indices.numel() >> 16, indices.numel() & 0xFFFF]], dtype=torch.float32, device=device)
-    own_number = torch.tensor([world.rank], device=device)
+    own_number = torch.tensor([world.rank], dtype=torch.int64, device=device)
     counts_layout = Layout(world.size, (2,), torch.float32, "sum")
     _, counted = start(world, counts_layout, own_number, halves, "owner", in_order=True).pair()
     counts = [int(high) << 16 | int(low) for high, low in counted.tolist()]
@@ -181,7 +181,7 @@ def _concatenate(
     num_places = 1 << max(total - 1, 0).bit_length()  # few layouts, as the total changes from call to call
     places = torch.arange(first, first + indices.numel(), device=device)
     # A row number travels as four numbers of 16 bits, which fp32 holds as they are.
-    shifts = torch.tensor([48, 32, 16, 0], device=device)
+    shifts = torch.tensor([48, 32, 16, 0], dtype=torch.int64, device=device)
     pieces = (indices.long().unsqueeze(1) >> shifts & 0xFFFF).float()
     pieces_layout = Layout(num_places, (4,), torch.float32, "sum")
     _, gathered = start(world, pieces_layout, places, pieces, "owner", in_order=True).pair()

@@ -146,7 +146,9 @@ class PendingSum:
         """Return the sum of `pair` as a sparse tensor."""
         rows, values = self._taken()
         size = (self._layout.num_rows, *self._layout.row_shape)
-        return torch.sparse_coo_tensor(rows, values, size, check_invariants=False, is_coalesced=True)
+        return torch.sparse_coo_tensor(
+            rows, values, size, device=values.device, check_invariants=False, is_coalesced=True
+        )
 
     def _taken(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.resolve()

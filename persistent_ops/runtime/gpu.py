@@ -164,7 +164,7 @@ class GpuBackend:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         self.has_early_launches = torch.cuda.get_device_capability(self.device)[0] >= 9
-        torch.zeros(1, device=self.device)  # creates the primary context
+        torch.zeros(1, dtype=torch.uint8, device=self.device)  # creates the primary context
         self._core_device = Device(index)
         self._core_device.set_current()
         properties = torch.cuda.get_device_properties(self.device)
@@ -251,7 +251,7 @@ class GpuBackend:
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_DeviceMemory(address, nbytes, self._buffer), device=self.device)
+        return torch.as_tensor(_DeviceMemory(address, nbytes, self._buffer), dtype=torch.uint8, device=self.device)
 
     @torch.inference_mode(False)
     def private_words(self, count: int) -> torch.Tensor:
@@ -259,7 +259,7 @@ class GpuBackend:
 
     @torch.inference_mode(False)
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def warps_of(self, threads: int) -> int:
         return threads // warp_size()

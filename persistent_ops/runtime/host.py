@@ -115,7 +115,7 @@ class HostBackend:
     @torch.inference_mode(False)
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
         memory = (ctypes.c_char * nbytes).from_address(address)
         memory._segments = self._segments  # type: ignore[attr-defined]  # the mapping outlives the tensor
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -123,7 +123,7 @@ class HostBackend:
     @torch.inference_mode(False)
     def private_words(self, count: int) -> torch.Tensor:
         # LocalState wants a cache line's alignment; torch's CPU allocator gives 64 bytes, so cut to 128.
-        words = torch.zeros(count + 16, dtype=torch.int64)
+        words = torch.zeros(count + 16, dtype=torch.int64, device=self.device)
         skip = (-words.data_ptr() % 128) // 8
         return words[skip : skip + count]
 

@@ -90,7 +90,7 @@ class Workspace:
         self._error: Any = error.from_address(self._mailbox.data_ptr())
         self._input_error: Any = input_error.from_address(self._mailbox.data_ptr() + ctypes.sizeof(error))
         self._peer_heaps = backend.private_words(size + 1)
-        self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64))
+        self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64, device="cpu"))
         self._failure: PersistentOpsError | None = None
         self._order: StreamOrder = StreamOrder(backend.device) if main is None else main._order
         self.is_capturing: Callable[[], bool] = _never
