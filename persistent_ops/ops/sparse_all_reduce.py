@@ -448,5 +448,6 @@ def reference(xs: Sequence[torch.Tensor], op: str = "sum") -> tuple[torch.Tensor
     indices = torch.cat([part._indices()[0] for part in parts])
     values = torch.cat([part._values().double() for part in parts])
     rows, where = torch.unique(indices, return_inverse=True)
-    sums = torch.zeros((rows.numel(), *values.shape[1:]), dtype=torch.float64, device="cpu").index_add_(0, where, values)
+    sums = torch.zeros((rows.numel(), *values.shape[1:]), dtype=torch.float64, device="cpu")
+    sums.index_add_(0, where, values)
     return rows, sums / len(parts) if op == "mean" else sums
