@@ -265,7 +265,10 @@ def _tracer(world: _world.World, capacity: int, path: str | os.PathLike[str] | N
         raw.decode() for raw in world.bootstrap.exchange("trace", b"" if problem is None else str(problem).encode())
     ]
     if problem is not None:
-        raise problem
+        try:
+            raise problem
+        finally:
+            del problem  # its traceback has this frame
     if tracer is None or any(told):
         rank, text = next((rank, text) for rank, text in enumerate(told) if text)
         raise RuntimeError(f"trace: PE {rank} cannot begin: {text}")

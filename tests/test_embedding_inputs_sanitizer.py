@@ -297,7 +297,6 @@ FULL = "--pes=3 --full=1 --wgs=2 --threads=2"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
 TROUBLE_STAGED = f"{TROUBLE} --staged=1 --delay-us=100"
-ABSENT_FOR_ONE_PIECE = f"{TROUBLE} --bare-pe=0"  # what PE 0 has for itself is a header
 CASES = {
     "alone": "--pes=1 --threads=3",
     "lone_warps": "--pes=3 --threads=1 --wgs=1",
@@ -317,7 +316,7 @@ CASES = {
     "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
     "behind_an_aborted_launch": TROUBLE,
     "behind_an_aborted_launch_staged": TROUBLE_STAGED,
-    "absent_for_one_piece": ABSENT_FOR_ONE_PIECE,
+    "absent_for_one_piece": f"{TROUBLE} --bare-pe=0",  # what PE 0 has for itself is a header
     "another_contract": "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6",
 }
 

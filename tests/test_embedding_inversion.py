@@ -195,6 +195,10 @@ _TUNINGS = {
     "default": None,
     "small tiles": Tuning(work_groups=3, threads=64, items=2),
     "one work-group": Tuning(work_groups=1, threads=32, items=2),
+    "an item": Tuning(work_groups=2, threads=64, items=1),
+    "three items": Tuning(work_groups=2, threads=64, items=3),
+    "four items": Tuning(work_groups=2, threads=64, items=4),
+    "twelve items": Tuning(work_groups=2, threads=64, items=12),
 }
 
 
@@ -393,16 +397,18 @@ def test_rows_that_cannot_be() -> None:
 
 
 def test_passes() -> None:
-    numbers = (0, 1, 2, 512, 513, 2**18, 2**18 + 1, 2**25, 2**63)
-    passes = {keys: embedding_inversion.passes_of(keys, 9) for keys in numbers}
-    assert passes == {
-        0: (8, 1),
-        1: (8, 1),
-        2: (8, 1),
-        512: (9, 1),
-        513: (8, 2),
-        2**18: (9, 2),
-        2**18 + 1: (8, 3),
-        2**25: (9, 3),
-        2**63: (8, 8) if 7 * 9 < 63 else (9, 7),
+    passes = {
+        0: (7, 1),
+        1: (7, 1),
+        2: (7, 1),
+        2**7: (7, 1),
+        2**7 + 1: (8, 1),
+        2**8 + 1: (7, 2),
+        2**14 + 1: (8, 2),
+        2**16 + 1: (7, 3),
+        2**24: (8, 3),
+        2**25: (7, 4),
+        2**31 - 1: (8, 4),
+        2**63: (8, 8),
     }
+    assert {keys: embedding_inversion.passes_of(keys, 8) for keys in passes} == passes

@@ -229,7 +229,7 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--wgs=3 --threads=2 --epochs=12"
-# Bags so many that their ends do not fit a tile's memory, and ends that fall, take a way of their own.
+# Bags so many that nobody goes through their ends, and ends that fall, take a way of their own.
 EMPTY = "--wgs=2 --threads=3 --batch=60 --empty=9"
 ABORTED = "--wgs=3 --threads=2 --aborted-at=2 --epochs=5"
 CASES = {

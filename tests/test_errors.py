@@ -82,9 +82,40 @@ def test_neither_does_one_of_a_launch_that_was_given_up() -> None:
     assert in_world(_time_outs, 1, "host") == [[False, False]]
 
 
+def _waits_behind_a_recovery() -> list[bool]:
+    given = torch.sparse_coo_tensor(torch.tensor([[3]]), torch.ones(1, 4), (40, 4), check_invariants=False)
+    work = po.sparse_all_reduce(given, async_op=True)
+    po.recover()
+
+    def wait() -> None:
+        try:
+            raise KeyError("what its caller is at")
+        except KeyError:
+            work.wait()
+
+    return [_outlives(wait, po.PeerTimeoutError) for _ in range(2)]
+
+
+def test_neither_does_one_of_a_sum_that_is_not_there_any_more() -> None:
+    assert in_world(_waits_behind_a_recovery, 1, "host") == [[False, False]]
+
+
+def _unwritable() -> bool:
+    def trace() -> None:
+        with po.trace(path="/nonexistent/timeline.json"):
+            pass
+
+    return _outlives(trace, OSError)
+
+
+def test_neither_does_one_of_a_file() -> None:
+    assert in_world(_unwritable, 1, "host") == [False]
+
+
 def test_an_error_to_raise_says_all_that_was_kept() -> None:
     kept = po.CapacityError("12 rows", 3)
     kept.__cause__ = OSError("why")
     again = to_raise(kept)
     assert type(again) is po.CapacityError and again is not kept
     assert again.args == kept.args and again.__cause__ is kept.__cause__ and again.__traceback__ is None
+    assert to_raise(ValueError()).__suppress_context__ is False and again.__suppress_context__

@@ -106,6 +106,7 @@ class TestEmbeddingBackward(SanitizerSuite):
         OF_BACKWARD,
         ("-DDRIVER_LANES=8", "-DDRIVER_ALIGNED=true"),
         one_warp=f"{_WARP} {_ALIGNED}",
+        more_rows_than_lanes=f"{_WARP} {_ALIGNED} --rows=1000 --batch=150",
         rows_of_a_warp=f"{_WARPS} --pes=2 --rows=7 --batch=70 {_ALIGNED}",
         rows_of_chunks=f"{_WARPS} {_CHUNKS}",
     )
@@ -116,7 +117,15 @@ class TestEmbeddingInputs(SanitizerSuite):
 
 
 class TestEmbeddingInversion(SanitizerSuite):
-    driver: ClassVar = _driver(EmbeddingInversion, "narrow", "", OF_INVERSION)
+    driver: ClassVar = _driver(
+        EmbeddingInversion,
+        "narrow",
+        "",
+        OF_INVERSION,
+        three_sources=f"{_WARPS} --sources=3 --batch=60",
+        offsets_fall=f"{_WARPS} --falling=1 --batch=60",
+        bags_without_lookups=f"{_WARPS} --batch=300 --empty=9",
+    )
 
 
 class TestEmbeddingWeightGradients(SanitizerSuite):

@@ -14,6 +14,7 @@ from ..ops.embedding_checks import check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
+from ..runtime.errors import to_raise
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
@@ -417,7 +418,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 try:
                     lookups.wait()
                 except IndexError as error:  # told when the peers, which wait for this PE, have what they need
-                    problem = problem or error
+                    problem = problem or to_raise(error)
                 pooled.append(pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype))
             is_known = features.knows_split or any(lookups.gives_gradients for lookups in sent)
             is_kept = is_known and torch.is_grad_enabled()
@@ -430,10 +431,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if self._replicas is not None and features.own is not None:
             pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
         if problem is not None:
-            try:
-                raise problem
-            finally:
-                del problem  # its traceback has this frame, and so what was pooled
+            raise to_raise(problem)
         result = self._in_order(pooled)
         if self._clamp is not None and result.requires_grad:
             most = self._clamp

@@ -112,7 +112,7 @@ class PendingSum:
             self._check_generation()
             num_rows, shares = self._plan.await_report(self._world, self._is_over)
         except Exception as error:
-            self._error = error.with_traceback(None)
+            self._error = to_raise(error)
         self._entries = None
         if room.unresolved is self:
             room.unresolved = None
@@ -129,7 +129,7 @@ class PendingSum:
                 if not isinstance(error, Exception):
                     self._error = PeerLostError("sparse_all_reduce: this sum was interrupted between its launches")
                     raise
-                self._error = error.with_traceback(None)
+                self._error = to_raise(error)
                 return
         self._result = self._views(num_rows)
 

@@ -30,6 +30,7 @@ def to_raise(error: _Error) -> _Error:
     """
     again = copy.copy(error)
     again.__cause__ = error.__cause__
+    again.__suppress_context__ = error.__suppress_context__
     return again
 
 
