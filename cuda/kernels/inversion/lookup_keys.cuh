@@ -123,7 +123,7 @@ class LookupKeys {
   // Marks where bags begin that have lookups in the tile, each behind one of the ends of `first_bag` and those after it: by how many
   // ends there are up to it. False where these do not rise, or are too many to go through.
   PO_FN bool mark_bags(int32_t first_bag, int num_ends) const {
-    constexpr int kMostEnds = sizeof(Entry) / 4;                             // per place of the tile
+    constexpr int kMostEnds = sizeof(Entry) / 4;             // per place of the tile
     const auto tile = reinterpret_cast<uint64_t>(entries_);  // stands for it
     uint32_t* marks = group_.arena.marks();
     // @inversion-marks-read
