@@ -143,6 +143,9 @@ class _Collection:
     def is_weighted(self) -> bool:
         return False
 
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, torch.nn.Parameter(rows)) for name, rows in self.state_dict().items()]
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         shapes = {each.name: (each.num_embeddings, each.embedding_dim) for each in self._configs}
         return {

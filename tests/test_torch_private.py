@@ -66,6 +66,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
+        "torch._compile._disable_dynamo",
         "torch._library.autograd.make_autograd_impl",
         "torch.Tensor._is_zerotensor",
         "torch.Tensor._make_wrapper_subclass",

@@ -15,6 +15,7 @@ from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from ..runtime.errors import to_raise
+from ..runtime.uncompiled import uncompiled
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
@@ -36,6 +37,10 @@ __all__ = ["ShardedEmbeddingBagCollection"]
 _CLIPPING = (
     "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
     "clamps single elements"
+)
+_TWO_WAIT = (
+    "of a module's forward passes, those that torch.utils.checkpoint makes anew among them, at most two may wait for "
+    "their backward passes where batch_per_rank is given: leave it out, or make the first one's backward pass sooner"
 )
 
 
@@ -93,9 +98,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     optimizers leave them alone. DistributedDataParallel must do so too: `ignore_sharded_tables`. State dicts have
     `TableShards` under these names; plain tensors `[R, D]` are loaded as well.
 
+    `requires_grad_` neither freezes nor thaws a table: make a module of the frozen ones, and call it under
+    `torch.no_grad()`. torch.compile breaks its graph around a call.
+
     Source: TorchRec's ShardedEmbeddingBagCollection, whose names and orders these are.
     """
 
+    @torch.inference_mode(False)  # backward passes write to the tables
     def __init__(
         self,
         tables: Iterable[Any],
@@ -180,6 +189,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._optimizers = optimizers
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
         self._ahead: SentFeatures | None = None
+        self._ahead_since = world.num_recoveries
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
         self.optimizer = EmbeddingBagOptimizer(
             algorithm,
@@ -205,6 +215,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Args:
             collection: TorchRec's, whole on every PE, on any device; it is not changed and not kept.
             options: keyword arguments of the class.
+
+        Raises:
+            NotImplementedError: a table is frozen; the collection has spread its tables itself.
         """
         for kind in type(collection).__mro__:
             if kind.__name__ in ("DistributedModelParallel", "ShardedEmbeddingBagCollection"):
@@ -212,6 +225,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                     f"collection: {kind.__name__} spreads tables by itself; pass the EmbeddingBagCollection that it is "
                     "made of, and put the model's dense part under DistributedDataParallel"
                 )
+        frozen = [name for name, parameter in collection.named_parameters() if not parameter.requires_grad]
+        if frozen:
+            raise NotImplementedError(
+                f"collection: {', '.join(frozen)} is frozen (requires_grad=False), and a module's backward pass "
+                "updates all its tables; make a module of the frozen ones, and call it under torch.no_grad()"
+            )
         is_weighted = getattr(collection, "is_weighted", lambda: False)()
         made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
         made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
@@ -300,6 +319,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def input_dist(
         self,
         features: Any,
@@ -325,7 +345,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Collective, on the current stream. Where forward passes wait for their backward passes, the last one alone keeps
         its lookups.
         """
-        if self._ahead is not None and not self._ahead.is_over:
+        is_from_before = self._ahead_since != self._world.num_recoveries
+        if self._ahead is not None and not self._ahead.is_over and not is_from_before:
             raise RuntimeError(
                 "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
             )
@@ -354,9 +375,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         except BaseException:
             sent.release()
             raise
-        self._ahead = sent
+        self._ahead, self._ahead_since = sent, self._world.num_recoveries
         return sent
 
+    @uncompiled
     def forward(
         self,
         features: Any,
@@ -447,7 +469,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
         while len(self._kept) > 1:
             for lookups in self._kept.pop(0):
-                lookups.release()
+                lookups.release(_TWO_WAIT)
 
     def _keep(self, sent: list[Lookups], pooled: Sequence[torch.Tensor]) -> None:
         """Keep lookups until the backward pass, which reads them."""

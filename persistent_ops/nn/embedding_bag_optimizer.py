@@ -171,6 +171,13 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         """
         self._saves_param_groups = save
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, and copied."""
+        raise TypeError(
+            "an EmbeddingBagOptimizer is its module's and cannot be copied or pickled: save its state_dict, and load "
+            "it into another module's"
+        )
+
     def state_dict(self, *, prefix: str = "") -> dict[str, Any]:  # type: ignore[override]
         """Return rates, seed, the number of steps and all states, as shards over this PE's memory; waits on the host.
 

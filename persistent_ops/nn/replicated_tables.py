@@ -18,6 +18,7 @@ from ..ops.embedding_gradients import dense_gradients, dense_size
 from ..ops.embedding_inputs_lookups import Moment
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
+from ..runtime.uncompiled import uncompiled
 from .embedding_features import Features
 from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features, value_begins
 from .table_layout import Group, Layout
@@ -374,6 +375,7 @@ class _Recorded(torch.autograd.Function):
         return tuple(each.detach() for each in tables._pool(chosen))
 
     @staticmethod
+    @uncompiled
     @once_differentiable
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if context.is_done:

@@ -164,3 +164,7 @@ class TableShards(torch.Tensor):
             if offsets == index.offset:
                 return block
         raise ValueError(f"{index.fqn}: this PE has no block at {index.offset}")
+
+
+# torch.load takes state dicts as they are saved (`weights_only`, its default): unpickling one calls the class alone.
+torch.serialization.add_safe_globals([TableShards])

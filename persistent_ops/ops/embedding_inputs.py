@@ -6,8 +6,10 @@ import functools
 import itertools
 import json
 import math
+import operator
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -266,13 +268,13 @@ class EmbeddingInputs:
         for each, tensor in (("values", values), (name, bounds)):
             if tensor.numel() >= 2**31:
                 raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
-        split = None if batch_per_rank is None else tuple(batch_per_rank)
-        if split is not None:
-            is_split = len(split) == world.size and all(isinstance(n, int) for n in split)
-            if not is_split or not all(0 <= n <= layout.max_batch for n in split):
+        split = None
+        if batch_per_rank is not None:
+            split = _whole_numbers(batch_per_rank)
+            if split is None or len(split) != world.size or not all(0 <= n <= layout.max_batch for n in split):
                 raise ValueError(
                     f"batch_per_rank: expected {world.size} numbers of 0 to max_batch = {layout.max_batch}, got "
-                    f"{list(split)}"
+                    f"{batch_per_rank}"
                 )
             if split[world.rank] != samples:
                 raise ValueError(
@@ -288,10 +290,10 @@ class EmbeddingInputs:
         if tensor.dtype not in dtypes:
             expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
-            raise ValueError(
-                f"{name}: expected a contiguous 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}"
-            )
+        if tensor.dim() != 1 or tensor.device != device:
+            raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
         if tensor.is_neg():
             raise ValueError(f"{name}: expected a tensor without the negative bit; pass its resolve_neg()")
 
@@ -343,6 +345,14 @@ class EmbeddingInputs:
         self._next = 0
         for region in self._regions:
             region.forget()
+
+
+def _whole_numbers(given: Any) -> tuple[int, ...] | None:
+    """Return numbers of any kind of integer; None where they are something else."""
+    try:
+        return tuple(operator.index(number) for number in given)
+    except TypeError:
+        return None
 
 
 class _Made:

@@ -21,6 +21,9 @@ __all__ = ["Given", "LookupSource", "Lookups", "Moment", "Region", "fields_of_so
 
 _LOOKS = 32
 _GIVEN_UP = "embedding_inputs: this exchange was given up: po.recover() or po.finalize() came behind it"
+_BEHIND_THE_LAST = (
+    "call release() behind the last launch that reads them, the backward pass where gradients are recorded"
+)
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class Lookups:
         self._memory = region.memory
         self._arrived: Moment | None = None
         self._is_released = False
+        self._why_released = ""
         self._is_ordered = False
         self._is_captured = False
         self.batch_per_rank = given.batch_per_rank
@@ -228,11 +232,15 @@ class Lookups:
             self.check_is_here()
             self.batch_per_rank = tuple(self.sources[:, fields_of_source()["samples"]].tolist())
 
-    def release(self) -> None:
-        """Say that no launch behind those of the current stream reads them: their region may be filled again."""
+    def release(self, why: str = _BEHIND_THE_LAST) -> None:
+        """Say that no launch behind those of the current stream reads them: their region may be filled again.
+
+        Args:
+            why: what to tell whoever reads them all the same.
+        """
         if self._is_released or self._generation != self._inputs._generation:
             return
-        self._is_released = True
+        self._is_released, self._why_released = True, why
         if self._given is not None and self._arrived is not None:  # it may not have ended
             for tensor in (self._given.values, self._given.bounds, self._given.weights):
                 if tensor is not None:
@@ -289,8 +297,8 @@ class Lookups:
         self._check_generation()
         if self._is_released:
             raise RuntimeError(
-                "embedding_inputs: these lookups have been released, and their region may be filled again; call "
-                "release() behind the last launch that reads them, the backward pass where gradients are recorded"
+                f"embedding_inputs: these lookups have been released, and their region may be filled again; "
+                f"{self._why_released}"
             )
         if not self._is_ordered:
             raise RuntimeError("embedding_inputs: call wait() before the launches that read these lookups")

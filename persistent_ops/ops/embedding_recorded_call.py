@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
+from ..runtime.uncompiled import uncompiled
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 from .embedding_weight_gradients import return_gradients
@@ -172,6 +173,7 @@ class _Recorded(torch.autograd.Function):
         return result.detach()  # a view that is made in here could not be changed in place
 
     @staticmethod
+    @uncompiled
     @once_differentiable
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if context.is_done and context.once:

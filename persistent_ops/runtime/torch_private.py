@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import Variable, forward_ad
 from torch.distributed import ProcessGroup
@@ -25,6 +26,7 @@ __all__ = [
     "autograd_node",
     "backend_of_group",
     "backward_pass",
+    "behind_a_break",
     "current_raw_stream",
     "dual_level",
     "function_transform",
@@ -140,4 +142,10 @@ wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # ty
 """A tensor of a subclass with a shape and no memory of its own: a table of which a PE has some blocks.
 
 Public torch makes tensors with memory, and subclasses of those.
+"""
+
+behind_a_break: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
+"""A function that torch.compile does not look into: it breaks the graph there, and calls it as it is.
+
+Public torch's `torch.compiler.disable` imports the compiler, which takes seconds, where a function is only defined.
 """

@@ -93,6 +93,7 @@ class World:
         self._kernels: dict[KernelRequest, Kernel] = {}
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
+        self.num_recoveries = 0
         self._watch = bootstrap.watch(self._peers_changed)
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
 
@@ -281,6 +282,7 @@ class World:
         patience = self.bootstrap.timeout * len(self.workspaces)
         for workspace in self.workspaces:
             workspace.recover(patience)
+        self.num_recoveries += 1
         self._forget()
 
     def _forget(self) -> None:

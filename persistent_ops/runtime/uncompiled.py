@@ -1,0 +1,27 @@
+"""Functions of the package's that torch.compile is not to trace: they launch, wait on the host and meet other PEs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .torch_private import behind_a_break
+
+__all__ = ["uncompiled"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Let torch.compile break its graph around a function, and call it as it is; other calls cost next to nothing."""
+    broken = behind_a_break(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        chosen = broken if torch.compiler.is_compiling() else function
+        return chosen(*arguments, **options)
+
+    return call  # type: ignore[return-value]
