@@ -311,6 +311,7 @@ THE_LAYER_S_OWN = {
     "operator.Operator.changed_inputs": "likewise",
     "plans.Plans.drop": "the only way for plans to go before their world does",
     "torch_private.autograd_node": "every private name of torch stands there (test_torch_private.py)",
+    "torch_private.behind_a_break": "likewise",
     "torch_private.is_wrapped": "likewise",
     "torch_private.without_dispatch_modes": "likewise",
     "torch_private.wrapper_subclass": "likewise",

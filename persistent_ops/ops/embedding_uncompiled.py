@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .torch_private import behind_a_break
+from ..runtime.torch_private import behind_a_break
 
 __all__ = ["uncompiled"]
 
