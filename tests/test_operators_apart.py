@@ -106,6 +106,7 @@ OPERATORS = {
             "ops/embedding_gradients.py",
             "ops/embedding_inversion.py",
             "ops/embedding_recorded_call.py",
+            "ops/embedding_uncompiled.py",
             "ops/embedding_weight_gradients.py",
             "ops/embedding_widths.py",
             *_TABLES,
