@@ -172,7 +172,7 @@ def test_what_it_refuses() -> None:
     (seen,) = in_world(_called, 1, "host")
     wanted = {
         "dtype": ("TypeError", "values: expected"),
-        "shape": ("ValueError", "values: expected a contiguous 1-D"),
+        "shape": ("ValueError", "values: expected a 1-D tensor on cpu, got 2-D"),
         "features": ("ValueError", "F * B elements for F = 3"),
         "samples": ("ValueError", "max_batch is 16"),
         "weights": ("ValueError", "is_weighted"),
