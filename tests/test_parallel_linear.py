@@ -308,6 +308,30 @@ def autocast_program(backend: str) -> list[str]:
     return problems
 
 
+@torch.no_grad()
+def pair_program(backend: str) -> list[Any]:
+    """Return dtypes of a pair of layers under autocast, and whether the result is theirs of what lies between."""
+    with world_of(backend) as world:
+        features = 8 * world.size
+        up, down = po_nn.ColumnParallelLinear(features, features), po_nn.RowParallelLinear(features, features)
+        found: list[Any] = []
+        for count in (4, 20):
+            x = torch.ones(count, features, device=po.device())
+            with torch.autocast(po.device().type, torch.bfloat16):
+                between = torch.nn.functional.silu(up(x))
+                result = down(between, residual=x.bfloat16())
+            want = down(between.float(), residual=x)
+            found.append([between.dtype, result.dtype, torch.equal(result, want)])
+        return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_pair_of_layers_under_autocast(backend: str, world: int) -> None:
+    assert (
+        in_processes(pair_program, world, backend, timeout=120) == [[[torch.bfloat16, torch.float32, True]] * 2] * world
+    )
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_row_parallel_rounds_no_product_for_autocast(backend: str, world: int) -> None:
     assert in_processes(autocast_program, world, backend, timeout=120) == [[]] * world

@@ -361,3 +361,33 @@ def test_nested_tensors_end_no_process() -> None:
     assert not calls.has((nested,)) and not calls.has((plain,), (nested,))
     assert calls.has((plain,)) and calls.has((plain, torch.zeros(2, 8)))
     assert not calls.has((nested,)) and not calls.has((plain, nested)) and not calls.has((plain,), (nested,))
+
+
+# ---- torch.jit.trace -------------------------------------------------------------------------------------------------
+
+
+def _traced() -> list[str]:
+    x, weight, gain = _ones(SIZE), _ones(ROWS, SIZE), _ones(SIZE)
+    layer = po_nn.RowParallelLinear(SIZE, ROWS)
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "gemv": lambda x: po.gemv(weight, x),
+        "gemv_all_reduce": lambda x: po.gemv_all_reduce(weight, x),
+        "all_reduce": lambda x: po.all_reduce(x),
+        "all_reduce_rms_norm": lambda x: po.all_reduce_rms_norm(x, gain)[1],
+        "RowParallelLinear": layer,
+    }
+    wrong = []
+    for name, call in calls.items():
+        for is_known in (False, True):  # whether the call was made before
+            with torch.no_grad():
+                traced = torch.jit.trace(call, (x,), check_trace=False)
+                found, want = traced(2 * x), call(2 * x)
+            if "persistent_ops::" not in str(traced.graph) or not torch.equal(found, want):
+                wrong.append(f"{name}, {is_known}: {found}, not {want}")
+    told = error_of(lambda: torch.jit.trace(_embedding, (_ones(ROWS, SIZE),), check_trace=False))
+    return [*wrong, *([] if "not under torch.jit.trace" in told[1] else [str(told)])]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_tracer_sees_the_operator() -> None:
+    assert in_world(_traced, 1, "host") == [[]]

@@ -64,6 +64,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._dynamo.guards",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._get_tracing_state",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
         "torch._compile._disable_dynamo",

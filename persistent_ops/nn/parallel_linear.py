@@ -187,7 +187,7 @@ class _ParallelLinear(torch.nn.Module):
     def _check_input(self, x: torch.Tensor, features: int) -> None:
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"x: expected [..., {features}], this PE's features, got {list(x.shape)}")
-        if x.dtype != self.weight.dtype:
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x: expected the weight's dtype {self.weight.dtype}, got {x.dtype}")
 
     def extra_repr(self) -> str:
@@ -364,6 +364,7 @@ class RowParallelLinear(_ParallelLinear):
         Args:
             x: `[..., K_r]`, this PE's input features, dtype of the weight; all PEs pass the same leading dimensions.
             residual: `[..., M]`, the same on every PE; added once, before the result is rounded.
+                Under autocast either may have another dtype, and is taken in the weight's.
 
         Returns:
             `[..., M]`, dtype of the weight.
@@ -380,12 +381,15 @@ class RowParallelLinear(_ParallelLinear):
         if residual is not None:
             if tuple(residual.shape) != shape:
                 raise ValueError(f"residual: expected the result's shape {list(shape)}, got {list(residual.shape)}")
-            if residual.dtype != self.weight.dtype:
+            if residual.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
                 raise TypeError(f"residual: expected the weight's dtype {self.weight.dtype}, got {residual.dtype}")
         num_vectors = math.prod(x.shape[:-1])
         # reshape(-1, 0) does not know how many vectors there are, so a PE without features needs the number.
-        vectors = x.reshape(num_vectors, x.shape[-1])
-        addend = None if residual is None else residual.reshape(num_vectors, self.out_features)
+        # Under autocast they may come from what has rounded them.
+        vectors = x.reshape(num_vectors, x.shape[-1]).to(self.weight.dtype)
+        addend = None
+        if residual is not None:
+            addend = residual.reshape(num_vectors, self.out_features).to(self.weight.dtype)
         previous, self.last_path = self.last_path, self.path(num_vectors)
         if self.last_path != "fused":
             if previous != self.last_path and not torch.compiler.is_compiling():

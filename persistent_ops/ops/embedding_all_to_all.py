@@ -14,7 +14,13 @@ from ..runtime.forward_mode import refuse_tangents
 from ..runtime.operator import Operator
 from ..runtime.team import Team
 from ..runtime.torch_library import TorchOperator
-from ..runtime.torch_private import function_transform, is_wrapped, num_dispatch_modes, without_dispatch_modes
+from ..runtime.torch_private import (
+    function_transform,
+    is_wrapped,
+    num_dispatch_modes,
+    tracing_state,
+    without_dispatch_modes,
+)
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
 from .embedding_inputs_lookups import Lookups
 from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
@@ -122,6 +128,8 @@ def embedding_all_to_all(
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
+    if tracing_state() is not None:
+        raise NotImplementedError("embedding_all_to_all: not under torch.jit.trace, to which shapes are tensors")
     if isinstance(weights, torch.nn.ParameterList):
         weights = list(weights)
     if isinstance(indices, Lookups):

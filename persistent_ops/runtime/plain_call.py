@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from .torch_private import TensorGuards, dual_level, function_transform, is_zero_tensor, num_dispatch_modes
+from .torch_private import (
+    TensorGuards,
+    dual_level,
+    function_transform,
+    is_zero_tensor,
+    num_dispatch_modes,
+    tracing_state,
+)
 
 __all__ = ["PlainCalls", "is_plain"]
 
@@ -24,8 +31,8 @@ def is_plain(
 ) -> bool:
     """Return whether nobody but the kernel wants to see a call, and all that it says of its tensors is in their memory.
 
-    There is no autograd, of either mode, no dispatch mode, transform or tensor subclass, and no tensor that torch would
-    have to negate or to fill with zeros first.
+    There is no autograd, of either mode, no dispatch mode, transform, tracer or tensor subclass, and no tensor that
+    torch would have to negate or to fill with zeros first.
 
     By-passing the dispatcher saves most of the host's share of an eager call, which this is therefore a part of.
 
@@ -35,7 +42,7 @@ def is_plain(
         tables: of which there may be many: asked for gradients alone, and only where they are recorded. Who takes them
             looks at each when it is new (table_set.py).
     """
-    if num_dispatch_modes() or function_transform() is not None or dual_level() >= 0:
+    if num_dispatch_modes() or function_transform() is not None or dual_level() >= 0 or tracing_state() is not None:
         return False
     is_recording = _is_recording()
     for tensor in tensors:
@@ -84,7 +91,7 @@ class PlainCalls:
         tables: Sequence[torch.Tensor] = _NO_TABLES,
     ) -> bool:
         """Return `is_plain(tensors, optional, tables)`."""
-        if num_dispatch_modes() or function_transform() is not None or dual_level() >= 0:
+        if num_dispatch_modes() or function_transform() is not None or dual_level() >= 0 or tracing_state() is not None:
             return False
         given, first = tensors, tensors[0]
         for other in optional:

@@ -36,6 +36,7 @@ __all__ = [
     "queue_callback",
     "storage_of_weak",
     "storage_use_count",
+    "tracing_state",
     "without_dispatch_modes",
     "wrapper_subclass",
 ]
@@ -148,4 +149,10 @@ behind_a_break: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dy
 """A function that torch.compile does not look into: it breaks the graph there, and calls it as it is.
 
 Public torch's `torch.compiler.disable` imports the compiler, which takes seconds, where a function is only defined.
+"""
+
+tracing_state: Callable[[], object] = torch._C._get_tracing_state
+"""What torch.jit.trace records in, or None: it sees what the dispatcher sees.
+
+Public torch's `torch.jit.is_tracing` is a function of Python around it, of which every call would have a part.
 """
