@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops.embedding_checks import check_list
 from .embedding_features import Features
 
 __all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features", "value_begins"]
@@ -41,18 +42,8 @@ def check_features(
         ("lengths", given.lengths, _INTEGERS),
         ("per_sample_weights", given.weights, (torch.float32,)),
     ):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-        if tensor.dim() != 1 or tensor.device != device:
-            raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
-        if tensor.is_neg():
-            raise ValueError(f"{name}: expected a tensor without the negative bit; pass its resolve_neg()")
+        if tensor is not None:
+            check_list(name, tensor, dtypes, device)
     if (given.weights is not None) != is_weighted:
         raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {is_weighted}")
     if given.weights is not None and given.weights.shape != given.values.shape:

@@ -120,7 +120,7 @@ def embedding_all_to_all(
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else, or makes the
             backward passes of several calls in another order; the same.
         NotImplementedError: `out` where gradients are recorded; in a backward pass of what torch.compile, torch.func
-            or torch.ops have called; with `Lookups`, inside of torch.compile.
+            or torch.ops have called; with `Lookups`, inside of torch.compile; under torch.jit.trace.
         RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for; a
             backward pass without `optimizer` in a CUDA-graph capture.
 

@@ -23,6 +23,7 @@ __all__ = [
     "check_choices",
     "check_derivatives",
     "check_gradient",
+    "check_list",
     "check_split",
     "check_tables",
     "check_tables_and_split",
@@ -34,6 +35,21 @@ __all__ = [
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
 _BOUNDS = ("fatal", "ignore")
+
+
+def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """Raise TypeError or ValueError for lookups, bounds of bags or weights that no kernel reads as they lie."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if tensor.dim() != 1 or tensor.device != device:
+        raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
+    if tensor.is_neg():
+        raise ValueError(f"{name}: expected a tensor without the negative bit; pass its resolve_neg()")
 
 
 def check_types(

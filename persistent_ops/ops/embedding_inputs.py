@@ -17,7 +17,7 @@ from ..runtime import world as _world
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
-from .embedding_checks import check_derivatives, most_rows
+from .embedding_checks import check_derivatives, check_list, most_rows
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import (
     MOST_LOOKUPS,
@@ -239,19 +239,19 @@ class EmbeddingInputs:
         weights: torch.Tensor | None,
         batch_per_rank: Sequence[int] | None,
     ) -> Given:
-        layout, world = self._layout, self._world
+        layout, world, device = self._layout, self._world, self._world.backend.device
         if (lengths is None) == (offsets is None):
             raise ValueError("lengths, offsets: expected exactly one of them")
         name = "offsets" if lengths is None else "lengths"
         bounds = offsets if lengths is None else lengths
         assert bounds is not None
         for each, tensor in (("values", values), (name, bounds)):
-            self._check_tensor(each, tensor, tuple(INDEX_TYPES))
+            check_list(each, tensor, tuple(INDEX_TYPES), device)
         if (weights is not None) != layout.is_weighted:
             raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
         if weights is not None:
             check_derivatives(weights)
-            self._check_tensor("per_sample_weights", weights, (torch.float32,))
+            check_list("per_sample_weights", weights, (torch.float32,), device)
             if weights.shape != values.shape:
                 raise ValueError(
                     f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
@@ -282,20 +282,6 @@ class EmbeddingInputs:
                 )
         gives_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
         return Given(values, bounds, weights, gives_gradients, lengths is not None, samples, split)
-
-    def _check_tensor(self, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-        device = self._world.backend.device
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in dtypes:
-            expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
-        if tensor.dim() != 1 or tensor.device != device:
-            raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
-        if tensor.is_neg():
-            raise ValueError(f"{name}: expected a tensor without the negative bit; pass its resolve_neg()")
 
     def _plan(self, inputs: Given, *used: object) -> InputsPlan:
         world = self._world
