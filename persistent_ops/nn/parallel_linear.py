@@ -190,6 +190,11 @@ class _ParallelLinear(torch.nn.Module):
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x: expected the weight's dtype {self.weight.dtype}, got {x.dtype}")
 
+    def _like_weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the weight's dtype, which it has but under autocast."""
+        dtype = self.weight.dtype
+        return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
     def extra_repr(self) -> str:
         """Return the sizes, for repr()."""
         return (
@@ -385,11 +390,8 @@ class RowParallelLinear(_ParallelLinear):
                 raise TypeError(f"residual: expected the weight's dtype {self.weight.dtype}, got {residual.dtype}")
         num_vectors = math.prod(x.shape[:-1])
         # reshape(-1, 0) does not know how many vectors there are, so a PE without features needs the number.
-        # Under autocast they may come from what has rounded them.
-        vectors = x.reshape(num_vectors, x.shape[-1]).to(self.weight.dtype)
-        addend = None
-        if residual is not None:
-            addend = residual.reshape(num_vectors, self.out_features).to(self.weight.dtype)
+        vectors = self._like_weight(x).reshape(num_vectors, x.shape[-1])
+        addend = None if residual is None else self._like_weight(residual).reshape(num_vectors, self.out_features)
         previous, self.last_path = self.last_path, self.path(num_vectors)
         if self.last_path != "fused":
             if previous != self.last_path and not torch.compiler.is_compiling():
