@@ -32,7 +32,7 @@ class Case:
         batch: bags of a table.
         most: lookups of a bag.
         indices: makes n of them for tables of some rows: "uniform", "skewed", "once", "bad", "zero".
-        offsets: how they are changed: "falling", "inside", "beyond", "empty".
+        offsets: how they are changed: "falling", "inside", "beyond", "extreme", "empty".
         index_dtype, offset_dtype: of the lookups.
     """
 
@@ -84,6 +84,8 @@ class Case:
             offsets = (offsets // 2).clamp(min=count // 7)
         if self.offsets == "beyond":
             offsets = 3 * offsets - count
+        if self.offsets == "extreme":
+            offsets[0], offsets[-1] = -(2**63), 2**63 - 1
         return indices.to(self.index_dtype), offsets.to(self.offset_dtype)
 
     @property
@@ -111,6 +113,7 @@ CASES = [
     Case("offsets fall, int32", offsets="falling", batch=9, index_dtype=_INT32, offset_dtype=_INT32),
     Case("lookups of no bag", offsets="inside"),
     Case("offsets leave the lookups", offsets="beyond"),
+    Case("offsets as far as there are numbers", offsets="extreme", batch=40, most=30),
     Case("few lookups in many bags", rows=(9, 8, 7), batch=3000, offsets="empty"),
     Case("shared rows", rows=(50, 20, 50, 50), same_as=((2, 0), (3, 0)), batch=12),
     Case("two passes", rows=(2**16 - 5, 3, 2), batch=9),

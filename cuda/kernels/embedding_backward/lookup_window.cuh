@@ -41,7 +41,8 @@ struct LookupWindow {
   typename Traits::Key rows[kRangeLookups];  // that begin here
   float factors[Traits::kHasFactors ? kCapacity : 1];
   int32_t begins[kRangeLookups + 1];  // of these rows' lookups, and the end of the last one's
-  int32_t order[kRangeLookups];       // in which tiles take them
+  // In which tiles take them; one tile takes them as they are.
+  uint8_t order[Traits::Tile::kPerWarp != 1 ? kRangeLookups : 1];
 };
 
 // What a window holds.
@@ -97,21 +98,22 @@ class WindowFiller {
   // Puts the first `count` rows in an order in which tiles that go through them side by side have about as many lookups each: by
   // their number, if each lane has one. More rows than lanes have a lookup or two, most of them, and stay as they are.
   PO_FN void order_rows(int count) const {
+    static_assert(kRangeLookups <= 256, "a row's number is a byte");
     constexpr int kMost = 6;  // lookups that are told from more
     const int row = warp_.rank();
     if (count > warp_.size()) {
-      for (int other = row; other < count; other += warp_.size()) window_.order[other] = other;
+      for (int other = row; other < count; other += warp_.size()) window_.order[other] = static_cast<uint8_t>(other);
     } else {
       const int lookups = row < count ? min_of(window_.begins[row + 1] - window_.begins[row], kMost) : 0;
       int place = 0;
       int before = 0;
       PO_UNROLL
       for (int number = kMost; number > 0; --number) {
-        const int above = warp_.count_below(lookups == number);
-        if (lookups == number) place = before + above;
-        before += warp_.count(lookups == number);
+        const uint32_t rows = ballot(warp_, lookups == number);
+        if (lookups == number) place = before + count_bits(rows & bits_below(warp_.rank()));
+        before += count_bits(rows);
       }
-      if (row < count) window_.order[place] = row;
+      if (row < count) window_.order[place] = static_cast<uint8_t>(row);
     }
     // @rows-ordered
     warp_.sync();

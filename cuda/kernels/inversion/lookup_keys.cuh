@@ -94,8 +94,7 @@ class LookupKeys {
       if (is_marked) {
         find_marked(item, first_bag, bag, bags);
       } else {
-        PO_NO_UNROLL
-        for (int u = 0; u < kItems; ++u) bags[u] = find_bag(ends(), num_bags_, begin_ + group_.place_of(item + u));
+        search(item, bags);
       }
       finish(item, rows, bags);
     }
@@ -116,8 +115,9 @@ class LookupKeys {
 
   // Counted from the tile's first place. Where all its places are on one side of an offset, it does not matter how far it is.
   PO_FN int32_t in_tile(Offset offset) const {
-    const int64_t place = static_cast<int64_t>(offset) - begin_;
-    return static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(place, 0), group_.tile_items()));
+    const auto place = static_cast<int64_t>(offset);
+    if (place <= begin_) return 0;
+    return static_cast<int32_t>(min_of<int64_t>(place - begin_, group_.tile_items()));
   }
 
   // Marks where bags begin that have lookups in the tile, each behind one of the ends of `first_bag` and those after it: by how many
@@ -162,6 +162,18 @@ class LookupKeys {
       bags[u] = before == 0 ? bag : first_bag + static_cast<int32_t>(mark);
       bag = warp.shuffle(bags[u], warp.size() - 1);
     }
+  }
+
+  // The same where marks do not tell. One search at a time: bags pass through the marks, so that they are in registers all the same.
+  PO_FN void search(int item, int32_t (&bags)[kItems]) const {
+    uint32_t* marks = group_.arena.marks();
+    PO_NO_UNROLL
+    for (int u = 0; u < kItems; ++u) {
+      const int32_t place = group_.place_of(item + u);
+      marks[place] = static_cast<uint32_t>(find_bag(ends(), num_bags_, begin_ + place));
+    }
+    PO_UNROLL
+    for (int u = 0; u < kItems; ++u) bags[u] = static_cast<int32_t>(marks[group_.place_of(item + u)]);
   }
 
   // Writes entries and counts digits, of rows and bags of the source. As many at a time as there are registers for.
