@@ -519,12 +519,19 @@ def test_flashinfer_closes_half_a_layer(monkeypatch: pytest.MonkeyPatch) -> None
         norm_out: torch.Tensor,
         rms_gamma: torch.Tensor,
         rms_eps: float,
+        fp32_acc: bool,
     ) -> None:
-        assert workspace is made["workspace"] and pattern == 1 and launch_with_pdl
+        assert workspace is made["workspace"] and pattern == 1 and launch_with_pdl and fp32_acc
         residual_out.copy_(x + residual_in)
         norm_out.copy_(rms_gamma * torch.nn.functional.rms_norm(residual_out, residual_out.shape[-1:], eps=rms_eps))
 
+    driver = types.ModuleType("cuda.bindings.driver")
+    driver.cuMulticastCreate = create_multicast = lambda _: (0, 1)  # type: ignore[attr-defined]
+    wants_multicast = False
+
     def create_allreduce_fusion_workspace(**arguments: object) -> object:
+        if wants_multicast:
+            driver.cuMulticastCreate(None)
         made.update(arguments, workspace=object())
         return made["workspace"]
 
@@ -534,6 +541,7 @@ def test_flashinfer_closes_half_a_layer(monkeypatch: pytest.MonkeyPatch) -> None
     comm.create_allreduce_fusion_workspace = create_allreduce_fusion_workspace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.comm", comm)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
 
@@ -546,3 +554,8 @@ def test_flashinfer_closes_half_a_layer(monkeypatch: pytest.MonkeyPatch) -> None
     expected = Unfused(Peers(0, 1)).close(kernels, linear, x, residual, norm)
     for result, other in zip(method.close(kernels, linear, x, residual, norm), expected, strict=True):
         torch.testing.assert_close(result, other)
+
+    wants_multicast = True
+    with pytest.raises(RuntimeError, match="multicast"):
+        FlashInfer(batch=3, hidden=8, dtype=torch.float32)
+    assert driver.cuMulticastCreate is create_multicast

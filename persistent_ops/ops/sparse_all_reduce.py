@@ -221,10 +221,11 @@ def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> La
             "of a dense tensor has one"
         )
     check_choices(op, algorithm, ALGORITHMS)
-    check_values("x", x.dtype, x.device, device)
-    check_num_rows("x", x.shape[0])
+    shape, dtype = x.shape, x.dtype
+    check_values("x", dtype, x.device, device)
+    check_num_rows("x", shape[0])
     check_num_entries("x", x._nnz())
-    return Layout(x.shape[0], tuple(x.shape[1:]), x.dtype, op)
+    return Layout(shape[0], tuple(shape[1:]), dtype, op)
 
 
 def _check_types(x: torch.Tensor, op: str, algorithm: str) -> None:

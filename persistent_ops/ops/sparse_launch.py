@@ -84,9 +84,10 @@ class PendingSum:
         self._algorithm = algorithm
         self._tag = tag
         self._generation = state.generation
-        self._is_for_later = is_for_later
         self._ended: torch.cuda.Event | None = None
-        self._stream = torch.cuda.current_stream(world.backend.device) if world.backend.name == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if is_for_later and world.backend.name == "cuda":
+            self._stream = torch.cuda.current_stream(world.backend.device)
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
         self._launch(entries)
@@ -186,7 +187,7 @@ class PendingSum:
             raise PeerTimeoutError(GIVEN_UP)
 
     def _launch(self, entries: Entries) -> None:
-        if self._stream is None or not self._is_for_later:
+        if self._stream is None:
             self._launch_here(entries)
             return
         here = torch.cuda.current_stream(self._world.backend.device)
@@ -206,18 +207,20 @@ class PendingSum:
         self._plan = find_plan(world, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag)
         self._values_bytes = -(-capacity * row_bytes // 8) * 8
         nbytes = max(self._values_bytes + 8 * capacity, 512)
-        self._slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
-        self._buffer = self._slot.tensor(layout.dtype, (nbytes // layout.dtype.itemsize,))
-        self._plan.launch(entries, self._slot.offset)
-        self._as_rows = self._buffer.view(torch.int64)  # while the kernel runs, not when the host has waited for it
+        self._slot = slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
+        slot.lend(self)
+        self._plan.launch(entries, slot.offset)
+        # While the kernel runs, not when the host has waited for it.
+        self._as_values, self._as_rows = slot.as_dtype(layout.dtype), slot.as_dtype(torch.int64)
 
     def _is_over(self) -> bool:
-        waited_for = self._ended or self._stream
-        return waited_for is None or bool(waited_for.query())
+        if self._ended is not None:
+            return bool(self._ended.query())
+        return self._world.backend.has_ended(self._slot.stream)
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row numbers, `[1, U]`, and values."""
-        values = self._buffer.as_strided((num_rows, *self._layout.row_shape), self._room.strides, 0)
+        values = self._as_values.as_strided((num_rows, *self._layout.row_shape), self._room.strides, 0)
         rows = self._as_rows.as_strided((1, num_rows), (num_rows, 1), self._values_bytes // 8)
         return rows, values
 
