@@ -16,7 +16,7 @@ def check_arguments(arguments: argparse.Namespace, *, output: str | None = None)
     """Raise where PEs cannot be started, or a result could not be written.
 
     Args:
-        arguments: of the command line: `pes`, `limit`, `json`, `trace`.
+        arguments: of the command line: `pes`, `limit`, `seed`, `json`, `trace`.
         output: folder that is written, or None.
 
     Raises:
@@ -26,6 +26,8 @@ def check_arguments(arguments: argparse.Namespace, *, output: str | None = None)
         raise ValueError(f"--pes: expected at least 1, got {arguments.pes}")
     if arguments.pes is not None and arguments.pes > most_pes():
         raise ValueError(f"--pes: expected at most {most_pes()}, got {arguments.pes}")
+    if arguments.seed is not None and not 0 <= arguments.seed < 1 << 32:
+        raise ValueError(f"--seed: expected 0 to {(1 << 32) - 1}, got {arguments.seed}")
     if not 0 < arguments.limit < math.inf:
         raise ValueError(f"--limit: expected seconds above 0 and below infinity, got {arguments.limit:g}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -115,18 +116,28 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
         TypeError, ValueError: a size that is no whole number, or below 0.
         SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
     """
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    if not all(isinstance(n, int) for n in shape):
-        raise TypeError(f"size: expected whole numbers, got {list(shape)}")
-    if any(n < 0 for n in shape):  # type: ignore[operator]
+    given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in given):
+        raise TypeError(f"size: expected whole numbers, got {list(given)}")
+    shape = tuple(map(operator.index, given))  # type: ignore[arg-type]
+    if min(shape, default=0) < 0:
         raise ValueError(f"size: expected numbers of at least 0, got {list(shape)}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
-    return _world.current().heap.empty(shape, dtype)  # type: ignore[arg-type]
+    return _world.current().heap.empty(shape, dtype)
 
 
 def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor into the symmetric heap; collective, see `empty`. The copy is on the world's device."""
+    """Copy a tensor into the symmetric heap; collective, see `empty`. The copy is on the world's device.
+
+    Raises:
+        TypeError: it is no dense tensor with memory.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        what = (
+            f"a {tensor.device.type} tensor of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else tensor
+        )
+        raise TypeError(f"tensor: expected a dense tensor with memory, got {what}")
     copy = empty(*tensor.shape, dtype=tensor.dtype)
     copy.copy_(tensor)
     return copy
@@ -139,8 +150,13 @@ def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
     Raises:
         NotSymmetricError: `tensor` is not this PE's symmetric memory, or the peer is not load/store reachable.
+        TypeError: `tensor` is none, or `rank` no whole number.
         ValueError: no such PE, or `tensor` is not contiguous.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    if not isinstance(rank, int):
+        raise TypeError(f"rank: expected a whole number, got {rank!r}")
     return _world.current().heap.peer_view(tensor, rank)
 
 
@@ -148,8 +164,11 @@ def free(tensor: torch.Tensor) -> None:
     """Give a tensor from `empty` or `to_symmetric` back; collective. It and its views must not be used afterwards.
 
     Raises:
+        TypeError: it is no tensor.
         NotSymmetricError: it is not such a tensor, or was given back already.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
     _world.current().heap.free(tensor)
 
 

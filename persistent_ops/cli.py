@@ -88,7 +88,7 @@ def demo(
             trace=trace,
         )
         raise typer.Exit(run_demo(options))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         _fail(error, 2)
     except PersistentOpsError as error:
         _fail(error, 1)

@@ -322,6 +322,16 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         r"x: expected a contiguous tensor, got strides \(16, 2",
     ),
+    "x sparse": (
+        lambda: {_X: _good().to_sparse()},
+        TypeError,
+        "x: expected a dense tensor, got layout torch.sparse_coo",
+    ),
+    "x compressed": (
+        lambda: {_X: _good().to_sparse_csr()},
+        TypeError,
+        "x: expected a dense tensor, got layout torch.sparse_csr",
+    ),
     "x on meta": (
         lambda: {_X: _good().to("meta")},
         ValueError,

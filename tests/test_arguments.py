@@ -483,6 +483,7 @@ WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
     "negative and positive": ((2, -3), {}, ValueError, r"size: expected numbers of at least 0, got .*-3"),
     "fraction": ((2.5,), {}, TypeError, r"size: expected whole numbers, got .*2\.5"),
     "text": (("3",), {}, TypeError, r"size: expected whole numbers, got .*'3'"),
+    "truth": ((True,), {}, TypeError, r"size: expected whole numbers, got \[True\]"),
     "no dtype": ((2,), {"dtype": "float32"}, TypeError, r"dtype: expected a torch\.dtype, got .*float32"),
     "too large": (
         (1 << 40,),
@@ -490,6 +491,22 @@ WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
         po.SymmetricHeapError,
         r"heap of PE 0 has no room for 4398046511104 bytes \(heap_size 16777216 bytes.*pass a larger heap_size",
     ),
+}
+
+
+NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "list to symmetric": (lambda mine: po.to_symmetric([1]), r"tensor: expected a dense tensor with memory, got \[1\]"),
+    "sparse to symmetric": (
+        lambda mine: po.to_symmetric(mine.zero_().to_sparse()),
+        r"tensor: expected a dense tensor with memory, got a (cpu|cuda) tensor of layout torch\.sparse_coo",
+    ),
+    "meta to symmetric": (
+        lambda mine: po.to_symmetric(mine.to("meta")),
+        r"tensor: expected a dense tensor with memory, got a meta tensor",
+    ),
+    "view of a list": (lambda mine: po.peer_view([1], 0), "tensor: expected a tensor, got list"),
+    "view of PE a": (lambda mine: po.peer_view(mine, "a"), "rank: expected a whole number, got 'a'"),
+    "free of a list": (lambda mine: po.free([1]), "tensor: expected a tensor, got list"),
 }
 
 
@@ -505,6 +522,9 @@ def _wrong_sizes(backend: str) -> dict[str, Outcome]:
     mine = po.empty(4)
     for rank in (-1, 1):
         outcomes[f"view of PE {rank}"] = outcome_of(lambda r=rank: po.peer_view(mine, r))
+    for name, (action, _) in NO_TENSORS.items():
+        outcomes[name] = outcome_of(lambda a=action: a(mine))
+    assert po.empty(torch.tensor(2), 3).shape == (2, 3)
     outcomes["second init"] = outcome_of(lambda: po.init(backend))
     assert po.is_initialized() and po.world_size() == 1
     po.finalize()
@@ -521,6 +541,8 @@ def test_wrong_arguments_of_the_functions_around_the_operators(backend: str) -> 
     for rank in (-1, 1):
         assert outcomes[f"view of PE {rank}"].classes[0] == "ValueError"
         assert outcomes[f"view of PE {rank}"].text == f"rank: expected 0 to 0, got {rank}"
+    for name, (_, text) in NO_TENSORS.items():
+        assert outcomes[name].classes[0] == "TypeError" and re.search(text, outcomes[name].text), outcomes[name]
     assert outcomes["second init"].classes[0] == "RuntimeError"
     assert "already initialised here: call persistent_ops.finalize() first" in outcomes["second init"].text
     assert "not initialised in this process: call persistent_ops.init() first" in outcomes["after finalize"].text
@@ -570,6 +592,22 @@ WRONG_INIT = {
     "text as time-out": ({"timeout": "30"}, TypeError, "timeout: expected .*'30'"),
     "empty heap": ({"heap_size": 0}, ValueError, "heap_size: expected bytes above 0, got 0"),
     "negative heap": ({"heap_size": -4096}, ValueError, "heap_size: expected bytes above 0, got -4096"),
+    "heap of a truth": ({"heap_size": True}, TypeError, "heap_size: expected .*True"),
+    "heap of no machine": (
+        {"heap_size": 1 << 60},
+        po.SymmetricHeapError,
+        "heap_size: this machine has no 11529.* bytes",
+    ),
+    "negative delay": (
+        {"host_options": {"network_delay_us": -1}},
+        ValueError,
+        "network_delay_us: expected a whole number of at least 0, got -1",
+    ),
+    "threads that are no number": (
+        {"host_options": {"wg_size": "a"}},
+        ValueError,
+        "wg_size: expected a whole number of at least 0, got 'a'",
+    ),
     "heap of a fraction": ({"heap_size": 1e9}, TypeError, r"heap_size: expected .*1000000000\.0"),
     "heap too small for the flags": (
         {"heap_size": 4096},

@@ -588,6 +588,36 @@ def test_the_hook(backend: str, world: int, name: str) -> None:
     assert [results[name] for results in checked(backend, world)] == [[]] * world
 
 
+# ---- torch.compile -------------------------------------------------------------------------------------------------
+
+
+def compiled_program(backend: str) -> list[bool]:
+    """A whole step is compiled, its backward pass too, before the hook has run once."""
+    with world_of(backend) as world:
+        numbers = torch.tensor([1, 5, 5, 2 + world.rank], device=po.device())
+        gradients = []
+        for compiles in (True, False):
+            torch.manual_seed(1)
+            model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 2)).to(po.device())
+            module = wrapped(model)
+
+            def step(numbers: torch.Tensor, module: Any = module) -> torch.Tensor:
+                module.zero_grad()
+                loss = module(numbers).square().sum()
+                loss.backward()
+                return loss  # type: ignore[no-any-return]
+
+            (torch.compile(step, backend="eager") if compiles else step)(numbers)
+            gradients.append([parameter.grad.to_dense() for parameter in model.parameters()])  # type: ignore[union-attr]
+        po.check()
+        return [torch.equal(one, other) for one, other in zip(*gradients, strict=True)]
+
+
+def test_a_compiled_step(backend: str) -> None:
+    for equal in in_processes(compiled_program, 2, backend, timeout=120):
+        assert equal == [True] * 3
+
+
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 

@@ -234,6 +234,7 @@ REFUSED = {
     "--cut 3": "cut: 4 key and value heads and a SwiGLU of 176 do not divide by 3",
     "--cut 0": "cut must be at least 1, got 0",
     "--layers 4": "layers: tiny has 3, got 4",
+    "--seed -1": "--seed: expected 0 to 4294967295, got -1",
 }
 
 

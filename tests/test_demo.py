@@ -221,7 +221,7 @@ def test_empty_bags_must_be_exact_zeros() -> None:
         ({"dim": 0}, "dim must be"),
         ({"pes": 0}, "pes must be"),
         ({"max_rows": 0}, "max_rows must be"),
-        ({"seed": -1}, "seed must not be negative"),
+        ({"seed": -1}, "seed must be 0 to 4294967295, got -1"),
         ({"dtype": "fp64"}, "dtype must be one of fp32, bf16, fp16, got 'fp64'"),
         ({"backend": "tpu"}, "backend must be auto, cuda or host, got 'tpu'"),
     ],

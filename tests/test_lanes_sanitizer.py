@@ -41,6 +41,9 @@ OF_BACKWARD = {
         (Drop("pieces-of-lanes"),), f"{_WARPS} {_ALIGNED}", RACE
     ),
     "chunks_are_counted_before_all_lanes_have_stored": Mutation((Drop("sums-of-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
+    "a_range_ends_where_lanes_do_not_know_yet": Mutation(
+        (Drop("range-known-to-lanes"),), f"{_WARPS} {_CHUNKS}", RACE, may_crash=True
+    ),
     "a_window_changes_while_lanes_read_it": Mutation((Drop("window-read-by-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
     "rows_are_taken_before_they_are_in_order": Mutation(
         (Drop("rows-ordered"),), f"{_WARPS} {_ALIGNED}", RACE, may_crash=True

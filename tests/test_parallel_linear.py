@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
+import pickle
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -479,6 +481,8 @@ def errors_program(backend: str) -> dict[str, str]:
             "column width": message_of(ValueError, lambda: column(x)),
             "scalar": message_of(ValueError, lambda: row(torch.ones((), device=device))),
             "dtype": message_of(TypeError, lambda: row(x.half())),
+            "list": message_of(TypeError, lambda: row([1.0] * 4)),
+            "residual list": message_of(TypeError, lambda: row(x, residual=[1.0] * 4)),
             "residual": message_of(ValueError, lambda: row(x, residual=torch.ones(4, device=device))),
             "residual dtype": message_of(TypeError, lambda: row(x, residual=torch.ones(3, 4, device=device).half())),
             "no group": message_of(RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half())),
@@ -506,6 +510,8 @@ EXPECTED_ERRORS = {
     "column width": "x: expected [..., 8], this PE's features, got [3, 4]",
     "scalar": "x: expected [..., 4], this PE's features, got []",
     "dtype": "x: expected the weight's dtype torch.float32, got torch.float16",
+    "list": "x: expected a tensor, got list",
+    "residual list": "residual: expected a tensor, got list",
     "residual": "residual: expected the result's shape [3, 4], got [4]",
     "residual dtype": "residual: expected the weight's dtype torch.float32, got torch.float16",
     "no group": "call init_process_group on every PE",
@@ -536,6 +542,53 @@ def other_group_program(backend: str) -> str:
 def test_a_group_of_other_ranks_is_refused(backend: str) -> None:
     messages = in_processes(other_group_program, 2, backend, timeout=120)
     assert messages == [f"group: expected the PEs as its ranks, {rank} of 2 here, got 0 of 1" for rank in range(2)]
+
+
+def saved_program(backend: str) -> bytes:
+    with world_of(backend):
+        layers = [
+            layer.from_linear(whole_layer(CASES[0])) for layer in (po_nn.RowParallelLinear, po_nn.ColumnParallelLinear)
+        ]
+        return pickle.dumps([layer.cpu() for layer in layers])
+
+
+@torch.no_grad()
+def loaded_program(backend: str, saved: list[bytes]) -> list[str]:
+    """What each layer says to an input that fits it."""
+    with world_of(backend):
+        said = []
+        for layer in pickle.loads(saved[min(po.rank(), len(saved) - 1)]):
+            features = layer.weight.shape[1]
+            call = functools.partial(layer.to(po.device()), torch.ones(3, features, device=po.device()))
+            said.append(message_of(RuntimeError, call))
+        po.check()
+        return said
+
+
+def test_a_layer_of_another_pe_or_world_is_refused(backend: str) -> None:
+    saved = launched(saved_program, 2, backend)
+    assert launched(loaded_program, 2, backend, saved) == [["nothing was raised"] * 2] * 2
+    (alone,) = launched(loaded_program, 1, backend, saved)
+    swapped = launched(loaded_program, 2, backend, saved[::-1])
+    for texts, owner, here in ((alone, 0, "PE 0 of 1"), (swapped[0], 1, "PE 0 of 2"), (swapped[1], 0, "PE 1 of 2")):
+        for kind, text in zip(("Row", "Column"), texts, strict=True):
+            assert text.startswith(f"{kind}ParallelLinear: this layer is PE {owner}'s of 2, and this is {here}: ")
+
+
+def copies_program(backend: str) -> list[Any]:
+    with world_of(backend, has_group=True) as world:
+        group = torch.distributed.new_group(list(range(world.size)))
+        layer = po_nn.RowParallelLinear(8, 4, group=group, dtype=torch.float16)
+        x = torch.ones(17, 8 // world.size, device=po.device(), dtype=torch.float16)
+        copied = copy.deepcopy(layer)
+        with torch.no_grad():
+            equal = torch.equal(copied(x), layer(x))
+        return [equal, copied.weight is not layer.weight, message_of(TypeError, lambda: pickle.dumps(layer))]
+
+
+def test_a_layer_with_a_group_is_copied_and_not_pickled(backend: str) -> None:
+    for equal, is_apart, text in in_processes(copies_program, 2, backend, timeout=120):
+        assert equal and is_apart and "process group cannot be pickled" in text and "save its state_dict()" in text
 
 
 # ---- torch.compile -------------------------------------------------------------------------------------------------

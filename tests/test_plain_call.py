@@ -117,6 +117,25 @@ def test_forward_mode_is_refused(backend: str, name: str) -> None:
         assert error == "NotImplementedError" and ("forward only" in text or "gradient" in text or "backward" in text)
 
 
+def _under_func_grad() -> dict[str, tuple[str, str, str]]:
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "all_reduce": po.all_reduce,
+        "all_reduce_rms_norm": lambda x: po.all_reduce_rms_norm(x, torch.ones_like(x[0]))[1],
+        "gemv": lambda weight: po.gemv(weight, torch.ones_like(weight[0])),
+        "gemv_all_reduce": lambda weight: po.gemv_all_reduce(weight, torch.ones_like(weight[0])),
+    }
+    x = _ones(2, SIZE)
+    whole = torch.func.vmap(lambda row: row * 2)(x)  # a transform that records nothing is none of their business
+    assert bool((torch.func.vmap(po.all_reduce)(x) == whole / 2).all())
+    return {name: error_of(lambda f=f: torch.func.grad(lambda each: f(each).sum())(x)) for name, f in calls.items()}  # type: ignore[misc]
+
+
+def test_torch_func_grad_raises_what_a_backward_pass_raises(backend: str) -> None:
+    (seen,) = in_world(_under_func_grad, 1, backend)
+    for name, (error, text, _) in seen.items():
+        assert error == "NotImplementedError" and text.startswith(f"{name} is forward only"), (name, error, text)
+
+
 def _weights_in_forward_mode() -> tuple[str, str, float]:
     weights = _ones(ROWS)
     inputs = _exchanged(weights)

@@ -50,31 +50,40 @@ class Reducer {
         row_(plan, call),
         long_row_(plan, call) {}
 
-  PO_FN void run() {
+  // As one of `num_warps` that share the lookups.
+  PO_FN void run(int num_warps) {
     // Behind a launch that was given up, what is sorted may be anything. One lane decides for the warp.
     if (warp_.shuffle(is_aborted(team_), 0)) return;
+    if (warp_.rank() == 0) window_.range = range_of(count_, num_warps);
     // Of all ranges: one for each would cost more than a range.
     const TaskTrace trace(false);
     for (;;) {
-      int32_t ticket = 0;
+      int begin = 0;
       if (warp_.rank() == 0) {
-        ticket = static_cast<int32_t>(atomic_fetch_add_relaxed_gpu(&team_.local->ticket, 1));
+        const auto ticket = static_cast<int32_t>(atomic_fetch_add_relaxed_gpu(&team_.local->ticket, 1));
+        begin = ticket * window_.range;
       }
-      ticket = warp_.shuffle(ticket, 0);
-      if (ticket >= ceil_div(count_, kRangeLookups)) return;
-      const int begin = ticket * kRangeLookups;
-      if (!reduce(begin, min_of(begin + kRangeLookups, count_))) return;
+      begin = warp_.shuffle(begin, 0);
+      if (begin >= count_) return;
+      if (warp_.rank() == 0) window_.end = min_of(begin + window_.range, count_);
+      warp_.sync();  // @range-known-to-lanes
+      if (!reduce(begin)) return;
     }
   }
 
  private:
+  // How many lookups a ticket has: few where there are few for each warp, since a warp has one row of a tile behind the other.
+  static PO_FN int range_of(int count, int num_warps) {
+    return max_of(min_of(ceil_div(count, num_warps * kLeastRounds), kRangeLookups), kLeastRange);
+  }
+
   // What begins there. Returns false where the launch was given up.
-  PO_FN bool reduce(int begin, int end) {
-    if (!add_chunk_that_begins(begin, end)) return false;
+  PO_FN bool reduce(int begin) {
+    if (!add_chunk_that_begins(begin)) return false;
     PO_NO_UNROLL
-    for (int at = begin; at < end;) {
+    for (int at = begin; at < window_.end;) {
       if (!enter_group_of(key_at(at))) return false;
-      const Filled filled = filler_.fill(at, end);
+      const Filled filled = filler_.fill(at);
       update_rows(filled, at);
       if (filled.is_open) update_open_row(filled.num_rows - 1, at);
       at = filled.next;
@@ -114,14 +123,14 @@ class Reducer {
   }
 
   // Where a row's chunk behind its first one begins there, adds it up. Returns false where the launch was given up.
-  PO_FN bool add_chunk_that_begins(int begin, int end) {
+  PO_FN bool add_chunk_that_begins(int begin) {
     constexpr int kBefore = kChunkLookups - kRangeLookups + 1;  // that such a row has at least before the range
     const Key key = key_at(begin);
     if (begin < kBefore || key_at(begin - kBefore) != key) return true;
     const auto first = static_cast<int>(lower_bound(keys(), 0, begin, key, warp_));
     const int number = ceil_div(begin - first, kChunkLookups);
     const int chunk = first + number * kChunkLookups;
-    if (chunk >= end || key_at(chunk) != key) return true;  // @chunk-of-the-row
+    if (chunk >= window_.end || key_at(chunk) != key) return true;  // @chunk-of-the-row
     if (!enter_group_of(key)) return false;
     add_chunk(key - window_.group.first_key, first, end_of(chunk, key), number);
     return true;
@@ -310,7 +319,9 @@ struct Kernel {
       pusher.complete_puts();
     }
     await_predecessor();  // @sort-has-ended
-    if (plan.num_groups != 0) Reducer<Traits>(plan, call, shared.windows[wg.warp_index()]).run();
+    if (plan.num_groups != 0) {
+      Reducer<Traits>(plan, call, shared.windows[wg.warp_index()]).run(wg.count() * wg.num_warps());
+    }
     if (wg.index() == 0) await_all_credits(plan.team, wg);
     if (wg.index() == 0) await_all_gradients(wg, plan);  // @all-gradients
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);

@@ -55,8 +55,8 @@ class DemoOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed must be 0 to {(1 << 32) - 1}, got {self.seed}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.backend not in ("auto", "cuda", "host"):

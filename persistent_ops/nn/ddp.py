@@ -25,6 +25,7 @@ _NAME = "ddp_sparse_hook"
 _PLACEHOLDER = "_persistent_ops_placeholder"  # attribute of a gradient that stands for none
 
 
+@torch_private.behind_a_break
 def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the PEs: a communication hook for DistributedDataParallel.
 
@@ -170,6 +171,7 @@ def _is_after_all_nodes() -> bool:
     return torch_private.backward_pass() != -1 and torch_private.autograd_node() is None
 
 
+@torch_private.behind_a_break
 def _finish(exchanges: list[_Exchange], group: Any) -> None:
     """Take in the sums, in the order of their launches, which is the same on all PEs.
 

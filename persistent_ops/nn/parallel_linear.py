@@ -61,6 +61,24 @@ def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[
     return tuple((units // num_pes + (rank < units % num_pes)) * multiple for rank in range(num_pes))
 
 
+class _Group:
+    """A process group as an attribute of a layer: copies of the layer have the same one."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.group is None:
+            return _Group, (None,)
+        raise TypeError(
+            "RowParallelLinear: a process group cannot be pickled, which this layer was made with (group=); save its "
+            "state_dict()"
+        )
+
+
 class _ParallelLinear(torch.nn.Module):
     """What both layers share: the shard's bounds, its parameters and how they are loaded."""
 
@@ -83,6 +101,7 @@ class _ParallelLinear(torch.nn.Module):
         self.splits = self._checked_splits(full[self.sharded_dim], splits, world.size)
         bounds = [0, *itertools.accumulate(self.splits)]
         self.shard_range = (bounds[world.rank], bounds[world.rank + 1])
+        self._pe = (world.rank, world.size)  # whose shard it is
         shape = list(full)
         shape[self.sharded_dim] = self.splits[world.rank]
         device = world.backend.device if device is None else torch.device(device)
@@ -185,6 +204,15 @@ class _ParallelLinear(torch.nn.Module):
         return layer
 
     def _check_input(self, x: torch.Tensor, features: int) -> None:
+        world = _world.current()
+        if self._pe != (world.rank, world.size):
+            rank, size = self._pe
+            raise RuntimeError(
+                f"{type(self).__name__}: this layer is PE {rank}'s of {size}, and this is PE {world.rank} of "
+                f"{world.size}: make a new one, and load the whole layer's state dict"
+            )
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"x: expected [..., {features}], this PE's features, got {list(x.shape)}")
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -232,7 +260,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: the splits do not fit.
-        RuntimeError: `po.init()` has not been called.
+        RuntimeError: `po.init()` has not been called; in a call, the layer was made by another PE, or in a world of
+            another size.
 
     `load_state_dict` takes the state dict of the whole `nn.Linear`, or of this shard; `state_dict` gives the shard.
     """
@@ -326,9 +355,11 @@ class RowParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: the splits do not fit.
-        RuntimeError: `po.init()` has not been called.
+        RuntimeError: `po.init()` has not been called; in a call, the layer was made by another PE, or in a world of
+            another size.
 
     `load_state_dict` takes the state dict of the whole `nn.Linear`, or of this shard; `state_dict` gives the shard.
+    A layer that was made with a group is copied with it, and cannot be pickled.
     """
 
     sharded_dim = 1
@@ -352,7 +383,7 @@ class RowParallelLinear(_ParallelLinear):
         self.comm_dtype = comm_dtype
         self.prefetch_weight = prefetch_weight
         self.last_path: str | None = None
-        self._group = group
+        self._group = _Group(group)
 
     def path(self, num_vectors: int) -> str:
         """Return the path that a number of vectors takes: "fused" for 1 to 16, else "all_reduce" or "unfused"."""
@@ -384,6 +415,8 @@ class RowParallelLinear(_ParallelLinear):
         self._check_input(x, self.weight.shape[1])
         shape = (*x.shape[:-1], self.out_features)
         if residual is not None:
+            if not isinstance(residual, torch.Tensor):
+                raise TypeError(f"residual: expected a tensor, got {type(residual).__name__}")
             if tuple(residual.shape) != shape:
                 raise ValueError(f"residual: expected the result's shape {list(shape)}, got {list(residual.shape)}")
             if residual.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -429,7 +462,7 @@ class RowParallelLinear(_ParallelLinear):
         world = _world.current()
         if world.size > 1 and total.numel():
             self._check_group(world)
-            torch.distributed.all_reduce(total, group=self._group)
+            torch.distributed.all_reduce(total, group=self._group.group)
         total = total.to(self._exact_dtype())
         for addend in (self.bias, residual):
             if addend is not None:
@@ -464,7 +497,7 @@ class RowParallelLinear(_ParallelLinear):
                 "RowParallelLinear: so many vectors take the unfused path, which needs torch.distributed: call "
                 "init_process_group on every PE, pass fewer at a time, or comm_dtype=weight.dtype"
             )
-        size, rank = distributed.get_world_size(self._group), distributed.get_rank(self._group)
+        size, rank = distributed.get_world_size(self._group.group), distributed.get_rank(self._group.group)
         if (size, rank) != (world.size, world.rank):
             raise ValueError(
                 f"group: expected the PEs as its ranks, {world.rank} of {world.size} here, got {rank} of {size}"

@@ -265,6 +265,8 @@ def _check(
                 raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
         elif tensor.shape != expected:
             raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"

@@ -176,6 +176,8 @@ def check(
             raise TypeError(f"{name}: expected the weight's dtype {dtype}, got {tensor.dtype}")
         if expected is not None and tuple(tensor.shape) != expected:
             raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
         if device is not None and tensor.device != device:

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.overlap import check_apart
 from ..runtime.torch_library import TorchOperator
+from ..runtime.torch_private import behind_a_break
 from .sparse_launch import PendingSum, find_plan, refuse_capture, sorted_entries, start
 from .sparse_plan import MAX_ENTRIES, MAX_ROWS, OPERATOR, OPS, SCALARS, Entries, Layout, bad_row, state_of
 
@@ -20,6 +21,7 @@ ALGORITHMS = ("auto", "owner", "allgather", "dense")
 _NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, under torch.no_grad()"
 
 
+@behind_a_break
 def sparse_all_reduce(
     x: torch.Tensor, *, op: str = "sum", algorithm: str = "auto", async_op: bool = False
 ) -> torch.Tensor | SparseWork:
@@ -58,7 +60,8 @@ def sparse_all_reduce(
         NotImplementedError: in a backward pass; with `async_op`, where a gradient of x is recorded.
 
     Collective, on the current stream. It waits on the host until the number of rows is known, not for the rows. The
-    first call with a layout, and one whose union has outgrown the room of the last, launch twice.
+    first call with a layout, and one whose union has outgrown the room of the last, launch twice. torch.compile breaks
+    its graph around a call.
     """
     if not async_op:
         return _operator((x, op, algorithm), {}, (x,))  # type: ignore[no-any-return]
@@ -123,6 +126,7 @@ class SparseWork:
         self._pending = pending
         self._result = result
 
+    @behind_a_break
     def wait(self) -> torch.Tensor:
         """Let the current stream wait for the sum, and return it; raise what launches report, bad rows each time.
 
@@ -300,7 +304,7 @@ def check_entries(
 ) -> tuple[int, tuple[int, ...]]:
     """Return n and the rows' shape; raise for entries that the kernel does not take."""
     check_tensors(("indices", indices), ("values", values))
-    if not isinstance(num_rows, int):
+    if not isinstance(num_rows, int) or isinstance(num_rows, bool):
         raise TypeError(f"num_rows: expected a whole number, got {num_rows!r}")
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices: expected int32 or int64, got {indices.dtype}")

@@ -103,6 +103,8 @@ class TableSets:
         if sighting is not None and sighting.is_of(weights):
             return sighting.tables
         for t, weight in enumerate(weights):
+            if weight.layout != torch.strided:
+                raise TypeError(f"weights[{t}]: expected a dense tensor, got layout {weight.layout}")
             if weight.is_neg():
                 raise TypeError(f"weights[{t}]: expected a tensor without the negative bit; pass its resolve_neg()")
             if weight.numel() and weight.device.type != "meta" and not weight.data_ptr():

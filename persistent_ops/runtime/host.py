@@ -6,18 +6,20 @@ never has a name, so nothing is left behind however the PEs end, kill -9 include
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .backend import KernelRequest
 from .bootstrap import Bootstrap
-from .errors import BootstrapError
+from .errors import BootstrapError, SymmetricHeapError
 from .interruptible import Interruptible
 from .jit import KernelSource, compile_host
 from .residency import Footprint, Sm
@@ -89,6 +91,9 @@ class HostBackend:
                 "the host backend shares memory between PEs, so all of them must run on one machine; "
                 "use backend='cuda' across machines"
             )
+        for option, value in (("network_delay_us", network_delay_us), ("wg_size", wg_size)):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{option}: expected a whole number of at least 0, got {value!r}")
         if not 1 <= wg_size <= 64:
             raise ValueError(f"wg_size: expected 1 to 64 threads, got {wg_size}")
         self.device = torch.device("cpu")
@@ -177,7 +182,8 @@ def _map_heaps(bootstrap: Bootstrap, heap_bytes: int) -> list[_Segment]:
     opened = [own]
     try:
         os.fchmod(own, 0o600)
-        os.ftruncate(own, heap_bytes)
+        with _room_for(heap_bytes):
+            os.ftruncate(own, heap_bytes)
         status = os.fstat(own)
         card = {"pid": os.getpid(), "fd": own, "dev": status.st_dev, "ino": status.st_ino, "bytes": heap_bytes}
         cards = [json.loads(raw) for raw in bootstrap.exchange("heap", json.dumps(card).encode())]
@@ -186,12 +192,22 @@ def _map_heaps(bootstrap: Bootstrap, heap_bytes: int) -> list[_Segment]:
             fd = own if rank == bootstrap.rank else _open_peer(rank, peer)
             if fd != own:
                 opened.append(fd)
-            segments.append(_Segment(fd, heap_bytes))
+            with _room_for(heap_bytes):
+                segments.append(_Segment(fd, heap_bytes))
         bootstrap.exchange("heap-mapped", b"")  # the owner's descriptor must stay until everybody has opened it
         return segments
     finally:
         for fd in opened:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def _room_for(heap_bytes: int) -> Iterator[None]:
+    """Say what there is no room for, where the system says that there is none."""
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        raise SymmetricHeapError(f"heap_size: this machine has no {heap_bytes} bytes for a PE ({error})") from error
 
 
 def _open_peer(rank: int, card: dict[str, int]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from .forward_mode import refuse_tangents
 from .plain_call import PlainCalls
-from .torch_private import autograd_kernel
+from .torch_private import autograd_kernel, function_transform
 
 __all__ = ["TorchOperator"]
 
@@ -121,9 +121,21 @@ def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient
 
     def differentiate(keyset: object, *arguments: Any, **outputs: torch.Tensor) -> Any:
         refuse_tangents((*arguments, *outputs.values()), no_gradient)
+        if function_transform() is not None and _requires_grad((*arguments, *outputs.values())):
+            raise NotImplementedError(no_gradient)  # torch.func.grad, which looks for a function of torch's own
         return recorded(keyset, *arguments, **outputs)
 
     _library.impl(name, differentiate, "Autograd", with_keyset=True)
+
+
+def _requires_grad(arguments: Iterable[Any]) -> bool:
+    """Return whether a tensor does, among arguments or in lists of them."""
+    return any(
+        _requires_grad(argument)
+        if isinstance(argument, (list, tuple))
+        else isinstance(argument, torch.Tensor) and argument.requires_grad
+        for argument in arguments
+    )
 
 
 def _without_result(run: _Run) -> _Run:

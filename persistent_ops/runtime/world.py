@@ -384,7 +384,7 @@ def init(
         raise ValueError(f"transport: expected 'auto' or 'staged', got {transport!r}")
     timeout = timeouts.for_joining(timeout)
     operator_timeout = timeouts.for_operators(operator_timeout)
-    if heap_size is not None and not isinstance(heap_size, int):
+    if heap_size is not None and (not isinstance(heap_size, int) or isinstance(heap_size, bool)):
         raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
     unknown = set(host_options or {}) - {"network_delay_us", "wg_size"}
     if unknown:

@@ -37,6 +37,8 @@ struct LookupWindow {
   static constexpr int kCapacity = kRangeLookups + kRangeLookups / 2;
 
   GroupView group;
+  int32_t range;                             // lookups of a ticket
+  int32_t end;                               // of those of the one in hand
   const uint8_t* gradients[kCapacity];       // where the lookup's bag has its columns
   typename Traits::Key rows[kRangeLookups];  // that begin here
   float factors[Traits::kHasFactors ? kCapacity : 1];
@@ -62,10 +64,10 @@ class WindowFiller {
   PO_FN WindowFiller(const Plan& plan, const Call& call, Window& window, int count)
       : plan_(plan), call_(call), window_(window), count_(count) {}
 
-  // Looks at the lookups from `begin` on that are the group's; rows that begin before `end` are found.
-  PO_FN Filled fill(int begin, int end) const {
+  // Looks at the lookups from `begin` on that are the group's; rows that begin among the ticket's are found.
+  PO_FN Filled fill(int begin) const {
     const auto end_key = static_cast<Key>(window_.group.end_key);
-    Filled filled{0, false, end};
+    Filled filled{0, false, window_.end};
     warp_.sync();  // the last ones have been read
     PO_NO_UNROLL
     for (int first = 0; first < Window::kCapacity; first += warp_.size()) {
@@ -73,7 +75,7 @@ class WindowFiller {
       const int at = begin + i;
       const Key key = key_at(at, end_key);
       const Key before = at == 0 ? -1 : key_at(at - 1, end_key);  // @row-begins
-      const bool begins = key != end_key && at < end && key != before;
+      const bool begins = key != end_key && at < window_.end && key != before;
       if (key != end_key) place(at, i);
       const int number = filled.num_rows + warp_.count_below(begins);
       if (begins) {

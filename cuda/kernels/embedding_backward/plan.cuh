@@ -58,7 +58,9 @@ PO_CONSTANT(kPhaseGradients)
 
 // Places of sorted lookups are 32-bit numbers.
 inline constexpr int kChunkLookups = 256;  // of a row, that are added up by themselves
-inline constexpr int kRangeLookups = 64;   // of a ticket; rows whose lookups begin there are its warp's
+inline constexpr int kRangeLookups = 64;   // of a ticket, at most; rows whose lookups begin there are its warp's
+inline constexpr int kLeastRange = 8;      // of a ticket
+inline constexpr int kLeastRounds = 4;     // tickets of a warp, if there are as many lookups
 // Of the lookups that a slot for a chunk's sums stands for. A row with more than kChunkLookups lookups has as many slots as
 // chunks from that of its first lookup on, and a row behind it begins at a later slot.
 inline constexpr int kSlotLookups = 128;

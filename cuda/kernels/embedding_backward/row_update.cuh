@@ -268,6 +268,7 @@ class RowUpdate {
   template <class SumOf>
   PO_FN void update(const GroupView& view, int64_t row, const SumOf& sum_of) const {
     float multiplier = 0.0f;
+    [[maybe_unused]] const float row_state = load_row_state(view, row);
     if constexpr (!Traits::kHasWideRows) {
       Old old;
       if constexpr (kEarly) old = load_old(view, row, 0);
@@ -275,7 +276,7 @@ class RowUpdate {
       sum_of(0, sums);
       if constexpr (!kEarly) old = load_old(view, row, 0);
       scale(view, sums);
-      if constexpr (kIsRowwise) multiplier = row_rate(view, row, add_squares(view, 0, old, sums, 0.0f));
+      if constexpr (kIsRowwise) multiplier = row_rate(view, row, row_state, add_squares(view, 0, old, sums, 0.0f));
       step(view, row, 0, old, sums, multiplier);
     } else {
       const int count = num_parts(view);
@@ -288,7 +289,7 @@ class RowUpdate {
           scale(view, sums);
           squares = add_squares(view, part, load_old(view, row, part), sums, squares);
         }
-        multiplier = row_rate(view, row, squares);
+        multiplier = row_rate(view, row, row_state, squares);
       }
       PO_NO_UNROLL
       for (int part = 0; part < count; ++part) {
@@ -340,13 +341,18 @@ class RowUpdate {
     return sum_by_trees(lanes_, squares, total);
   }
 
-  // Adds to the row's state; returns by what its gradient is to be multiplied. One lane has the state.
-  PO_FN float row_rate(const GroupView& view, int64_t row, float squares) const {
+  // Asked for before the row's gradients are added up, since it is needed as soon as these are squared.
+  PO_FN float load_row_state(const GroupView& view, int64_t row) const {
+    if constexpr (kIsRowwise) return view.state[row];
+    return 0.0f;
+  }
+
+  // Adds to the row's state, which was `state`; returns by what its gradient is to be multiplied.
+  PO_FN float row_rate(const GroupView& view, int64_t row, float state, float squares) const {
     float rate = 0.0f;
     if (lanes_.rank() == 0) {
-      float* state = view.state + row;
-      const float sum = *state + rounded_product(squares, view.inverse_width);
-      *state = sum;
+      const float sum = state + rounded_product(squares, view.inverse_width);
+      view.state[row] = sum;
       rate = view.rates.rate / (square_root(sum) + plan_.eps);
     }
     return lanes_.shuffle(rate, 0);
