@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -575,6 +577,18 @@ def _first_called_when_compiled(kind: str) -> list[float]:
 def test_a_first_call_may_be_compiled(backend: str, kind: str) -> None:
     """torch.compile breaks its graph around it, and does not look into what makes its plan."""
     assert in_world(_first_called_when_compiled, 2, backend, kind) == [[48.0] * 2] * 2
+
+
+@pytest.mark.host
+def test_a_call_imports_no_compiler() -> None:
+    """That of torch.compile, which takes seconds."""
+    program = (
+        "import sys, torch, persistent_ops as po; po.init('host');"
+        "x = torch.ones(3, 4).to_sparse(1); po.sparse_all_reduce(x); po.sparse_all_reduce(x, async_op=True).wait();"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "False\n", ran.stderr
 
 
 def _waited_for_again(coalesce: str) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import warnings
 from pathlib import Path
 
 import persistent_ops
@@ -61,6 +62,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._cuda_getCurrentRawStream",
         "torch._C._current_autograd_node",
         "torch._C._current_graph_task_id",
+        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
         "torch._C._dynamo.guards",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.peek_interpreter_stack",
@@ -137,6 +139,11 @@ def test_what_they_answer() -> None:
     product.register_hook(look)
     product.sum().backward()
     assert seen == [(True, True)]
+    compilers = [torch_private.frame_compiler()]
+    note = torch.compile(lambda x: compilers.append(torch_private.frame_compiler()), backend="eager")
+    with warnings.catch_warnings(action="ignore"):  # torch.compile tells that it cannot trace the question
+        note(torch.ones(3).to_sparse())
+    assert compilers[0] is None and compilers[1] is not None
     transformed = torch.func.vmap(lambda x: x * (torch_private.function_transform() is not None))(torch.ones(3))
     assert transformed.tolist() == [1.0] * 3
     wrapped = torch.func.vmap(lambda x: x * (torch_private.is_wrapped(x) and not torch_private.is_wrapped(tensor)))

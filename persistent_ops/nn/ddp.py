@@ -18,6 +18,7 @@ from ..ops.sparse_plan import state_of
 from ..runtime import torch_private
 from ..runtime import world as _world
 from ..runtime.process_group import only_tensor
+from ..runtime.uncompiled import uncompiled
 
 __all__ = ["allow_unused_sparse", "ddp_sparse_hook"]
 
@@ -25,7 +26,7 @@ _NAME = "ddp_sparse_hook"
 _PLACEHOLDER = "_persistent_ops_placeholder"  # attribute of a gradient that stands for none
 
 
-@torch_private.behind_a_break
+@uncompiled
 def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the PEs: a communication hook for DistributedDataParallel.
 
@@ -171,7 +172,7 @@ def _is_after_all_nodes() -> bool:
     return torch_private.backward_pass() != -1 and torch_private.autograd_node() is None
 
 
-@torch_private.behind_a_break
+@uncompiled
 def _finish(exchanges: list[_Exchange], group: Any) -> None:
     """Take in the sums, in the order of their launches, which is the same on all PEs.
 

@@ -13,9 +13,9 @@ from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_checks import check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
-from ..ops.embedding_uncompiled import uncompiled
 from ..runtime import world as _world
 from ..runtime.errors import to_raise
+from ..runtime.uncompiled import uncompiled
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of

@@ -16,9 +16,9 @@ from ..ops.embedding_backward import EmbeddingOptimizer, tables_named
 from ..ops.embedding_backward_plan import OPERATOR as _BACKWARD
 from ..ops.embedding_gradients import dense_gradients, dense_size
 from ..ops.embedding_inputs_lookups import Moment
-from ..ops.embedding_uncompiled import uncompiled
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
+from ..runtime.uncompiled import uncompiled
 from .embedding_features import Features
 from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features, value_begins
 from .table_layout import Group, Layout

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
+from ..runtime.uncompiled import uncompiled
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
-from .embedding_uncompiled import uncompiled
 from .embedding_weight_gradients import return_gradients
 
 __all__ = ["Inputs", "OfBatch", "record"]

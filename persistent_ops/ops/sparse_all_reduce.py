@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.overlap import check_apart
 from ..runtime.torch_library import TorchOperator
-from ..runtime.torch_private import behind_a_break
+from ..runtime.uncompiled import uncompiled
 from .sparse_launch import PendingSum, find_plan, refuse_capture, sorted_entries, start
 from .sparse_plan import MAX_ENTRIES, MAX_ROWS, OPERATOR, OPS, SCALARS, Entries, Layout, bad_row, state_of
 
@@ -21,7 +21,7 @@ ALGORITHMS = ("auto", "owner", "allgather", "dense")
 _NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, under torch.no_grad()"
 
 
-@behind_a_break
+@uncompiled
 def sparse_all_reduce(
     x: torch.Tensor, *, op: str = "sum", algorithm: str = "auto", async_op: bool = False
 ) -> torch.Tensor | SparseWork:
@@ -126,7 +126,7 @@ class SparseWork:
         self._pending = pending
         self._result = result
 
-    @behind_a_break
+    @uncompiled
     def wait(self) -> torch.Tensor:
         """Let the current stream wait for the sum, and return it; raise what launches report, bad rows each time.
 

@@ -208,15 +208,16 @@ class PendingSum:
         self._values_bytes = -(-capacity * row_bytes // 8) * 8
         nbytes = max(self._values_bytes + 8 * capacity, 512)
         self._slot = slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
-        slot.lend(self)
+        self._as_values, as_rows = slot.as_dtype(layout.dtype), slot.as_dtype(torch.int64)
+        self._as_rows = as_rows.detach()  # the least that keeps the buffer for this launch
         self._plan.launch(entries, slot.offset)
-        # While the kernel runs, not when the host has waited for it.
-        self._as_values, self._as_rows = slot.as_dtype(layout.dtype), slot.as_dtype(torch.int64)
 
     def _is_over(self) -> bool:
         if self._ended is not None:
             return bool(self._ended.query())
-        return self._world.backend.has_ended(self._slot.stream)
+        if self._world.backend.name != "cuda":
+            return True
+        return bool(self._state.stream(self._slot.stream, self._world.backend.device).query())
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row numbers, `[1, U]`, and values."""

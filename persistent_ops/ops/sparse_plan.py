@@ -235,6 +235,14 @@ class SparseState:
         self.rooms: dict[tuple[Layout, int], Room] = {}
         self.generation = 0
         self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle; few, and torch makes an object each time
+
+    def stream(self, handle: int, device: torch.device) -> torch.cuda.Stream:
+        """Return a stream to ask, given its handle."""
+        if handle not in self._streams:
+            made = torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
+            self._streams[handle] = made
+        return self._streams[handle]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of asynchronous launches, ordered behind the current one."""

@@ -137,9 +137,6 @@ class Backend(Protocol):
     def stream(self) -> int:
         """Return the handle of the current stream; 0 on the host."""
 
-    def has_ended(self, stream: int) -> bool:
-        """Return whether all that was launched on a stream, given its handle, has ended."""
-
     def synchronize(self, patience: float | None = None) -> None:
         """Wait until this PE's launches have completed; after `patience` seconds let those that wait give up."""
 

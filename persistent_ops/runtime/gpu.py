@@ -295,14 +295,6 @@ class GpuBackend:
     def stream(self) -> int:
         return int(current_raw_stream(self.device.index))  # type: ignore[misc]  # a build with CUDA has it
 
-    def has_ended(self, stream: int) -> bool:
-        # torch would make an object first, which costs more than the question.
-        outcome = driver.cuStreamQuery(stream)
-        if outcome[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        _check_driver(outcome, "whether launches have ended")
-        return True
-
     def synchronize(self, patience: float | None = None) -> None:
         self.waits.call(lambda: torch.cuda.synchronize(self.device), patience)
 

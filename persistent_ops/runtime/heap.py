@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -188,7 +187,6 @@ class _Slot:
     Attributes:
         stream: the handle of the one that writes it.
         typed: all of it, by dtype.
-        lent_to: who will make tensors of it: it is not idle while that lives.
         readers: other streams that have waited for what was written, and may still read it.
     """
 
@@ -200,7 +198,6 @@ class _Slot:
     stream: int
     is_captured: bool = False
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
-    lent_to: weakref.ref[object] | None = None
     readers: set[torch.cuda.Stream] = field(default_factory=set)
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -213,7 +210,7 @@ class _Slot:
     def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor over the whole buffer, whose views are uses of it; it is no use itself.
 
-        For a new dtype the buffer must be idle but for who was lent it.
+        For a new dtype the buffer must be idle.
         """
         typed = self.typed.get(dtype)
         if typed is None:
@@ -222,14 +219,8 @@ class _Slot:
             self.idle_uses = storage_use_count(self.storage_id)
         return typed
 
-    def lend(self, user: object) -> None:
-        """Keep the buffer for somebody who will make tensors of it later."""
-        self.lent_to = weakref.ref(user)
-
     def is_idle(self) -> bool:
-        if self.is_captured or storage_use_count(self.storage_id) != self.idle_uses:
-            return False
-        return self.lent_to is None or self.lent_to() is None
+        return not self.is_captured and storage_use_count(self.storage_id) == self.idle_uses
 
     def can_await_readers(self, *, is_captured: bool) -> bool:
         """Return whether the current stream can wait for them: it and they are outside of CUDA graphs' captures."""

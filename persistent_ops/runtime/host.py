@@ -156,9 +156,6 @@ class HostBackend:
     def stream(self) -> int:
         return 0
 
-    def has_ended(self, stream: int) -> bool:
-        return True
-
     def synchronize(self, patience: float | None = None) -> None:
         """Nothing to do: launches on the host are synchronous."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
@@ -29,6 +29,7 @@ __all__ = [
     "behind_a_break",
     "current_raw_stream",
     "dual_level",
+    "frame_compiler",
     "function_transform",
     "is_wrapped",
     "is_zero_tensor",
@@ -40,8 +41,6 @@ __all__ = [
     "without_dispatch_modes",
     "wrapper_subclass",
 ]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 """How many tensors share a storage, given its `_cdata`: the output pool hands a buffer out again when nobody does.
@@ -147,14 +146,17 @@ wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # ty
 Public torch makes tensors with memory, and subclasses of those.
 """
 
+behind_a_break: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
+"""A function that torch.compile does not look into: it breaks the graph there, and calls it as it is.
 
-def behind_a_break(function: _Function) -> _Function:
-    """Return a function that torch.compile does not look into: it breaks the graph there, and calls it as it is.
+Public torch's `torch.compiler.disable` imports the compiler, which takes seconds, where a function is only defined.
+"""
 
-    Public torch's `torch.compiler.disable` imports the compiler, which takes seconds, where a function is only defined.
-    """
-    return _disable_dynamo(function)  # type: ignore[return-value]
+frame_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
+"""What compiles the frames of Python that begin now, under torch.compile, or None.
 
+Public torch's `torch.compiler.is_compiling` is true in what is compiled, and false where a frame has been passed over.
+"""
 
 tracing_state: Callable[[], object] = torch._C._get_tracing_state
 """What torch.jit.trace records in, or None: it sees what the dispatcher sees.
