@@ -103,6 +103,16 @@ def device() -> torch.device:
     return _world.current().backend.device
 
 
+def _whole(value: Any, message: str) -> int:
+    """Return a whole number of any type; TypeError with the message for anything else, and for truth values."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise TypeError(message)
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(message) from error
+
+
 def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Allocate an uninitialised tensor in the symmetric heap, at the same offset on every PE.
 
@@ -117,9 +127,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
         SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
     """
     given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in given):
-        raise TypeError(f"size: expected whole numbers, got {list(given)}")
-    shape = tuple(map(operator.index, given))  # type: ignore[arg-type]
+    shape = tuple(_whole(n, f"size: expected whole numbers, got {list(given)}") for n in given)
     if min(shape, default=0) < 0:
         raise ValueError(f"size: expected numbers of at least 0, got {list(shape)}")
     if not isinstance(dtype, torch.dtype):
@@ -130,16 +138,18 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
 def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into the symmetric heap; collective, see `empty`. The copy is on the world's device.
 
+    No gradient flows back from it.
+
     Raises:
         TypeError: it is no dense tensor with memory.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        what = (
-            f"a {tensor.device.type} tensor of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else tensor
-        )
-        raise TypeError(f"tensor: expected a dense tensor with memory, got {what}")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        kind = "nested one" if tensor.is_nested else f"{tensor.device.type} tensor of layout {tensor.layout}"
+        raise TypeError(f"tensor: expected a dense tensor with memory, got a {kind}")
     copy = empty(*tensor.shape, dtype=tensor.dtype)
-    copy.copy_(tensor)
+    copy.copy_(tensor.detach())
     return copy
 
 
@@ -155,9 +165,8 @@ def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
-    if not isinstance(rank, int):
-        raise TypeError(f"rank: expected a whole number, got {rank!r}")
-    return _world.current().heap.peer_view(tensor, rank)
+    number = _whole(rank, f"rank: expected a whole number, got {rank!r}")
+    return _world.current().heap.peer_view(tensor, number)
 
 
 def free(tensor: torch.Tensor) -> None:

@@ -107,6 +107,14 @@ def _like(shape: Shape, name: str) -> Shape:
 
 _ZIPF = Shape("Zipf", rows=3000, max_pooling=60)
 _ONCE = Shape("once", rows=700)
+# Of tickets with as many lookups as there may be, which GPUs have where there are many more for each warp.
+_WITH_FEW_WGS = (
+    (1, "rowwise_adagrad", "Zipf", _ZIPF),
+    (1, "sgd", "once", _ONCE),
+    (1, "rowwise_adagrad", "uniform", _HOT),
+    (2, "rowwise_adagrad", "uniform", _WARM),
+    (3, "rowwise_adagrad", "Zipf", _like(_ZIPF, "fp16")),
+)
 _DRAWN = (  # of kernels that other cases have too
     ("sgd", "Zipf drawn", "Zipf", _ZIPF, ()),
     ("adagrad", "Zipf drawn weighted bf16", "Zipf", _like(_ZIPF, "weighted bf16"), ()),
@@ -146,6 +154,10 @@ CASES = [
     Case("rowwise, columns in turn", _SHAPES["columns in turn, bf16 on the wire"], "rowwise_adagrad"),
     Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
+    *(
+        Case(f"{algorithm}, {shape.name}, {n} work-groups", shape, algorithm, drawn=drawn, tuning=Tuning(work_groups=n))
+        for n, algorithm, drawn, shape in _WITH_FEW_WGS
+    ),
     *(Case(f"{step}, {name}", shape, step, options, drawn=drawn) for step, name, drawn, shape, options in _DRAWN),
 ]  # fmt: skip
 FEW = [case for number, case in enumerate(CASES) if number % 3 == 0 or "skipped" in case.name or "drawn" in case.name]

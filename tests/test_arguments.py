@@ -495,7 +495,7 @@ WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
 
 
 NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "list to symmetric": (lambda mine: po.to_symmetric([1]), r"tensor: expected a dense tensor with memory, got \[1\]"),
+    "list to symmetric": (lambda mine: po.to_symmetric([1]), "tensor: expected a tensor, got list"),
     "sparse to symmetric": (
         lambda mine: po.to_symmetric(mine.zero_().to_sparse()),
         r"tensor: expected a dense tensor with memory, got a (cpu|cuda) tensor of layout torch\.sparse_coo",
@@ -504,6 +504,13 @@ NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda mine: po.to_symmetric(mine.to("meta")),
         r"tensor: expected a dense tensor with memory, got a meta tensor",
     ),
+    "nested to symmetric": (
+        lambda mine: po.to_symmetric(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])),
+        "tensor: expected a dense tensor with memory, got a nested one",
+    ),
+    "size of a truth in a tensor": (lambda mine: po.empty(torch.tensor(True)), "size: expected whole numbers, got"),
+    "size of a fraction in a tensor": (lambda mine: po.empty(torch.tensor(2.5)), "size: expected whole numbers, got"),
+    "view of PE True": (lambda mine: po.peer_view(mine, True), "rank: expected a whole number, got True"),
     "view of a list": (lambda mine: po.peer_view([1], 0), "tensor: expected a tensor, got list"),
     "view of PE a": (lambda mine: po.peer_view(mine, "a"), "rank: expected a whole number, got 'a'"),
     "free of a list": (lambda mine: po.free([1]), "tensor: expected a tensor, got list"),
@@ -524,7 +531,8 @@ def _wrong_sizes(backend: str) -> dict[str, Outcome]:
         outcomes[f"view of PE {rank}"] = outcome_of(lambda r=rank: po.peer_view(mine, r))
     for name, (action, _) in NO_TENSORS.items():
         outcomes[name] = outcome_of(lambda a=action: a(mine))
-    assert po.empty(torch.tensor(2), 3).shape == (2, 3)
+    assert po.empty(torch.tensor(2), 3).shape == (2, 3) and po.peer_view(mine, torch.tensor(0)).shape == (4,)
+    assert not po.to_symmetric(torch.ones(2, requires_grad=True)).requires_grad
     outcomes["second init"] = outcome_of(lambda: po.init(backend))
     assert po.is_initialized() and po.world_size() == 1
     po.finalize()

@@ -393,6 +393,35 @@ def test_views_of_a_buffer_of_several_dtypes_are_its_uses(backend: str) -> None:
     assert _run(_uses, 1, backend) == [[]]
 
 
+def _changed_in_place(backend: str) -> list[str]:
+    """Results have a history of their own, though they lie where others have lain."""
+    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
+    problems = []
+    rows, ones = torch.arange(3, device=po.device()), torch.ones(3, 4, device=po.device())
+    scale = torch.full((), 3.0, device=po.device(), requires_grad=True)
+
+    def scaled(kind: str, result: torch.Tensor) -> None:
+        if result.requires_grad or result.grad_fn is not None:
+            problems.append(f"{kind} came with the history of an earlier one")
+        result.mul_(scale).sum().backward()
+
+    for iteration in range(3):
+        scaled("a result", _call(iteration))
+        po.sparse_all_reduce_buffers(
+            rows, ones, num_rows=8, completion_fn=lambda indices, values, context: scaled("values", values)
+        )
+        x = torch.sparse_coo_tensor(rows[None], ones, (8, 4), check_invariants=False)
+        if po.sparse_all_reduce(x).requires_grad:
+            problems.append("a sum came with the history of values that were handed to a callback")
+    po.check()
+    po.finalize()
+    return problems
+
+
+def test_results_that_were_changed_in_place_leave_no_history(backend: str) -> None:
+    assert _run(_changed_in_place, 2, backend) == [[]] * 2
+
+
 def _fills_the_pool(backend: str) -> tuple[str, list[str]]:
     po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     problems = []

@@ -127,6 +127,8 @@ def _under_func_grad() -> dict[str, tuple[str, str, str]]:
     x = _ones(2, SIZE)
     whole = torch.func.vmap(lambda row: row * 2)(x)  # a transform that records nothing is none of their business
     assert bool((torch.func.vmap(po.all_reduce)(x) == whole / 2).all())
+    unrecorded = torch.func.grad(lambda each: (torch.no_grad()(po.all_reduce)(each) * each).sum())(x)
+    assert torch.equal(unrecorded, x)
     return {name: error_of(lambda f=f: torch.func.grad(lambda each: f(each).sum())(x)) for name, f in calls.items()}  # type: ignore[misc]
 
 

@@ -182,7 +182,7 @@ class SymmetricMemory:
 
 @contextlib.contextmanager
 def _no_multicast_objects() -> Iterator[None]:
-    """Let CUDA's Python bindings make no NVLink multicast object meanwhile: RuntimeError for who asks for one."""
+    """Let CUDA's Python bindings make no NVLink multicast object meanwhile: RuntimeError for who asks them for one."""
     driver = importlib.import_module("cuda.bindings.driver")
     original = driver.cuMulticastCreate
 

@@ -205,7 +205,7 @@ class _Slot:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.tensor(dtype, shape)
-        return self.as_dtype(dtype).view(shape)
+        return self.as_dtype(dtype).view(shape).detach()  # whose history is its own, and not of all that are made here
 
     def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor over the whole buffer, whose views are uses of it; it is no use itself.

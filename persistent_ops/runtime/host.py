@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -25,6 +26,8 @@ from .jit import KernelSource, compile_host
 from .residency import Footprint, Sm
 
 __all__ = ["HostBackend"]
+
+_NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EINVAL)
 
 
 class _HostKernel:
@@ -92,7 +95,7 @@ class HostBackend:
                 "use backend='cuda' across machines"
             )
         for option, value in (("network_delay_us", network_delay_us), ("wg_size", wg_size)):
-            if not isinstance(value, int) or value < 0:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{option}: expected a whole number of at least 0, got {value!r}")
         if not 1 <= wg_size <= 64:
             raise ValueError(f"wg_size: expected 1 to 64 threads, got {wg_size}")
@@ -204,6 +207,8 @@ def _room_for(heap_bytes: int) -> Iterator[None]:
     try:
         yield
     except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_ROOM:
+            raise
         raise SymmetricHeapError(f"heap_size: this machine has no {heap_bytes} bytes for a PE ({error})") from error
 
 

@@ -121,7 +121,8 @@ def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient
 
     def differentiate(keyset: object, *arguments: Any, **outputs: torch.Tensor) -> Any:
         refuse_tangents((*arguments, *outputs.values()), no_gradient)
-        if function_transform() is not None and _requires_grad((*arguments, *outputs.values())):
+        is_recorded = torch.is_grad_enabled() and function_transform() is not None
+        if is_recorded and _requires_grad((*arguments, *outputs.values())):
             raise NotImplementedError(no_gradient)  # torch.func.grad, which looks for a function of torch's own
         return recorded(keyset, *arguments, **outputs)
 
