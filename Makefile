@@ -30,7 +30,7 @@ demo: $(ready) ## run the fused embedding exchange on all GPUs, or on 4 processe
 	@$(py) -m persistent_ops demo $(ARGS)
 
 test: $(ready) ## run the tests that need no GPU
-	$(py) -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(py) -m pytest -m "not gpu" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # First a rehearsal without GPUs, which compiles on all cores what the tests will load (tests/rehearsal.py): what does
 # not compile there, or what it has missed, the tests compile themselves. Then many worlds side by side, the PEs of each

@@ -242,7 +242,9 @@ def stuck(options: Options, can_be_ended: bool) -> str:
 @pytest.mark.host
 def test_a_training_whose_peer_is_stuck_ends(tmp_path: Path) -> None:
     """And leaves its world: the PE's process is kept."""
-    told, other = in_processes(stuck, 2, options_of(tmp_path, steps=20, is_captured=True), True, timeout=200)
+    told, other = in_processes(
+        stuck, 2, options_of(tmp_path, steps=20, is_captured=True, timeout=20.0), True, timeout=200
+    )
     assert told.startswith("PeerTimeoutError: step 14 has not ended within 3.5 s: a peer is stuck.")
     assert told.endswith("; [True], ['captured', 'given back']")
     assert "it went on" not in other, "its sum has lost a peer"
