@@ -406,6 +406,27 @@ def test_a_second_backward_pass_is_as_in_torch(backend: str, is_exchanged: bool)
         assert name == "RuntimeError" and "retain_graph=True" in text, text
 
 
+def _accumulated() -> list[list[list[float]]]:
+    """Of two tables, whose rows' first columns are returned; the first pass looks nothing up in the first of them."""
+    device, size = po.device(), po.world_size()
+    tables = [torch.nn.Parameter(torch.zeros(5, 2, device=device)) for _ in range(2)]
+    for rows, scale, negates in (([], 1.0, False), ([1, 3], 2.0, False), ([1], 4.0, True)):
+        indices = torch.tensor(rows * size + [2] * size, device=device)
+        ends = [len(rows)] * size + [1] * size
+        offsets = torch.tensor([0, *ends], device=device).cumsum(0)
+        out = po.embedding_all_to_all(tables, indices, offsets)
+        gradient = torch.full_like(out, scale)
+        out.backward(torch._neg_view(-gradient) if negates else gradient)
+    return [table.grad.to_dense()[:, 0].tolist() for table in tables]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_accumulated(backend: str, world: int) -> None:
+    """Onto those of tables without a lookup too; and a gradient that torch has put off to negate is what it says."""
+    want = [[0.0, 6.0 * world, 0.0, 2.0 * world, 0.0], [0.0, 0.0, 7.0 * world, 0.0, 0.0]]
+    assert in_world(_accumulated, world, backend) == [want] * world
+
+
 def _sparse_refusals() -> list[tuple[str, str, float]]:
     tables = _leaves(_WEIGHTED)
     result, _ = _pool(_WEIGHTED, tables, 0)

@@ -553,6 +553,28 @@ def test_buffers_hold_what_tensors_say(backend: str, coalesce: str) -> None:
     assert in_world(_as_they_say, 1, backend, coalesce) == [[[-1.0] * 6, [-1.0] * 3, [0.0] * 3]]
 
 
+def _added_to_nothing() -> list[bool]:
+    """Gradients are accumulated by adding to what is there in place, which may be a sum without rows."""
+    equal = []
+    for rows in (3, 300):
+        nothing = torch.empty(1, 0, dtype=torch.int64, device=po.device())
+        values = torch.ones(rows, 2, 4, device=po.device())
+        shape = (4000, 2, 4)
+        empty = torch.sparse_coo_tensor(nothing, values[:0], shape, check_invariants=False, is_coalesced=True)
+        some = torch.sparse_coo_tensor(
+            torch.arange(rows, device=po.device())[None], values, shape, check_invariants=False, is_coalesced=True
+        )
+        for total in (po.sparse_all_reduce(empty), po.sparse_all_reduce(empty, async_op=True).wait()):
+            total += some
+            other = po.sparse_all_reduce(some)
+            equal.append(torch.equal(total.to_dense(), some.to_dense()) and total._nnz() == rows == other._nnz())
+    return equal
+
+
+def test_a_sum_without_rows_can_be_added_to(backend: str) -> None:
+    assert in_world(_added_to_nothing, 2, backend) == [[True] * 4] * 2
+
+
 def _first_called_when_compiled(kind: str) -> list[float]:
     def buffers(x: torch.Tensor) -> torch.Tensor:
         given: list[torch.Tensor] = []

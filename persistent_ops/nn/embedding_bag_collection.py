@@ -333,7 +333,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         They travel while the device does what else it has: in a training, call it for the next batch behind the forward
         pass of this one. Called on a stream of its own, it waits for that alone, and for the launches before it.
 
-        Args: those of `forward`. They must stay as they are until the forward pass.
+        Args: those of `forward`. They must stay as they are until the backward pass: replicated tables read them there.
+            Whether weights get gradients is decided here: under no_grad they get none.
 
         Returns:
             What `forward` takes in place of `features`; at most one at a time.

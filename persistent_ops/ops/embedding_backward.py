@@ -356,7 +356,7 @@ def num_tables(count: int) -> str:
 
 def aligned(gradient: torch.Tensor) -> torch.Tensor:
     """Return it contiguous and at a multiple of 16 bytes."""
-    gradient = gradient.contiguous()
+    gradient = gradient.resolve_neg().contiguous()
     return gradient.clone() if gradient.data_ptr() % vector_bytes() else gradient
 
 

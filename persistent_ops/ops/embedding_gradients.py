@@ -246,6 +246,8 @@ class _Touched(NamedTuple):
 
 def _coalesced(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     shape = (len(rows), table.shape[1])
+    if not len(rows):
+        values = torch.empty_like(values)  # torch adds to an empty gradient by growing it where it lies
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0),
         values.view(shape),

@@ -221,6 +221,11 @@ class PendingSum:
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row numbers, `[1, U]`, and values."""
+        if num_rows == 0:
+            # Not in the buffer: torch adds to an empty gradient by growing it where it lies.
+            with torch.inference_mode(False):
+                rows = torch.empty_like(self._as_rows[:0]).view(1, 0)
+                return rows, torch.empty_like(self._as_values[:0]).view(0, *self._layout.row_shape)
         values = self._as_values.as_strided((num_rows, *self._layout.row_shape), self._room.strides, 0)
         rows = self._as_rows.as_strided((1, num_rows), (num_rows, 1), self._values_bytes // 8)
         return rows, values
