@@ -200,7 +200,7 @@ class FlashInfer:
     """A product, then FlashInfer's all-reduce with residual and norm in one kernel, called as inference engines do.
 
     Collective: every PE makes it. One workspace serves all layers. Its backend "trtllm" needs no NVLink multicast; a
-    version that asks for it nevertheless is stopped.
+    version whose workspace asks CUDA's Python bindings for it nevertheless is stopped.
 
     Args:
         batch: rows of a product.

@@ -11,6 +11,7 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.literals import vector_bytes
+from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
 from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import (
@@ -356,7 +357,7 @@ def num_tables(count: int) -> str:
 
 def aligned(gradient: torch.Tensor) -> torch.Tensor:
     """Return it contiguous and at a multiple of 16 bytes."""
-    gradient = gradient.resolve_neg().contiguous()
+    gradient = materialized(gradient).contiguous()
     return gradient.clone() if gradient.data_ptr() % vector_bytes() else gradient
 
 

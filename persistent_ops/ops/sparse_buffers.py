@@ -11,7 +11,7 @@ from ..runtime import world as _world
 from ..runtime.contract import Field
 from ..runtime.errors import to_raise
 from ..runtime.operator import Operator
-from ..runtime.torch_private import is_zero_tensor
+from ..runtime.plain_call import materialized
 from ..runtime.uncompiled import uncompiled
 from .sparse_all_reduce import check_choices, check_entries, check_num_entries, refuse_gradient
 from .sparse_launch import PendingSum, start
@@ -82,7 +82,7 @@ def sparse_all_reduce_buffers(
         raise ValueError("op: without coalescing nothing is summed, so there is no mean; pass op='sum'")
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
     refuse_gradient(values)
-    indices, values = _materialized(indices), _materialized(values)
+    indices, values = materialized(indices), materialized(values)
     work = BuffersWork(world, indices.dtype, completion_fn, alloc_fn, fn_ctx)
     if coalesce == "disable":
         outside = (indices < 0) | (indices >= num_rows)
@@ -168,15 +168,6 @@ class BuffersWork:
                     f"{source.device}, got {list(target.shape)}, {target.dtype} on {target.device}"
                 )
             target.copy_(source)
-
-
-def _materialized(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy whose memory says all of it: torch may have put off to negate it or to fill it.
-
-    These functions are no operators of torch's, whose dispatcher does that.
-    """
-    tensor = tensor.resolve_neg()
-    return tensor.clone() if is_zero_tensor(tensor) else tensor
 
 
 def _concatenate(

@@ -208,9 +208,10 @@ class PendingSum:
         self._values_bytes = -(-capacity * row_bytes // 8) * 8
         nbytes = max(self._values_bytes + 8 * capacity, 512)
         self._slot = slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
+        self._plan.launch(entries, slot.offset)
+        # While the kernel runs, not when the host has waited for it.
         as_values, self._as_rows = slot.as_dtype(layout.dtype), slot.as_dtype(torch.int64)
         self._as_values = as_values.detach()  # keeps the buffer for this launch, and the values' history apart
-        self._plan.launch(entries, slot.offset)
 
     def _is_over(self) -> bool:
         if self._ended is not None:

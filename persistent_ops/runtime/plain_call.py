@@ -16,7 +16,7 @@ from .torch_private import (
     tracing_state,
 )
 
-__all__ = ["PlainCalls", "is_plain"]
+__all__ = ["PlainCalls", "is_plain", "materialized"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may have a __torch_function__ of its own
 _is_recording = torch.is_grad_enabled
@@ -58,6 +58,15 @@ def is_plain(
         if other.is_neg() or other.is_nested or is_zero_tensor(other):
             return False
     return not is_recording or not _any_requires_grad(tables)
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy whose memory says all of it: torch may have put off to negate it or to fill it.
+
+    For what comes by another way than through torch's dispatcher, which does that.
+    """
+    tensor = tensor.resolve_neg()
+    return tensor.clone() if is_zero_tensor(tensor) else tensor
 
 
 def _any_requires_grad(tables: Sequence[torch.Tensor]) -> bool:
