@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see po.nn.leave_room
         check_arguments(arguments, output=None if options.compare_steps else options.output)
         report, is_printer = _run(options, arguments.pes, arguments.limit)
-    except (ValueError, po.BackendUnavailableError) as error:
+    except (ValueError, po.BackendUnavailableError, po.SymmetricHeapError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if is_printer:

@@ -11,7 +11,11 @@
 #   MASTER_PORT a port of it that is free (29511 unless set).
 set -euo pipefail
 
-pes=${1:?"usage: $0 PES [COMMAND ...]"}
+pes=${1:-}
+if ! [[ $pes =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: $0 PES [COMMAND ...]" >&2
+  exit 2
+fi
 shift
 [ $# -gt 0 ] || set -- python -m persistent_ops demo
 

@@ -12,7 +12,11 @@
 #   OMP_NUM_THREADS torchrun sets it to 1 unless you do.
 set -euo pipefail
 
-pes=${1:?"usage: $0 PES_PER_HOST [COMMAND ...]"}
+pes=${1:-}
+if ! [[ $pes =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: $0 PES_PER_HOST [COMMAND ...]" >&2
+  exit 2
+fi
 shift
 [ $# -gt 0 ] || set -- python -m persistent_ops demo
 

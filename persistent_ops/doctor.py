@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .runtime.errors import PersistentOpsError
+
 __all__ = ["Finding", "Report", "examine", "run_doctor"]
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -300,14 +302,39 @@ def _compilers() -> list[Finding]:
         cxx = toolchain.find_cxx()
         findings.append(Finding(section, "C++", "ok", f"{cxx.version}, {cxx.path}"))
     except CompileError as error:
-        findings.append(Finding(section, "C++", "missing", str(error), "apt-get install g++", ("host",)))
+        remedy = _unset("PERSISTENT_OPS_CXX", "CXX") or "apt-get install g++"
+        findings.append(Finding(section, "C++", "missing", str(error), remedy, ("host",)))
     try:
         nvcc = toolchain.find_nvcc()
         findings.append(Finding(section, "nvcc", "ok", f"{nvcc.version} ({nvcc.source}), {nvcc.path}"))
     except CompileError as error:
         has_gpu = _cuda_works() or bool(_smi_gpus())
-        remedy = toolchain.nvcc_remedy() if has_gpu else ""
+        remedy = _unset("PERSISTENT_OPS_NVCC") or (toolchain.nvcc_remedy() if has_gpu else "")
         findings.append(Finding(section, "nvcc", "missing" if has_gpu else "info", str(error), remedy, ("cuda",)))
+    return findings
+
+
+def _unset(*variables: str) -> str:
+    """Return advice about the first variable that is set, and so decides alone; "" where none is."""
+    found = next((name for name in variables if os.environ.get(name)), None)
+    return f"correct {found}, or unset it" if found else ""
+
+
+def _timeouts() -> list[Finding]:
+    from .runtime import compile_cache, timeouts
+
+    section, findings = "Time-outs", []
+    limits = (
+        ("joining", "PERSISTENT_OPS_TIMEOUT", lambda: timeouts.for_joining(None)),
+        ("operators", "PERSISTENT_OPS_OPERATOR_TIMEOUT", lambda: timeouts.for_operators(None)),
+        ("compilers", "PERSISTENT_OPS_COMPILE_TIMEOUT", compile_cache.timeout),
+    )
+    for name, variable, find in limits:
+        try:
+            findings.append(Finding(section, name, "ok", f"{find():g} s"))
+        except (ValueError, PersistentOpsError) as error:
+            remedy = f"set {variable} to seconds, or unset it"
+            findings.append(Finding(section, name, "missing", str(error), remedy, ("cuda", "host")))
     return findings
 
 
@@ -414,6 +441,7 @@ _PROBES: Sequence[tuple[str, Callable[[], list[Finding]]]] = (
     ("GPUs", _gpus),
     ("NVSHMEM and CUDA packages", _cuda_packages),
     ("Compilers", _compilers),
+    ("Time-outs", _timeouts),
     ("Launchers", _launchers),
     ("Heap", _heap),
     ("Kernels", _cache),

@@ -152,7 +152,8 @@ CASES = [
     Case("sgd, columns in turn", _SHAPES["columns in turn"]),
     Case(f"adagrad, columns in turn, {_VARIED}", _SHAPES[f"columns in turn, {_VARIED}"], "adagrad"),
     Case("rowwise, columns in turn", _SHAPES["columns in turn, bf16 on the wire"], "rowwise_adagrad"),
-    Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1)),
+    Case("sgd, pieces of one sample", tuning=Tuning(slice_samples=1, pushing_work_groups=1, pushing_at_par=0)),
+    Case("sgd, all push", tuning=Tuning(slice_samples=1, pushing_work_groups=1, pushing_at_par=1 << 20)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
     *(
         Case(f"{algorithm}, {shape.name}, {n} work-groups", shape, algorithm, drawn=drawn, tuning=Tuning(work_groups=n))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from timelines import problems_of_file, problems_of_timeline
-from worlds import dead_peer, error_of, gave_up, init_with_impatient_kernels, meet_in, run_pes
+from worlds import TRANSPORTS, dead_peer, error_of, gave_up, init_with_impatient_kernels, meet_in, run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime.workspace import Workspace
@@ -24,10 +24,6 @@ __all__ = ["Mismatch", "ProtocolSuite", "Work"]
 
 _ITERATIONS = 6  # of inputs
 _EPOCHS = (0, 2**16 - 3, 2**31 - 3, 2**32 - 3, 2**40 - 4, 2**47)
-_TRANSPORTS = [
-    pytest.param({}, id="direct"),
-    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
-]
 
 
 @dataclass(frozen=True)
@@ -262,7 +258,7 @@ class ProtocolSuite:
             metafunc.parametrize(("how", "way"), deaths)
 
     @pytest.mark.apart
-    @pytest.mark.parametrize("options", _TRANSPORTS)
+    @pytest.mark.parametrize("options", TRANSPORTS)
     def test_late_pes(self, backend: str, options: dict[str, Any]) -> None:
         assert run_pes(self._late, 3, backend, options, timeout=200) == [[]] * 3
 
@@ -289,7 +285,7 @@ class ProtocolSuite:
                 break
         assert min(seconds) < self.gives_up_within, f"it gives up once, not one wait after the other: {seconds}"
 
-    @pytest.mark.parametrize("options", _TRANSPORTS)
+    @pytest.mark.parametrize("options", TRANSPORTS)
     def test_timeline(self, backend: str, options: dict[str, Any], tmp_path: Path) -> None:
         results = run_pes(self._traced, 3, backend, options, tmp_path, timeout=200)
         assert all(all(right) for right, _ in results)
@@ -340,7 +336,7 @@ class ProtocolSuite:
         results = run_pes(self._first_call_mismatched, 3, backend, timeout=200)
         assert results == [["ContractMismatchError", True, True, True, []]] * 3
 
-    @pytest.mark.parametrize("options", _TRANSPORTS)
+    @pytest.mark.parametrize("options", TRANSPORTS)
     def test_far_epochs(self, backend: str, options: dict[str, Any]) -> None:
         assert run_pes(self._far_epochs, 2, backend, options, timeout=200) == [[]] * 2
 

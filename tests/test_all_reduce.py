@@ -31,7 +31,7 @@ from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, difference
 from protocol import Mismatch, ProtocolSuite, Work
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_checks import assert_schemas, opcheck_problems
-from worlds import error_of, in_world, run_pes
+from worlds import TRANSPORTS, error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce import reference
@@ -171,10 +171,6 @@ def test_switch_points_are_a_table() -> None:
 # ---- late PEs, faults, recovery --------------------------------------------------------------------------------------
 
 _CASE = Case("protocol", (6, 700), norms=True)
-TRANSPORTS = [
-    pytest.param({}, id="direct"),
-    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
-]
 
 
 def _turns(backend: str, options: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from persistent_ops import doctor
 from persistent_ops.runtime import launchers, toolchain
 from persistent_ops.runtime.errors import CompileError
 
-SECTIONS = {"Python", "GPUs", "NVSHMEM and CUDA packages", "Compilers", "Launchers", "Heap", "Kernels"}
+SECTIONS = {"Python", "GPUs", "NVSHMEM and CUDA packages", "Compilers", "Time-outs", "Launchers", "Heap", "Kernels"}
 
 
 def console() -> Console:
@@ -106,6 +106,22 @@ def test_without_a_compiler_no_backend_runs_and_the_remedy_is_named(monkeypatch:
     assert "no C++20 compiler was found on PATH" in text
     assert "host: cannot run, missing: C++" in text
     assert "C++: apt-get install g++" in text
+
+
+@pytest.mark.parametrize("variable", ["CXX", "PERSISTENT_OPS_CXX"])
+def test_a_variable_that_names_no_compiler_is_to_be_corrected(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "/bin/false")
+    (finding,) = (each for each in doctor.examine().findings if each.name == "C++")
+    assert finding.status == "missing" and finding.remedy == f"correct {variable}, or unset it"
+
+
+@pytest.mark.parametrize("name", ["TIMEOUT", "OPERATOR_TIMEOUT", "COMPILE_TIMEOUT"])
+def test_a_time_out_that_is_none_stops_both_backends(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"PERSISTENT_OPS_{name}", "abc")
+    report = doctor.examine()
+    assert not report.can_run("host") and not report.can_run("cuda")
+    (finding,) = (each for each in report.missing_for("host") if each.section == "Time-outs")
+    assert "'abc'" in finding.value and finding.remedy == f"set PERSISTENT_OPS_{name} to seconds, or unset it"
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_rows_are_right(backend: str) -> None:
 
 
 def _tuned(early: int) -> list[str]:
-    OPERATOR.tune(po.runtime.world.current(), Tuning(pushing_work_groups=1, early_work_groups=early))
+    OPERATOR.tune(po.runtime.world.current(), Tuning(pushing_work_groups=1, pushing_at_par=0, early_work_groups=early))
     return _problems(16)
 
 
@@ -84,11 +84,61 @@ def test_what_pushes_begins_behind_a_sort_that_leaves_room(
     assert all(of_pe[-3 * (STEPS - 1) :] == step * (STEPS - 1) for of_pe in launches.values()), launches
 
 
+# ---- how many push ---------------------------------------------------------------------------------------------------
+
+
+MOST_STEPS = 100  # in which the first WG may come by all pieces
+
+
+def _pushing(tuning: Tuning, length: int, wire: torch.dtype, is_more: bool) -> tuple[set[int], int]:
+    """Return the WGs that push, in launches until more than the first one have, and how many the plan lets push."""
+    world = po.runtime.world.current()
+    OPERATOR.tune(world, tuning)
+    num_tables, batch = 2, 64
+    tables = [torch.zeros(50, COLUMNS, device=po.device()) for _ in range(num_tables)]
+    optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=1.0)
+    num_lookups = num_tables * batch * length
+    offsets = torch.arange(0, num_lookups + 1, length, device=po.device())
+    lookups = torch.arange(num_lookups, device=po.device()) % 50
+
+    def step() -> None:
+        with torch.enable_grad():
+            pooled = po.embedding_all_to_all(tables, lookups, offsets, optimizer=optimizer, wire_dtype=wire)
+        pooled.backward(torch.ones_like(pooled))
+
+    step()
+    (plan,) = OPERATOR.state(world).plans.values()
+    pushing: set[int] = set()
+    for _ in range(MOST_STEPS if is_more else 1):
+        with po.trace() as timeline:
+            step()
+        launches = (each for pe in timeline.pes if pe.pe == po.rank() for each in pe.launches)
+        pushing |= {each.wg for each in launches if each.operator == OPERATOR.name and each.others}
+        lacking = torch.tensor([float(len(pushing) < 2)], device=po.device())
+        if po.all_reduce(lacking).item() == 0:
+            break
+    return pushing, int(plan._struct.pushing_wg_lookups) // num_lookups
+
+
+@pytest.mark.parametrize(
+    ("at_par", "length", "wire", "more"),
+    [(192, 1, torch.float32, 96), (192, 1, torch.bfloat16, 48), (192, 24, torch.float32, 4), (0, 1, torch.float32, 0)],
+)
+def test_more_push_where_lookups_are_few(backend: str, at_par: int, length: int, wire: torch.dtype, more: int) -> None:
+    """Half of the gradients go to the other PE."""
+    tuning = Tuning(work_groups=6, pushing_work_groups=1, pushing_at_par=at_par, slice_samples=1)
+    for pushing, number in in_world(_pushing, 2, backend, tuning, length, wire, more > 1):
+        assert number == more
+        assert len(pushing) > 1 if more > 1 else pushing == {0}
+
+
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------
 
 LARGE = 32768  # samples: a sort of 2.6 million lookups takes longer than the first pieces and peers' credit
 POOL_BYTES = 4 << 30  # from which a mutation's first launch has zeros where nothing is sorted yet, and so no lookups
-MUTATIONS: dict[str, tuple[Edit, ...]] = {"rows_are_reduced_before_the_sort_has_ended": (Drop("sort-has-ended"),)}
+MUTATIONS: dict[str, tuple[Edit, ...]] = {
+    "rows_are_reduced_before_the_sort_has_ended": (Drop("count-is-there"), Drop("sort-has-ended"))
+}
 
 
 def _problems_of_sources(backend: str, root: Path) -> list[str]:

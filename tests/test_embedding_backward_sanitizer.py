@@ -49,6 +49,7 @@ driver::Options options({{"--tables", "2"},
                          {"--width", "6"},
                          {"--batch", "4"},  // of a PE
                          {"--pushing", "1"},
+                         {"--pushing-wg-lookups", "0"},
                          {"--slice", "2"},
                          {"--empty-pe", "-1"},    // has no samples
                          {"--idle-table", "-1"},  // all its lookups are skipped
@@ -101,6 +102,7 @@ class Pe final : public driver::BasePe<Plan> {
     plan.slice_samples = options.number("--slice");
     plan.num_slices = po::ceil_div(samples(), plan.slice_samples);
     plan.pushing_wgs = pushes.empty() ? 0 : std::min(options.number("--pushing"), options.number("--wgs"));
+    plan.pushing_wg_lookups = options.number("--pushing-wg-lookups");
     plan.pushed = pushed.data();
     plan.batch_start = batch_start.data();
     plan.batch = batch_start.back();
@@ -283,6 +285,8 @@ CASES = {
     "rows_of_chunks": CHUNKS,
     "rows_of_chunks_behind_others": "--pes=3 --rows=2 --tables=3 --batch=130 --threads=2 --epochs=4",
     "all_push": "--pes=3 --wgs=2 --threads=2 --pushing=2 --slice=1",
+    "all_push_behind_the_sort": "--pes=3 --wgs=3 --threads=2 --pushing-wg-lookups=1000 --slice=1",
+    "all_push_behind_the_sort_staged": f"{STAGED} --wgs=3 --pushing-wg-lookups=1000",
     "a_pe_without_samples": "--pes=3 --empty-pe=1 --threads=2",
     "epochs_with_a_late_pe": AHEAD,
     "staged": STAGED,

@@ -14,7 +14,7 @@ import torch
 from bits import difference
 from gemv_cases import ALGORITHMS, Case, expected_bits, make_inputs
 from protocol import Mismatch, ProtocolSuite, Work
-from worlds import error_of, init_with_impatient_kernels, run_pes
+from worlds import TRANSPORTS, error_of, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 
@@ -38,12 +38,6 @@ def _checked(iteration: int, case: Case = _CASE, **options: Any) -> bool:
     output = _call(iteration, case, **options)
     po.check()
     return _is_right(output, iteration, case)
-
-
-TRANSPORTS = [
-    pytest.param({}, id="direct"),
-    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
-]
 
 
 # ---- busy PEs --------------------------------------------------------------------------------------------------------

@@ -195,6 +195,14 @@ def _refused() -> dict[str, str]:
     tried("algorithm", module.optimizer.load_state_dict, other, ValueError)
     tried("no states", module.optimizer.load_state_dict, {"state": {}}, ValueError)
     tried("no prefix", module.optimizer.load_state_dict, module.optimizer.state_dict(prefix="m."), ValueError)
+    of_a = {**states["state"]["embedding_bags.a.weight"], "a.exp_avg_sq": torch.zeros(30, 8)}
+    extra = {"state": {**states["state"], "embedding_bags.a.weight": of_a}}
+    tried("another algorithm", module.optimizer.load_state_dict, extra, ValueError)
+    surplus = {"state": {**states["state"], "embedding_bags.e.weight": {}}}
+    tried("another table", module.optimizer.load_state_dict, surplus, ValueError)
+    plain = _case("sgd").make().optimizer
+    tried("states of none", plain.load_state_dict, {"state": states["state"]}, ValueError)
+    plain.load_state_dict({"state": {}})
     tried("a table too few", module.load_state_dict, dict(list(tables.items())[1:]), RuntimeError)
     tried("a table too many", module.load_state_dict, {**tables, "embedding_bags.e.weight": 0}, RuntimeError)
     small = {**tables, "embedding_bags.a.weight": torch.zeros(2, 2)}
@@ -211,7 +219,10 @@ def test_what_cannot_be_loaded(backend: str) -> None:
         "shape of slices": "the number of column slices must stay",
         "algorithm": "of 'adam', but the optimizer is 'rowwise_adagrad'",
         "no states": "expected 'a.momentum1'",
-        "no prefix": "expected 'a.momentum1'",
+        "no prefix": "expected states of ['embedding_bags.a.weight'",
+        "another table": "got ['embedding_bags.a.weight', 'embedding_bags.b.weight', 'embedding_bags.c.weight', 'embe",
+        "another algorithm": "has ['a.momentum1'] of embedding_bags.a.weight, but not ['a.exp_avg_sq']",
+        "states of none": "'sgd' has [] of embedding_bags.a.weight, but not ['a.momentum1']",
         "a table too few": "embedding_bags.a.weight",
         "a table too many": "embedding_bags.e.weight",
         "a shape": "expected a tensor of [30, 8], got [2, 2]",
@@ -221,6 +232,62 @@ def test_what_cannot_be_loaded(backend: str) -> None:
         assert {*seen} | {"other blocks"} == {*wanted}
         for name, told in seen.items():
             assert wanted[name] in told, f"{name}: {told}"
+
+
+def _saved_meanwhile(backend: str, folder: str) -> list[str]:
+    """Save by async_save and by save; return what differs of what is loaded."""
+    case, problems = _case("adagrad"), []
+    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
+    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        module = case.make()
+        _train(module, case, range(_STEPS))
+        before = _blocks(module)
+        dcp.async_save(_parts(module), checkpoint_id=folder).result()  # type: ignore[union-attr]
+        _train(module, case, range(_STEPS, _STEPS + 1))
+        parts = _parts(module)
+        dcp.load(parts, checkpoint_id=folder)
+        module.load_state_dict(parts["tables"])
+        module.optimizer.load_state_dict(parts["optimizer"])
+        for name, blocks in _blocks(module).items():
+            for (_, one), (_, other) in zip(blocks, before[name], strict=True):
+                problems += [name] if not torch.equal(one, other) else []
+    po.finalize()
+    return problems
+
+
+@pytest.mark.host
+def test_what_is_saved_asynchronously(tmp_path: Path) -> None:
+    assert in_processes(_saved_meanwhile, 2, "host", str(tmp_path), timeout=200) == [[], []]
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Register a hook of each kind, save and load; return those that were called, and what they have changed."""
+    seen = []
+
+    def saved(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append("saved")
+        return {**state, "more": 1}
+
+    def loading(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append(f"loading {state.pop('more')}")
+        return state
+
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saving"))
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loading)
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    return seen
+
+
+def _hooks() -> list[list[str]]:
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    return [_hooks_of(plain), _hooks_of(_case("adagrad").make().optimizer)]
+
+
+def test_hooks_of_the_optimizers_state_dict() -> None:
+    for wanted, found in in_world(_hooks, 1, "host"):
+        assert found == wanted == ["saving", "saved", "loading 1", "loaded"]
 
 
 def _in_memory() -> list[bool]:

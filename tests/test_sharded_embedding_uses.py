@@ -147,6 +147,99 @@ def test_it_may_be_made_in_inference_mode(placement: str) -> None:
     assert in_world(_made_in_inference_mode, 1, "host", placement) == [True]
 
 
+# ---- inputs of inference mode ----------------------------------------------------------------------------------------
+
+
+def _inputs_of_inference_mode(placement: str, is_sent: bool, is_copied: bool) -> list[torch.Tensor]:
+    """Return the results of two steps, whose tensors are of inference mode, and of two others."""
+    results = []
+    for is_made_there in (True, False):
+        module = _module(placement)
+        for _ in range(2):
+            with torch.inference_mode(is_made_there):
+                given: tuple[Any, ...] = _lookups(3, 0, 3)
+            given = tuple(each.clone() for each in given) if is_copied else given
+            with torch.inference_mode(is_made_there):
+                sent = module.input_dist(*given) if is_sent else None
+            pooled = module(*given) if sent is None else module(sent)
+            pooled.sum().backward()
+            results.append(pooled.detach())
+    return results
+
+
+@pytest.mark.parametrize(("is_sent", "is_copied"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_lookups_may_be_of_inference_mode(placement: str, is_sent: bool, is_copied: bool) -> None:
+    for first, second, *wanted in in_world(_inputs_of_inference_mode, 2, "host", placement, is_sent, is_copied):
+        assert torch.equal(first, wanted[0]) and torch.equal(second, wanted[1])
+        assert not torch.equal(first, second)
+
+
+# ---- parameters that are replaced ------------------------------------------------------------------------------------
+
+
+def _by_functional_call(module: torch.nn.Module) -> None:
+    values = {name: each.detach() + 1.0 for name, each in module.named_parameters()}
+    torch.func.functional_call(module, values, _lookups(3))
+
+
+def _by_data(module: torch.nn.Module) -> None:
+    for each in module.parameters():
+        each.data = each.data + 1.0
+    module(*_lookups(3))
+
+
+def _by_vector(module: torch.nn.Module) -> None:
+    vector = torch.nn.utils.parameters_to_vector(module.parameters())
+    torch.nn.utils.vector_to_parameters(vector + 1.0, module.parameters())
+    module(*_lookups(3))
+
+
+def _by_attribute(module: torch.nn.Module) -> None:
+    table: Any = module.get_submodule("embedding_bags.a")
+    table.weight = torch.nn.Parameter(table.weight.detach() + 1.0, requires_grad=False)
+    module(*_lookups(3))
+
+
+def _replaced(placement: str, replace: Callable[[torch.nn.Module], None]) -> list[Any]:
+    return list(error_of(lambda: replace(_module(placement)))[:2])
+
+
+@pytest.mark.parametrize("replace", [_by_functional_call, _by_data, _by_vector, _by_attribute])
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_a_parameter_that_is_replaced_is_refused(placement: str, replace: Callable[[torch.nn.Module], None]) -> None:
+    for kind, text in in_world(_replaced, 1, "host", placement, replace):
+        assert kind == "RuntimeError" and text.startswith("embedding_bags.a.weight: another tensor has taken its place")
+
+
+def _written_into(placement: str) -> list[torch.Tensor]:
+    """Return results before and after rows are changed where they lie, in the ways that torch has for that."""
+    module, results = _module(placement), []
+    (weight,) = module.parameters()
+
+    def fill(value: float) -> None:
+        if value == 1.0:
+            weight.data.fill_(value)
+        elif value == 2.0:
+            torch.nn.init.constant_(weight, value)
+        elif value == 3.0:
+            with torch.no_grad():
+                weight.copy_(torch.full_like(weight, value))
+        else:
+            module.load_state_dict({"embedding_bags.a.weight": torch.full((13, 8), value)}, assign=True)
+
+    for value in (1.0, 2.0, 3.0, 4.0):
+        fill(value)
+        with torch.no_grad():
+            results.append(torch.func.functional_call(module, dict(module.named_parameters()), _lookups(3))[0, 0])
+    return results
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_a_parameter_is_changed_where_it_lies(placement: str) -> None:
+    assert in_world(_written_into, 2, "host", placement) == [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
 # ---- forward passes that wait ----------------------------------------------------------------------------------------
 
 
@@ -175,6 +268,41 @@ def _three_wait() -> tuple[str, str]:
 def test_a_third_forward_pass_that_waits_is_told_so() -> None:
     ((kind, text),) = in_world(_three_wait, 1, "host")
     assert kind == "RuntimeError" and "at most two may wait" in text and "call release()" not in text
+
+
+def _dropped(placement: str) -> list[Any]:
+    """Send a batch ahead in a loop, drop what was sent last, and go on without it."""
+    module = _module(placement)
+
+    def epoch() -> None:
+        sent = module.input_dist(*_lookups(0, 2))
+        for _ in range(3):
+            pooled = module(sent)
+            sent = module.input_dist(*_lookups(0, 2))
+            pooled.sum().backward()
+
+    epoch()
+    results = [list(module(*_lookups(1)).shape) for _ in range(4)]
+    held = module.input_dist(*_lookups(0))
+    return [results, error_of(lambda: module(*_lookups(0)))[0], list(module(held).shape)]
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_what_was_sent_and_dropped_holds_nobody_up(placement: str) -> None:
+    assert in_world(_dropped, 2, "host", placement) == [[[[1, 8]] * 4, "RuntimeError", [1, 8]]] * 2
+
+
+def _refused_while_two_wait() -> list[Any]:
+    module = _module()
+    values, lengths = _lookups(3)
+    results = [module(values, lengths, batch_per_rank=[1]) for _ in range(2)]
+    told = error_of(lambda: module(values.float(), lengths, batch_per_rank=[1]))[0]
+    sum(results).sum().backward()  # type: ignore[union-attr]
+    return [told]
+
+
+def test_a_refused_call_takes_no_lookups_away() -> None:
+    assert in_world(_refused_while_two_wait, 1, "host") == [["TypeError"]]
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------

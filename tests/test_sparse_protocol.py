@@ -35,17 +35,13 @@ from sparse_cases import (
     wanted,
     zipf,
 )
-from worlds import error_of, in_world, run_pes
+from worlds import TRANSPORTS, error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.ops.sparse_plan import OPERATOR, Tuning
 
 MB = 1 << 20
 _CASE = Case("protocol", 300, uniform(60, 45, 80), (10,))
-TRANSPORTS = [
-    pytest.param({}, id="direct"),
-    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
-]
 
 
 def _call(iteration: int, case: Case = _CASE, algorithm: str = "auto") -> torch.Tensor:

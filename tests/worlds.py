@@ -16,6 +16,7 @@ from kept_pes import in_processes
 import persistent_ops as po
 
 __all__ = [
+    "TRANSPORTS",
     "Survivor",
     "assert_gone",
     "dead_peer",
@@ -26,6 +27,12 @@ __all__ = [
     "meet_in",
     "python_path",
     "run_pes",
+]
+
+# How PEs reach each other: options of po.init.
+TRANSPORTS = [
+    pytest.param({}, id="direct"),
+    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
 ]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -54,9 +55,17 @@ class Recorder:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append what JSON can carry to a file, as one line."""
+    """Append what JSON can carry to a file, as one line; numbers that it has not, such as NaN, become null."""
     with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

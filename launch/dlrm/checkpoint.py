@@ -106,6 +106,8 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule) -> 
         found = folder / (folder / _POINTER).read_text().strip()
     except FileNotFoundError as error:
         raise ValueError(f"there is no checkpoint in {folder}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / _POINTER} cannot be read: {error}") from error
     try:
         progress = Progress(**torch.load(found / _FILE, map_location="cpu", weights_only=True))
     except Exception as error:

@@ -12,6 +12,7 @@ from persistent_ops.demo.criteo import NUM_CATEGORICAL, read_batches
 from persistent_ops.demo.lookups import FeatureLookups
 
 from .checks import NUM_DENSE, checked_tables
+from .digests import digest_of_arrays
 from .records import IntArray, Records
 
 __all__ = ["CriteoText"]
@@ -71,7 +72,9 @@ class CriteoText:
 
     def identity(self) -> dict[str, Any]:
         """See `Source`."""
-        return {"format": "criteo text", "file": self._path.name, "num_samples": self.num_samples}
+        held = (self._dense, self._rows, self._labels)
+        told = {"file": self._path.name, "num_samples": self.num_samples, "contents": digest_of_arrays(held)}
+        return {"format": "criteo text", **told}
 
 
 def _column(feature: FeatureLookups) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .checks import NUM_DENSE, checked, checked_tables
+from .digests import digest_of_file
 from .records import IntArray, Joined, Records, Source, Span
 
 __all__ = ["NumpyDay", "numpy_day", "numpy_days"]
@@ -126,6 +127,7 @@ class NumpyDay:
             "format": "numpy",
             "files": [path.name for path in self._paths.values()],
             "num_samples": self.num_samples,
+            "contents": [digest_of_file(path) for path in self._paths.values()],
         }
 
 

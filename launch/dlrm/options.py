@@ -21,6 +21,7 @@ BESIDE_NCCL = ("serial", "room")
 FORMATS = ("synthetic", "criteo", "npy", "raw")
 PLACEMENTS = ("model", "table_wise", "auto")
 PRECISIONS = ("fp32", "bf16")
+_MOST_HEAP_GIB = 1 << 20
 _NUM_SMS_OF_NCCL = 8  # enough for the dense part's few MB
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -180,6 +181,8 @@ class Options:
         for name in ("learning_rate", "table_learning_rate", "timeout", *(("heap_gib",) * (self.heap_gib is not None))):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and below infinity, got {getattr(self, name)}")
+        if self.heap_gib is not None and self.heap_gib > _MOST_HEAP_GIB:
+            raise ValueError(f"heap_gib must be at most {_MOST_HEAP_GIB}, got {self.heap_gib:g}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.is_captured and self.compare_steps:

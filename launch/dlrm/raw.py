@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .checks import MLPERF_HOTNESS, NUM_DENSE, checked, checked_tables
+from .digests import digest_of_file
 from .records import IntArray, Records, Source
 
 __all__ = ["RawFile", "write_raw"]
@@ -71,7 +72,8 @@ class RawFile:
 
     def identity(self) -> dict[str, Any]:
         """See `Source`."""
-        return {"format": "raw", "file": self._path.name, "num_samples": self.num_samples}
+        told = {"file": self._path.name, "num_samples": self.num_samples, "contents": digest_of_file(self._path)}
+        return {"format": "raw", **told}
 
 
 def _labels(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:

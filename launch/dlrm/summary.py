@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -29,6 +30,8 @@ def problems(report: dict[str, Any]) -> list[str]:
     if not _judges_auc(report):
         return []
     found, best = report["evaluations"][-1]["auc"], report["best_auc"]
+    if math.isnan(found) or math.isnan(best):
+        return []  # which the summary says
     if found >= best - AUC_MARGIN:
         return []
     return [f"AUC {found:.4f} is more than {AUC_MARGIN} below the best possible one, {best:.4f}"]
@@ -78,11 +81,14 @@ def _print_trained(report: dict[str, Any], console: Console) -> None:
         each = report["seconds"] / report["timed_steps"]
         lines.append(f"{options['batch'] / each:,.0f} samples/s, {each * 1e3:.2f} ms per step")
     best = report["best_auc"]
-    lines.append(f"AUC {last['auc']:.4f}" + ("" if best is None else f", the best possible one is {best:.4f}"))
+    if math.isnan(last["auc"]):
+        lines.append("no AUC: what evaluates has clicks alone, or none; take more --evaluation-samples")
+    else:
+        lines.append(f"AUC {last['auc']:.4f}" + ("" if best is None else f", the best possible one is {best:.4f}"))
     lines.append(f"what was written is in {options['output']}; --resume with more --epochs or --steps goes on")
     for line in lines:
         console.print(escape(line), highlight=False)
-    if _judges_auc(report) and not problems(report):
+    if _judges_auc(report) and not problems(report) and not math.isnan(last["auc"]):
         console.print(f"[green]correct[/]: within {AUC_MARGIN} of the best AUC", highlight=False)
 
 

@@ -69,7 +69,8 @@ def read_corpus(
     pieces, rest = [], max_bytes
     for part in parts:
         try:
-            piece = part.read_bytes()[:rest]
+            with part.open("rb") as file:
+                piece = file.read(rest)
         except OSError as error:
             raise ValueError(f"text: {str(part)!r} cannot be read: {error.strerror}") from error
         pieces.append(piece.decode("utf-8", errors="ignore").lower())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,13 @@ from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from ..runtime.errors import to_raise
+from ..runtime.torch_private import backward_pass
 from ..runtime.uncompiled import uncompiled
 from .automatic_placement import layout_of
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
-from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs
+from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs, whole_number
+from .local_lookups import check_features
 from .pooled_lookups import pool_arrived
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
@@ -38,6 +41,11 @@ _CLIPPING = (
     "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
     "clamps single elements"
 )
+_RECOMPUTED = (
+    "a forward pass that torch.utils.checkpoint makes anew would read rows that another backward pass of this module "
+    "has updated since: of its calls in a step leave all but the last one out of checkpointed regions"
+)
+_BOUNDS = ("fatal", "ignore")
 _TWO_WAIT = (
     "of a module's forward passes, those that torch.utils.checkpoint makes anew among them, at most two may wait for "
     "their backward passes where batch_per_rank is given: leave it out, or make the first one's backward pass sooner"
@@ -96,7 +104,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     Parameters are called ``embedding_bags.<table>.weight`` as in an EmbeddingBagCollection; on a PE they have what it
     owns: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`. They require no gradient, so that other
     optimizers leave them alone. DistributedDataParallel must do so too: `ignore_sharded_tables`. State dicts have
-    `TableShards` under these names; plain tensors `[R, D]` are loaded as well.
+    `TableShards` under these names; plain tensors `[R, D]` are loaded as well. They are not gathered by
+    ``full_state_dict=True``: torch.distributed.checkpoint saves them from all PEs, and loads them into plain tensors.
+
+    Kernels hold the tables' memory: rows are changed in it (``weight.copy_()``, ``load_state_dict``), and a parameter
+    that is replaced is refused.
 
     `requires_grad_` neither freezes nor thaws a table: make a module of the frozen ones, and call it under
     `torch.no_grad()`. torch.compile breaks its graph around a call.
@@ -134,6 +146,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if max_gradient is not None and not max_gradient > 0:
             raise ValueError(f"max_gradient: expected a number above 0, got {max_gradient}")
         self._world = world = _world.for_call()
+        max_batch = whole_number("max_batch", max_batch, 0, 2**31 - 1)
+        seed = whole_number("seed", seed)
+        if bounds not in _BOUNDS:
+            raise ValueError(f"bounds: expected one of {_BOUNDS}, got {bounds!r}")
         configs = table_configs(tables)
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
@@ -147,7 +163,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
         self.embedding_dims = list(self.layout.dims)
-        self._is_weighted, self._keyed_tensor = is_weighted, keyed_tensor
+        self._is_weighted, self._keyed_tensor, self._max_batch = is_weighted, keyed_tensor, max_batch
         self._clamp = None if max_gradient is None else max_gradient * world.size
         options = {
             "lr": lr,
@@ -166,7 +182,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 self.layout,
                 max_batch,
                 estimates,
-                is_weighted=is_weighted,
                 bounds=bounds,
                 algorithm=algorithm,
                 options=options,
@@ -176,6 +191,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self.embedding_bags = torch.nn.ModuleDict(
             {config.name: self._make_table(number) for number, config in enumerate(configs)}
         )
+        self._tables = [self._table(number) for number in range(len(configs))]
         self.reset_parameters(seed)
         self._weights, optimizers = [], []
         for group in self.layout.groups:
@@ -187,8 +203,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             self._weights.append(weights)
             optimizers.append(optimizer)
         self._optimizers = optimizers
+        self._has_updated = False  # since the last forward pass outside of backward passes
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
-        self._ahead: SentFeatures | None = None
+        self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
+        self._ahead_lookups: list[Lookups] = []
         self._ahead_since = world.num_recoveries
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
         self.optimizer = EmbeddingBagOptimizer(
@@ -199,7 +217,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             drawn_of(self.layout, world.rank),
             rounding,
         )
-        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
+        self._ddp_params_and_buffers_to_ignore = self.table_names()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, and copied."""
@@ -213,7 +231,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Make one of an EmbeddingBagCollection, with its tables' rows, to be put in its place in a model.
 
         Args:
-            collection: TorchRec's, whole on every PE, on any device; it is not changed and not kept.
+            collection: TorchRec's, whole on every PE, on any device; it is not changed and not kept. Of replicated
+                tables PE 0's rows are taken, as DistributedDataParallel does, of others each owner's; those of tables
+                on the device "meta" are drawn.
             options: keyword arguments of the class.
 
         Raises:
@@ -233,7 +253,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             )
         is_weighted = getattr(collection, "is_weighted", lambda: False)()
         made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
-        made.load_state_dict({name: each.detach() for name, each in collection.state_dict().items()})
+        given = {name: each.detach() for name, each in collection.state_dict().items()}
+        there = {name: each for name, each in given.items() if not each.is_meta}
+        made.load_state_dict(there, strict=len(there) == len(given))
+        if made._replicas is not None:
+            made._replicas.take_first()
         return made
 
     def placements(self) -> dict[str, TablePlacement]:
@@ -254,14 +278,18 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Return the tables' configs."""
         return list(self.layout.configs)
 
+    def table_names(self) -> list[str]:
+        """Return the names of the tables' parameters; a subclass may have others."""
+        return [name for name, _ in self.embedding_bags.named_parameters(prefix="embedding_bags")]
+
     def is_weighted(self) -> bool:
         """Return whether lookups have weights."""
         return self._is_weighted
 
     def reset_parameters(self, seed: int = 0) -> None:
         """Draw all rows anew, those of a table from a generator of its own: the same for any placement and world."""
-        for number in range(len(self.layout.configs)):
-            self._table(number).draw(seed * 1_000_003 + 1 + number)
+        for number, table in enumerate(self._tables):
+            table.draw((seed * 1_000_003 + 1 + number) % 2**64)
 
     # ---- making ------------------------------------------------------------------------------------------------------
 
@@ -337,7 +365,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             Whether weights get gradients is decided here: under no_grad they get none.
 
         Returns:
-            What `forward` takes in place of `features`; at most one at a time.
+            What `forward` takes in place of `features`; at most one at a time. One that is dropped is released by the
+            next call, on all PEs or on none.
 
         Raises:
             RuntimeError: what was sent before has neither been pooled nor released.
@@ -347,7 +376,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         its lookups.
         """
         is_from_before = self._ahead_since != self._world.num_recoveries
-        if self._ahead is not None and not self._ahead.is_over and not is_from_before:
+        ahead = None if self._ahead is None else self._ahead()
+        if ahead is not None and not ahead.is_over and not is_from_before:
             raise RuntimeError(
                 "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
             )
@@ -358,8 +388,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             if per_sample_weights is not None:
                 raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
             given = features_of(features, self.feature_names, is_weighted=self._is_weighted)
+        device = self._world.backend.device
+        check_features(given, len(self.feature_names), self._max_batch, device, is_weighted=self._is_weighted)
         if given.weights is not None:
             check_derivatives(given.weights)
+        if self._ahead is not None and ahead is None:
+            for lookups in self._ahead_lookups:
+                lookups.release()
         self._make_room()
         own = None if self._replicas is None else self._replicas.begin(given)
         sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
@@ -376,7 +411,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         except BaseException:
             sent.release()
             raise
-        self._ahead, self._ahead_since = sent, self._world.num_recoveries
+        self._ahead, self._ahead_lookups = weakref.ref(sent), sent.lookups
+        self._ahead_since = self._world.num_recoveries
         return sent
 
     @uncompiled
@@ -408,20 +444,27 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             NotImplementedError: a batch that varies from feature to feature; a KeyedJaggedTensor's weights that
                 require a gradient, where its features come in another order and its `permute` takes the gradient away;
                 weights that have a tangent, or require a gradient inside of torch.func.
-            RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed.
+            RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed; a
+                table's parameter, or its memory, is another one than that which the module was made with.
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
         Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call,
         and in the same order on all PEs where there are several.
         """
+        for table in self._tables:
+            table.check_memory()
+        if backward_pass() < 0:
+            self._has_updated = False
+        elif self._has_updated:
+            raise RuntimeError(_RECOMPUTED)
         if not isinstance(features, SentFeatures):
             features = self.input_dist(
                 features, lengths, per_sample_weights=per_sample_weights, batch_per_rank=batch_per_rank
             )
         elif any(each is not None for each in (lengths, per_sample_weights, batch_per_rank)):
             raise ValueError("lengths, per_sample_weights, batch_per_rank: they were given to input_dist")
-        elif features is not self._ahead:
+        elif self._ahead is None or features is not self._ahead():
             raise RuntimeError("features: expected what the last call of this module's input_dist returned")
         pooled = self._pooled(features)
         if not features.is_keyed:
@@ -430,7 +473,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def _pooled(self, features: SentFeatures) -> torch.Tensor:
         sent = features.take()
-        self._ahead = None
+        self._ahead, self._ahead_lookups = None, []
         pooled, problem, is_kept = [], None, False
         try:
             if not self._world.workspace.is_capturing():
@@ -456,10 +499,16 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if problem is not None:
             raise to_raise(problem)
         result = self._in_order(pooled)
-        if self._clamp is not None and result.requires_grad:
-            most = self._clamp
-            result.register_hook(lambda gradient: gradient.clamp(-most, most))
+        if result.requires_grad:
+            result.register_hook(self._begin_backward)
         return result
+
+    def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See to what the update takes as it is now, ahead of it."""
+        self._has_updated = True
+        if not self._world.workspace.is_capturing():
+            self.optimizer.push_rate()
+        return gradient if self._clamp is None else gradient.clamp(-self._clamp, self._clamp)
 
     def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:
         """Round what this PE has pooled itself as that of tables elsewhere is."""
@@ -498,13 +547,18 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Let ``to(device)`` be called where nothing changes; kernels hold the tables' memory, so it cannot move."""
-        for name, parameter in self.named_parameters():
+        tables = self.embedding_bags
+        for name, parameter in tables.named_parameters(prefix="embedding_bags"):
             wanted = fn(parameter.detach().new_empty(0))
             if (wanted.dtype, wanted.device) != (parameter.dtype, parameter.device):
                 raise NotImplementedError(
                     f"{name}: tables stay {parameter.dtype} on {parameter.device}, and cannot become {wanted.dtype} on "
                     f"{wanted.device}; say the dtype in TableConfig, and move the other modules"
                 )
+        for module in self.children() if recurse else ():  # of a subclass
+            if module is not tables:
+                module._apply(fn)
+        super()._apply(fn, recurse=False)
         return self
 
     def extra_repr(self) -> str:

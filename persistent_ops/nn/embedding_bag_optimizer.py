@@ -185,10 +185,17 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             prefix: of the tables' names: "sparse." for those that a model has whose attribute `sparse` is the
                 collection, which are TorchRec's names under DistributedModelParallel.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._state_dict(prefix)
+        for behind in self._optimizer_state_dict_post_hooks.values():
+            replaced = behind(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    def _state_dict(self, prefix: str) -> dict[str, Any]:
         state = {
-            f"{prefix}embedding_bags.{name}.weight": {
-                f"{name}.{kind}": shards for kind, shards in zip(_STATE_NAMES, of_table, strict=False)
-            }
+            _key(prefix, name): {f"{name}.{kind}": shards for kind, shards in zip(_STATE_NAMES, of_table, strict=False)}
             for name, of_table in self._shards.items()
         }
         if not self._saves_param_groups:
@@ -218,6 +225,15 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             ValueError: it is of another algorithm, other constants of it or other tables; or of another number of
                 column slices, under "rowwise_adagrad" or of a table that is rounded stochastically.
         """
+        given = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, given)
+            given = given if replaced is None else replaced
+        self._load(given, prefix)
+        for behind in self._optimizer_load_state_dict_post_hooks.values():
+            behind(self)
+
+    def _load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         groups = state_dict.get("param_groups") or [{}]
         saved = groups[0]
         if saved.get("algorithm", self._algorithm) != self._algorithm:
@@ -227,9 +243,10 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")
         if self._algorithm == "adam" and "step" not in saved:
             raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
+        of_tables = state_dict.get("state", {})
+        self._check_tables(of_tables, prefix)
         for name, of_table in self._shards.items():
-            of_saved = state_dict.get("state", {}).get(f"{prefix}embedding_bags.{name}.weight", {})
-            self._load_table(name, of_table, saved, of_saved)
+            self._load_table(name, of_table, saved, of_tables.get(_key(prefix, name), {}))
         for name, value in saved.items():
             own = self.param_groups[0].get(name)
             if name == "lr" and isinstance(own, torch.Tensor):
@@ -248,6 +265,17 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self._pushed = None
         self.push_rate()
         self._push_seeds()
+
+    def _check_tables(self, of_tables: Mapping[str, Any], prefix: str) -> None:
+        """Raise ValueError for states of other tables, or of another algorithm."""
+        known = {_key(prefix, name): name for name in self._shards}
+        others = [key for key in of_tables if key not in known and str(key).startswith(f"{prefix}embedding_bags.")]
+        if others or (of_tables and not any(key in known for key in of_tables)):
+            raise ValueError(f"state_dict: expected states of {sorted(known)}, got {sorted(map(str, of_tables))}")
+        for key, name in known.items():
+            expected = [f"{name}.{kind}" for kind, _ in zip(_STATE_NAMES, self._shards[name], strict=False)]
+            if surplus := sorted(set(of_tables.get(key, {})) - set(expected)):
+                raise ValueError(f"state_dict: {self._algorithm!r} has {expected} of {key}, but not {surplus}")
 
     def _load_table(
         self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], found: Mapping[str, Any]
@@ -279,6 +307,10 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         if name in self._drawing:
             return "stochastic rounding draws random bits for each slice"
         return ""
+
+
+def _key(prefix: str, table: str) -> str:
+    return f"{prefix}embedding_bags.{table}.weight"
 
 
 def _plain(value: Any) -> Any:

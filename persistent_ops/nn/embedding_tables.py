@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..runtime.dtypes import SCALARS
 
-__all__ = ["TableConfig", "check_wire", "lookup_estimates", "plain_name", "table_configs"]
+__all__ = ["TableConfig", "check_wire", "lookup_estimates", "plain_name", "table_configs", "whole_number"]
 
 _POOLINGS = ("sum", "mean")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -29,6 +32,8 @@ class TableConfig:
         pooling: "sum" or "mean".
         data_type: float32, float16 or bfloat16.
         init_range: from and to which values first rows are drawn uniformly; None for -1/sqrt(R) and 1/sqrt(R).
+        init_fn: instead: fills a float32 tensor `[R, D]` on the CPU, by torch's default generator, which is seeded for
+            it. Each PE that has a part of the table calls it for the whole one.
     """
 
     name: str
@@ -38,6 +43,7 @@ class TableConfig:
     pooling: str = "sum"
     data_type: torch.dtype = torch.float32
     init_range: tuple[float, float] | None = None
+    init_fn: Callable[[torch.Tensor], object] | None = field(default=None, repr=False)  # PEs compare what repr says
 
     @property
     def init_bounds(self) -> tuple[float, float]:
@@ -61,6 +67,8 @@ def table_configs(given: Iterable[Any]) -> tuple[TableConfig, ...]:
     for name in names:
         if not name or "." in name or names.count(name) > 1:
             raise ValueError(f"tables: expected names without dots that occur once, got {name!r} among {names}")
+        if hasattr(torch.nn.ModuleDict, name):
+            raise ValueError(f"tables: {name!r} is an attribute of torch.nn.ModuleDict, so it cannot be a table's name")
     return configs
 
 
@@ -74,8 +82,8 @@ def _table_config(number: int, given: Any) -> TableConfig:
             f"tables[{number}]: expected a TableConfig, an EmbeddingBagConfig or a tuple (name, rows, columns, "
             f"features), got {type(given).__name__}: {error}"
         ) from error
-    if not (isinstance(rows, int) and isinstance(dim, int) and rows > 0 and dim > 0):
-        raise ValueError(f"tables[{number}]: expected whole numbers of rows and columns above 0, got {rows} and {dim}")
+    rows = whole_number(f"tables[{number}]: rows", rows, 1)
+    dim = whole_number(f"tables[{number}]: columns", dim, 1)
     if isinstance(features, str) or not features or len(set(features)) != len(features):
         raise ValueError(f"tables[{number}]: expected names of features that occur once each, got {features!r}")
     pooling = plain_name(getattr(given, "pooling", "sum"))
@@ -92,17 +100,45 @@ def _table_config(number: int, given: Any) -> TableConfig:
     if low is not None or high is not None:  # EmbeddingBagConfig: where one is missing, 1 / sqrt(R)
         bound = 1.0 / math.sqrt(rows)
         bounds = (-bound if low is None else low, bound if high is None else high)
-    return TableConfig(name, rows, dim, tuple(features), pooling, dtype, bounds)
+    init_fn = getattr(given, "init_fn", None)
+    if (
+        isinstance(init_fn, functools.partial)
+        and init_fn.func is torch.nn.init.uniform_
+        and set(init_fn.keywords) == {"a", "b"}
+    ):
+        # EmbeddingBagConfig's own, where none is given
+        bounds, init_fn = (init_fn.keywords["a"], init_fn.keywords["b"]), None
+    if bounds is not None and not (len(bounds) == 2 and -math.inf < bounds[0] <= bounds[1] < math.inf):
+        raise ValueError(f"tables[{number}]: init_range: expected a least and a largest number, got {bounds}")
+    return TableConfig(name, rows, dim, tuple(features), pooling, dtype, bounds, init_fn)
 
 
 def lookup_estimates(configs: Sequence[TableConfig], given: float | Mapping[str, float]) -> dict[str, float]:
     """Return the lookups per sample of each feature, given by their names or one number for all."""
     names = list(dict.fromkeys(name for config in configs for name in config.feature_names))
     if not isinstance(given, Mapping):
-        return dict.fromkeys(names, float(given))
+        given = dict.fromkeys(names, given)
     if set(given) != set(names):
         raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
-    return {name: float(given[name]) for name in names}
+    found = {name: float(given[name]) for name in names}
+    if not all(0 <= each < math.inf for each in found.values()):
+        raise ValueError(f"lookups_per_sample: expected numbers of at least 0, got {found}")
+    return found
+
+
+def whole_number(name: str, given: Any, least: int | None = None, most: int | None = None) -> int:
+    """Return a number of any type of whole numbers as an int.
+
+    Raises:
+        ValueError: it is none, a truth value, or out of range.
+    """
+    number: int | None = None
+    with contextlib.suppress(TypeError):
+        number = None if isinstance(given, bool) else operator.index(given)
+    if number is None or not (least is None or number >= least) or not (most is None or number <= most):
+        limits = "" if least is None else f" of at least {least}" if most is None else f" of {least} to {most}"
+        raise ValueError(f"{name}: expected a whole number{limits}, got {given!r}")
+    return number
 
 
 def check_wire(configs: Sequence[TableConfig], wire_dtype: torch.dtype) -> None:

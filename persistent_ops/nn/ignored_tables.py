@@ -10,12 +10,14 @@ from .embedding_bag_collection import ShardedEmbeddingBagCollection
 
 __all__ = ["ignore_sharded_tables"]
 
+_COMPILED = "_orig_mod."  # torch.compile's name of the module that it has compiled
+
 
 def ignore_sharded_tables(model: torch.nn.Module) -> None:
     """Let DistributedDataParallel leave the tables of all `ShardedEmbeddingBagCollection`s in a model alone.
 
-    Otherwise it would write rank 0's part over the others'. Call it before ``DistributedDataParallel(model)``; where
-    the collection itself is wrapped, it is not needed.
+    Otherwise it would write rank 0's part over the others'. Call it before ``DistributedDataParallel(model)``, or
+    ``DistributedDataParallel(torch.compile(model))``; where the collection itself is wrapped, it is not needed.
 
     Raises:
         NotImplementedError: the model is in DistributedModelParallel.
@@ -30,7 +32,8 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         if isinstance(module, ShardedEmbeddingBagCollection)
-        for name, _ in module.named_parameters()
+        for name in module.table_names()
     ]
+    compiled = [f"{_COMPILED}{name}" for name in names]  # where torch.compile(model) is what is wrapped
     ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names, *compiled})  # type: ignore[assignment]

@@ -28,6 +28,12 @@ class LocalLookups(NamedTuple):
     offsets: torch.Tensor
     weights: torch.Tensor | None
 
+    def for_backward(self) -> LocalLookups:
+        """Return them, in tensors that autograd may save: of those of torch.inference_mode a copy."""
+        return LocalLookups(
+            *(each.clone() if each is not None and each.is_inference() else each for each in self)  # type: ignore[arg-type]
+        )
+
     def bags(self) -> torch.Tensor:
         """Return the bag of every lookup; of those behind the last offset the last one."""
         return _bags(self.offsets, self.indices.numel())
@@ -151,8 +157,10 @@ class SlotFeatures:
             return LocalLookups(values[:0], offsets, None if weights is None else weights[:0])
         shift = self._of_slots(_ends(lengths)[:-1]) - offsets[:-1]
         sources = torch.arange(room, device=values.device).add_(shift[_bags(offsets, room)])
+        is_there = (sources >= 0) & (sources < values.numel())  # unless lengths are bad
         sources.clamp_(0, values.numel() - 1)
-        return LocalLookups(values[sources], offsets, None if weights is None else weights[sources])
+        indices = torch.where(is_there, values[sources], -1)
+        return LocalLookups(indices, offsets, None if weights is None else weights[sources])
 
     def to_values(
         self, of_lookups: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, count: int

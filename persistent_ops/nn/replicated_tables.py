@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops.all_reduce import add_up_gradients
+from ..ops.all_reduce import add_up_gradients, all_reduce
 from ..ops.embedding_all_to_all import pool_alone
 from ..ops.embedding_backward import EmbeddingOptimizer, tables_named
 from ..ops.embedding_backward_plan import OPERATOR as _BACKWARD
@@ -20,7 +20,7 @@ from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
 from ..runtime.uncompiled import uncompiled
 from .embedding_features import Features
-from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, check_features, value_begins
+from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, value_begins
 from .table_layout import Group, Layout
 from .table_rounding import rounding_of
 
@@ -72,7 +72,6 @@ class ReplicatedTables:
         layout: of all tables.
         max_batch: the most samples that a PE passes.
         lookups_per_sample: of each feature, by name: estimates, of which room for lookups comes.
-        is_weighted: whether lookups have weights.
         bounds: "fatal" or "ignore", of bad lookups.
         algorithm, options, rounding: of `EmbeddingOptimizer`; the rounding that of tables of 16 bits.
         scale: factor of the summed gradients.
@@ -88,7 +87,6 @@ class ReplicatedTables:
         max_batch: int,
         lookups_per_sample: Mapping[str, float],
         *,
-        is_weighted: bool,
         bounds: str,
         algorithm: str,
         options: Mapping[str, Any],
@@ -96,7 +94,7 @@ class ReplicatedTables:
         scale: float,
     ) -> None:
         self._world = world
-        self._num_features, self._max_batch, self._is_weighted = len(layout.features), max_batch, is_weighted
+        self._num_features = len(layout.features)
         self._is_fatal = bounds == "fatal"
         device = world.backend.device
         stacks = [
@@ -139,17 +137,17 @@ class ReplicatedTables:
     def _stack_of(self, number: int) -> _Stack:
         return next(stack for stack in self._stacks if number in stack.tables)
 
+    def take_first(self) -> None:
+        """Give every PE the rows that PE 0 has; collective."""
+        for stack in self._stacks:
+            stack.take_first(self._world.rank)
+
     def begin(self, given: Features) -> LocalBatch:
         """Pick the lookups out of a batch's and have them looked at, so that the host need not wait long in `pool`.
 
-        Raises:
-            ValueError, TypeError: the lookups have another form.
+        Args:
+            given: behind `check_features`.
         """
-        device = self._world.backend.device
-        check_features(given, self._num_features, self._max_batch, device, is_weighted=self._is_weighted)
-        return self._picked(given)
-
-    def _picked(self, given: Features) -> LocalBatch:
         device, stacks = self._world.backend.device, self._stacks
         weights = given.weights if _require_gradient(given.weights) else None
         given = given if given.weights is None else given._replace(weights=given.weights.detach())
@@ -173,6 +171,8 @@ class ReplicatedTables:
             self._num_recorded += 1  # ahead of what this PE alone may raise
         batch.take_over()
         chosen = batch.chosen if batch.findings is None else self._looked_at(batch, batch.findings)
+        if torch.is_grad_enabled():
+            chosen = [lookups.for_backward() for lookups in chosen]
         begins = None if batch.weights is None else value_begins(batch.given.lengths, self._num_features)
         pooled: list[torch.Tensor] = list(
             _Recorded.apply(self._placeholder, batch.weights, self, chosen, begins)  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ class ReplicatedTables:
             has_room &= stack.make_room(found, num_values)
         if has_room:
             return batch.chosen
-        again = self._picked(batch.given)
+        again = self.begin(batch.given)
         assert again.findings is not None
         return self._looked_at(again, again.findings)
 
@@ -295,6 +295,12 @@ class _Stack:
         parts = _PARTS[group.dtype]
         self._rows = torch.arange(sum(rows), device=device)
         self._offsets = torch.arange(parts * sum(rows) + 1, device=device)
+
+    def take_first(self, rank: int) -> None:
+        """Give every PE the rows that PE 0 has; collective."""
+        if rank != 0:
+            self._memory.fill_(-0.0)  # of all numbers the one that changes none that is added to it
+        all_reduce(self._memory, out=self._memory)
 
     def take_sums(self, memory: torch.Tensor) -> None:
         """Take the memory of `num_floats` in which gradients are added up."""

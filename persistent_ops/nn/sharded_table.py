@@ -44,7 +44,18 @@ class ShardedTable(torch.nn.Module):
             memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
         self.weight = torch.nn.Parameter(memory, requires_grad=False)
         self._blocks: list[torch.Tensor] = list(memory.view(-1, rows, self._width)) if self.slices else []
+        self._made = (self.weight, self.weight.data_ptr())  # not an attribute of its own, which were a parameter again
         self._world = world
+
+    def check_memory(self) -> None:
+        """Raise RuntimeError where another tensor has taken the parameter's place, which no kernel would read."""
+        weight, address = self._made
+        if self._parameters.get("weight") is not weight or weight.data_ptr() != address:
+            raise RuntimeError(
+                f"embedding_bags.{self._config.name}.weight: another tensor has taken its place (by `.data =`, "
+                "vector_to_parameters, functional_call or the like), but kernels hold the memory of the first one; "
+                "write into that: weight.copy_() under torch.no_grad(), or load_state_dict"
+            )
 
     def slice(self, number: int) -> torch.Tensor:
         """Return one of this PE's slices, `[R, D / slices]`."""
@@ -65,14 +76,24 @@ class ShardedTable(torch.nn.Module):
         if not self.slices:
             return
         config, (low, high) = self._config, self._config.init_bounds
-        generator = torch.Generator().manual_seed(seed)
         rows, dim = config.num_embeddings, config.embedding_dim
+        if config.init_fn is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.random.default_generator.manual_seed(seed)
+                whole = torch.empty(rows, dim, dtype=torch.float32, device="cpu")
+                config.init_fn(whole)
+            self._take_rows(0, whole)
+            return
+        generator = torch.Generator().manual_seed(seed)
         at_once = max(1, _DRAWN_ROWS_BYTES // (4 * dim))
         for first in range(0, rows, at_once):
             drawn = torch.empty(min(at_once, rows - first), dim, dtype=torch.float32, device="cpu")
             drawn.uniform_(low, high, generator=generator)
-            for number, block in zip(self.slices, self._blocks, strict=True):
-                block[first : first + len(drawn)].copy_(drawn.narrow(1, number * self._width, self._width))
+            self._take_rows(first, drawn)
+
+    def _take_rows(self, first: int, rows: torch.Tensor) -> None:
+        for number, block in zip(self.slices, self._blocks, strict=True):
+            block[first : first + len(rows)].copy_(rows.narrow(1, number * self._width, self._width))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.shards()

@@ -105,6 +105,11 @@ class TableShards(torch.Tensor):
             dtype = kwargs.get("dtype") or whole.dtype
             device = blocks[0][1].device if blocks else torch.device(kwargs.get("device") or whole.device)
             return TableShards(whole.shape, blocks, dtype=dtype, device=device, remark=whole._remark)
+        if function is _aten.new_empty.default and torch.Size(args[1]) == args[0].shape:
+            # Of torch.distributed.checkpoint.async_save, which puts copies of the blocks into it.
+            whole, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+            device = torch.device(kwargs.get("device") or whole.device)
+            return TableShards(whole.shape, (), dtype=dtype, device=device, remark=whole._remark)
         if function is _aten.copy_.default:
             args[0].copy_from(args[1])
             return args[0]

@@ -67,7 +67,9 @@ class Tuning(BoundedTuning):
         blocks_per_sm: for which the kernel is compiled; None for as many as its registers allow.
         lanes: of a warp that have a row: 8, 16, or 32; None for half as many as the widest row has chunks of 16
             bytes.
-        pushing_work_groups: those that begin with what others wait for.
+        pushing_work_groups: those that begin with what others wait for, at least.
+        pushing_at_par: of these, where as many bytes are pushed as the rows of all lookups have; with more lookups
+            fewer in proportion.
         early_work_groups: of these, for which the sort of the lookups leaves room, so that they push meanwhile.
         slice_samples: samples of a table that are pushed at a time; None for 16 KB of them.
     """
@@ -76,6 +78,7 @@ class Tuning(BoundedTuning):
     blocks_per_sm: int | None = None
     lanes: int | None = None
     pushing_work_groups: int = 64
+    pushing_at_par: int = at_least(0, 192)
     early_work_groups: int = at_least(0, 32)
     slice_samples: int | None = None
 
@@ -379,6 +382,8 @@ class BackwardPlan(Plan):
         self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch, order_of_tables)
         pushed_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
         slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(pushed_bytes, 1))
+        all_pushed_bytes = samples * element * sum(push.width for push in self._pushes)
+        row_bytes = dtype.itemsize * sum(widths[rank]) // max(len(widths[rank]), 1)  # of a lookup, about
         width, narrowing = max(widths[rank], default=1), dtype.itemsize // element
         tiles = Tiles.on_host(width * element)
         if not is_host:
@@ -433,6 +438,7 @@ class BackwardPlan(Plan):
             slice_samples=slice_samples,
             num_slices=-(-samples // slice_samples),
             pushing_wgs=min(tuning.pushing_work_groups, self._grid) if self._pushes else 0,
+            pushing_wg_lookups=tuning.pushing_at_par * all_pushed_bytes // max(row_bytes, 1),
             pushed=self._pushed.data_ptr(),
             batch_start=self._batch_start.data_ptr(),
             batch=batch,

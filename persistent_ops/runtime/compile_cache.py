@@ -112,7 +112,8 @@ def cache_folder() -> Path:
     return folder
 
 
-def _timeout() -> float:
+def timeout() -> float:
+    """Return the seconds that a compiler may run."""
     value = os.environ.get("PERSISTENT_OPS_COMPILE_TIMEOUT")
     if not value:
         return _DEFAULT_TIMEOUT_S
@@ -188,7 +189,7 @@ def fetch(job: Job) -> tuple[Path, dict[str, Any]]:
     manifest = _read_entry(entry, job)
     if manifest is not None:
         return entry / job.artifact, manifest
-    seconds = _timeout()
+    seconds = timeout()
     try:
         for name in ("entries", "locks", "tmp"):
             (cache / name).mkdir(mode=0o700, exist_ok=True)

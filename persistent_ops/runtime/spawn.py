@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = ["launch"]
 _GRACE_S = 1.0  # for the other PEs to report their own errors after the first one
 _LEAVE_S = 10.0  # for the exit handlers of a PE
 _TERMINATE_S = 0.5  # between SIGTERM and SIGKILL
+_LONGEST_WAIT_S = 86400.0  # at a time: the system counts milliseconds in 32 bits
 _HEADER_BYTES = 8
 _PR_SET_PDEATHSIG = 1
 
@@ -64,7 +66,7 @@ def launch(
         ValueError: `num_pes` is less than 1, `timeout` is not positive, `fn` or `args` cannot be pickled, or they need
             cloudpickle, which is not installed.
     """
-    if not isinstance(num_pes, int) or num_pes < 1:
+    if not isinstance(num_pes, int) or isinstance(num_pes, bool) or num_pes < 1:
         raise ValueError(f"num_pes must be a whole number of at least 1, got {num_pes!r}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
@@ -117,7 +119,7 @@ class _Processes:
             process = context.Process(
                 target=_run_process, args=(self._task, environment, writer, os.getpid()), name=f"PE {rank}"
             )
-            with contextlib.closing(writer), hidden_main():
+            with contextlib.closing(writer), hidden_main(), _held_back_interrupts():
                 process.start()
             self._processes.append(process)
             os.set_blocking(reader.fileno(), False)
@@ -134,7 +136,7 @@ class _Processes:
                 if self._failures and grace_ends is None:
                     grace_ends = time.monotonic() + _GRACE_S
                 limits = [limit for limit in (grace_ends, self._deadline) if limit is not None]
-                wait = max(0.0, min(limits) - time.monotonic()) if limits else None
+                wait = min(max(0.0, min(limits) - time.monotonic()), _LONGEST_WAIT_S) if limits else None
                 ready = {key.data for key, _ in selector.select(wait)} & running
                 for rank in ready:
                     if self._collect(rank):
@@ -221,12 +223,28 @@ class _Processes:
 
     def _time_to_leave(self) -> float:
         # PEs that have returned their results still run their exit handlers.
-        return _LEAVE_S if self._deadline is None else max(1.0, self._deadline - time.monotonic())
+        if self._deadline is None:
+            return _LEAVE_S
+        return min(max(1.0, self._deadline - time.monotonic()), _LONGEST_WAIT_S)
 
     def _join(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _held_back_interrupts() -> Iterator[None]:
+    """Let processes that are started here begin with SIGINT blocked, as this thread has it meanwhile.
+
+    A PE ignores it from where it can, behind its imports: up to there Ctrl-C would end it with a traceback.
+    """
+    resource_tracker.ensure_running()  # which unblocks SIGINT where it starts its process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run_process(task: Task, environment: dict[str, str], writer: Connection, parent: int) -> None:
@@ -237,6 +255,7 @@ def _run_process(task: Task, environment: dict[str, str], writer: Connection, pa
         if os.getppid() != parent:
             os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its PEs.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)

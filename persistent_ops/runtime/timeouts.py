@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 __all__ = ["for_joining", "for_operators"]
+
+_MOST_S = 1e9  # kernels count nanoseconds in 64 bits
 
 
 def for_joining(given: float | None) -> float:
@@ -31,6 +32,6 @@ def _seconds(name: str, given: float | None, default: float) -> float:
             raise ValueError(f"{variable}: expected seconds, got {text!r}") from None
     if not isinstance(given, (int, float)):
         raise TypeError(f"{name}: expected seconds, got {given!r}")
-    if not 0 < given < math.inf:
-        raise ValueError(f"{name}: expected seconds above 0 and below infinity, got {given}")
+    if not 0 < given <= _MOST_S:
+        raise ValueError(f"{name}: expected seconds above 0, {_MOST_S:.0f} (30 years) at most, got {given}")
     return given

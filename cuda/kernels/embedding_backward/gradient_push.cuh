@@ -14,7 +14,8 @@ class Pusher {
 
   PO_FN Pusher(const Plan& plan, const Call& call) : plan_(plan), team_(plan.team), call_(call) {}
 
-  // Takes pieces in turn: some WGs begin while lookups are still sorted, and others when that is done.
+  // Takes pieces in turn: some WGs begin while lookups are still sorted, and others when that is done. What was put from may be
+  // overwritten afterwards.
   PO_FN void run() {
     const int64_t num_pieces = plan_.num_pushes * plan_.num_slices;
     int64_t piece = warp_.shuffle(ticket(), 0);
@@ -23,15 +24,11 @@ class Pusher {
       const TaskTrace trace(true);
       const int64_t next = ticket();  // on its way while this one is copied
       const Push& push = plan_.pushes[piece / plan_.num_slices];
-      if (!has_credit(static_cast<int>(push.owner))) return;
+      if (!has_credit(static_cast<int>(push.owner))) break;
       copy(push, piece % plan_.num_slices);
       finish(push, plan_.pushed + piece / plan_.num_slices);
       piece = warp_.shuffle(next, 0);
     }
-  }
-
-  // What was put from may be overwritten after this.
-  PO_FN void complete_puts() const {
     if (has_put_) put_quiet(team_);  // @outgoing-quiet
   }
 
@@ -129,5 +126,10 @@ class Pusher {
   uint64_t credited_ = 0;  // bit p: PE p has granted this epoch's credit
   bool has_put_ = false;
 };
+
+// Whether a WG behind the first ones pushes too: where there are few lookups for what travels, rows are soon done, and wait.
+PO_FN bool pushes_behind_sort(const Plan& plan, int64_t num_lookups, int wg) {
+  return wg * num_lookups < plan.pushing_wg_lookups;
+}
 
 }  // namespace po::embedding_backward

@@ -110,8 +110,9 @@ struct Plan {
   int64_t num_pushes;
   int64_t slice_samples;  // of a piece that is pushed
   int64_t num_slices;
-  int64_t pushing_wgs;
-  uint64_t* pushed;  // [num_pushes + 1]: pieces that are on their way; those taken. 0 after every launch
+  int64_t pushing_wgs;         // at least, and under the sort
+  int64_t pushing_wg_lookups;  // of n lookups, this / n WGs push
+  uint64_t* pushed;            // [num_pushes + 1]: pieces that are on their way; those taken. 0 after every launch
   const int64_t* batch_start;
   int64_t batch;
   int64_t first_sample;  // of this PE
@@ -125,8 +126,8 @@ struct Plan {
   float beta2;
 };
 PO_DESCRIBE(Plan, team, groups, members, tables, pushes, num_groups, num_tables, num_pushes, slice_samples, num_slices,
-            pushing_wgs, pushed, batch_start, batch, first_sample, num_samples, row_elements, staging_offset,
-            sum_elements, eps, weight_decay, beta1, beta2)
+            pushing_wgs, pushing_wg_lookups, pushed, batch_start, batch, first_sample, num_samples, row_elements,
+            staging_offset, sum_elements, eps, weight_decay, beta1, beta2)
 
 // ---- call -----------------------------------------------------------------------------------------------------------
 

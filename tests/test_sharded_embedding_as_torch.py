@@ -1,0 +1,222 @@
+"""What a ShardedEmbeddingBagCollection has in common with torch's: DDP, checkpointed regions, rates, first rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kept_pes import in_processes
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from worlds import error_of, in_world
+
+import persistent_ops as po
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
+
+_PLACEMENTS = ("table_wise", "replicated")
+
+
+def _module(placement: str) -> po.nn.ShardedEmbeddingBagCollection:
+    config = po.nn.TableConfig("a", 13, 8, ["x"])
+    return po.nn.ShardedEmbeddingBagCollection([config], max_batch=8, placement=placement, lr=0.5)
+
+
+def _lookups(*values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return those of a sample each."""
+    return torch.tensor(values), torch.ones(len(values), dtype=torch.int64)
+
+
+# ---- under DistributedDataParallel -----------------------------------------------------------------------------------
+
+
+class _Projected(po.nn.ShardedEmbeddingBagCollection):
+    """A collection with a layer of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.projection = torch.nn.Linear(8, 2)
+
+    def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        return self.projection(super().forward(*arguments, **options))  # type: ignore[no-any-return]
+
+
+def _under_ddp(compiles: bool) -> list[Any]:
+    """Return whether slices that differ from PE to PE stay, and the gradients of a layer that all PEs have."""
+    po.init("host", operator_timeout=30.0, heap_size=64 << 20)
+    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        placement = {"a": po.nn.TablePlacement("column_wise", 2)}
+        model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
+        model[0].projection.load_state_dict({"weight": torch.ones(2, 8), "bias": torch.zeros(2)})
+        before = [each.clone() for each in model[0].embedding_bags.parameters()]
+        po.nn.ignore_sharded_tables(model)
+        DistributedDataParallel(torch.compile(model, backend="eager") if compiles else model)
+        is_same = all(map(torch.equal, before, model[0].embedding_bags.parameters()))
+        wrapped = DistributedDataParallel(model[0])
+        wrapped(*_lookups(po.rank(), 5)).sum().backward()
+        gradient = model[0].projection.weight.grad.clone()
+    po.finalize()
+    return [is_same, gradient]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_tables_and_layers_under_ddp(compiles: bool) -> None:
+    (is_same, one), (is_same_too, other) = in_processes(_under_ddp, 2, compiles, timeout=200)
+    assert is_same and is_same_too
+    assert torch.equal(one, other) and one.any()
+
+
+def _moved() -> list[Any]:
+    module = _Projected([("a", 13, 8, ["x"])], max_batch=8)
+    told = error_of(module.double)[:2]
+    module.projection.double()
+    return [*told, module.to("cpu").projection.weight.dtype]
+
+
+def test_a_subclass_may_have_layers() -> None:
+    ((kind, text, dtype),) = in_world(_moved, 1, "host")
+    assert kind == "NotImplementedError" and text.startswith("embedding_bags.a.weight: tables stay torch.float32")
+    assert dtype == torch.float64
+
+
+# ---- checkpointed regions --------------------------------------------------------------------------------------------
+
+
+def _gradient_of_towers(module: Callable[..., torch.Tensor], checkpointed: tuple[bool, bool], reentrant: bool) -> Any:
+    """Return the gradient of a layer behind two calls of a module, each in a region that is computed anew or not."""
+    top = torch.nn.Linear(8, 4, bias=False)
+    torch.nn.init.constant_(top.weight, 0.25)
+    results = []
+    for is_checkpointed, values in zip(checkpointed, ((3, 1, 3), (3, 0, 4)), strict=True):
+
+        def tower(given: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return top(module(given, lengths)).tanh()  # type: ignore[no-any-return]
+
+        given, lengths = _lookups(*values)
+        if is_checkpointed:
+            results.append(checkpoint(tower, given, lengths, use_reentrant=reentrant))
+        else:
+            results.append(tower(given, lengths))
+    (results[0] * results[1]).sum().backward()
+    assert top.weight.grad is not None
+    return top.weight.grad
+
+
+def _in_checkpointed_regions(placement: str) -> list[Any]:
+    found: list[Any] = []
+    for checkpointed in ((False, False), (False, True)):
+        module = _module(placement)
+        found.append(_gradient_of_towers(module, checkpointed, False))
+        found[-1] += _gradient_of_towers(module, checkpointed, False)  # another step
+    found.append(error_of(lambda: _gradient_of_towers(_module(placement), (True, True), False))[:2])
+    return found
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_rows_that_were_updated_are_not_read_anew(placement: str) -> None:
+    for plain, last, (kind, text) in in_world(_in_checkpointed_regions, 1, "host", placement):
+        assert torch.equal(plain, last)
+        assert kind == "RuntimeError" and "leave all but the last one out of checkpointed regions" in text
+
+
+# ---- rates, and rows of a collection ---------------------------------------------------------------------------------
+
+
+def _rate_between(placement: str) -> list[float]:
+    module = _module(placement)
+    (weight,) = module.parameters()
+    changes = []
+    for rate in (0.25, 2.0):
+        before = weight[3, 0].item()
+        result = module(*_lookups(3))
+        module.optimizer.param_groups[0]["lr"] = rate
+        result.sum().backward()
+        changes.append(before - weight[3, 0].item())
+    return changes
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_a_step_has_the_rate_of_its_backward_pass(placement: str) -> None:
+    assert in_world(_rate_between, 1, "host", placement)[0] == pytest.approx([0.25, 2.0])
+
+
+class _Collection(torch.nn.Module):
+    """What an EmbeddingBagCollection has, of two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_bags = torch.nn.ModuleDict({name: torch.nn.EmbeddingBag(13, 8) for name in "ab"})
+
+    def embedding_bag_configs(self) -> list[Any]:
+        return [po.nn.TableConfig(name, 13, 8, [f"of {name}"]) for name in "ab"]
+
+
+def _from_own_rows() -> list[torch.Tensor]:
+    """Make a module of a collection that this PE has drawn alone; return rows of its two tables."""
+    torch.manual_seed(po.rank())
+    made = po.nn.ShardedEmbeddingBagCollection.from_collection(
+        collection := _Collection(), max_batch=4, placement={"a": "replicated", "b": po.nn.TablePlacement(ranks=(1,))}
+    )
+    own = [made.embedding_bags[name].weight.clone() for name in "ab"]  # type: ignore[operator, union-attr]
+    return [*own, *(collection.embedding_bags[name].weight.detach() for name in "ab")]  # type: ignore[list-item]
+
+
+def test_replicas_of_a_collection_are_those_of_one_pe() -> None:
+    (first, _, wanted, _), (second, of_owner, _, whole) = in_world(_from_own_rows, 2, "host")
+    assert torch.equal(first, wanted) and torch.equal(second, wanted) and torch.equal(of_owner, whole)
+
+
+def _from_meta() -> list[bool]:
+    config = [po.nn.TableConfig(name, 13, 8, [f"of {name}"]) for name in "ab"]
+    drawn = po.nn.ShardedEmbeddingBagCollection(config, max_batch=4)
+    with torch.device("meta"):
+        collection = _Collection()
+    made = po.nn.ShardedEmbeddingBagCollection.from_collection(collection, max_batch=4)
+    return list(map(torch.equal, made.parameters(), drawn.parameters()))
+
+
+def test_rows_of_a_collection_without_memory_are_drawn() -> None:
+    assert in_world(_from_meta, 1, "host") == [[True, True]]
+
+
+def _initial_rows(placement: Any, seed: int) -> list[tuple[int, torch.Tensor]]:
+    def fill(weight: torch.Tensor) -> None:
+        assert weight.shape == (13, 8) and weight.dtype == torch.float32
+        torch.nn.init.normal_(weight, std=3.0)
+
+    state = torch.get_rng_state()
+    config = po.nn.TableConfig("a", 13, 8, ["x"], data_type=torch.bfloat16, init_fn=fill)
+    module = po.nn.ShardedEmbeddingBagCollection([config], max_batch=4, placement={"a": placement}, seed=seed)
+    assert torch.equal(torch.get_rng_state(), state)
+    return [(offsets[1], block) for shards in module.state_dict().values() for offsets, block in shards.shards]
+
+
+@pytest.mark.parametrize("placement", ["replicated", po.nn.TablePlacement("column_wise", 2)])
+@pytest.mark.parametrize("seed", [7, -3, 1_764_000_000_123_456_789])
+def test_a_tables_own_init_fn(placement: Any, seed: int) -> None:
+    number = (seed * 1_000_003 + 1) % 2**64
+    wanted = torch.randn(13, 8, generator=torch.Generator().manual_seed(number)).mul_(3.0).bfloat16()
+    for column, block in itertools.chain(*in_world(_initial_rows, 2, "host", placement, seed)):
+        assert torch.equal(block, wanted[:, column : column + block.shape[1]])
+
+
+# ---- lengths that say more than there is -----------------------------------------------------------------------------
+
+
+def _more_lengths(placement: str) -> list[Any]:
+    """Pool a feature whose lookup is missing, and train."""
+    tables = [("a", 6, 8, ["x"]), ("b", 5, 4, ["y"])]
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=8, placement=placement, bounds="ignore", lr=0.5)
+    table: Any = module.get_submodule("embedding_bags.b")
+    before = table.weight.clone()
+    result = module(torch.tensor([0, 1]), torch.tensor([1, 1, 1, 0]))
+    result.sum().backward()
+    return [result[:, 8:].any().item(), torch.equal(table.weight, before)]
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_lookups_that_are_missing_are_skipped(placement: str) -> None:
+    assert in_world(_more_lengths, 1, "host", placement) == [[False, True]]
