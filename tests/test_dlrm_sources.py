@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,6 +282,21 @@ def test_the_last_day_validates_and_tests(tmp_path: Path) -> None:
         numpy_days(tmp_path, 1, num_rows=ROWS)
     with pytest.raises(FileNotFoundError, match="neither day_3_sparse"):
         numpy_days(tmp_path, 4, num_rows=ROWS)
+
+
+def test_data_of_the_same_names_and_sizes_are_told_apart(tmp_path: Path) -> None:
+    found: dict[str, list[Any]] = {"numpy": [], "raw": [], "text": []}
+    for number, seed in enumerate((1, 1, 2)):
+        log, folder = drawn_log(900, seed=seed), tmp_path / str(number)
+        folder.mkdir()
+        write_day(folder, 0, log)
+        found["numpy"].append(numpy_day(folder, 0, num_rows=ROWS).identity())
+        raw = write_raw_bytes(folder / "raw", log)
+        found["raw"].append(RawFile(raw, num_rows=ROWS, hotness=HOTNESS).identity())
+        text = write(folder / "text", [criteo_line(seed + line) for line in range(20)])
+        found["text"].append(CriteoText(text, num_rows=TEXT_ROWS).identity())
+    for name, (first, same, other) in found.items():
+        assert first == same != other, name
 
 
 def test_days_behind_one_another_and_spans_of_them(tmp_path: Path) -> None:

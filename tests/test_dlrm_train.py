@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -447,6 +448,12 @@ def test_an_auc_below_the_best_is_wrong(tmp_path: Path) -> None:
     assert problems(low) == ["AUC 0.7980 is more than 0.01 below the best possible one, 0.8090"]
     assert "WRONG: AUC 0.7980" in _printed(low)
     assert not problems(low | {"options": report["options"] | {"steps": 3}})
+    nothing = report | {"evaluations": [{"step": 3, "auc": math.nan, "loss": 0.5}], "best_auc": math.nan}
+    assert not problems(nothing)
+    assert "no AUC: what evaluates has clicks alone" in _printed(nothing) and "correct" not in _printed(nothing)
+    append_line(tmp_path / "record.jsonl", nothing)
+    told = json.loads((tmp_path / "record.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert told["best_auc"] is None and told["evaluations"] == [{"step": 3, "auc": None, "loss": 0.5}]
     assert not problems(low | {"best_auc": None}) and "best possible" not in _printed(low | {"best_auc": None})
 
 
@@ -480,6 +487,7 @@ REFUSED = {
     "--replicated-rows -1": "replicated_rows must be at least 0, got -1",
     "--learning-rate nan": "learning_rate must be above 0 and below infinity, got nan",
     "--warmup-steps 5 --decay-steps 3": "decay_start must be at least warmup_steps, which is 5, got 0",
+    "--heap-gib 1e300": "heap_gib must be at most 1048576, got 1e+300",
     "--format raw": "data: format raw takes a file or folder",
     "--data x": "data: format synthetic takes no file or folder",
     "--format npy --data nowhere": "data: nowhere has neither",
@@ -499,3 +507,14 @@ def test_what_cannot_be_is_refused(arguments: str, capsys: pytest.CaptureFixture
 def test_without_a_checkpoint_there_is_nothing_to_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert dlrm_train.main(["--backend", "host", "--pes", "1", "--output", str(tmp_path), "--resume"]) == 2
     assert f"there is no checkpoint in {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "latest").mkdir()
+    assert dlrm_train.main(["--backend", "host", "--pes", "1", "--output", str(tmp_path), "--resume"]) == 2
+    assert f"{tmp_path / 'latest'} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.host
+def test_a_heap_that_is_too_small_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["--backend", "host", "--pes", "1", "--output", str(tmp_path), "--heap-gib", "0.0001"]
+    assert dlrm_train.main(command) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and "Traceback" not in told

@@ -23,6 +23,7 @@ from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_ca
 
 __all__ = ["launch_threads", "thread_bootstrap", "when_pe_ends"]
 
+_LONGEST_S = 1e9  # infinity is no time to meet in
 _GRACE_S = 5.0  # for the other PEs to report their own errors after the first one; threads cannot be ended
 _EXIT_S = 5.0  # for those that were left behind to end by themselves when the interpreter exits
 
@@ -58,7 +59,7 @@ class _Threads:
         self._args = args
         self._num_pes = num_pes
         self._timeout = timeout
-        self._boards = bootstrap.from_threads(num_pes, timeout if timeout is not None else 30.0)
+        self._boards = bootstrap.from_threads(num_pes, 30.0 if timeout is None else min(timeout, _LONGEST_S))
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self._changed = threading.Condition()
