@@ -29,6 +29,7 @@ from persistent_ops.runtime.nvshmem_end import runs_on
 
 __all__ = ["in_processes"]
 
+_NOT_STARTED = "NVSHMEM did not initialise"
 _kept: list[tuple[BaseProcess, Connection]] = []
 
 
@@ -43,7 +44,18 @@ def in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: f
 
     Raises:
         AssertionError: a PE raised, ended, or took more than `timeout` seconds; all are ended then.
+
+    Where many worlds start at once, now and then NVSHMEM does not in one of them. That one is started again, once.
     """
+    try:
+        return _in_processes(program, world, *args, timeout=timeout)
+    except AssertionError as error:
+        if _NOT_STARTED not in str(error):
+            raise
+    return _in_processes(program, world, *args, timeout=timeout)
+
+
+def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
     deadline = time.monotonic() + timeout
     worker = Worker()
     store, port = serve_store("127.0.0.1", worker, deadline)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kept_pes
 import pytest
 from conftest import _Scopes
 
@@ -50,6 +51,7 @@ def pytest_addoption(parser):
 """
 _FIXTURES = """
 import subprocess, sys, time
+import kept_pes
 import pytest
 
 BUSY = "import time\\nwhile time.process_time() < 0.7: pass"
@@ -156,3 +158,19 @@ def test_workers_that_crash_are_replaced(crashes: set[int], late: int) -> None:
                 assert scopes.remove_node(worker) is None
     assert sorted(run) == list(range(12))
     assert sorted(crashed) == sorted(tests[number] for number in crashes)
+
+
+def test_a_world_whose_nvshmem_has_not_started_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["PE 1 of 2: NVSHMEM did not initialise (status 0)"] * 3 + ["PE 0 of 2: a problem"]
+
+    def run(*arguments: Any, timeout: float) -> list[str]:
+        if told:
+            raise AssertionError(told.pop())
+        return ["done"]
+
+    monkeypatch.setattr(kept_pes, "_in_processes", run)
+    with pytest.raises(AssertionError, match="a problem"):
+        kept_pes.in_processes(run, 2, timeout=1.0)
+    with pytest.raises(AssertionError, match="did not initialise"):
+        kept_pes.in_processes(run, 2, timeout=1.0)
+    assert kept_pes.in_processes(run, 2, timeout=1.0) == ["done"]
