@@ -53,8 +53,8 @@ class ShardedTable(torch.nn.Module):
         if self._parameters.get("weight") is not weight or weight.data_ptr() != address:
             raise RuntimeError(
                 f"embedding_bags.{self._config.name}.weight: another tensor has taken its place (by `.data =`, "
-                "vector_to_parameters, functional_call or the like), but kernels hold the memory of the first one; "
-                "write into that: weight.copy_() under torch.no_grad(), or load_state_dict"
+                "vector_to_parameters, functional_call, torch.export or the like), but kernels hold the memory of the "
+                "first one; write into that: weight.copy_() under torch.no_grad(), or load_state_dict"
             )
 
     def slice(self, number: int) -> torch.Tensor:
