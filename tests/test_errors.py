@@ -102,7 +102,7 @@ def test_neither_does_one_of_a_sum_that_is_not_there_any_more() -> None:
 
 def _unwritable() -> bool:
     def trace() -> None:
-        with po.trace(path="/nonexistent/timeline.json"):
+        with po.trace(path=f"{__file__}/timeline.json"):  # in no folder
             pass
 
     return _outlives(trace, OSError)

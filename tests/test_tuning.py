@@ -36,6 +36,7 @@ LEAST = {  # what is not at least 1: bytes, shares and WGs, of which none is a c
     "gather_share": 0,
     "local_delay": 0,
     "early_work_groups": 0,
+    "pushing_at_par": 0,
 }
 
 

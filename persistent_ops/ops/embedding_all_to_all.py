@@ -84,8 +84,9 @@ def embedding_all_to_all(
             None says), or bfloat16 where that is float32. That halves the bytes between PEs; each element, this PE's
             own samples included, differs from the fp32 sum by at most 2^-8 of it. Gradients are added up, and tables
             and states updated, in fp32. The same on every PE.
-        bounds: "fatal" raises IndexError for an index outside its table, or an offset that falls or leaves the indices,
-            on the PE that passed it, while the exchange completes (such entries are skipped); "ignore" skips silently.
+        bounds: "fatal" raises IndexError for an index outside its table, or offsets that do not begin at 0, fall, or do
+            not end at n, on the PE that passed it, while the exchange completes (such entries are skipped); "ignore"
+            skips silently.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
         columns: where the columns of each table begin in the result, of all PEs' tables, PE by PE, each one's in its
             order; the same on every PE. Together they fill a row, so that a table's columns end where the next ones
@@ -141,6 +142,9 @@ def embedding_all_to_all(
     if torch.is_grad_enabled() and (optimizer is not None or _gives_gradients(weights, differentiated, requires_grad)):
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
+        if function_transform() is not None:
+            raise NotImplementedError("optimizer: not inside of torch.func, which has no backward pass that updates")
+        refuse_tangents([weights, differentiated], "embedding_all_to_all: no derivative in forward mode")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
         split = {
             "batch_per_rank": batch_per_rank,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +36,7 @@ __all__ = ["EmbeddingOptimizer", "aligned", "backward_key", "num_tables", "table
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
+_MOST_STEPS = 1_000_000
 _MOST_NAMED = 8  # tables, in an error
 
 
@@ -73,7 +76,8 @@ class EmbeddingOptimizer:
     Attributes:
         lr, gradient_scale: `[1]`, float32, on the device; the kernel reads them, so that a CUDA graph's replay follows
             what is written there. A number that is assigned is written there.
-        step_count: `[1]`, int64, on the device: steps so far; the kernel counts. Assign it behind loading states.
+        step_count: `[1]`, int64, on the device: steps so far; the kernel counts. Assign it behind loading states; what
+            is written there in place counts from the next step outside of a CUDA graph on, which waits on the host.
         seeds: `[T]`, int64, on the device: see `seed`; assign them behind loading. Tables that are one tensor have the
             first one's.
 
@@ -107,12 +111,13 @@ class EmbeddingOptimizer:
         if weight_decay_mode not in _DECAY_MODES:
             raise ValueError(f"weight_decay_mode: expected one of {_DECAY_MODES}, got {weight_decay_mode!r}")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}: expected a number of at least 0 and below infinity, got {value}")
+            _check_number(name, value)
         if weight_decay and algorithm in ("sgd", "adagrad"):
             raise ValueError(f"weight_decay: {algorithm!r} has none, got {weight_decay}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: expected numbers of at least 0 and below 1, got {betas}")
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_number, betas)):
+            raise TypeError(f"betas: expected two numbers, got {betas!r}")
+        if not all(beta >= 0 and _single(beta) < 1 for beta in betas):
+            raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
         self._tables = list(tables)
         self._algorithm, self._rounding = algorithm, rounding
         self._token = _Token()  # what plans know it by, which outlive it
@@ -127,6 +132,7 @@ class EmbeddingOptimizer:
         self._gradient_scale = torch.ones(1, dtype=torch.float32, device=device)
         self._step_count = torch.zeros(1, dtype=torch.int64, device=device)
         self._beta_powers = torch.ones(2, dtype=torch.float32, device=device)  # to as many steps
+        self._counted = self._step_count._version  # as of which the powers are
         self._seeds = torch.tensor(_seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
         # What it holds in device memory.
         self._own = (
@@ -152,26 +158,29 @@ class EmbeddingOptimizer:
         return self._lr
 
     @lr.setter
-    def lr(self, value: float) -> None:
-        self._lr.fill_(value)
+    def lr(self, value: float | torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            _check_number("lr", value)
+        _write(self._lr, value)
 
     @property
     def gradient_scale(self) -> torch.Tensor:
         return self._gradient_scale
 
     @gradient_scale.setter
-    def gradient_scale(self, value: float) -> None:
-        self._gradient_scale.fill_(value)
+    def gradient_scale(self, value: float | torch.Tensor) -> None:
+        _write(self._gradient_scale, value)
 
     @property
     def step_count(self) -> torch.Tensor:
         return self._step_count
 
     @step_count.setter
-    def step_count(self, value: int) -> None:
-        self._step_count.fill_(value)
-        powers = [self._constants[beta] ** value for beta in ("beta1", "beta2")]
+    def step_count(self, value: int | torch.Tensor) -> None:
+        _write(self._step_count, value)
+        powers = [_power(self._constants[beta], int(value)) for beta in ("beta1", "beta2")]
         self._beta_powers.copy_(torch.tensor(powers, dtype=torch.float32, device="cpu"))
+        self._counted = self._step_count._version
 
     @property
     def seeds(self) -> torch.Tensor:
@@ -206,6 +215,13 @@ class EmbeddingOptimizer:
         if self._algorithm == "rowwise_adagrad":
             shape = shape[:1]
         return tuple(torch.zeros(shape, dtype=torch.float32, device=table.device) for _ in range(count))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, and copied."""
+        raise TypeError(
+            "an EmbeddingOptimizer is its tables' and cannot be copied or pickled: save their states and its "
+            "step_count, and make another one of the new tables"
+        )
 
     # ---- autograd ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +258,9 @@ class EmbeddingOptimizer:
 
     def name_tables(self, names: Sequence[str]) -> None:
         """Let errors name the tables; of all PEs, where they are a module's."""
-        self._tables_named = tables_named(names)
+        before, self._tables_named = self._tables_named, tables_named(names)
+        if self._name:
+            self._name = self._tables_named + self._name.removeprefix(before)
 
     def _first_named(self, world: _world.World) -> str:
         self._name = f"{self._tables_named}, {world.workspace.calls.next_of('EmbeddingOptimizer')}"
@@ -307,6 +325,8 @@ class EmbeddingOptimizer:
         wants_factors: bool,
         forward_pass: int = 0,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+        if self._counted != self._step_count._version and not world.workspace.is_capturing():
+            self.step_count = int(self._step_count)  # type: ignore[assignment]  # written where it lies
         gradient = aligned(gradient)
         plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         own = self._own
@@ -404,6 +424,42 @@ def backward_key(
     )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check_number(name: str, value: float) -> None:
+    if not _is_number(value):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}: expected a number of at least 0 and below infinity, got {value}")
+
+
+def _write(memory: torch.Tensor, value: float | torch.Tensor) -> None:
+    """Write a number, or a tensor of one element, which may be this memory."""
+    if not isinstance(value, torch.Tensor):
+        memory.fill_(value)
+    elif value is not memory:
+        memory.copy_(value.detach().reshape(1))
+
+
+def _single(value: float) -> float:
+    """Return a number as float32 has it."""
+    return ctypes.c_float(value).value
+
+
+def _power(base: float, exponent: int) -> float:
+    """Return a power as the kernel comes to it, which multiplies in float32 once a step; of many steps about that."""
+    base, power = _single(base), 1.0
+    if exponent > _MOST_STEPS:
+        return float(base**exponent)
+    for _ in range(exponent):
+        power = _single(power * base)  # the product is exact before
+        if power == 0.0:
+            break
+    return power
+
+
 def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding: expected one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
@@ -413,6 +469,8 @@ def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:
 
 
 def _seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
+    if not isinstance(seed, int) and not hasattr(seed, "__iter__"):
+        raise TypeError(f"seed: expected a whole number, or one for each table, got {seed!r}")
     seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
     if len(seeds) != count:
         raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")

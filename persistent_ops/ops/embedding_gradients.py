@@ -137,6 +137,7 @@ def record_sparse(
 ) -> torch.Tensor:
     """Call `embedding_all_to_all` so that its backward pass gives tables sparse gradients; see `record`."""
     world = _world.for_call()
+    _check_twins(weights)
     placeholder = torch.zeros(0, dtype=torch.float32, device=world.backend.device, requires_grad=True)
     return record(
         _sparse_gradients,
@@ -151,6 +152,18 @@ def record_sparse(
         calls=world.workspace.calls,
         name=functools.partial(_name_of, len(weights), weakref.ref(weights[0]) if len(weights) else None),
     )
+
+
+def _check_twins(weights: Sequence[torch.Tensor]) -> None:
+    """Raise where two tensors have one memory: for torch each has a gradient of its own, but kernels add up both."""
+    by_memory: dict[int, tuple[int, torch.Tensor]] = {}
+    for number, weight in enumerate(weights):
+        first, other = by_memory.setdefault(weight.data_ptr(), (number, weight))
+        if other is not weight and weight.numel() and other.numel():
+            raise NotImplementedError(
+                f"weights: tables {first} and {number} lie in the same memory, and are not the same tensor; where "
+                "gradients are recorded pass the tensor itself twice, or copies"
+            )
 
 
 def _name_of(count: int, first: weakref.ref[torch.Tensor] | None) -> str:

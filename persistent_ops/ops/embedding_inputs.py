@@ -58,8 +58,9 @@ class EmbeddingInputs:
         capacity: instead of that, `[world_size][world_size]`: lookups of each PE's message to each owner.
         is_weighted: whether lookups have weights.
         index_dtype: of the lookups in regions; None for int32 where all tables have fewer than 2^31 rows, else int64.
-        bounds: "fatal" raises IndexError for an index outside of its table, a negative length or an offset that falls
-            or leaves the values, on the PE that passed it; "ignore" skips silently.
+        bounds: "fatal" raises IndexError for an index outside of its table, a negative length, lengths whose sum is not
+            the number of values, or offsets that do not begin at 0, fall, or do not end there, on the PE that passed
+            it; "ignore" skips silently.
         slot_order: for each PE, a number for each of its slots. Where a feature goes to several slots, the gradient of
             a weight is the sum of what these have for it, added up in ascending order of the numbers; equal ones, and
             all where it is None, in the order of `slots`.

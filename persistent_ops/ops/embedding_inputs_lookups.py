@@ -249,7 +249,11 @@ class Lookups:
         self._region.release()
 
     def __enter__(self) -> Lookups:
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:
+            self.release()  # nobody else has them
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:

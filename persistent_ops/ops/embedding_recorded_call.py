@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
+from ..runtime.plain_call import materialized
 from ..runtime.uncompiled import uncompiled
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
@@ -122,6 +124,8 @@ def record(
     tables = () if once else tuple(weights)
     if isinstance(indices, Lookups):
         per_sample_weights = indices.per_sample_weights
+    # Kernels of the backward pass read what is kept as it lies.
+    indices, offsets, per_sample_weights = map(_as_it_lies, (indices, offsets, per_sample_weights))
     result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
         placeholder,
         per_sample_weights,
@@ -136,6 +140,10 @@ def record(
         *tables,
     )
     return result
+
+
+def _as_it_lies(given: Any) -> Any:
+    return materialized(given) if isinstance(given, torch.Tensor) else given
 
 
 class _Recorded(torch.autograd.Function):
@@ -165,6 +173,7 @@ class _Recorded(torch.autograd.Function):
         context.weights = weights
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
+        context.world = _world.for_call()
         context.versions = [weight._version for weight in weights]
         result = forward(weights, indices, offsets, per_sample_weights, **split, **choices)
         calls, name = caller
@@ -181,6 +190,9 @@ class _Recorded(torch.autograd.Function):
                 f"embedding_all_to_all: a second backward pass of one forward pass {context.once}; call the operator "
                 "again"
             )
+        if _world.for_call() is not context.world:
+            raise RuntimeError("embedding_all_to_all: this backward pass is of a world that has been left")
+        gradient = _memory_of(gradients[0])
         saved = context.saved_tensors  # torch refuses here what needs retain_graph, also where none are saved
         inputs = OfBatch(*saved) if context.lookups is None else _OfExchange(context.lookups)
         inputs.check()
@@ -193,7 +205,7 @@ class _Recorded(torch.autograd.Function):
                 "per_sample_weights cannot be computed; make the backward pass first"
             )
         of_tables, of_factors = context.passes_back(
-            gradients[0],
+            gradient,
             context.weights,
             inputs,
             context.split,
@@ -202,6 +214,25 @@ class _Recorded(torch.autograd.Function):
             forward_pass=context.number,
         )
         return None, of_factors, *[None] * _NUM_OTHERS, *of_tables
+
+
+def _memory_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as kernels take it; raise for one that has no memory.
+
+    Raises:
+        NotImplementedError: it is a fake one, or one of torch.func's.
+    """
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()  # type: ignore[no-untyped-call]
+    gradient = materialized(gradient)
+    with contextlib.suppress(RuntimeError):
+        gradient.data_ptr()
+        if type(gradient) is torch.Tensor:
+            return gradient
+    raise NotImplementedError(
+        "embedding_all_to_all: no backward pass of a call that is traced, batched (is_grads_batched, vectorize) or "
+        "differentiated by torch.func; make it plainly, one after the other"
+    )
 
 
 _NUM_OTHERS = 8  # arguments between per_sample_weights and the tables

@@ -1,0 +1,261 @@
+"""Calls of embedding_all_to_all that autograd records: forms of tensors and gradients, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from worlds import error_of, in_world
+
+import persistent_ops as po
+
+_BATCH, _ROWS, _COLUMNS = 4, 6, 2
+_WAYS = ("sparse", "optimizer")
+
+
+def _lookups() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([0, 1, 2, 3, 0, 0, 5, 0]), torch.arange(0, 2 * _BATCH + 1, 2)
+
+
+def _tables(way: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return a table and how it is trained; with an optimizer its gradient is what the table loses."""
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(_ROWS, _COLUMNS, generator=generator)
+    if way == "optimizer":
+        return [table], {"optimizer": po.EmbeddingOptimizer([table], "sgd", lr=1.0)}
+    return [table.requires_grad_()], {}
+
+
+def _gradient(way: str, table: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    if way == "optimizer":
+        return before - table
+    assert table.grad is not None
+    return table.grad.to_dense()
+
+
+# ---- forms of inputs and of gradients --------------------------------------------------------------------------------
+
+
+def _with_negative_bit(given: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers, of which torch has put off to negate them."""
+    return torch._neg_view(-given)
+
+
+def _of_forms(way: str, form: str) -> list[torch.Tensor]:
+    """Return the gradient of a table's rows, and that of the factors, plainly and in a form."""
+    found = []
+    for is_plain in (True, False):
+        (table,), how = _tables(way)
+        indices, offsets = _lookups()
+        offsets = torch.arange(len(indices) + 1)
+        factors = torch.arange(8.0) if form in ("weights", "strided weights") else None
+        gradient = torch.arange(16.0).view(8, 2)
+        if not is_plain:
+            indices = _with_negative_bit(indices) if form == "indices" else indices
+            offsets = _with_negative_bit(offsets) if form == "offsets" else offsets
+            factors = _with_negative_bit(factors) if form == "weights" and factors is not None else factors
+            if form == "strided weights":
+                factors = torch.complex(torch.zeros(8), -torch.arange(8.0)).conj().imag
+            gradient = gradient.to_sparse() if form == "gradient" else gradient
+        before = table.detach().clone()
+        if factors is not None and form == "weights":
+            factors = factors.detach().requires_grad_()
+        po.embedding_all_to_all([table], indices, offsets, factors, **how).backward(gradient)
+        found.append(_gradient(way, table, before))
+        if factors is not None and factors.grad is not None:
+            found.append(factors.grad)
+    return found
+
+
+@pytest.mark.parametrize("form", ["indices", "offsets", "weights", "strided weights", "gradient"])
+@pytest.mark.parametrize("way", _WAYS)
+def test_inputs_and_gradients_are_what_they_say(way: str, form: str) -> None:
+    (found,) = in_world(_of_forms, 1, "host", way, form)
+    plain, given = found[: len(found) // 2], found[len(found) // 2 :]
+    assert plain[0].any() and all(map(torch.equal, plain, given))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _batched(way: str) -> None:
+    (table,), how = _tables(way)
+    factors = torch.ones(8, requires_grad=True)
+    pooled = po.embedding_all_to_all([table], *_lookups(), factors, **how)
+    torch.autograd.grad(pooled, [factors], torch.ones(3, *pooled.shape), is_grads_batched=True)
+
+
+def _vectorized(way: str) -> None:
+    (table,), how = _tables(way)
+
+    def pool(factors: torch.Tensor) -> torch.Tensor:
+        return po.embedding_all_to_all([table], *_lookups(), factors, **how)
+
+    torch.autograd.functional.jacobian(pool, torch.ones(8), vectorize=True)  # type: ignore[no-untyped-call]
+
+
+def _fake(way: str) -> None:
+    (table,), how = _tables(way)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        po.embedding_all_to_all([table], *_lookups(), **how).sum().backward()
+
+
+def _in_torch_func(way: str) -> None:
+    (table,), how = _tables(way)
+    torch.func.grad(lambda x: (po.embedding_all_to_all([table], *_lookups(), **how) * x).sum())(torch.ones(_COLUMNS))
+
+
+def _forward_mode(way: str) -> None:
+    (table,), how = _tables(way)
+    with torch.autograd.forward_ad.dual_level():
+        factors = torch.autograd.forward_ad.make_dual(torch.ones(8), torch.ones(8))  # type: ignore[no-untyped-call]
+        po.embedding_all_to_all([table], *_lookups(), factors, **how)
+
+
+def _refused(call: Callable[[str], None], way: str) -> tuple[str, str]:
+    return error_of(lambda: call(way))[:2]
+
+
+@pytest.mark.parametrize("call", [_batched, _vectorized, _fake, _in_torch_func, _forward_mode])
+@pytest.mark.parametrize("way", _WAYS)
+def test_what_has_no_backward_pass_says_so(call: Callable[[str], None], way: str) -> None:
+    if call is _in_torch_func and way == "sparse":
+        pytest.skip("the result is not differentiated there")
+    ((kind, text),) = in_world(_refused, 1, "host", call, way)
+    assert kind == "NotImplementedError" and (
+        "embedding_all_to_all" in text or text.startswith("optimizer: not inside")
+    )
+
+
+def _twins() -> list[tuple[str, str]]:
+    indices, offsets = torch.zeros(8, dtype=torch.int64), torch.arange(9)
+    table = torch.randn(_ROWS, _COLUMNS, requires_grad=True)
+    twins = ([table, table.detach()], [table, torch.nn.Parameter(table.data)])
+    told = [error_of(lambda twin=twin: po.embedding_all_to_all(twin, indices, offsets))[:2] for twin in twins]
+    with torch.no_grad():
+        po.embedding_all_to_all(twins[0], indices, offsets)
+    po.embedding_all_to_all([table, table], indices, offsets).sum().backward()
+    assert table.grad is not None and table.grad.to_dense()[0, 0] == 8
+    return told
+
+
+def test_two_tensors_of_one_memory_are_refused() -> None:
+    for kind, text in in_world(_twins, 1, "host")[0]:
+        assert kind == "NotImplementedError" and text.startswith("weights: tables 0 and 1 lie in the same memory")
+
+
+def _in_another_world(way: str) -> tuple[str, str]:
+    po.init("host", heap_size=16 << 20)
+    (table,), how = _tables(way)
+    pooled = po.embedding_all_to_all([table], *_lookups(), **how)
+    po.finalize()
+    po.init("host", heap_size=16 << 20)
+    told = error_of(pooled.sum().backward)[:2]
+    po.finalize()
+    return told
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_a_backward_pass_in_another_world_is_refused(way: str) -> None:
+    kind, text = _in_another_world(way)
+    assert kind == "RuntimeError" and "is of a world that has been left" in text
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+_WRONG: dict[str, dict[str, Any]] = {
+    "TypeError betas: expected two numbers, got (0.9,)": {"betas": (0.9,)},
+    "TypeError betas: expected two numbers, got 0.9": {"betas": 0.9},
+    "ValueError betas: expected numbers of at least 0 and below 1, also in float32": {"betas": (0.9, 0.99999999)},
+    "TypeError lr: expected a number, got '0.1'": {"lr": "0.1"},
+    "TypeError seed: expected a whole number, or one for each table, got 1.5": {"seed": 1.5},
+}
+
+
+@pytest.mark.parametrize("wrong", _WRONG)
+def test_wrong_arguments_of_the_optimizer(wrong: str) -> None:
+    kind, text = error_of(lambda: po.EmbeddingOptimizer([torch.zeros(2, 2)], "adam", **_WRONG[wrong]))[:2]
+    assert f"{kind} {text}".startswith(wrong)
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+def test_rates_that_are_none(rate: float) -> None:
+    optimizer = po.EmbeddingOptimizer([torch.zeros(2, 2)], lr=0.5)
+    with pytest.raises(ValueError, match="lr: expected a number of at least 0"):
+        optimizer.lr = rate  # type: ignore[assignment]
+    assert optimizer.lr.item() == 0.5
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied(way: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match="save their states and its step_count"):
+        way(po.EmbeddingOptimizer([torch.zeros(2, 2)], "adagrad"))
+
+
+def test_what_it_has_on_the_device_is_changed_by_operators() -> None:
+    optimizer: Any = po.EmbeddingOptimizer([torch.zeros(2, 2)], "adam", lr=0.5)
+    optimizer.lr *= 0.5
+    optimizer.gradient_scale /= 4
+    optimizer.step_count += 3
+    other: Any = po.EmbeddingOptimizer([torch.zeros(2, 2)], "adam", lr=0.125)
+    assert (optimizer.lr.item(), optimizer.gradient_scale.item(), optimizer.step_count.item()) == (0.25, 0.25, 3)
+    assert optimizer._beta_powers.tolist() == pytest.approx([0.9**3, 0.999**3])
+    optimizer.lr = other.lr
+    assert optimizer.lr.item() == 0.125 and optimizer.lr is not other.lr
+
+
+def _steps(writes: str) -> list[torch.Tensor]:
+    """Train with Adam, from the fifth step on with states that are taken over; return the table and states."""
+    (table,), _ = _tables("optimizer")
+    optimizer = po.EmbeddingOptimizer([table], "adam", lr=0.1)
+
+    def step(number: int) -> None:
+        pooled = po.embedding_all_to_all([table], *_lookups(), optimizer=optimizer)
+        pooled.backward(torch.full_like(pooled, 1.0 + number))
+
+    for number in range(4):
+        step(number)
+    if writes != "nothing":
+        states = [each.clone() for each in optimizer.state(table)]
+        taken, optimizer = table.clone(), po.EmbeddingOptimizer([table], "adam", lr=0.1)
+        for own, given in zip(optimizer.state(table), states, strict=True):
+            own.copy_(given)
+        assert torch.equal(taken, table)
+        if writes == "in place":
+            optimizer.step_count.fill_(4)
+        else:
+            optimizer.step_count = 4  # type: ignore[assignment]
+    for number in range(4, 9):
+        step(number)
+    return [table, *optimizer.state(table), optimizer.step_count]
+
+
+@pytest.mark.parametrize("writes", ["in place", "assigned"])
+def test_a_number_of_steps_goes_on_with_the_same_bits(writes: str) -> None:
+    (wanted,), (found,) = (in_world(_steps, 1, "host", how) for how in ("nothing", writes))
+    assert all(map(torch.equal, wanted, found))
+
+
+# ---- lookups of an exchange ------------------------------------------------------------------------------------------
+
+
+def _bad_batches() -> list[str]:
+    """Send batches with a bad index, each in a context of its own, and then good ones."""
+    inputs = po.EmbeddingInputs([[(0, 10)]] * po.world_size(), num_features=1, max_batch=2, lookups_per_sample=1)
+    seen = []
+    for index in (99, 99, 99, 1, 1):
+        try:
+            with inputs.exchange(torch.tensor([index]), lengths=torch.tensor([1])):
+                seen.append("")
+        except IndexError:
+            seen.append("IndexError")
+    return seen
+
+
+def test_a_context_that_is_not_entered_holds_no_lookups() -> None:
+    assert in_world(_bad_batches, 1, "host") == [["IndexError"] * 3 + [""] * 2]
