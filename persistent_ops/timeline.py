@@ -259,7 +259,7 @@ def _tracer(world: _world.World, capacity: int, path: str | os.PathLike[str] | N
         tracer = Tracer(world, capacity)
         if path is not None and world.rank == 0:
             Path(path).write_text("")
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         problem = error
     told = [
         raw.decode() for raw in world.bootstrap.exchange("trace", b"" if problem is None else str(problem).encode())

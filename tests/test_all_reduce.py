@@ -369,6 +369,8 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "weight dtype": (lambda: {_W: _good(8).half()}, TypeError, "weight: expected x's dtype torch.float32"),
     "negative eps": (lambda: {_W: _good(8), "eps": -1.0}, ValueError, "eps: expected a number of at least 0"),
     "eps is NaN": (lambda: {_W: _good(8), "eps": float("nan")}, ValueError, "eps: expected a number"),
+    "eps is none": (lambda: {_W: _good(8), "eps": "small"}, TypeError, "eps: expected a number, got 'small'"),
+    "large weight_bias": (lambda: {_W: _good(8), "weight_bias": 1e300}, ValueError, "weight_bias: expected a finite"),
     "weight_bias": (lambda: {_W: _good(8), "weight_bias": float("inf")}, ValueError, "weight_bias: expected a finite"),
     "norm_out shape": (lambda: {_W: _good(8), "norm_out": _good(8)}, ValueError, r"norm_out: expected shape \[3, 8\]"),
     "norm_out dtype": (lambda: {_W: _good(8), "norm_out": _good().half()}, TypeError, "norm_out: expected x's dtype"),

@@ -160,8 +160,8 @@ def _common(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
     rounds = arguments.rounds or (3 if arguments.quick else 7 if is_tuned else experiment.rounds)
     methods = names("--methods", arguments.methods, experiment.labels)
     tune: Grid = ()
-    if arguments.sweep and arguments.tune:
-        raise ValueError("--sweep, --tune: expected one of them")
+    if bool(arguments.sweep) + bool(arguments.tune) + bool(arguments.trace) > 1:
+        raise ValueError("--sweep, --tune, --trace: expected one of them")
     if arguments.sweep:
         field, values = experiment.knobs[arguments.sweep]
         tune = ((field, values or occupancies(arguments.backend)),)

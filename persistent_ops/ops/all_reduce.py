@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.dtypes import fill_nan
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator
@@ -26,6 +26,7 @@ from .all_reduce_plan import (
 
 __all__ = ["add_up_gradients", "all_reduce", "all_reduce_rms_norm", "reference"]
 
+_MOST = torch.finfo(torch.float32).max
 _Optional = torch.Tensor | None
 _FORWARD_ONLY = "{} is forward only: call it under torch.no_grad(), or use {} where gradients are needed"
 
@@ -62,7 +63,7 @@ def all_reduce(
     Raises:
         ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
         RuntimeError: a CUDA-graph capture meets a shape that was not called before.
-        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else (another shape, dtype
+        PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else (another size, dtype
             or algorithm). On "cuda" they come with the next operator or `po.check()`; elements that did not arrive are
             NaN.
         NotImplementedError: in a backward pass; the operator is forward only.
@@ -117,7 +118,8 @@ def all_reduce_rms_norm(
     Collective, stream and CUDA graph as for `all_reduce`; `scale` is read by the kernel.
     Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantisation).
     """
-    arguments = (x, weight, residual, bias, scale, algorithm, float(eps), float(weight_bias))
+    numbers = (_number("eps", eps), _number("weight_bias", weight_bias))
+    arguments = (x, weight, residual, bias, scale, algorithm, *numbers)
     outputs = {"out": out, "norm_out": norm_out}
     results: tuple[torch.Tensor, torch.Tensor] = _all_reduce_rms_norm(
         arguments, outputs, (x, weight), (residual, bias, scale, out, norm_out)
@@ -199,7 +201,13 @@ def _execute(
         increment_version(out)
     if norm_out is not None:
         increment_version(norm_out)
-    plan.launch(addresses, eps, weight_bias, 0 if norm is None else norm.element_size(), forward_pass)
+
+    def poison(first_element: int) -> None:
+        for result in (total, norm):
+            if result is not None:
+                fill_nan(result.view(-1)[first_element:])
+
+    plan.launch(addresses, eps, weight_bias, 0 if norm is None else norm.element_size(), forward_pass, poison=poison)
     return total, norm
 
 
@@ -215,6 +223,13 @@ def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _number(name: str, given: float) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected a number, got {given!r}") from error
 
 
 def _check_types(required: dict[str, Any], optional: dict[str, Any]) -> None:
@@ -287,10 +302,10 @@ def _refuse_norm_dtype(found: torch.dtype, dtype: torch.dtype, *, has_scale: boo
 def _check_choices(algorithm: str, eps: float, weight_bias: float) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps: expected a number of at least 0 and below infinity, got {eps}")
-    if not math.isfinite(weight_bias):
-        raise ValueError(f"weight_bias: expected a finite number, got {weight_bias}")
+    if not 0 <= eps <= _MOST:
+        raise ValueError(f"eps: expected a number of at least 0 and below infinity, in float32, got {eps}")
+    if not abs(weight_bias) <= _MOST:
+        raise ValueError(f"weight_bias: expected a finite number, in float32, got {weight_bias}")
 
 
 # ---- torch operators -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
+from ..runtime.errors import PersistentOpsError
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
@@ -404,7 +406,14 @@ class AllReducePlan(Plan):
         return first_element, plan, self._structs["Call"](rows=shape, local=plan.team.local)
 
     def launch(
-        self, addresses: list[int], eps: float, weight_bias: float, norm_element: int, forward_pass: int = 0
+        self,
+        addresses: list[int],
+        eps: float,
+        weight_bias: float,
+        norm_element: int,
+        forward_pass: int = 0,
+        *,
+        poison: Callable[[int], None],
     ) -> None:
         """Launch on the current stream.
 
@@ -413,7 +422,9 @@ class AllReducePlan(Plan):
             eps, weight_bias: of the norm.
             norm_element: bytes of an element of the norm.
             forward_pass: whose gradients are added up, by its number (`CallNumbers`), a part of the contract; or 0.
+            poison: makes the results NaN from an element on, which no launch comes to any more.
         """
+        self._world.workspace.raise_failure()  # of before
         x, residual, bias, total, weight, norm, scale = addresses
         last = self.launches[-1]
         for launch in self.launches:
@@ -431,6 +442,10 @@ class AllReducePlan(Plan):
                 call.eps = eps
                 call.weight_bias = weight_bias
             # What earlier operators left behind is raised once the peers have all launches of this call.
-            self._world.workspace.launch(
-                self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last
-            )
+            try:
+                self._world.workspace.launch(
+                    self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last
+                )
+            except PersistentOpsError:
+                poison(launch.first_element)
+                raise

@@ -105,7 +105,7 @@ def execute(
     else:
         increment_version(out)
     bias_at = 0 if bias is None else bias.data_ptr()
-    plan.launch(world, weight_at, x_at, bias_at, 0 if residual is None else residual.data_ptr(), out.data_ptr())
+    plan.launch(world, weight_at, x_at, bias_at, 0 if residual is None else residual.data_ptr(), out)
     return out
 
 

@@ -11,7 +11,8 @@ import torch
 from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest
 from ..runtime.contract import Field
-from ..runtime.dtypes import SCALARS
+from ..runtime.dtypes import SCALARS, fill_nan
+from ..runtime.errors import PersistentOpsError
 from ..runtime.literals import warp_size
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
@@ -295,8 +296,13 @@ class GemvPlan(Plan):
             call = structs["Call"](shape=structs["Shape"](packed=packed))
             self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
 
-    def launch(self, world: World, weight: int, x: int, bias: int, residual: int, output: int) -> None:
-        """Launch on the current stream. All arguments are addresses; 0 for a `bias` or `residual` that there is not."""
+    def launch(self, world: World, weight: int, x: int, bias: int, residual: int, out: torch.Tensor) -> None:
+        """Launch on the current stream. Arguments before `out` are addresses; 0 where there is none.
+
+        Rows that no launch comes to any more become NaN.
+        """
+        output = out.data_ptr()
+        world.workspace.raise_failure()  # of before
         for number, launch in enumerate(self._launches, start=1):
             skipped = launch.first_row * self._element
             call = launch.call
@@ -307,7 +313,11 @@ class GemvPlan(Plan):
             call.bias = bias + skipped if bias else 0
             # What earlier operators left behind is raised once the peers have all launches of this call.
             is_last = number == len(self._launches)
-            world.workspace.launch(self._kernel, self._grid, launch.address, call, raises_input_errors=is_last)
+            try:
+                world.workspace.launch(self._kernel, self._grid, launch.address, call, raises_input_errors=is_last)
+            except PersistentOpsError:
+                fill_nan(out[..., launch.first_row :])
+                raise
 
 
 @dataclass(frozen=True)

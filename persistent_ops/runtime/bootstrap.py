@@ -198,6 +198,10 @@ class Bootstrap:
         if self._pid == os.getpid() and not self._closed:
             self._tell(message)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Leave the job; exchanges that other PEs begin later raise.
 

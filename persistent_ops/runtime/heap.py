@@ -125,10 +125,9 @@ class SymmetricHeap:
     def free(self, tensor: torch.Tensor) -> None:
         """Give a tensor from `empty` back; collective."""
         offset = self.offset_of(tensor, "tensor")
-        if tensor.numel() and offset not in self._live:
-            raise NotSymmetricError(
-                "tensor: expected a whole tensor as po.empty() returned it, got a view into the middle of one"
-            )
+        is_whole = self._live.get(offset) == tensor.nbytes if tensor.numel() else not tensor.untyped_storage().nbytes()
+        if not is_whole:
+            raise NotSymmetricError("tensor: expected a whole tensor as po.empty() returned it, got a part of one")
         offsets = self._bootstrap.exchange("free", str(offset).encode())
         if len(set(offsets)) > 1:
             raise SymmetricHeapError("po.free() needs the same tensor on every PE, but the PEs passed different ones")

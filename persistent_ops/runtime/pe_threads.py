@@ -99,6 +99,11 @@ class _Threads:
                 # A bounded wait, so that Ctrl-C is seen on every platform.
                 self._changed.wait(1.0 if remaining is None else min(remaining, 1.0))
 
+    def _exited(self, rank: int, code: object) -> PersistentOpsError:
+        return PersistentOpsError(
+            f"PE {rank} of {self._num_pes} exited with code {code or 0} before it returned a result"
+        )
+
     def _await_ends(self) -> None:
         """Wait for the threads of PEs that are done.
 
@@ -120,7 +125,7 @@ class _Threads:
         try:
             result = self._fn(*self._args)
         except BaseException as error:
-            raised.append(error)
+            raised.append(error if type(error) is not SystemExit else self._exited(rank, error.code))
         while self._can_be_asked[rank]:
             with contextlib.suppress(_Abandoned):  # It may be asked at the last moment. Nobody asks twice.
                 self._ask_no_more(rank)

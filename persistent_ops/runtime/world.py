@@ -255,7 +255,10 @@ class World:
         """
         workspace = workspace or self.workspace
         kernel, plan, call = self._barrier_of(contract, workspace)
-        workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
+        # A PE that comes late finds at the first barrier the credit of those that have given up since, and at the
+        # second one that they have.
+        for _ in range(2):
+            workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
         self.backend.synchronize()
         workspace.raise_failure()
 
@@ -395,6 +398,10 @@ def init(
     thread_bootstrap = pe_threads.thread_bootstrap()
     if thread_bootstrap is not None:
         bootstrap = thread_bootstrap
+        if bootstrap.is_closed:
+            raise RuntimeError(
+                "a PE that is a thread has one world in a launch: call po.launch() again, or use processes"
+            )
         bootstrap.timeout = timeout
     elif group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         bootstrap = from_group(group, timeout)

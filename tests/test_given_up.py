@@ -1,0 +1,174 @@
+"""What PEs come to that have given up, left or refused something: results, recoveries, traces, threads, memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from worlds import error_of, in_world
+
+import persistent_ops as po
+
+_OLD = 5.0
+
+
+# ---- calls of several launches ---------------------------------------------------------------------------------------
+
+
+def _sum(out: torch.Tensor) -> None:
+    po.all_reduce(torch.ones_like(out), out=out, algorithm="one_shot")
+
+
+def _norm(out: torch.Tensor) -> None:
+    x = torch.ones(len(out), out.shape[1])
+    po.all_reduce_rms_norm(x, torch.ones(x.shape[1]), out=torch.empty_like(x), norm_out=out, algorithm="one_shot")
+
+
+def _product(out: torch.Tensor) -> None:
+    po.gemv_all_reduce(torch.ones(len(out), 2), torch.ones(2), out=out)
+
+
+_CALLS: dict[str, tuple[Callable[[torch.Tensor], None], tuple[int, ...]]] = {
+    "all_reduce": (_sum, (10 << 20,)),
+    "all_reduce_rms_norm": (_norm, (30_000, 40)),
+    "gemv_all_reduce": (_product, (200_000,)),
+}
+
+
+def _given_up(name: str) -> list[int]:
+    """Return how many elements have their old values behind a call whose peer came late, and behind the next one."""
+    call, shape = _CALLS[name]
+    out, old = torch.zeros(shape), []
+    call(out)
+    po.barrier()
+    for _ in range(2):
+        out.fill_(_OLD)
+        if po.rank() == 0:
+            with pytest.raises(po.PeerTimeoutError):
+                call(out)
+        old.append(int((out == _OLD).sum()))
+    time.sleep(2.0 * po.rank())
+    po.recover()
+    call(out)
+    return [*old, int((out == _OLD).sum())]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", _CALLS)
+def test_what_no_launch_comes_to_is_no_result(name: str) -> None:
+    """The second call is refused before anything is launched."""
+    first, _ = in_world(_given_up, 2, "host", name, operator_timeout=1.0, heap_size=32 << 20)
+    assert first[0] == 0 and first[1] == torch.Size(_CALLS[name][1]).numel() and first[2] == 0
+
+
+# ---- late for a first call -------------------------------------------------------------------------------------------
+
+
+def _late(call: Callable[[], torch.Tensor]) -> list[Any]:
+    if po.rank() == 1:
+        time.sleep(2.5)
+    told = error_of(call)[0]
+    po.recover()
+    return [told, call().tolist()]
+
+
+def _first_sum() -> torch.Tensor:
+    return po.all_reduce(torch.ones(4))
+
+
+def _first_product() -> torch.Tensor:
+    return po.gemv_all_reduce(torch.ones(2, 2), torch.ones(2))
+
+
+def _first_sparse_sum() -> torch.Tensor:
+    return po.sparse_all_reduce(torch.eye(4).to_sparse(1)).to_dense()[3]
+
+
+def _first_exchange() -> torch.Tensor:
+    offsets = torch.arange(5)
+    return po.embedding_all_to_all([torch.ones(4, 2)], torch.arange(4), offsets)[0]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (_first_sum, [2.0] * 4),
+        (_first_product, [4.0] * 2),
+        (_first_sparse_sum, [0.0, 0.0, 0.0, 2.0]),
+        (_first_exchange, [1.0] * 4),
+    ],
+)
+def test_a_world_recovers_behind_a_late_first_call(call: Callable[[], torch.Tensor], wanted: list[float]) -> None:
+    found = in_world(_late, 2, "host", call, operator_timeout=1.5)
+    assert found == [["PeerTimeoutError", wanted]] * 2
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def _traced(path: Any) -> list[str]:
+    told = []
+    for where in (path, None, None):
+
+        def trace(where: Any = where) -> None:
+            with po.trace(where):
+                po.all_reduce(torch.ones(3))
+
+        told.append(error_of(trace)[0])
+    return told
+
+
+@pytest.mark.parametrize(("path", "kind"), [("a\0b", "ValueError"), (5, "TypeError")])
+def test_a_path_that_is_none_leaves_nobody_behind(path: Any, kind: str) -> None:
+    assert in_world(_traced, 2, "host", path) == [[kind, "", ""], ["RuntimeError", "", ""]]
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def _twice() -> tuple[str, str]:
+    po.init("host", heap_size=16 << 20)
+    po.finalize()
+    return error_of(lambda: po.init("host"))[:2]
+
+
+def test_a_thread_has_one_world() -> None:
+    for kind, text in po.launch(_twice, 2, threads=True, timeout=100):
+        assert kind == "RuntimeError" and text.startswith("a PE that is a thread has one world in a launch")
+
+
+def _leaves(code: object) -> int:
+    po.init("host", heap_size=16 << 20)
+    if po.rank() == 1:
+        raise SystemExit(code)
+    po.barrier()
+    return 7
+
+
+@pytest.mark.parametrize(("code", "told"), [(None, 0), (0, 0), (3, 3)])
+def test_a_pe_that_exits_returns_nothing(code: object, told: int) -> None:
+    with pytest.raises(po.PersistentOpsError, match=f"PE 1 of 2 exited with code {told} before it returned a result"):
+        po.launch(_leaves, 2, code, threads=True, timeout=100)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _freed_in_parts() -> list[str]:
+    whole, none = po.empty(1000), po.empty(0)
+    told = [error_of(lambda part=part: po.free(part))[0] for part in (whole[:1], whole[:0], whole[1:])]
+    other = po.empty(1000)
+    other.fill_(7.0)
+    whole.fill_(1.0)
+    assert (other == 7.0).all()
+    for each in (whole, none, other):
+        po.free(each)
+    return told
+
+
+def test_a_part_of_a_tensor_is_not_given_back() -> None:
+    assert in_world(_freed_in_parts, 2, "host") == [["NotSymmetricError"] * 3] * 2
