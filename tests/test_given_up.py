@@ -11,6 +11,7 @@ import torch
 from worlds import error_of, in_world
 
 import persistent_ops as po
+from persistent_ops.runtime.world import current
 
 _OLD = 5.0
 
@@ -40,6 +41,7 @@ _CALLS: dict[str, tuple[Callable[[torch.Tensor], None], tuple[int, ...]]] = {
 
 def _given_up(name: str) -> list[int]:
     """Return how many elements have their old values behind a call whose peer came late, and behind the next one."""
+    current().workspace.timeout = 1.0  # of kernels; the PEs themselves wait as long as it takes
     call, shape = _CALLS[name]
     out, old = torch.zeros(shape), []
     call(out)
@@ -60,7 +62,7 @@ def _given_up(name: str) -> list[int]:
 @pytest.mark.parametrize("name", _CALLS)
 def test_what_no_launch_comes_to_is_no_result(name: str) -> None:
     """The second call is refused before anything is launched."""
-    first, _ = in_world(_given_up, 2, "host", name, operator_timeout=1.0, heap_size=32 << 20)
+    first, _ = in_world(_given_up, 2, "host", name, heap_size=32 << 20)
     assert first[0] == 0 and first[1] == torch.Size(_CALLS[name][1]).numel() and first[2] == 0
 
 
@@ -68,6 +70,7 @@ def test_what_no_launch_comes_to_is_no_result(name: str) -> None:
 
 
 def _late(call: Callable[[], torch.Tensor]) -> list[Any]:
+    current().workspace.timeout = 1.0
     if po.rank() == 1:
         time.sleep(2.5)
     told = error_of(call)[0]
@@ -103,7 +106,7 @@ def _first_exchange() -> torch.Tensor:
     ],
 )
 def test_a_world_recovers_behind_a_late_first_call(call: Callable[[], torch.Tensor], wanted: list[float]) -> None:
-    found = in_world(_late, 2, "host", call, operator_timeout=1.5)
+    found = in_world(_late, 2, "host", call)
     assert found == [["PeerTimeoutError", wanted]] * 2
 
 

@@ -372,7 +372,7 @@ HUNG = "still running: PE 1 (threads, which cannot be ended)"
     [
         ("returns", 30, {"6048.0"}),
         ("raises", 3, {'KeyError: "rank 1\'s own error"'}),
-        ("exits", 8, {"SystemExit: 5"}),
+        ("exits", 8, {"PersistentOpsError: PE 1 of 2 exited with code 5 before it returned a result"}),
         (
             "hangs",
             3,

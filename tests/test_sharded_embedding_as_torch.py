@@ -187,10 +187,8 @@ def _initial_rows(placement: Any, seed: int) -> list[tuple[int, torch.Tensor]]:
         assert weight.shape == (13, 8) and weight.dtype == torch.float32
         torch.nn.init.normal_(weight, std=3.0)
 
-    state = torch.get_rng_state()
     config = po.nn.TableConfig("a", 13, 8, ["x"], data_type=torch.bfloat16, init_fn=fill)
     module = po.nn.ShardedEmbeddingBagCollection([config], max_batch=4, placement={"a": placement}, seed=seed)
-    assert torch.equal(torch.get_rng_state(), state)
     return [(offsets[1], block) for shards in module.state_dict().values() for offsets, block in shards.shards]
 
 
@@ -201,6 +199,16 @@ def test_a_tables_own_init_fn(placement: Any, seed: int) -> None:
     wanted = torch.randn(13, 8, generator=torch.Generator().manual_seed(number)).mul_(3.0).bfloat16()
     for column, block in itertools.chain(*in_world(_initial_rows, 2, "host", placement, seed)):
         assert torch.equal(block, wanted[:, column : column + block.shape[1]])
+
+
+def _generator_is_kept() -> bool:
+    before = torch.get_rng_state()
+    _initial_rows("replicated", 7)
+    return torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_init_fn_leaves_the_generator_as_it_was() -> None:
+    assert in_world(_generator_is_kept, 1, "host") == [True]
 
 
 # ---- lengths that say more than there is -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .table_shards import TableShards
 
 __all__ = ["ShardedTable"]
 
+_DRAWING = threading.Lock()  # of PEs that are threads, and have one generator
 _DRAWN_ROWS_BYTES = 64 << 20  # of a table's first rows that are drawn at a time
 
 
@@ -78,7 +80,7 @@ class ShardedTable(torch.nn.Module):
         config, (low, high) = self._config, self._config.init_bounds
         rows, dim = config.num_embeddings, config.embedding_dim
         if config.init_fn is not None:
-            with torch.random.fork_rng(devices=[]):
+            with _DRAWING, torch.random.fork_rng(devices=[]):
                 torch.random.default_generator.manual_seed(seed)
                 whole = torch.empty(rows, dim, dtype=torch.float32, device="cpu")
                 config.init_fn(whole)
