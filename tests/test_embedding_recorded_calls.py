@@ -257,5 +257,37 @@ def _bad_batches() -> list[str]:
     return seen
 
 
+def _bad_batch_that_is_kept() -> list[Any]:
+    inputs = po.EmbeddingInputs([[(0, 10)]] * po.world_size(), num_features=1, max_batch=2, lookups_per_sample=1)
+    lookups = inputs.exchange(torch.tensor([99]), lengths=torch.tensor([1]), batch_per_rank=[1])
+    with pytest.raises(IndexError):
+        lookups.__enter__()
+    return [po.embedding_all_to_all([torch.ones(10, 2)], lookups).tolist()]
+
+
+def test_lookups_of_a_bad_batch_are_here_all_the_same() -> None:
+    assert in_world(_bad_batch_that_is_kept, 1, "host") == [[[[0.0, 0.0]]]]
+
+
+def _as_before() -> list[bool]:
+    """Call with what torch takes too: rates in tensors, frozen twins, a gradient that is a parameter."""
+    frozen = torch.ones(4, 2)
+    factors = torch.ones(8, requires_grad=True)
+    indices, offsets = torch.arange(8) % 4, torch.arange(9)
+    po.embedding_all_to_all([frozen, frozen.detach()], indices, offsets, factors).sum().backward()
+    table = torch.zeros(4, 2, requires_grad=True)
+    pooled = po.embedding_all_to_all([table], indices[:4], offsets[:5])
+    pooled.backward(torch.nn.Parameter(torch.ones_like(pooled)))
+    optimizer = po.EmbeddingOptimizer(
+        [torch.zeros(2, 2)], "adam", lr=torch.tensor(0.25), betas=torch.tensor([0.5, 0.75])
+    )  # type: ignore[arg-type]
+    assert factors.grad is not None and table.grad is not None
+    return [bool((factors.grad == 2).all()), bool((table.grad.to_dense() == 1).all()), optimizer.lr.item() == 0.25]
+
+
+def test_what_torch_takes_is_taken() -> None:
+    assert in_world(_as_before, 1, "host") == [[True] * 3]
+
+
 def test_a_context_that_is_not_entered_holds_no_lookups() -> None:
     assert in_world(_bad_batches, 1, "host") == [["IndexError"] * 3 + [""] * 2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -209,6 +211,28 @@ def _generator_is_kept() -> bool:
 
 def test_an_init_fn_leaves_the_generator_as_it_was() -> None:
     assert in_world(_generator_is_kept, 1, "host") == [True]
+
+
+# ---- results that are kept -------------------------------------------------------------------------------------------
+
+
+def _collected() -> list[bool]:
+    """Return whether collections are gone that have kept their results, before and behind a backward pass."""
+    found = []
+    for is_differentiated in (False, True):
+        module = _module("table_wise")
+        module.kept = module(*_lookups(3))  # type: ignore[assignment]
+        if is_differentiated:
+            module.kept.sum().backward()  # type: ignore[operator]
+        gone = weakref.ref(module)
+        del module
+        gc.collect()
+        found.append(gone() is None)
+    return found
+
+
+def test_a_collection_that_keeps_its_result_is_collected() -> None:
+    assert in_world(_collected, 1, "host") == [[True, True]]
 
 
 # ---- lengths that say more than there is -----------------------------------------------------------------------------

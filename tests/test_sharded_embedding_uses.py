@@ -228,10 +228,11 @@ def _written_into(placement: str) -> list[torch.Tensor]:
         else:
             module.load_state_dict({"embedding_bags.a.weight": torch.full((13, 8), value)}, assign=True)
 
+    same = {name: each.detach() for name, each in module.named_parameters()}
     for value in (1.0, 2.0, 3.0, 4.0):
         fill(value)
         with torch.no_grad():
-            results.append(torch.func.functional_call(module, dict(module.named_parameters()), _lookups(3))[0, 0])
+            results.append(torch.func.functional_call(module, same, _lookups(3))[0, 0])
     return results
 
 

@@ -27,6 +27,7 @@ from .embedding import EmbeddingModule
 __all__ = ["Progress", "load", "save"]
 
 _POINTER = "latest"
+_ADDED = {"contents"}  # of identities: checkpoints of before do not tell
 _WRITING = "writing"
 _FILE = "training.pt"
 _EMBEDDING = "embedding"
@@ -131,7 +132,8 @@ def _changed(name: str, saved: Any, wanted: Any) -> list[str]:
     """Say what differs, each by its path of names."""
     if isinstance(saved, dict) and isinstance(wanted, dict):
         prefix = f"{name}." if name else ""
-        return [each for key in wanted for each in _changed(prefix + key, saved.get(key), wanted[key])]
+        told = [key for key in wanted if key in saved or key not in _ADDED]
+        return [each for key in told for each in _changed(prefix + key, saved.get(key), wanted[key])]
     return [] if saved == wanted else [f"{name} {saved!r}, not {wanted!r}"]
 
 

@@ -52,6 +52,29 @@ _TWO_WAIT = (
 )
 
 
+class _Updates:
+    """Whether tables were updated since the last forward pass outside of backward passes."""
+
+    def __init__(self) -> None:
+        self.are_new = False
+
+    def note(self, *_: object) -> None:
+        self.are_new = True
+
+
+def _hook_ahead_of_update(
+    optimizer: EmbeddingBagOptimizer, world: _world.World, clamp: float | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what sees, ahead of an update, to what that takes as it is then: the rate, and the result's gradient."""
+
+    def begin(gradient: torch.Tensor) -> torch.Tensor:
+        if not world.workspace.is_capturing():
+            optimizer.push_rate()
+        return gradient if clamp is None else gradient.clamp(-clamp, clamp)
+
+    return begin
+
+
 class ShardedEmbeddingBagCollection(torch.nn.Module):
     """Pools the lookups of this PE's samples in tables of all PEs, and updates the tables in the backward pass.
 
@@ -203,7 +226,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             self._weights.append(weights)
             optimizers.append(optimizer)
         self._optimizers = optimizers
-        self._has_updated = False  # since the last forward pass outside of backward passes
+        self._updates = _Updates()
+        # Functions that do not hold the module, which may hold a result that holds them.
+        self._behind_update = self._updates.note
         self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
         self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
         self._ahead_lookups: list[Lookups] = []
@@ -217,6 +242,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             drawn_of(self.layout, world.rank),
             rounding,
         )
+        self._ahead_of_update = _hook_ahead_of_update(self.optimizer, world, self._clamp)
         self._ddp_params_and_buffers_to_ignore = self.table_names()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -455,8 +481,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         for table in self._tables:
             table.check_memory()
         if backward_pass() < 0:
-            self._has_updated = False
-        elif self._has_updated:
+            self._updates.are_new = False
+        elif self._updates.are_new:
             raise RuntimeError(_RECOMPUTED)
         if not isinstance(features, SentFeatures):
             features = self.input_dist(
@@ -500,15 +526,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             raise to_raise(problem)
         result = self._in_order(pooled)
         if result.requires_grad:
-            result.register_hook(self._begin_backward)
+            result.register_hook(self._ahead_of_update)
+            for each in pooled:
+                if each.grad_fn is not None:
+                    each.grad_fn.register_hook(self._behind_update)
         return result
-
-    def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See to what the update takes as it is now, ahead of it."""
-        self._has_updated = True
-        if not self._world.workspace.is_capturing():
-            self.optimizer.push_rate()
-        return gradient if self._clamp is None else gradient.clamp(-self._clamp, self._clamp)
 
     def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:
         """Round what this PE has pooled itself as that of tables elsewhere is."""

@@ -274,7 +274,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             raise ValueError(f"state_dict: expected states of {sorted(known)}, got {sorted(map(str, of_tables))}")
         for key, name in known.items():
             expected = [f"{name}.{kind}" for kind, _ in zip(_STATE_NAMES, self._shards[name], strict=False)]
-            if surplus := sorted(set(of_tables.get(key, {})) - set(expected)):
+            of_others = {f"{name}.{kind}" for kind in _STATE_NAMES} - set(expected)
+            if surplus := sorted(of_others & set(of_tables.get(key, {}))):
                 raise ValueError(f"state_dict: {self._algorithm!r} has {expected} of {key}, but not {surplus}")
 
     def _load_table(

@@ -18,6 +18,11 @@ _DRAWING = threading.Lock()  # of PEs that are threads, and have one generator
 _DRAWN_ROWS_BYTES = 64 << 20  # of a table's first rows that are drawn at a time
 
 
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what tensors over the same memory have in common."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+
+
 class ShardedTable(torch.nn.Module):
     """What this PE has of a table.
 
@@ -46,13 +51,13 @@ class ShardedTable(torch.nn.Module):
             memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
         self.weight = torch.nn.Parameter(memory, requires_grad=False)
         self._blocks: list[torch.Tensor] = list(memory.view(-1, rows, self._width)) if self.slices else []
-        self._made = (self.weight, self.weight.data_ptr())  # not an attribute of its own, which were a parameter again
+        self._place = _place_of(self.weight)
         self._world = world
 
     def check_memory(self) -> None:
         """Raise RuntimeError where another tensor has taken the parameter's place, which no kernel would read."""
-        weight, address = self._made
-        if self._parameters.get("weight") is not weight or weight.data_ptr() != address:
+        weight = self._parameters.get("weight")
+        if weight is None or _place_of(weight) != self._place:
             raise RuntimeError(
                 f"embedding_bags.{self._config.name}.weight: another tensor has taken its place (by `.data =`, "
                 "vector_to_parameters, functional_call, torch.export or the like), but kernels hold the memory of the "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,8 +114,10 @@ class EmbeddingOptimizer:
             _check_number(name, value)
         if weight_decay and algorithm in ("sgd", "adagrad"):
             raise ValueError(f"weight_decay: {algorithm!r} has none, got {weight_decay}")
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_number, betas)):
-            raise TypeError(f"betas: expected two numbers, got {betas!r}")
+        try:
+            betas = (float(betas[0]), float(betas[1]))
+        except (TypeError, ValueError, IndexError):
+            raise TypeError(f"betas: expected two numbers, got {betas!r}") from None
         if not all(beta >= 0 and _single(beta) < 1 for beta in betas):
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
         self._tables = list(tables)
@@ -424,14 +426,13 @@ def backward_key(
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _check_number(name: str, value: float) -> None:
-    if not _is_number(value):
+    number = None
+    with contextlib.suppress(TypeError, ValueError):
+        number = None if isinstance(value, str) else float(value)
+    if number is None:
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not 0 <= value < math.inf:
+    if not 0 <= number < math.inf:
         raise ValueError(f"{name}: expected a number of at least 0 and below infinity, got {value}")
 
 

@@ -158,8 +158,10 @@ def _check_twins(weights: Sequence[torch.Tensor]) -> None:
     """Raise where two tensors have one memory: for torch each has a gradient of its own, but kernels add up both."""
     by_memory: dict[int, tuple[int, torch.Tensor]] = {}
     for number, weight in enumerate(weights):
+        if weight.layout != torch.strided or not weight.numel():
+            continue
         first, other = by_memory.setdefault(weight.data_ptr(), (number, weight))
-        if other is not weight and weight.numel() and other.numel():
+        if other is not weight and (weight.requires_grad or other.requires_grad):
             raise NotImplementedError(
                 f"weights: tables {first} and {number} lie in the same memory, and are not the same tensor; where "
                 "gradients are recorded pass the tensor itself twice, or copies"

@@ -159,7 +159,7 @@ class Lookups:
         self._given: Given | None = given
         self._memory = region.memory
         self._arrived: Moment | None = None
-        self._is_released = False
+        self._is_released = self._is_not_entered = False
         self._why_released = ""
         self._is_ordered = False
         self._is_captured = False
@@ -251,10 +251,15 @@ class Lookups:
     def __enter__(self) -> Lookups:
         try:
             self.wait()
-        except BaseException:
-            self.release()  # nobody else has them
+        except IndexError:
+            self._is_not_entered = True
             raise
         return self
+
+    def __del__(self) -> None:
+        """Release what a context was not entered with, if nobody has it any more."""
+        if self._is_not_entered:
+            self.release()
 
     def __exit__(self, *exception: object) -> None:
         self.release()

@@ -226,8 +226,7 @@ def _memory_of(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.to_dense()  # type: ignore[no-untyped-call]
     gradient = materialized(gradient)
     with contextlib.suppress(RuntimeError):
-        gradient.data_ptr()
-        if type(gradient) is torch.Tensor:
+        if gradient.data_ptr() or not gradient.numel():
             return gradient
     raise NotImplementedError(
         "embedding_all_to_all: no backward pass of a call that is traced, batched (is_grads_batched, vectorize) or "

@@ -17,7 +17,8 @@ _NAN_OF_FLOAT8 = 0x7F  # e4m3fn
 
 def fill_nan(tensor: torch.Tensor) -> None:
     """Make all of a tensor NaN, as kernels leave what did not arrive."""
-    if tensor.element_size() == 1:
-        tensor.view(torch.uint8).fill_(_NAN_OF_FLOAT8)
-    else:
-        tensor.fill_(torch.nan)
+    with torch.inference_mode():  # in which tensors of either kind may be written to
+        if tensor.element_size() == 1:
+            tensor.view(torch.uint8).fill_(_NAN_OF_FLOAT8)
+        else:
+            tensor.fill_(torch.nan)
