@@ -125,6 +125,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
     Raises:
         TypeError, ValueError: a size that is no whole number, or below 0.
         SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
+        BootstrapError: a PE did not come within `operator_timeout`; this world is lost then.
     """
     given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     shape = tuple(_whole(n, f"size: expected whole numbers, got {list(given)}") for n in given)
@@ -174,7 +175,8 @@ def free(tensor: torch.Tensor) -> None:
 
     Raises:
         TypeError: it is no tensor.
-        NotSymmetricError: it is not such a tensor, or was given back already.
+        NotSymmetricError: it is not such a tensor but a part of one, or was given back already.
+        BootstrapError: see `empty`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")

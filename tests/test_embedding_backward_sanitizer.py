@@ -263,6 +263,7 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--pes=2 --wgs=3 --threads=2"
+PIECES = f"{PLAIN} --slice=1 --batch=40"  # of one sample, so that many are on their way when the first one is there
 AHEAD = "--pes=3 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=500"
 SEVERAL_RANGES = "--pes=2 --rows=1 --batch=50 --threads=3"
 CHUNKS = "--pes=2 --rows=1 --batch=200 --threads=3 --epochs=4"
@@ -308,7 +309,7 @@ MUTATIONS = {
     "gradients_are_pushed_without_credit": Mutation((Condition("credit-before-pushes", "true"),), AHEAD, RACE),
     "gradients_are_not_awaited": Mutation((Drop("gradients-await"),), PLAIN, RACE),
     "a_table_is_told_with_its_first_piece": Mutation(
-        (Swap("table-pushed", "static_cast<uint64_t>(plan_.num_slices)", "1"),), PLAIN, RACE | {Exit.WRONG_REMAINS}
+        (Swap("table-pushed", "static_cast<uint64_t>(plan_.num_slices)", "1"),), PIECES, RACE | {Exit.WRONG_REMAINS}
     ),
     "pieces_are_not_handed_out_again": Mutation((Drop("pieces-reset"),), PLAIN, {Exit.TIMED_OUT, Exit.WRONG_REMAINS}),
     "rows_change_before_all_credits": Mutation(
