@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement
 
-__all__ = ["CASES", "Batch", "Case", "Reference", "batch_of", "gradient_of", "samples_of"]
+__all__ = ["CASES", "Batch", "Case", "PlainCollection", "Reference", "batch_of", "gradient_of", "samples_of"]
 
 
 @dataclass(frozen=True)
@@ -247,3 +247,14 @@ class Reference:
                 tensor = self.tables[table.name]
                 with torch.no_grad():
                     tensor.copy_(tensor.to(table.data_type).float())
+
+
+class PlainCollection(torch.nn.Module):
+    """What an EmbeddingBagCollection has, of two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_bags = torch.nn.ModuleDict({name: torch.nn.EmbeddingBag(13, 8) for name in "ab"})
+
+    def embedding_bag_configs(self) -> list[TableConfig]:
+        return [TableConfig(name, 13, 8, [f"of {name}"]) for name in "ab"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kept_pes import in_processes
+from sharded_embedding_cases import PlainCollection
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from worlds import error_of, in_world
@@ -145,22 +146,13 @@ def test_a_step_has_the_rate_of_its_backward_pass(placement: str) -> None:
     assert in_world(_rate_between, 1, "host", placement)[0] == pytest.approx([0.25, 2.0])
 
 
-class _Collection(torch.nn.Module):
-    """What an EmbeddingBagCollection has, of two tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding_bags = torch.nn.ModuleDict({name: torch.nn.EmbeddingBag(13, 8) for name in "ab"})
-
-    def embedding_bag_configs(self) -> list[Any]:
-        return [po.nn.TableConfig(name, 13, 8, [f"of {name}"]) for name in "ab"]
-
-
 def _from_own_rows() -> list[torch.Tensor]:
     """Make a module of a collection that this PE has drawn alone; return rows of its two tables."""
     torch.manual_seed(po.rank())
     made = po.nn.ShardedEmbeddingBagCollection.from_collection(
-        collection := _Collection(), max_batch=4, placement={"a": "replicated", "b": po.nn.TablePlacement(ranks=(1,))}
+        collection := PlainCollection(),
+        max_batch=4,
+        placement={"a": "replicated", "b": po.nn.TablePlacement(ranks=(1,))},
     )
     own = [made.embedding_bags[name].weight.clone() for name in "ab"]  # type: ignore[operator, union-attr]
     return [*own, *(collection.embedding_bags[name].weight.detach() for name in "ab")]  # type: ignore[list-item]
@@ -175,7 +167,7 @@ def _from_meta() -> list[bool]:
     config = [po.nn.TableConfig(name, 13, 8, [f"of {name}"]) for name in "ab"]
     drawn = po.nn.ShardedEmbeddingBagCollection(config, max_batch=4)
     with torch.device("meta"):
-        collection = _Collection()
+        collection = PlainCollection()
     made = po.nn.ShardedEmbeddingBagCollection.from_collection(collection, max_batch=4)
     return list(map(torch.equal, made.parameters(), drawn.parameters()))
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sharded_embedding_cases import PlainCollection
 from worlds import error_of, in_world
 
 import persistent_ops as po
@@ -105,19 +106,8 @@ def test_an_optimizer_is_not_copied() -> None:
 # ---- frozen ----------------------------------------------------------------------------------------------------------
 
 
-class _Collection(torch.nn.Module):
-    """What an EmbeddingBagCollection has, of two tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding_bags = torch.nn.ModuleDict({name: torch.nn.EmbeddingBag(13, 8) for name in "ab"})
-
-    def embedding_bag_configs(self) -> list[Any]:
-        return [po.nn.TableConfig(name, 13, 8, [f"of {name}"]) for name in "ab"]
-
-
 def _from_frozen() -> list[Any]:
-    collection = _Collection()
+    collection = PlainCollection()
     made = po.nn.ShardedEmbeddingBagCollection.from_collection(collection, max_batch=4)
     collection.embedding_bags["b"].weight.requires_grad_(False)
     told = error_of(lambda: po.nn.ShardedEmbeddingBagCollection.from_collection(collection, max_batch=4))

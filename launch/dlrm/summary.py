@@ -30,17 +30,20 @@ def problems(report: dict[str, Any]) -> list[str]:
     if not _judges_auc(report):
         return []
     found, best = report["evaluations"][-1]["auc"], report["best_auc"]
-    if math.isnan(found) or math.isnan(best):
-        return []  # which the summary says
     if found >= best - AUC_MARGIN:
         return []
     return [f"AUC {found:.4f} is more than {AUC_MARGIN} below the best possible one, {best:.4f}"]
 
 
 def _judges_auc(report: dict[str, Any]) -> bool:
-    """Return whether the training was one that must come near the best AUC: of the small model, to its end."""
-    options = report["options"]
-    return report["best_auc"] is not None and options["model"] == "small" and options["steps"] is None
+    """Return whether the training was one that must come near the best AUC: of the small model, to its end.
+
+    There is none where what evaluates is of one class, which the summary says.
+    """
+    options, best = report["options"], report["best_auc"]
+    if best is None or options["model"] != "small" or options["steps"] is not None:
+        return False
+    return not math.isnan(best + report["evaluations"][-1]["auc"])
 
 
 def print_summary(report: dict[str, Any], console: Console) -> None:
@@ -88,7 +91,7 @@ def _print_trained(report: dict[str, Any], console: Console) -> None:
     lines.append(f"what was written is in {options['output']}; --resume with more --epochs or --steps goes on")
     for line in lines:
         console.print(escape(line), highlight=False)
-    if _judges_auc(report) and not problems(report) and not math.isnan(last["auc"]):
+    if _judges_auc(report) and not problems(report):
         console.print(f"[green]correct[/]: within {AUC_MARGIN} of the best AUC", highlight=False)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
-from ..ops.embedding_checks import check_derivatives
+from ..ops.embedding_checks import BOUNDS, check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
@@ -45,7 +45,6 @@ _RECOMPUTED = (
     "a forward pass that torch.utils.checkpoint makes anew would read rows that another backward pass of this module "
     "has updated since: of its calls in a step leave all but the last one out of checkpointed regions"
 )
-_BOUNDS = ("fatal", "ignore")
 _TWO_WAIT = (
     "of a module's forward passes, those that torch.utils.checkpoint makes anew among them, at most two may wait for "
     "their backward passes where batch_per_rank is given: leave it out, or make the first one's backward pass sooner"
@@ -171,8 +170,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._world = world = _world.for_call()
         max_batch = whole_number("max_batch", max_batch, 0, 2**31 - 1)
         seed = whole_number("seed", seed)
-        if bounds not in _BOUNDS:
-            raise ValueError(f"bounds: expected one of {_BOUNDS}, got {bounds!r}")
+        if bounds not in BOUNDS:
+            raise ValueError(f"bounds: expected one of {BOUNDS}, got {bounds!r}")
         configs = table_configs(tables)
         if is_weighted and any(config.pooling != "sum" for config in configs):
             raise ValueError("is_weighted: expected tables of pooling 'sum' alone")

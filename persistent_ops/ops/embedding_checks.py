@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .embedding_inputs_lookups import Lookups
 
 __all__ = [
+    "BOUNDS",
     "MODES",
     "SCHEDULES",
     "check_arrived",
@@ -34,7 +35,7 @@ __all__ = [
 
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
-_BOUNDS = ("fatal", "ignore")
+BOUNDS = ("fatal", "ignore")
 
 
 def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
@@ -144,7 +145,7 @@ def check_derivatives(per_sample_weights: torch.Tensor) -> None:
 
 
 def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:
-    for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, _BOUNDS), ("schedule", schedule, SCHEDULES)):
+    for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, BOUNDS), ("schedule", schedule, SCHEDULES)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
     if is_weighted and mode != "sum":

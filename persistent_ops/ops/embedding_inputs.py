@@ -17,7 +17,7 @@ from ..runtime import world as _world
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
-from .embedding_checks import check_derivatives, check_list, most_rows
+from .embedding_checks import BOUNDS, check_derivatives, check_list, most_rows
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import (
     MOST_LOOKUPS,
@@ -32,7 +32,6 @@ from .embedding_inputs_plan import (
 __all__ = ["EmbeddingInputs"]
 
 _REGIONS = 2
-_BOUNDS = ("fatal", "ignore")
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
 _ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 
@@ -391,8 +390,8 @@ def _checked_order(
 def _check_choices(max_batch: int, bounds: str, index_dtype: torch.dtype, rows: int) -> None:
     if not isinstance(max_batch, int) or not 0 <= max_batch < 2**31:
         raise ValueError(f"max_batch: expected a whole number of 0 to 2^31 - 1, got {max_batch!r}")
-    if bounds not in _BOUNDS:
-        raise ValueError(f"bounds: expected one of {_BOUNDS}, got {bounds!r}")
+    if bounds not in BOUNDS:
+        raise ValueError(f"bounds: expected one of {BOUNDS}, got {bounds!r}")
     if index_dtype not in INDEX_TYPES:
         raise TypeError(f"index_dtype: expected int32 or int64, got {index_dtype}")
     if index_dtype == torch.int32 and rows >= 2**31:
