@@ -1,13 +1,16 @@
-"""What a forked program is given: the file descriptors that were asked for, whatever their numbers."""
+"""What a forked program is given: the file descriptors that were asked for, whatever their numbers, and interrupts."""
 
 from __future__ import annotations
 
 import fcntl
 import multiprocessing.util
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from worlds import python_path
 
 pytestmark = pytest.mark.host
 
@@ -40,3 +43,23 @@ def test_descriptors_keep_their_numbers(first: int, step: int) -> None:
             said[writer] = pipe.read().decode()
     assert said == {number: str(number) for number in numbers}
     assert os.waitpid(process, 0)[1] == 0
+
+
+_HELD_BACK = """
+import signal, subprocess, sys
+import warm_python
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as po.launch does where it starts a process
+warm_python.fork_launches()
+program = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+print(warm_python.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True).communicate()[0], end="")
+print(len(warm_python.servers()))
+"""
+
+
+def test_programs_take_interrupts_whoever_has_started_their_server(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_HELD_BACK)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    command = [sys.executable, str(tmp_path / "program.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ran.stdout == "False\n1\n", ran.stderr

@@ -13,6 +13,7 @@ import gc
 import json
 import multiprocessing.process
 import os
+import signal
 import socket
 import sys
 import time
@@ -36,6 +37,7 @@ def _folders() -> list[str]:
 def _next_program(connection: socket.socket) -> dict[str, Any]:
     """Fork a process for each request; in that process, return the request."""
     parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # po.launch may have started this one, with SIGINT held back
     installed = [folder for folder in sys.path[1:] if folder not in _folders()]
     gc.collect()
     gc.freeze()  # else a child's first collection would copy all of it
