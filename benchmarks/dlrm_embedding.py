@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness.experiment
 from embedding.backward_inputs import EPS, RATE
-from embedding.options import expected_backend
 from embedding_step.cases import CASES, Case, Sizes, sizes_of
 from embedding_step.exchanged import ExchangedEmbedding, own_slots
 from embedding_step.exchanged_fbgemm import FbgemmEmbedding, fbgemm_version, fused_tables, why_no_fbgemm
@@ -33,6 +32,7 @@ from embedding_step.trial import StepTrial
 from harness.command import at_least, names, run_benchmark
 from harness.experiment import Experiment
 from harness.pes import agree, gather
+from harness.world import chosen_backend
 
 from persistent_ops.nn import TablePlacement
 from persistent_ops.nn.table_layout import Layout
@@ -107,7 +107,7 @@ class DlrmEmbedding(Experiment[Case]):
         cases, rows = names("--cases", arguments.cases, CASES), arguments.max_rows
         if arguments.quick:
             cases = cases if arguments.cases else cases[:1]
-            rows = _QUICK_ROWS if rows is None and expected_backend(arguments.backend) == "cuda" else rows
+            rows = _QUICK_ROWS if rows is None and chosen_backend(arguments.backend) == "cuda" else rows
         if arguments.replicated_rows and any(CASES[name].dtype == "fp16" for name in cases):
             raise ValueError("--replicated-rows: tables of fp16 cannot be on every PE; leave it, or their --cases, out")
         if arguments.beside and len({CASES[name].of_tables for name in cases}) > 1:

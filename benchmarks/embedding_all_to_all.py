@@ -22,7 +22,7 @@ from embedding.check import check_methods
 from embedding.configs import CONFIGS, Config
 from embedding.inputs import DISTRIBUTIONS, Tables, draw_lookups, num_sets
 from embedding.methods import EXCHANGING, LABELS, METHODS, UNFUSED, Methods, make_plan, plan_key
-from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized, wires_of
+from embedding.options import add_options, check_batches, distributions_of, sized, wires_of
 from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
@@ -32,6 +32,7 @@ from harness.record import select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
 from harness.timing import Subject, time_aligned
 from harness.tuning import refusal, tuned
+from harness.world import chosen_backend
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_plan import OPERATOR
@@ -146,7 +147,7 @@ class EmbeddingAllToAll(Experiment[_Case]):
             rows=arguments.rows,
             wires=wires_of(arguments),
         )
-        check_batches(options.shapes(expected_backend(arguments.backend)), worlds)
+        check_batches(options.shapes(chosen_backend(arguments.backend)), worlds)
         return options
 
     @classmethod

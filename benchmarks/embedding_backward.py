@@ -28,13 +28,14 @@ from embedding.backward_peers import Exchange, Fbgemm, TorchUpdate, why_no_fbgem
 from embedding.backward_report import draw_shares, tables
 from embedding.configs import Config
 from embedding.inputs import DISTRIBUTIONS, LookupSet, draw_lookups, num_sets
-from embedding.options import add_options, check_batches, distributions_of, expected_backend, sized, wires_of
+from embedding.options import add_options, check_batches, distributions_of, sized, wires_of
 from harness.ceilings import H200, Ceilings
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, LeftOut, Trial
 from harness.pes import agree, gather
 from harness.timing import Subject, on_stream, plain, record
 from harness.tuning import tuned
+from harness.world import chosen_backend
 
 from persistent_ops.runtime.world import World
 
@@ -353,7 +354,7 @@ class EmbeddingBackward(Experiment[Case]):
 
     @classmethod
     def read_options(cls, arguments: argparse.Namespace, worlds: Sequence[int], common: dict[str, Any]) -> Options:
-        backend = expected_backend(arguments.backend)
+        backend = chosen_backend(arguments.backend)
         rows = arguments.rows
         if rows is None and arguments.quick and backend == "cuda":
             rows = _QUICK_ROWS

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from .runtime import world as _world
-from .runtime.world import finalize as finalize
-from .runtime.world import is_initialized as is_initialized
+from .runtime.world import finalize as finalize, is_initialized as is_initialized
 
 __all__ = [
     "backend",

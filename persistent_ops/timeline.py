@@ -147,8 +147,8 @@ _Key = tuple[str, int, int, int, int]  # operator, team, epoch, grid, and which 
 def _by_launch(launches: Sequence[Launch]) -> dict[_Key, list[Launch]]:
     """Return the WGs of each launch.
 
-    Behind a recovery epochs begin anew, and products of a PE alone leave them as they are: a WG that comes again is of
-    another launch, and so is one of another grid.
+    Behind a recovery a PE's epochs of its own begin anew: a WG that comes again is of another launch, and so is one of
+    another grid.
     """
     found: dict[_Key, list[Launch]] = defaultdict(list)
     seen: Counter[tuple[str, int, int, int, int]] = Counter()

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from bits import difference
-from embedding_cases import CASES as FORWARD_CASES
-from embedding_cases import Case as Shape
-from embedding_cases import split_of
+from embedding_cases import CASES as FORWARD_CASES, Case as Shape, split_of
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_backward_plan import Tuning

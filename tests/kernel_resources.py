@@ -24,18 +24,19 @@ import torch
 from kernel_digests import digest
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
-from persistent_ops.ops.embedding_backward_plan import GRADIENT, STEPS, Tiles
-from persistent_ops.ops.embedding_backward_plan import kernel_request as backward_kernel_request
-from persistent_ops.ops.embedding_inputs_plan import THREADS as INPUTS_THREADS
-from persistent_ops.ops.embedding_inputs_plan import THREADS_BESIDE as INPUTS_THREADS_BESIDE
-from persistent_ops.ops.embedding_inputs_plan import kernel_request as inputs_kernel_request
-from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning
-from persistent_ops.ops.embedding_inversion import kernel_request as inversion_kernel_request
+from persistent_ops.ops.embedding_backward_plan import GRADIENT, STEPS, Tiles, kernel_request as backward_kernel_request
+from persistent_ops.ops.embedding_inputs_plan import (
+    THREADS as INPUTS_THREADS,
+    THREADS_BESIDE as INPUTS_THREADS_BESIDE,
+    kernel_request as inputs_kernel_request,
+)
+from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning, kernel_request as inversion_kernel_request
 from persistent_ops.ops.embedding_plan import LookupKind, Tuning, _request, _threads
-from persistent_ops.ops.embedding_weight_gradients import OPERATOR as WEIGHT_GRADIENTS
-from persistent_ops.ops.embedding_weight_gradients import kernel_request as weight_gradients_kernel_request
-from persistent_ops.ops.gemv_plan import Tuning as GemvTuning
-from persistent_ops.ops.gemv_plan import choose_depth, kernel_request, team_factor
+from persistent_ops.ops.embedding_weight_gradients import (
+    OPERATOR as WEIGHT_GRADIENTS,
+    kernel_request as weight_gradients_kernel_request,
+)
+from persistent_ops.ops.gemv_plan import Tuning as GemvTuning, choose_depth, kernel_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_kernel_request
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.jit import KernelResources, compile_cuda

@@ -36,8 +36,7 @@ import persistent_ops as po
 from persistent_ops.ops.embedding_inputs_lookups import Lookups
 from persistent_ops.ops.embedding_inversion import InversionPlan, Inverted
 from persistent_ops.ops.sparse_plan import SparsePlan
-from persistent_ops.runtime import host
-from persistent_ops.runtime import world as worlds
+from persistent_ops.runtime import host, world as worlds
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.devices import architecture
 from persistent_ops.runtime.jit import CudaBinary, KernelSource, compile_cuda
@@ -120,7 +119,7 @@ class _Silent:
     def max_blocks_per_sm(self) -> int:
         return self._backend.default_blocks_per_sm
 
-    def launch(self, grid: int, plan: int, call: object) -> None:
+    def launch(self, grid: int, plan: int, call: object, *, begins_early: bool = False) -> None:
         """Nothing."""
 
     def trace_into(self, sink: object, memory: object) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from criteo_cases import criteo_line, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
 from persistent_ops.demo import lookups, placement, report, run, synthetic, unfused

@@ -9,8 +9,7 @@ import pytest
 import torch
 from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from embedding_backward_cases import CASES, FEW, Case, Model, columns_of, make_gradient, make_inputs
-from embedding_cases import Case as Shape
-from embedding_cases import Placed, split_of
+from embedding_cases import Case as Shape, Placed, split_of
 from graphs import Graph
 from worlds import in_world
 

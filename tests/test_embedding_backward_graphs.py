@@ -9,8 +9,7 @@ import pytest
 import torch
 from bits import difference
 from embedding_backward_cases import SMALL, Case, Training, case_of, columns_of, make_gradient, make_inputs
-from embedding_cases import Case as Shape
-from embedding_cases import split_of
+from embedding_cases import Case as Shape, split_of
 from embedding_lookups_cases import brought, make_exchange
 from graphs import NUM_INPUTS, Graph, num_pes, num_replays
 from worlds import in_world

@@ -10,8 +10,7 @@ import pytest
 import torch
 from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from embedding_backward_cases import CASES, Case, Model, columns_of, make_gradient, make_inputs, sparse_problem
-from embedding_cases import Case as Shape
-from embedding_cases import split_of
+from embedding_cases import Case as Shape, split_of
 from graphs import Graph
 from worlds import error_of, in_world
 

@@ -20,8 +20,7 @@ from embedding_backward_cases import (
     make_inputs,
     sparse_problem,
 )
-from embedding_cases import Case as Shape
-from embedding_cases import Placed, split_of
+from embedding_cases import Case as Shape, Placed, split_of
 from embedding_lookups_cases import brought, exchange, make_exchange, of_own_samples
 from graphs import NUM_INPUTS, Call, GraphSuite
 from worlds import error_of, in_world

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from host_driver.build import load_shim
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from persistent_ops.runtime.description import describe
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_cases import Case, expected_bits, make_inputs, split_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from worlds import run_pes
 
 import persistent_ops as po

@@ -23,9 +23,10 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 NEW = HERE / "new_operator"
 NAME = "all_gather"
+# Of each module that lists the operators: what its list begins with, and the line.
 IMPORTS = {
-    "persistent_ops/ops/__init__.py": f"from .{NAME} import {NAME} as {NAME}",
-    "persistent_ops/__init__.py": f"from .ops import {NAME} as {NAME}",
+    "persistent_ops/ops/__init__.py": ("", f"from .{NAME} import {NAME} as {NAME}"),
+    "persistent_ops/__init__.py": ("from .ops import (", f"    {NAME} as {NAME},"),
 }
 # Its own tests, and those of all operators that find it by themselves.
 TESTS = (f"tests/test_{NAME}.py", "tests/test_description.py", "tests/test_design_document.py")
@@ -46,10 +47,10 @@ def _copy(target: Path) -> None:
 def _add_operator(target: Path) -> None:
     """Add the new files, and a line to each module that lists the operators, where it belongs in their order."""
     shutil.copytree(NEW, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    for file, line in IMPORTS.items():
-        head = line.partition(NAME)[0]
+    for file, (head, line) in IMPORTS.items():
         lines = (target / file).read_text().splitlines(keepends=True)
-        place = next(number for number, other in enumerate(lines) if other.startswith(head) and other > line)
+        first = lines.index(f"{head}\n") + 1
+        place = next(number for number, other in enumerate(lines) if number >= first and other > line)
         lines.insert(place, f"{line}\n")
         (target / file).write_text("".join(lines))
 
@@ -83,7 +84,7 @@ def test_it_is_four_files_and_one_line(before_and_after: tuple[Path, Path]) -> N
         for file, text in before.items()
         if after[file] != text
     }
-    assert changes == {file: [f"+ {line}"] for file, line in IMPORTS.items()}
+    assert changes == {file: [f"+ {line}"] for file, (_, line) in IMPORTS.items()}
 
 
 @pytest.mark.slow

@@ -22,8 +22,7 @@ from persistent_ops.runtime import jit
 from persistent_ops.runtime.areas import Need
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.changes import OnAbort
-from persistent_ops.runtime.contract import Field
-from persistent_ops.runtime.contract import describe as contract_text
+from persistent_ops.runtime.contract import Field, describe as contract_text
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.plans import Plan, Plans
 from persistent_ops.runtime.team import Team
@@ -159,7 +158,7 @@ class ProbePlan(Plan):
     def place(self) -> None:
         self.held = [PROBE.state(self._world).areas[name] for name in self.areas]
         self._struct.scratch_offset = self.held[0].offset if self.held else 0
-        self.words = upload(self._world.backend, bytes(self._struct))
+        self.words = upload(self._world.backend, self._struct)
 
 
 @pytest.fixture(autouse=True)

@@ -210,8 +210,9 @@ def _without(folder: Path, name: str) -> Path:
         for line in lines:
             found = re.match(r"from \.([\w.]*) import \(?\s*(\w+)", line)
             source = ".".join(part for part in (here, found[1]) if part) if found else ""
-            # The package takes what an operator's module is named after from `ops`.
-            if source not in modules and not (found and source == "ops" and f"ops.{found[2]}" in modules):
+            if source == "ops":  # from which the package takes what an operator's module is named after
+                line = re.sub(r"    (\w+) as \1,\n", lambda each: each[0] * (f"ops.{each[1]}" not in modules), line)
+            if source not in modules:
                 kept.append(line)
         init.write_text("".join(kept))
     return folder

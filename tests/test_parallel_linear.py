@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bits import UNIT
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kept_pes import in_processes
 from torch.nn import functional as F
 from worlds import run_pes

@@ -151,7 +151,7 @@ class _Kernel:
     def footprint(self) -> Footprint:
         return self._footprint
 
-    def launch(self, grid: int, plan: int, call: Any) -> None:
+    def launch(self, grid: int, plan: int, call: Any, *, begins_early: bool = False) -> None:
         pass
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from host_driver.build import load_shim
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from bits import BitsSuite, CaseWorld
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from sparse_cases import (
     ALGORITHMS,
     CASES,

@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import torch
 from harness.command import names
 
 from .configs import Config
 from .inputs import DISTRIBUTIONS
 
-__all__ = ["add_options", "check_batches", "distributions_of", "expected_backend", "sized", "wires_of"]
+__all__ = ["add_options", "check_batches", "distributions_of", "sized", "wires_of"]
 
 _WIRES = ("fp32", "bf16")
 
@@ -65,8 +64,3 @@ def check_batches(configs: Iterable[Config], worlds: Sequence[int]) -> None:
                 raise ValueError(
                     f"--pes, --worlds: {config.name} has a batch of {config.batch}, which {size} does not divide"
                 )
-
-
-def expected_backend(name: str) -> str:
-    """Return the backend that "auto" will be, before there is a world."""
-    return "host" if name == "host" or torch.cuda.device_count() == 0 else "cuda"

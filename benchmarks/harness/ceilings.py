@@ -167,7 +167,7 @@ def _kernel(world: World, ceiling: str, threads: int) -> Callable[..., None]:
     config = (("ceiling", f"po::ceilings::Ceiling::{ceiling}"), ("threads", str(threads)))
     kernel = world.backend.load(KernelRequest("ceilings", config, threads))
     structs = _CEILINGS.description.structs
-    plan = upload(world.backend, bytes(structs["Plan"](team=world.workspace.team(_CEILINGS.contract(world.team)))))
+    plan = upload(world.backend, structs["Plan"](team=world.workspace.team(_CEILINGS.contract(world.team))))
     grid = world.backend.num_sms * (2 if world.backend.name == "cuda" else 1)
 
     def launch(**fields: int) -> None:

@@ -26,9 +26,9 @@ PO_DESCRIBE(Grant, flag, output_offset, contract)
 
 // Private to a PE, in device memory. Words that many WGs update stand on lines of their own.
 struct LocalState {
-  alignas(128) uint64_t epoch;     // of the last launch that completed; advanced by the last WG to leave
+  alignas(128) uint64_t epoch;     // of the last launch that ended, or has closed it; advanced by the last WG
   alignas(128) uint64_t ticket;    // next position of the task order
-  alignas(128) uint64_t departed;  // WGs that are done with this launch
+  alignas(128) uint64_t departed;  // WGs that need this launch's epoch no more
   alignas(128) uint64_t abort;     // the epoch that was given up, or 0; not 0: leave without waiting for anybody
   uint64_t error_claimed;          // the first WG to meet an error sets it and writes the record
   uint64_t input_error_claimed;    // the last epoch in which a WG met bad input

@@ -8,7 +8,7 @@
 // pooled row straight into its destination's output; for a destination that is not load/store reachable they fill the
 // staged slice, and the warp that sets the last WG_Done bit puts it and signals. (3) After its last task for others a WG
 // releases one sliceRdy word at every reachable peer, then works on what local tasks are left. (4) Each WG waits for its
-// own subset of the words that arrive. Measured on H200 (benchmarks/README.md); compiles for sm_80 and later, and for the
+// own subset of the words that arrive. Measured on H200 (docs/what_was_tried.md); compiles for sm_80 and later, and for the
 // host.
 #pragma once
 

@@ -22,7 +22,7 @@ _CUDA_BATCH = 16_384
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of the demo; the command line has one for each.
+    """Options of the demo; the command line has one for each but `timeout`.
 
     Attributes:
         data: Criteo-format file, or None for a synthetic batch.

@@ -5,19 +5,14 @@ from .embedding_bag_collection import (
     ShardedEmbeddingBagCollection as ShardedEmbeddingBagCollection,
 )
 from .embedding_bag_optimizer import EmbeddingBagOptimizer as EmbeddingBagOptimizer
-from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
-from .embedding_features import SentFeatures as SentFeatures
+from .embedding_features import KeyedEmbeddings as KeyedEmbeddings, SentFeatures as SentFeatures
 from .embedding_tables import TableConfig as TableConfig
 from .ignored_tables import ignore_sharded_tables as ignore_sharded_tables
 from .leave_room import leave_room as leave_room
 from .ordered_all_reduce import OrderedAllReduce as OrderedAllReduce
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,
-)
-from .parallel_linear import (
     RowParallelLinear as RowParallelLinear,
-)
-from .parallel_linear import (
     balanced_splits as balanced_splits,
 )
 from .table_placements import TablePlacement as TablePlacement

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..ops.sparse_all_reduce import start_sum
 from ..ops.sparse_launch import PendingSum
 from ..ops.sparse_plan import state_of
-from ..runtime import torch_private
-from ..runtime import world as _world
+from ..runtime import torch_private, world as _world
 from ..runtime.process_group import only_tensor
 from ..runtime.uncompiled import uncompiled
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import Kernel, KernelRequest
+from ..runtime.backend import Kernel, KernelRequest, check_resident
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
 from ..runtime.errors import PersistentOpsError
@@ -221,15 +221,19 @@ def kernel_request(
 ) -> KernelRequest:
     """Return what is compiled for one combination of choices; `algorithm` is none but "auto"."""
     enumerator = {"one_shot": "kOneShot", "two_shot": "kTwoShot", "slices": "kSlices"}[algorithm]
-    config = {
-        "scalar": SCALARS[dtype],
-        "algorithm": f"po::all_reduce::Algorithm::{enumerator}",
-        "norms": str(norms).lower(),
-        "aligned": str(is_aligned).lower(),
-        "vectors": str(slice_blocks),
-        "threads": str(threads),
-    }
-    return KernelRequest(_NAME, tuple(config.items()), threads, overlaps_predecessor=True)
+    return KernelRequest.of(
+        _NAME,
+        {
+            "scalar": SCALARS[dtype],
+            "algorithm": f"po::all_reduce::Algorithm::{enumerator}",
+            "norms": norms,
+            "aligned": is_aligned,
+            "vectors": slice_blocks,
+            "threads": threads,
+        },
+        threads,
+        overlaps_predecessor=True,
+    )
 
 
 class _Launch(NamedTuple):
@@ -276,12 +280,7 @@ class AllReducePlan(Plan):
             threads=self._threads,
         )
         self._kernel: Kernel = world.load(request)
-        resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
-        if world.backend.name == "cuda" and resident < self._grid:
-            raise ValueError(
-                f"work_groups, threads: {resident} WGs of {self._threads} threads fit the GPU, not {self._grid}; a "
-                "persistent grid must be resident as a whole"
-            )
+        check_resident(world.backend, self._kernel, self._grid, choices="work_groups, threads")
         if key.norms:
             self._areas.reserve_private(_SQUARES, max(min(blocks, most), 1) * self._constants["sizeof(Packet)"])
             self.areas = (_SQUARES,)
@@ -293,7 +292,7 @@ class AllReducePlan(Plan):
         self.launches = []
         for first_element, struct, call in self._parts:
             struct.squares = 0 if squares is None else squares.address
-            words = upload(self._world.backend, bytes(struct))
+            words = upload(self._world.backend, struct)
             self.launches.append(_Launch(first_element, call, words, words.data_ptr()))
 
     # ---- sizes -----------------------------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..runtime import world as _world
@@ -446,19 +446,17 @@ def _write(memory: torch.Tensor, value: float | torch.Tensor) -> None:
 
 def _single(value: float) -> float:
     """Return a number as float32 has it."""
-    return ctypes.c_float(value).value
+    return float(np.float32(value))
 
 
 def _power(base: float, exponent: int) -> float:
     """Return a power as the kernel comes to it, which multiplies in float32 once a step; of many steps about that."""
-    base, power = _single(base), 1.0
+    base = _single(base)
     if exponent > _MOST_STEPS:
         return float(base**exponent)
-    for _ in range(exponent):
-        power = _single(power * base)  # the product is exact before
-        if power == 0.0:
-            break
-    return power
+    if not exponent:
+        return 1.0
+    return float(np.multiply.accumulate(np.full(exponent, base, np.float32))[-1])  # one product after the other
 
 
 def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import KernelRequest
+from ..runtime.backend import KernelRequest, check_resident, resident_work_groups
 from ..runtime.changes import OnAbort
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
@@ -237,22 +237,25 @@ def kernel_request(
     if has_one_wg:
         # Three WGs' windows would be more than the 48 KB of memory that a kernel can declare.
         blocks, threads = 1, _THREADS * min(blocks, 2)
-    config = {
-        "scalar": SCALARS[dtype],
-        "wire": SCALARS[wire_dtype],
-        "step": f"{scope}Step::{STEPS[step]}",
-        "pooling": f"{scope}Pooling::{pooling}",
-        "decay": f"{scope}Decay::{DECAYS[decay]}",
-        "rounding": f"{scope}Rounding::{ROUNDINGS[rounding]}",
-        "aligned": str(is_aligned).lower(),
-        "wide_keys": str(has_wide_keys).lower(),
-        "lanes": str(tiles.lanes),
-        "row_chunks": str(tiles.row_chunks),
-        "wide_rows": str(tiles.has_wide_rows).lower(),
-        "threads": str(threads),
-        "blocks_per_sm": str(blocks),
-    }
-    return KernelRequest(_NAME, tuple(config.items()), threads)
+    return KernelRequest.of(
+        _NAME,
+        {
+            "scalar": SCALARS[dtype],
+            "wire": SCALARS[wire_dtype],
+            "step": f"{scope}Step::{STEPS[step]}",
+            "pooling": f"{scope}Pooling::{pooling}",
+            "decay": f"{scope}Decay::{DECAYS[decay]}",
+            "rounding": f"{scope}Rounding::{ROUNDINGS[rounding]}",
+            "aligned": is_aligned,
+            "wide_keys": has_wide_keys,
+            "lanes": tiles.lanes,
+            "row_chunks": tiles.row_chunks,
+            "wide_rows": tiles.has_wide_rows,
+            "threads": threads,
+            "blocks_per_sm": blocks,
+        },
+        threads,
+    )
 
 
 def identity(table: torch.Tensor) -> tuple[int, ...]:
@@ -403,10 +406,9 @@ class BackwardPlan(Plan):
             has_one_wg=world.backend.leaves_room,
         )
         self._kernel = world.load(request)
-        resident = world.backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())
+        resident = world.backend.num_sms if is_host else resident_work_groups(world.backend, self._kernel)
         self._grid = tuning.work_groups or resident
-        if not is_host and resident < self._grid:
-            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {self._grid}")
+        check_resident(world.backend, self._kernel, self._grid)
         self._contract_words = (
             batch,
             dtype,
@@ -421,11 +423,9 @@ class BackwardPlan(Plan):
         self._pushed_words = len(self._pushes) + 1
         self._pushed = world.workspace.zero_words(team, self._pushed_words)
         self._early_wgs = tuning.early_work_groups
-        self._uploaded = [
-            upload(world.backend, b"".join(map(bytes, structures)) or b"\0" * 8) for structures in (groups, tables)
-        ]
-        self._members = upload(world.backend, _packed([table for own in members for table in own] or [0]))
-        self._batch_start = upload(world.backend, _packed(batch_start))
+        self._uploaded = [upload(world.backend, *structures) for structures in (groups, tables)]
+        self._members = upload(world.backend, array("q", [table for own in members for table in own]))
+        self._batch_start = upload(world.backend, array("q", batch_start))
         self._slot_lookups = OPERATOR.description.constants["kSlotLookups"]
         self._sum_elements = max((weight.shape[1] for weight in weights), default=1)
         self._struct: Any = structs["Plan"](
@@ -473,10 +473,10 @@ class BackwardPlan(Plan):
             copied = type(push).from_buffer_copy(push)
             if _OUTGOING in self.areas:
                 copied.outgoing_offset += self._areas[_OUTGOING].offset
-            pushes.append(bytes(copied))
-        self._placed = upload(self._world.backend, b"".join(pushes) or b"\0" * 8)
+            pushes.append(copied)
+        self._placed = upload(self._world.backend, *pushes)
         self._struct.pushes = self._placed.data_ptr()
-        self._words = upload(self._world.backend, bytes(self._struct))
+        self._words = upload(self._world.backend, self._struct)
 
     def launch(
         self,
@@ -525,7 +525,3 @@ class BackwardPlan(Plan):
         call.chunk_sums, call.chunks_done = sums.data_ptr(), self._chunks_done.data_ptr()
         launch = self._world.workspace.launch
         launch(self._kernel, self._grid, self._words.data_ptr(), call, begins_early=begins_early)
-
-
-def _packed(values: Sequence[int]) -> bytes:
-    return bytes((ctypes.c_int64 * len(values))(*values))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.backend import Backend, Kernel, KernelRequest
+from ..runtime.backend import Backend, Kernel, KernelRequest, check_resident, resident_work_groups
 from ..runtime.contract import Field
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError
@@ -202,15 +202,18 @@ def kernel_request(
     threads: int,
 ) -> KernelRequest:
     """Return what is compiled for lookups of a kind."""
-    config = {
-        "value": INDEX_TYPES[value_dtype],
-        "index": INDEX_TYPES[index_dtype],
-        "bound": INDEX_TYPES[bound_dtype],
-        "lengths": str(has_lengths).lower(),
-        "weighted": str(is_weighted).lower(),
-        "threads": str(threads),
-    }
-    return KernelRequest(_NAME, tuple(config.items()), threads)
+    return KernelRequest.of(
+        _NAME,
+        {
+            "value": INDEX_TYPES[value_dtype],
+            "index": INDEX_TYPES[index_dtype],
+            "bound": INDEX_TYPES[bound_dtype],
+            "lengths": has_lengths,
+            "weighted": is_weighted,
+            "threads": threads,
+        },
+        threads,
+    )
 
 
 class Shape(NamedTuple):
@@ -280,7 +283,7 @@ class InputsPlan(Plan):
             for offset, of_source in zip(own_offsets, key.capacities, strict=False)
         ]
         self._owners = self._make_owners(structs)
-        self._uploaded = [upload(backend, b"".join(map(bytes, each)) or b"\0" * 8) for each in (slots, senders)]
+        self._uploaded = [upload(backend, *each) for each in (slots, senders)]
         self._areas = OPERATOR.state(world).areas
         if self._outgoing_bytes:
             self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
@@ -327,10 +330,10 @@ class InputsPlan(Plan):
         if backend.name == "host":
             return _shape_beside(backend, tuning)._replace(work_groups=tuning.work_groups or _HOST_WORK_GROUPS)
         threads = tuning.threads or THREADS
-        resident = self._kernel(threads).max_blocks_per_sm() * backend.num_sms
-        work_groups = tuning.work_groups or min(resident, -(-self._most_pieces * warp_size() // threads))
-        if resident < work_groups:
-            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {work_groups}")
+        kernel = self._kernel(threads)
+        most = -(-self._most_pieces * warp_size() // threads)
+        work_groups = tuning.work_groups or min(resident_work_groups(backend, kernel), most)
+        check_resident(backend, kernel, work_groups)
         return Shape(work_groups, threads)
 
     def _make_owners(self, structs: Any) -> list[Any]:
@@ -374,10 +377,10 @@ class InputsPlan(Plan):
             placed = type(owner).from_buffer_copy(owner)
             if self.areas:
                 placed.outgoing_offset += self._areas[_OUTGOING].offset
-            owners.append(bytes(placed))
-        self._placed = upload(self._world.backend, b"".join(owners))
+            owners.append(placed)
+        self._placed = upload(self._world.backend, *owners)
         self._struct.owners = self._placed.data_ptr()
-        self._words = upload(self._world.backend, bytes(self._struct))
+        self._words = upload(self._world.backend, self._struct)
 
     def _contract_words(self, batch_per_rank: tuple[int, ...]) -> tuple[int, int]:
         """Return hash and word of the contract with so many samples of each PE."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.backend import KernelRequest
+from ..runtime.backend import KernelRequest, check_resident, resident_work_groups
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan, Plans
@@ -218,14 +218,12 @@ class InversionPlan(Plan):
             ),
         )
         if is_host:  # one library for all numbers of threads
-            assert request.config is not None
-            config = dict(request.config) | {"threads": "512", "blocks_per_sm": "2"}
-            request = dataclasses.replace(request, config=tuple(config.items()), threads=512, arena_bytes=0)
+            request = request.with_config(threads=512, blocks_per_sm=2)
+            request = dataclasses.replace(request, threads=512, arena_bytes=0)
         self._kernel = world.load(request)
-        resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
+        resident = resident_work_groups(world.backend, self._kernel)
         self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else max(resident - key.room_for, 1))
-        if not is_host and resident < self._grid:
-            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {self._grid}")
+        check_resident(world.backend, self._kernel, self._grid)
         words = description.structs["Words"]
         self._zero_words = world.workspace.zero_words(key.team, ctypes.sizeof(words) // 8)
         contract = OPERATOR.contract(key.team, rows.num_tables, rows.batch, rows.num_keys, self._grid)
@@ -240,7 +238,7 @@ class InversionPlan(Plan):
             num_passes=self._num_passes,
             words=self._zero_words.data_ptr(),
         )
-        self._plan = upload(world.backend, bytes(plan))
+        self._plan = upload(world.backend, plan)
         self._call: Any = description.structs["Call"]()
 
     def launch(self, indices: torch.Tensor, offsets: torch.Tensor) -> Inverted:
@@ -310,18 +308,22 @@ def kernel_request(
     arena_bytes: int,
 ) -> KernelRequest:
     """Return what is compiled for one combination of choices."""
-    config = {
-        "index": INDEX_TYPES[index_dtype],
-        "offset": INDEX_TYPES[offset_dtype],
-        "wide": str(is_wide).lower(),
-        "lookups": str(lookups).lower(),
-        "counts": str(counts).lower(),
-        "digit_bits": str(digit_bits),
-        "items": str(items),
-        "threads": str(threads),
-        "blocks_per_sm": str(work_groups_per_sm),
-    }
-    return KernelRequest(_NAME, tuple(config.items()), threads, arena_bytes=arena_bytes)
+    return KernelRequest.of(
+        _NAME,
+        {
+            "index": INDEX_TYPES[index_dtype],
+            "offset": INDEX_TYPES[offset_dtype],
+            "wide": is_wide,
+            "lookups": lookups,
+            "counts": counts,
+            "digit_bits": digit_bits,
+            "items": items,
+            "threads": threads,
+            "blocks_per_sm": work_groups_per_sm,
+        },
+        threads,
+        arena_bytes=arena_bytes,
+    )
 
 
 def _is_narrow(rows: Rows) -> bool:

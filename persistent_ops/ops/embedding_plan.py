@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.backend import KernelRequest
+from ..runtime.backend import KernelRequest, check_resident
 from ..runtime.contract import Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
 from ..runtime.literals import vector_bytes, warp_size
@@ -59,7 +59,7 @@ def _bad_offset(record: Any) -> IndexError:
 
 @dataclass(frozen=True)
 class Tuning(BoundedTuning):
-    """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
+    """Choices that change speed and nothing else; the defaults were measured on H200 (docs/what_was_tried.md).
 
     Attributes:
         threads: of a WG on the GPU; None for the most that the kernel's registers allow without spills.
@@ -232,11 +232,7 @@ class EmbeddingPlan(Plan):
                 blocks_per_sm,
             )
         )
-        if blocks_per_sm > kernel.max_blocks_per_sm():
-            raise ValueError(
-                f"work_groups: {blocks_per_sm} WGs of {threads} threads do not fit an SM together, only "
-                f"{kernel.max_blocks_per_sm()}; a persistent grid must be resident as a whole"
-            )
+        check_resident(world.backend, kernel, self._grid)
         if self._grid > world.workspace.max_ready_words:
             raise ValueError(f"work_groups: at most {world.workspace.max_ready_words} in all, got {self._grid}")
 
@@ -253,11 +249,11 @@ class EmbeddingPlan(Plan):
                 )
             wg_done = world.workspace.zero_words(team, slices * (-(-len(weights) // 64) + 1))
 
-        self._tables = upload(world.backend, b"".join(bytes(table) for table in tables) or b"\0" * 8)
-        self._batch_start = upload(world.backend, _packed(batch_start))
-        self._pe_bytes = upload(world.backend, _packed([dim * element for dim in dim_per_rank]))
+        self._tables = upload(world.backend, *tables)
+        self._batch_start = upload(world.backend, array("q", batch_start))
+        self._pe_bytes = upload(world.backend, array("q", [dim * element for dim in dim_per_rank]))
         ranges = _ranges(tables, narrowing)
-        self._ranges = upload(world.backend, b"".join(map(bytes, ranges)) or b"\0" * 8)
+        self._ranges = upload(world.backend, *ranges)
         self._wg_done = wg_done
         contract = OPERATOR.contract(
             team,
@@ -303,7 +299,7 @@ class EmbeddingPlan(Plan):
         if self.areas:
             self.held = staging = self._areas[_STAGING]
             self._struct.staging_offset = staging.offset
-        self._words = upload(self._backend, bytes(self._struct))
+        self._words = upload(self._backend, self._struct)
         self._address = self._words.data_ptr()
 
     def check_lookups(
@@ -499,20 +495,19 @@ def _request(
         if given not in INDEX_TYPES:
             raise TypeError(f"{name}: expected int32 or int64, got {given}")
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if lookups.is_weighted else "kSum"
-    config = {
-        "scalar": SCALARS[dtype],
-        "wire": SCALARS[wire_dtype],
-        "index": INDEX_TYPES[lookups.index_dtype],
-        "offset": INDEX_TYPES[lookups.offset_dtype],
-        "pooling": f"po::Pooling::{pooling}",
-        "sources": str(lookups.from_sources).lower(),
-        "shapes": str(shapes),
-        "rows_in_flight": str(rows_in_flight),
-        "threads": str(threads),
-        "blocks_per_sm": str(blocks_per_sm),
-    }
-    return KernelRequest("embedding_all_to_all", tuple(config.items()), threads)
-
-
-def _packed(values: Sequence[int]) -> bytes:
-    return bytes((ctypes.c_int64 * len(values))(*values))
+    return KernelRequest.of(
+        "embedding_all_to_all",
+        {
+            "scalar": SCALARS[dtype],
+            "wire": SCALARS[wire_dtype],
+            "index": INDEX_TYPES[lookups.index_dtype],
+            "offset": INDEX_TYPES[lookups.offset_dtype],
+            "pooling": f"po::Pooling::{pooling}",
+            "sources": lookups.from_sources,
+            "shapes": shapes,
+            "rows_in_flight": rows_in_flight,
+            "threads": threads,
+            "blocks_per_sm": blocks_per_sm,
+        },
+        threads,
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import KernelRequest
+from ..runtime.backend import KernelRequest, check_resident
 from ..runtime.contract import Field
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan, Plans
@@ -117,11 +117,8 @@ class ReturnPlan(Plan):
         if not 1 <= piece <= MOST_PIECE_LOOKUPS or piece % unit:
             raise ValueError(f"piece_lookups: expected a multiple of {unit} up to {MOST_PIECE_LOOKUPS}, got {piece}")
         self._kernel = world.load(kernel_request(constants["kThreads"]))
-        is_host = backend.name == "host"
-        resident = backend.num_sms * (1 if is_host else self._kernel.max_blocks_per_sm())
         self._grid = tuning.work_groups or backend.num_sms
-        if not is_host and resident < self._grid:
-            raise ValueError(f"work_groups: {resident} of them fit the GPU at once, not {self._grid}")
+        check_resident(backend, self._kernel, self._grid)
         places = [_places(pe, key.capacities[pe]) for pe in range(team.size)]
         first_slots = [0, *itertools.accumulate(map(len, layout.slots))]
         self._outgoing_bytes = 0
@@ -146,8 +143,8 @@ class ReturnPlan(Plan):
         counts = [0] * layout.num_features
         for feature, *_ in numbered:
             counts[feature] += 1
-        self._slots = upload(backend, b"".join(map(bytes, slots)) or b"\0" * 8)
-        self._feature_slots = upload(backend, _packed([0, *itertools.accumulate(counts)]))
+        self._slots = upload(backend, *slots)
+        self._feature_slots = upload(backend, array("q", [0, *itertools.accumulate(counts)]))
         self._areas = OPERATOR.state(world).areas
         if team.size > 1:
             room = max(of_pe[-1] for of_pe in places)
@@ -180,10 +177,10 @@ class ReturnPlan(Plan):
             copied = type(peer).from_buffer_copy(peer)
             if _OUTGOING in self.areas:
                 copied.outgoing_offset += self._areas[_OUTGOING].offset
-            peers.append(bytes(copied))
-        self._placed = upload(self._world.backend, b"".join(peers))
+            peers.append(copied)
+        self._placed = upload(self._world.backend, *peers)
         self._struct.peers = self._placed.data_ptr()
-        self._words = upload(self._world.backend, bytes(self._struct))
+        self._words = upload(self._world.backend, self._struct)
 
     def launch(self, lookups: Lookups, products: torch.Tensor) -> torch.Tensor:
         """Launch on the current stream; see `return_gradients`."""
@@ -209,7 +206,3 @@ def _places(pe: int, capacities: Sequence[int]) -> list[int]:
     """
     sizes = (0 if owner == pe else aligned_bytes(4 * capacity) for owner, capacity in enumerate(capacities))
     return [0, *itertools.accumulate(sizes)]
-
-
-def _packed(values: Sequence[int]) -> bytes:
-    return bytes((ctypes.c_int64 * len(values))(*values))

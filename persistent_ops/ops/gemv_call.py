@@ -99,7 +99,7 @@ def execute(
         prefetch_weight,
         state.tuning,
     )
-    plan = state.plans.find(key, bias) or _new_plan(world, key, bias)
+    plan = state.plans.find(key) or _new_plan(world, key)
     if out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=device)
     else:
@@ -109,7 +109,7 @@ def execute(
     return out
 
 
-def _new_plan(world: _world.World, key: GemvKey, bias: torch.Tensor | None) -> GemvPlan:
+def _new_plan(world: _world.World, key: GemvKey) -> GemvPlan:
     """Make a plan; for "auto", find the one that it means."""
     if key.team is world.team:
         reserve_packets(world)  # collective, and so before what one PE alone may refuse
@@ -118,7 +118,7 @@ def _new_plan(world: _world.World, key: GemvKey, bias: torch.Tensor | None) -> G
     if key.algorithm != "auto":
         return plans.make(key, lambda: GemvPlan(world, key), None if key.team is world.team else "gemv")
     meant = key._replace(algorithm=choose_algorithm(world, key))
-    plan = plans[key] = plans.find(meant, bias) or _new_plan(world, meant, bias)
+    plan = plans[key] = plans.find(meant) or _new_plan(world, meant)
     return plan
 
 

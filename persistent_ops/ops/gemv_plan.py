@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import Kernel, KernelRequest
+from ..runtime.backend import Kernel, KernelRequest, check_resident
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS, fill_nan
 from ..runtime.errors import PersistentOpsError
@@ -48,7 +48,7 @@ _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
 
 @dataclass(frozen=True)
 class Tuning(BoundedTuning):
-    """Choices that change speed and nothing else; the defaults were measured on H200 (benchmarks/README.md).
+    """Choices that change speed and nothing else; the defaults were measured on H200 (docs/what_was_tried.md).
 
     Attributes:
         warps: that multiply, per WG; see `team_factor` for when there are more. It decides the order of sums: all calls
@@ -133,7 +133,7 @@ def choose_algorithm(world: World, key: GemvKey) -> str:
 
 
 def choose_depth(bytes_per_wg: int, room_for_two: int) -> int:
-    """Return a ring's steps per warp, as measured on H200 (benchmarks/README.md).
+    """Return a ring's steps per warp, as measured on H200 (docs/what_was_tried.md).
 
     With little to read, what counts is how soon the vectors come, which queue behind the weights of a deep ring. To a
     launch that begins early they come last anyway, and the more weights come before, the better.
@@ -262,18 +262,18 @@ class GemvPlan(Plan):
             lets_in=_lets_in(depth <= room_for_two, prefetches, bytes_per_wg),
         )
         if world.backend.name == "host":  # most choices are not about the host: one library for all of them
-            assert request.config is not None
-            config = dict(request.config) | {"depth": "1", "aligned": "true", "resident": "true"}
-            config |= {"warps": "8", "prefetches": "false", "lets_in": "po::LetsIn::kAtOnce"}
-            config["vectors"] = "1" if num_vectors == 1 else str(MAX_VECTORS)
-            request = dataclasses.replace(request, config=tuple(config.items()))
-        self._kernel: Kernel = world.load(request)
-        resident = self._kernel.max_blocks_per_sm() * world.backend.num_sms
-        if world.backend.name == "cuda" and resident < grid:
-            raise ValueError(
-                f"warps, depth, work_groups: {resident} WGs with {arena_bytes} bytes of shared memory fit the GPU, not "
-                f"{grid}; a persistent grid must be resident as a whole"
+            vectors = 1 if num_vectors == 1 else MAX_VECTORS
+            request = request.with_config(
+                vectors=vectors,
+                depth=1,
+                warps=8,
+                aligned=True,
+                resident=True,
+                prefetches=False,
+                lets_in="po::LetsIn::kAtOnce",
             )
+        self._kernel: Kernel = world.load(request)
+        check_resident(world.backend, self._kernel, grid, choices="warps, depth, work_groups")
         self.is_two_phase = two_phase
         self._grid = grid
         self._element = element
@@ -291,7 +291,7 @@ class GemvPlan(Plan):
                 packets=packets,
                 asked=asked.data_ptr(),
             )
-            words = upload(world.backend, bytes(plan))
+            words = upload(world.backend, plan)
             packed = description.queries["packed_shape"](num_rows, team.rank, team.size, num_vectors, columns)
             call = structs["Call"](shape=structs["Shape"](packed=packed))
             self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
@@ -388,21 +388,20 @@ def kernel_request(
     `prefetches`: the launch asks for weights before its predecessor has ended. `lets_in`: when it lets its successor
     begin, an enumerator of LetsIn in cuda/sched/succession.cuh.
     """
-    config = {
-        "scalar": SCALARS[dtype],
-        "sum_scalar": SCALARS[comm_dtype],
-        "vectors": str(kernel_vectors),
-        "depth": str(depth),
-        "warps": str(warps),
-        "aligned": str(is_aligned).lower(),
-        "resident": str(is_resident).lower(),
-        "two_phase": str(two_phase).lower(),
-        "prefetches": str(prefetches).lower(),
-        "lets_in": f"po::LetsIn::{lets_in}",
-    }
-    return KernelRequest(
+    return KernelRequest.of(
         _NAME,
-        tuple(config.items()),
+        {
+            "scalar": SCALARS[dtype],
+            "sum_scalar": SCALARS[comm_dtype],
+            "vectors": kernel_vectors,
+            "depth": depth,
+            "warps": warps,
+            "aligned": is_aligned,
+            "resident": is_resident,
+            "two_phase": two_phase,
+            "prefetches": prefetches,
+            "lets_in": f"po::LetsIn::{lets_in}",
+        },
         (warps + OPERATOR.description.constants["kServingWarps"]) * warp_size(),
         arena_bytes=arena_bytes,
         overlaps_predecessor=True,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import KernelRequest
+from ..runtime.backend import KernelRequest, check_resident
 from ..runtime.contract import Contract, Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
 from ..runtime.errors import CapacityError, PeerTimeoutError
@@ -346,8 +346,7 @@ class SparsePlan(Plan):
             is_host=is_host,
         )
         self._kernel = world.load(request)
-        if backend.name == "cuda" and self._kernel.max_blocks_per_sm() * backend.num_sms < grid:
-            raise ValueError(f"work_groups: {grid} WGs of this kernel do not fit the GPU at once")
+        check_resident(backend, self._kernel, grid)
         self.capacity = key.capacity
         self.gathers = key.gathers
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(structs["Report"]))
@@ -413,7 +412,7 @@ class SparsePlan(Plan):
         struct.progress_offset = areas["progress"].offset
         struct.gather_offset = areas[_GATHER].offset if _GATHER in self.areas else 0
         struct.low_offset = areas[_LOW].offset if _LOW in self.areas else 0
-        self._words = upload(self._world.backend, bytes(struct))
+        self._words = upload(self._world.backend, struct)
         self._address = self._words.data_ptr()
 
     def launch(self, entries: Entries, output_offset: int, into: tuple[int, int, int] | None = None) -> None:
@@ -459,12 +458,15 @@ def kernel_request(
     """Return what is compiled for rows of a kind."""
     access = vector_bytes() if is_aligned else dtype.itemsize
     lanes = next((n for n in (1, 4, 8, 16) if n * access >= row_bytes), warp_size())
-    config = {
-        "scalar": SCALARS[dtype],
-        "index": INDEX_TYPES[index_dtype],
-        "gathers": str(gathers).lower(),
-        "lanes": str(warp_size()) if is_host else str(lanes),
-        "bytes": str(access),
-        "threads": str(_THREADS),
-    }
-    return KernelRequest(_NAME, tuple(config.items()), _THREADS)
+    return KernelRequest.of(
+        _NAME,
+        {
+            "scalar": SCALARS[dtype],
+            "index": INDEX_TYPES[index_dtype],
+            "gathers": gathers,
+            "lanes": warp_size() if is_host else lanes,
+            "bytes": access,
+            "threads": _THREADS,
+        },
+        _THREADS,
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +15,7 @@ from .interruptible import Interruptible
 from .jit import KernelSource
 from .residency import Footprint, Sm
 
-__all__ = ["Backend", "Kernel", "KernelRequest"]
+__all__ = ["Backend", "Kernel", "KernelRequest", "check_resident", "resident_work_groups"]
 
 _TRACES = """#include "platform/platform.cuh"
 template <>
@@ -44,6 +46,16 @@ class KernelRequest:
     holds_call: bool = False
     traces: bool = False
 
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, str | int | bool], threads: int, **options: Any) -> KernelRequest:
+        """Return the request for a kernel with a `Config` of numbers, truth values and C++ text."""
+        return cls(name, tuple((field, _cpp(value)) for field, value in config.items()), threads, **options)
+
+    def with_config(self, **changes: str | int | bool) -> KernelRequest:
+        """Return the same with other values of some fields of the `Config`."""
+        config = dict(self.config or ()) | {field: _cpp(value) for field, value in changes.items()}
+        return dataclasses.replace(self, config=tuple(config.items()))
+
     def source(self) -> KernelSource:
         """Return what is compiled; a compiler that lays a struct out in another way than the description refuses it."""
         space, kernel = f"po::{self.name}", "Kernel"
@@ -54,6 +66,10 @@ class KernelRequest:
         entry = "PO_ENTRY" + "_HOLDING_CALL" * self.holds_call + "_TRACED" * self.traces
         tail = f"{check}\n{entry}({self.name}, {space}::{kernel})\n"
         return KernelSource(f"kernels/{self.name}.cuh", head="#include <cstddef>\n" + _TRACES * self.traces, tail=tail)
+
+
+def _cpp(value: str | int | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Kernel(Protocol):
@@ -105,7 +121,7 @@ class Backend(Protocol):
     runs_beside: bool
     """Whether launches from now on may be resident side by side, as all PEs have agreed."""
     leaves_room: bool
-    """Whether they leave SMs to other libraries' collectives, as all PEs have agreed (`World.leave_room`)."""
+    """Whether they leave SMs to other libraries' collectives, as all PEs have agreed (`leave_sms`)."""
     network: int
     """Address of the host backend's delaying network; 0 where there is none."""
 
@@ -145,3 +161,20 @@ class Backend(Protocol):
 
     def close(self, *, is_alone: bool = False) -> None:
         """Release everything; no launch may be in flight. Collective, unless `is_alone`: peers may be gone."""
+
+
+def resident_work_groups(backend: Backend, kernel: Kernel) -> int:
+    """Return how many WGs of a kernel a GPU holds at once."""
+    return kernel.max_blocks_per_sm() * backend.num_sms
+
+
+def check_resident(backend: Backend, kernel: Kernel, grid: int, *, choices: str = "work_groups") -> None:
+    """Raise ValueError, with the choices that are to blame, where a GPU does not hold a grid at once.
+
+    On the host a grid may have any number of WGs.
+    """
+    if backend.name != "host" and (resident := resident_work_groups(backend, kernel)) < grid:
+        raise ValueError(
+            f"{choices}: {resident} WGs of this kernel fit the GPU at once, not {grid}; a persistent grid must be "
+            "resident as a whole"
+        )

@@ -84,9 +84,9 @@ class Contract:
     def words(self, count: int) -> tuple[int, ...]:
         """Return the contract as the `count` words that travel with every credit."""
         fields, values, name = _fields_of(self.operator), (self.team, *self.values), self.operator.name
-        most = count - 2  # the first word is the operator's, the last one is for the number of a call
-        if len(fields) > most:
-            raise ValueError(f"contract of {name}: at most {most} fields, got {len(fields)}")
+        most = count - 3  # beside the operator's word, the team's and that of the number of a call
+        if len(fields) - 1 > most:
+            raise ValueError(f"contract of {name}: at most {most} fields, got {len(fields) - 1}")
         if len(values) != len(fields):
             names = ", ".join(field.name for field in fields[1:])
             raise ValueError(f"contract of {name}: expected values for {names}, got {self.values}")

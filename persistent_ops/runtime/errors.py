@@ -35,7 +35,8 @@ def to_raise(error: _Error) -> _Error:
 
 
 class PersistentOpsError(RuntimeError):
-    """Base class of every error that the package raises on its own account."""
+    """Base class of the errors of joining, launching, compiling and memory. What an argument has wrong is a TypeError,
+    a ValueError or an IndexError."""
 
 
 class BootstrapError(PersistentOpsError):
@@ -63,11 +64,15 @@ class NotSymmetricError(ValueError):
 
 
 class PeerTimeoutError(PersistentOpsError):
-    """A peer did not answer within the time-out; the operator's output is poisoned with NaN."""
+    """A peer did not answer within the time-out.
+
+    Outputs are poisoned with NaN. The message says whether what is changed in place, as tables are by their optimizer,
+    may be half changed.
+    """
 
 
 class PeerLostError(PeerTimeoutError):
-    """A peer that was waited for has ended, or this PE was interrupted; the operator's output is poisoned with NaN."""
+    """A peer that was waited for has ended, or this PE was interrupted; what that leaves is as in PeerTimeoutError."""
 
 
 class ContractMismatchError(PersistentOpsError):

@@ -62,8 +62,8 @@ class TorchOperator:
             results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
             _define(name, f"({arguments}) -> {results}", run, fake, no_gradient)
         if outputs:
-            letters = "abcd"  # of aliases; arguments that change have those from the end of the alphabet
-            written = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip(letters, outputs, strict=False))
+            # Aliases by letters; arguments that change have those from the end of the alphabet.
+            written = ", ".join(f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs))
             signature = f"({arguments}, *, {written}) -> ()"
             refusal = no_gradient or f"{name} is forward only: it has no derivative"
             _define(self._writing_name, signature, _without_result(run), fake and _without_result(fake), refusal)

@@ -219,7 +219,7 @@ def align_clocks(world: World) -> Clock:
     areas.reserve([Need(_WORDS, nbytes, is_zeroed=True)], lambda: _ALIGNMENT.contract(world.team, True))
     kernel = world.load(KernelRequest("clock_alignment", None, constants["kThreads"]))
     team = world.workspace.team(_ALIGNMENT.contract(world.team, False))
-    plan = upload(world.backend, bytes(structs["Plan"](team=team, words_offset=areas[_WORDS].offset)))
+    plan = upload(world.backend, structs["Plan"](team=team, words_offset=areas[_WORDS].offset))
     rounds = constants["kRounds"]
     samples = world.backend.private_words(world.size * rounds * 3)
     call = structs["Call"](samples=samples.data_ptr())

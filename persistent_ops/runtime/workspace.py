@@ -187,10 +187,7 @@ class Workspace:
                     self.admit(self, kernel, grid)
                     kernel.admitted_grid = grid
                 self._order.follow(self._backend.stream())
-            if begins_early:
-                kernel.launch(grid, plan, call, begins_early=True)
-            else:
-                kernel.launch(grid, plan, call)
+            kernel.launch(grid, plan, call, begins_early=begins_early)
             if self._is_asynchronous:
                 self._order.launched()
         if not self._is_asynchronous and self._error.state:

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import threading
+from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -246,7 +247,7 @@ class World:
         description = _BARRIER.prepare(self)
         kernel = self.load(KernelRequest("barrier", None, description.constants["kThreads"]))
         plan = description.structs["Plan"](team=(workspace or self.workspace).team(contract))
-        return kernel, upload(self.backend, bytes(plan)), description.structs["Call"]()
+        return kernel, upload(self.backend, plan), description.structs["Call"]()
 
     def meet(self, contract: Contract, workspace: Workspace | None = None) -> None:
         """Wait, on the host too, for every PE to come to a launch under the same contract, in the same workspace.
@@ -328,9 +329,10 @@ class World:
             self.bootstrap.close()
 
 
-def upload(backend: Backend, data: bytes) -> torch.Tensor:
-    """Return private memory of the backend's device that holds `data`."""
-    words = backend.private_words((len(data) + 7) // 8)
+def upload(backend: Backend, *parts: ctypes.Structure | array[int]) -> torch.Tensor:
+    """Return private memory of the backend's device, a word at least, with structs or arrays side by side."""
+    data = b"".join(map(bytes, parts))
+    words = backend.private_words(max(1, (len(data) + 7) // 8))
     padded = bytearray(data.ljust(words.numel() * 8, b"\0"))
     words.copy_(torch.frombuffer(padded, dtype=torch.int64))
     return words

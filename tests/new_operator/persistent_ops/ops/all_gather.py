@@ -118,7 +118,7 @@ class _Plan(Plan):
         self._output_bytes = math.prod(self._shape) * key.dtype.itemsize
         contract = OPERATOR.contract(key.team, key.shape, key.dtype, self._grid)
         team, part_bytes = world.workspace.team(contract), self._output_bytes // key.team.size
-        self._words = upload(world.backend, bytes(structs["Plan"](team=team, part_bytes=part_bytes)))
+        self._words = upload(world.backend, structs["Plan"](team=team, part_bytes=part_bytes))
         self._call = structs["Call"]()
 
     def launch(self, x: torch.Tensor) -> torch.Tensor:
