@@ -351,21 +351,32 @@ def _launchers() -> list[Finding]:
             text = f"{found.launcher}, rank {found.rank} of {found.world_size}"
         findings.append(Finding(section, "started by", "ok", text))
     except BootstrapError as error:
-        findings.append(Finding(section, "started by", "warning", str(error)))
+        remedy = "unset the variables of the launcher that did not start this process"
+        findings.append(Finding(section, "started by", "missing", str(error), remedy, ("cuda", "host")))
     beside = Path(sys.executable).parent
     for name, remedy in (
         ("torchrun", ""),
         ("mpiexec.hydra", _pip("mpich")),
         ("nvshmrun", ""),
-        ("mpirun", ""),
+        ("mpirun", "apt-get install openmpi-bin"),
         ("srun", ""),
     ):
-        path = shutil.which(name) or shutil.which(name, path=str(beside))
+        path = _open_mpi() if name == "mpirun" else shutil.which(name) or shutil.which(name, path=str(beside))
         if path or remedy:
             findings.append(
                 Finding(section, name, "ok" if path else "info", path or "not found", "" if path else remedy)
             )
     return findings
+
+
+def _open_mpi() -> str | None:
+    """Return Open MPI's mpirun; MPICH, with which Hydra comes, has one of the same name."""
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        for name in ("mpirun", "mpirun.openmpi"):
+            path = shutil.which(name, path=folder)
+            if path and "(Open" in (_command(path, "--version") or ""):
+                return path
+    return None
 
 
 def _heap() -> list[Finding]:
@@ -431,6 +442,10 @@ def _cache() -> list[Finding]:
     except Exception as error:
         findings.append(Finding(section, "compile cache", "missing", str(error), remedy, ("cuda", "host")))
     else:
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:  # "cuda" asks compiled headers for their layout
+            text = f"{folder} is mounted noexec: what is compiled cannot be loaded from there"
+            findings.append(Finding(section, "compile cache", "missing", text, remedy, ("cuda", "host")))
+            return findings
         entries = len(list(folder.glob("entries/*")))
         findings.append(Finding(section, "compile cache", "ok", f"{folder}, writable, {entries} kernels"))
     return findings

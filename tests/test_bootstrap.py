@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -540,7 +541,7 @@ def test_world_of_one_needs_nobody() -> None:
     pe.close()
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     pe = from_threads(1, 1.0)[0]
     with pytest.raises(TypeError, match="value must be bytes, got str"):
         pe.exchange("t", "x")  # type: ignore[arg-type]
@@ -559,6 +560,9 @@ def test_bad_arguments() -> None:
         spawn.launch(print, 1, timeout=0)
     with pytest.raises(ValueError, match="must be picklable"):
         spawn.launch(lambda: None, 1)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(PersistentOpsError, match=r"daemonic.*threads=True"):
+        spawn.launch(print, 1)
 
 
 # --- launch ---

@@ -455,6 +455,14 @@ def test_refuses_other_models(tmp_path: Path, changes: dict[str, Any], message: 
         config_of_folder(folder_of(tmp_path, **changes))
 
 
+def test_reads_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path, _name_or_path="/modèles/x")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()), ensure_ascii=False), encoding="utf-8")
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": path.read_bytes().decode(encoding))
+    assert config_of_folder(folder).hidden
+
+
 def test_refuses_folders_without_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file or directory; expected a Hugging Face"):
         config_of_folder(tmp_path)

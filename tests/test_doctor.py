@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -180,13 +181,41 @@ def test_a_cache_that_cannot_be_written_stops_both_backends(monkeypatch: pytest.
     assert not report.can_run("cuda")
 
 
-def test_a_contradictory_launcher_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_from_which_nothing_can_be_loaded_stops_both_backends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(tmp_path))
+    assert named(doctor.examine(), "compile cache").status == "ok"
+    found = os.statvfs(tmp_path)
+    noexec = os.statvfs_result([*found[:8], found.f_flag | os.ST_NOEXEC, found.f_namemax])
+    monkeypatch.setattr(os, "statvfs", lambda folder: noexec)
+    report = doctor.examine()
+    assert "noexec" in named(report, "compile cache").value
+    assert not report.can_run("host")
+    assert not report.can_run("cuda")
+
+
+@pytest.mark.parametrize(("says", "is_found"), [("mpirun (Open MPI) 4.1.4", True), ("HYDRA build details:", False)])
+def test_mpirun_is_that_of_open_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, is_found: bool) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{says}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = next(each for each in doctor._launchers() if each.name == "mpirun")
+    assert finding.status == ("ok" if is_found else "info")
+    assert finding.value == (str(program) if is_found else "not found")
+    assert is_found or "openmpi-bin" in finding.remedy
+
+
+def test_a_contradictory_launcher_stops_both_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in launchers.LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    finding = named(doctor.examine(), "started by")
-    assert finding.status == "warning"
-    assert "WORLD_SIZE" in finding.value
+    report = doctor.examine()
+    assert named(report, "started by").status == "missing"
+    assert "WORLD_SIZE" in named(report, "started by").value
+    assert not report.can_run("host")
+    assert not report.can_run("cuda")
 
 
 @pytest.mark.parametrize("number", range(len(doctor._PROBES)))

@@ -306,7 +306,7 @@ CASES = {
 NARROW = ("alone", "plain", "rows_of_chunks", "a_pe_without_samples", "staged", "alternating_staged", "some_are_near")
 
 MUTATIONS = {
-    "gradients_are_pushed_without_credit": Mutation((Condition("credit-before-pushes", "true"),), AHEAD, RACE),
+    "gradients_are_pushed_without_credit": Mutation((Condition("credit-before-pushes", "false"),), AHEAD, RACE),
     "gradients_are_not_awaited": Mutation((Drop("gradients-await"),), PLAIN, RACE),
     "a_table_is_told_with_its_first_piece": Mutation(
         (Swap("table-pushed", "static_cast<uint64_t>(plan_.num_slices)", "1"),), PIECES, RACE | {Exit.WRONG_REMAINS}

@@ -334,7 +334,7 @@ MUTATIONS = {
     ),
     "slots_are_told_before_all_warps_have_found_them": Mutation((Drop("found-sync"),), f"{PLAIN} {_SOON}", _COUNTS),
     "slots_are_not_awaited": Mutation((Drop("found-await"),), f"{LONE} {_SOON}", _COUNTS),
-    "inputs_are_stored_without_credit": Mutation((Condition("credit-before-inputs", "true"),), SLOW_READERS, RACE),
+    "inputs_are_stored_without_credit": Mutation((Condition("credit-before-inputs", "false"),), SLOW_READERS, RACE),
     "inputs_are_put_without_credit": Mutation(
         (Drop("credit-before-input-puts"),), f"{SLOW_READERS} --staged=1 --delay-us=200", RACE
     ),

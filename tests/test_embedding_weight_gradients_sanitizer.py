@@ -225,7 +225,7 @@ CASES = {
 }
 
 MUTATIONS = {
-    "returns_are_stored_without_credit": Mutation((Condition("credit-before-returns", "true"),), AHEAD, RACE),
+    "returns_are_stored_without_credit": Mutation((Condition("credit-before-returns", "false"),), AHEAD, RACE),
     "returns_are_not_awaited": Mutation((Drop("returns-await"),), PLAIN, RACE),
     "returns_are_told_with_their_first_piece": Mutation(
         (Swap("returns-complete", "pieces", "1"),), PLAIN, RACE | {Exit.WRONG_REMAINS}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import persistent_ops as po
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SOURCE = """
@@ -177,3 +180,30 @@ def test_what_cannot_be_prepared_is_a_failure_of_its_method(run: Any, monkeypatc
     failures = [line["failures"] for line in lines if line["kind"] == "check"]
     assert failures == [["add, could not be prepared: PE 0: RuntimeError: no graph today"]] * 2
     assert not [line for line in lines if line["kind"] == "time"]
+
+
+def test_a_commit_is_that_of_the_package_and_of_no_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        name = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *name, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    package = tmp_path / "lib" / "persistent_ops"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "mine.py").touch()
+    git("init", "-q")
+    git("add", "mine.py")
+    git("commit", "-qm", "mine")
+    monkeypatch.setattr(po, "__file__", str(package / "__init__.py"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    what_ran = importlib.import_module("harness.record").what_ran
+    assert what_ran("command")["commit"] is None
+    git("add", ".")
+    git("commit", "-qm", "the package too")
+    assert what_ran("command")["commit"] == git("rev-parse", "HEAD").strip()
+    (package / "__init__.py").write_text("# changed")
+    assert what_ran("command")["commit"].endswith(" with changes")

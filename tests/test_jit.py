@@ -173,6 +173,14 @@ def test_sums_keep_two_roundings(workshop: Workshop) -> None:
     assert library.multiply_add(a, a, -(a * a)) == 0.0
 
 
+def test_a_library_that_cannot_be_loaded_says_what_to_set(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = workshop.build()
+    library.write_bytes(library.read_bytes()[:64])  # as dlopen sees it: nothing to map
+    monkeypatch.setattr(jit, "compile_host", lambda source, optimize: library)
+    with pytest.raises(CompileError, match=r"cannot be loaded: .*Set PERSISTENT_OPS_CACHE to a folder"):
+        jit.load_host(workshop.source)
+
+
 def test_scan_sees_every_spelling_and_survives_a_cycle(workshop: Workshop) -> None:
     kernels = workshop.root / "kernels"
     (kernels / "all.cuh").write_text('#include "near.h"\n#if 0\n  # include <platform/unrelated.h>\n#endif\n')

@@ -122,13 +122,15 @@ def describe_run(rank: int, *, command: str, backend: str, device: torch.device)
 
 
 def what_ran(command: str) -> dict[str, Any]:
-    """Return the date, the command and the commit of the tree that runs; None for that where it is no checkout."""
+    """Return the date, the command and the commit of the package that runs; None for that where it is no checkout's."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"date": date, "command": command, "commit": _commit()}
 
 
 def _commit() -> str | None:
     folder = str(Path(persistent_ops.__file__).resolve().parent)
+    if _output("git", "-C", folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None  # installed, maybe inside a repository of something else
     commit = _output("git", "-C", folder, "rev-parse", "HEAD")
     if commit is None:
         return None

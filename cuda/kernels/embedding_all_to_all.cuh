@@ -209,13 +209,7 @@ class RowStore {
     }
     uint64_t output = own_output_;
     if (destination_ != team.rank) {
-      // One lane decides for the group: after an abort the lanes of a warp may remember different credits.
-      if (!group.shuffle(credited_ >> destination_ & 1, 0)) {  // @credit-before-stores
-        const bool granted = group.rank() == 0 ? await_credit(plan_.team, destination_) : false;
-        if (!group.shuffle(granted, 0)) return false;
-        group.sync();  // the leader's acquire of the credit is before the stores of the other lanes
-        credited_ |= 1ull << destination_;
-      }
+      if (!credits_.await(team, group, destination_)) return false;  // @credit-before-stores
       output = granted_output(team, destination_);
     }
     stride_ = static_cast<int32_t>(plan_.output_row_bytes);
@@ -238,7 +232,7 @@ class RowStore {
  private:
   const Plan& plan_;
   uint64_t own_output_;
-  uint64_t credited_ = 0;  // bit p: PE p granted this epoch's credit
+  Credits credits_;
   int destination_ = 0;
   int32_t piece_bytes_ = 0;
   int64_t first_bag_ = 0;

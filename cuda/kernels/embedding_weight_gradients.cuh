@@ -91,7 +91,7 @@ class Returner {
       const int32_t piece = at / (team_.size - 1);
       if (piece >= num_pieces(target)) continue;
       const TaskTrace trace(true);
-      if (!has_credit(target)) return;
+      if (!credits_.await(team_, warp_, target)) return;  // @credit-before-returns
       copy(target, piece);
       finish(target);
     }
@@ -116,16 +116,6 @@ class Returner {
       if (pe != team_.rank) most = max_of(most, num_pieces(pe));
     }
     return most;
-  }
-
-  // One lane decides for the warp: after an abort the lanes may see different credits.
-  PO_FN bool has_credit(int target) {
-    if ((credited_ >> target & 1) != 0) return true;  // @credit-before-returns
-    const bool granted = warp_.rank() == 0 ? await_credit(team_, target) : false;
-    if (!warp_.shuffle(granted, 0)) return false;
-    warp_.sync();  // the first lane's acquire is before what all lanes store
-    credited_ |= 1ull << target;
-    return true;
   }
 
   PO_FN uint64_t offset_at(int target) const { return plan_.staging_offset + plan_.peers[target].target_offset; }
@@ -180,7 +170,7 @@ class Returner {
   const Team& team_;
   const Call& call_;
   const Warp warp_{};
-  uint64_t credited_ = 0;  // bit p: PE p has granted this epoch's credit
+  Credits credits_;
   bool has_put_ = false;
 };
 

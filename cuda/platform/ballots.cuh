@@ -2,10 +2,18 @@
 #pragma once
 
 #include "platform/bits.cuh"
-#include "platform/counters.cuh"
 #include "platform/groups.cuh"
 
 namespace po {
+
+// Bit l: `condition` of lane l. All lanes.
+PO_FN uint32_t ballot([[maybe_unused]] const Warp& warp, bool condition) {
+#if PO_ON_DEVICE
+  return __ballot_sync(warp.mask(), condition);
+#else
+  return condition ? 1 : 0;
+#endif
+}
 
 // A warp that counts.
 struct BallotWarp : Warp {

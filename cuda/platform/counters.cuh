@@ -1,17 +1,17 @@
-// 32-bit counters that many threads add to, and bits of a warp's lanes.
+// 32-bit counters that many threads add to.
 #pragma once
 
-#include "platform/groups.cuh"
 #include "platform/memory.cuh"
 
 namespace po {
 
-// Bit l: `condition` of lane l. All lanes.
-PO_FN uint32_t ballot([[maybe_unused]] const Warp& warp, bool condition) {
+PO_FN uint32_t count_load_relaxed_gpu(const uint32_t* word) {
 #if PO_ON_DEVICE
-  return __ballot_sync(warp.mask(), condition);
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
 #else
-  return condition ? 1 : 0;
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
 #endif
 }
 
@@ -28,6 +28,18 @@ PO_FN void count_add_relaxed_gpu(uint32_t* word, uint32_t value) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 #else
   __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
+// Counts up to `last`, and from there to 0.
+PO_FN void count_up_relaxed_gpu(uint32_t* word, uint32_t last) {
+#if PO_ON_DEVICE
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(word), "r"(last) : "memory");
+#else
+  uint32_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (
+      !__atomic_compare_exchange_n(word, &old, old >= last ? 0 : old + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
 #endif
 }
 

@@ -16,6 +16,7 @@ namespace po {
 #if PO_ON_DEVICE
 
 inline constexpr int kWarpSize = 32;
+inline constexpr int kMaxWarps = 32;  // of a WG
 
 struct WorkGroup {
   PO_FN int rank() const { return static_cast<int>(threadIdx.x); }
@@ -81,6 +82,7 @@ struct Lanes {
 #else
 
 inline constexpr int kWarpSize = 1;
+inline constexpr int kMaxWarps = 64;
 
 struct WorkGroup {
   int rank_;

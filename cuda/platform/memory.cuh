@@ -232,28 +232,6 @@ PO_FN uint64_t atomic_fetch_add_relaxed_gpu(uint64_t* word, uint64_t value) {
 #endif
 }
 
-// Counts up to `last`, and from there to 0.
-PO_FN void atomic_count_relaxed_gpu(uint32_t* word, uint32_t last) {
-#if PO_ON_DEVICE
-  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(word), "r"(last) : "memory");
-#else
-  uint32_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (
-      !__atomic_compare_exchange_n(word, &old, old >= last ? 0 : old + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
-#endif
-}
-
-PO_FN uint32_t count_load_relaxed_gpu(const uint32_t* word) {
-#if PO_ON_DEVICE
-  uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-#else
-  return __atomic_load_n(word, __ATOMIC_RELAXED);
-#endif
-}
-
 PO_FN uint64_t atomic_or_fetch_acq_rel_gpu(uint64_t* word, uint64_t bits) {
 #if PO_ON_DEVICE
   uint64_t old;

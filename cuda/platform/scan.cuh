@@ -7,11 +7,6 @@
 
 namespace po {
 
-#if PO_ON_DEVICE
-inline constexpr int kMaxWarps = 32;
-#else
-inline constexpr int kMaxWarps = 64;
-#endif
 PO_CONSTANT(kMaxWarps)
 
 struct SumScratch {

@@ -69,8 +69,6 @@ struct TraceSink {
 };
 PO_DESCRIBE(TraceSink, blocks, num_blocks, used)
 
-inline constexpr int kMostWarps = PO_ON_DEVICE ? 32 : 64;  // of a WG
-
 // On a GPU only words of 32 bits are added to and compared without a loop in shared memory, which is scarce, too. There a
 // TraceMark is the lower half of a word of TraceTotals, with times in units of 16 ticks, of which it holds half a minute; or
 // ticks of which differences count, one second of work.
@@ -87,8 +85,8 @@ inline constexpr auto kMostMark = static_cast<TraceMark>(-1);
 struct TraceState {
   TraceBlock* block;  // null: no room
   TraceTotals totals;
-  TraceMark waited[kMostWarps];      // ticks; of a warp whose lanes wait for several peers at once, of each
-  TraceMark task_begin[kMostWarps];  // ticks that the warp had not waited
+  TraceMark waited[kMaxWarps];      // ticks; of a warp whose lanes wait for several peers at once, of each
+  TraceMark task_begin[kMaxWarps];  // ticks that the warp had not waited
 };
 
 // ---- of one WG ------------------------------------------------------------------------------------------------------
@@ -280,7 +278,7 @@ class LaunchTrace {
     uint64_t* counts = words_of(state.totals) + kFirstCount;
     constexpr int kCounts = kTotals - kFirstCount;
     for (int i = wg.rank(); i < kCounts; i += wg.size()) counts[i] = i < kFirstBegins ? kMostMark : 0;
-    for (int i = wg.rank(); i < kMostWarps; i += wg.size()) state.waited[i] = 0;
+    for (int i = wg.rank(); i < kMaxWarps; i += wg.size()) state.waited[i] = 0;
     if (wg.rank() != 0) return;
     number_ = atomic_fetch_add_relaxed_gpu(sink.used, 1);
     state.totals.wg = static_cast<uint64_t>(wg.index());

@@ -9,6 +9,7 @@
 // stays until all have asked for everything. Nobody relies on that: it is about speed alone, and has a bound.
 #pragma once
 
+#include "platform/counters.cuh"
 #include "platform/groups.cuh"
 #include "platform/memory.cuh"
 
@@ -54,7 +55,7 @@ class Succession {
 
  private:
   PO_FN void count() {
-    if (Warp().rank() == 0) atomic_count_relaxed_gpu(asked_, last_);
+    if (Warp().rank() == 0) count_up_relaxed_gpu(asked_, last_);
   }
 
   static constexpr int kStepsOfLaunch = 6;  // that pass while a launch begins: 1.5 us on H200, 8 KB per step and SM

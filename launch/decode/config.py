@@ -146,7 +146,7 @@ def config_of_folder(folder: Path) -> ModelConfig:
     """
     path = folder / "config.json"
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; expected a Hugging Face model folder") from error
     except ValueError as error:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .jit import KernelSource, compile_host
+from .jit import KernelSource, load_host
 
 __all__ = ["Description", "describe", "description_of"]
 
@@ -48,7 +48,7 @@ def describe(header: str) -> Description:
     Raises:
         CompileError: there is no C++ compiler, or the header does not compile.
     """
-    library = ctypes.CDLL(str(compile_host(KernelSource(header, head=_HEAD), optimize=False)))
+    library = load_host(KernelSource(header, head=_HEAD), optimize=False)
     library.po_description.restype = ctypes.c_char_p
     structs: dict[str, type[ctypes.Structure]] = {}
     constants: dict[str, int] = {}

@@ -22,7 +22,7 @@ from .backend import KernelRequest
 from .bootstrap import Bootstrap
 from .errors import BootstrapError, SymmetricHeapError
 from .interruptible import Interruptible
-from .jit import KernelSource, compile_host
+from .jit import KernelSource, load_host
 from .residency import Footprint, Sm
 
 __all__ = ["HostBackend"]
@@ -111,7 +111,7 @@ class HostBackend:
         self.peer_heaps = addresses
         if transport == "staged":
             self.peer_heaps = tuple(a if pe == bootstrap.rank else 0 for pe, a in enumerate(addresses))
-            self._runtime = ctypes.CDLL(str(compile_host(KernelSource("platform/host_runtime.cuh"))))
+            self._runtime = load_host(KernelSource("platform/host_runtime.cuh"))
             self._runtime.po_network_create.restype = ctypes.c_void_p
             self._runtime.po_network_destroy.argtypes = [ctypes.c_void_p]
             self._runtime.po_network_quiet.argtypes = [ctypes.c_void_p]
@@ -146,7 +146,7 @@ class HostBackend:
         return self._wg_size
 
     def load(self, request: KernelRequest) -> _HostKernel:
-        library = ctypes.CDLL(str(compile_host(request.source())))
+        library = load_host(request.source())
         function = getattr(library, request.name)
         function.restype = None
         # The last one is for kernels that trace; others do not look at it.

@@ -7,6 +7,7 @@ every call.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.metadata
 import json
@@ -30,6 +31,7 @@ __all__ = [
     "compile_cuda",
     "compile_host",
     "kernel_source_root",
+    "load_host",
 ]
 
 _FORMAT = 1  # of the cache; part of every key
@@ -326,6 +328,22 @@ def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize:
     path, _ = fetch(job)
     _memo[memo_key] = (path, None)
     return path
+
+
+def load_host(source: KernelSource, *, optimize: bool = True) -> ctypes.CDLL:
+    """Compile a kernel for this machine's processor, and load it.
+
+    Raises:
+        CompileError, ValueError: see `compile_host`; CompileError too where the library cannot be loaded.
+    """
+    path = compile_host(source, optimize=optimize)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompileError(
+            f"{path} cannot be loaded: {error}. Is its filesystem mounted noexec? Set PERSISTENT_OPS_CACHE to a folder "
+            "whose files may be executed."
+        ) from error
 
 
 def compile_cuda(

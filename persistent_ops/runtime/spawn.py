@@ -62,7 +62,7 @@ def launch(
         Exception: The exception of the PE that failed first, where its type can be imported here, with that PE's
             traceback as its cause.
         PersistentOpsError: A PE was killed by a signal, ended without a result, raised an exception that cannot be
-            rebuilt here, or the time-out passed; the rank is named.
+            rebuilt here, or the time-out passed; the rank is named. Or this process is daemonic and may start none.
         ValueError: `num_pes` is less than 1, `timeout` is not positive, `fn` or `args` cannot be pickled, or they need
             cloudpickle, which is not installed.
     """
@@ -72,6 +72,11 @@ def launch(
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
     if threads:
         return launch_threads(fn, num_pes, args, timeout)
+    if multiprocessing.current_process().daemon:
+        raise PersistentOpsError(
+            "this process is daemonic, as workers of a pool or a DataLoader are, and may start none: launch from its parent, "
+            "or pass threads=True"
+        )
     return _Processes(pack_task(fn, args), num_pes, timeout).run()
 
 

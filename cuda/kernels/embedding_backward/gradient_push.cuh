@@ -24,7 +24,7 @@ class Pusher {
       const TaskTrace trace(true);
       const int64_t next = ticket();  // on its way while this one is copied
       const Push& push = plan_.pushes[piece / plan_.num_slices];
-      if (!has_credit(static_cast<int>(push.owner))) break;
+      if (!credits_.await(team_, warp_, static_cast<int>(push.owner))) break;  // @credit-before-pushes
       copy(push, piece % plan_.num_slices);
       finish(push, plan_.pushed + piece / plan_.num_slices);
       piece = warp_.shuffle(next, 0);
@@ -40,16 +40,6 @@ class Pusher {
   PO_FN int64_t ticket() const {
     if (warp_.rank() != 0) return 0;
     return static_cast<int64_t>(atomic_fetch_add_relaxed_gpu(plan_.pushed + plan_.num_pushes, 1));
-  }
-
-  // One lane decides for the warp: after an abort the lanes may see different credits.
-  PO_FN bool has_credit(int owner) {
-    if ((credited_ >> owner & 1) != 0) return true;  // @credit-before-pushes
-    const bool granted = warp_.rank() == 0 ? await_credit(team_, owner) : false;
-    if (!warp_.shuffle(granted, 0)) return false;
-    warp_.sync();
-    credited_ |= 1ull << owner;
-    return true;
   }
 
   PO_FN uint64_t row_bytes(const Push& push) const { return static_cast<uint64_t>(push.width) * sizeof(Storage); }
@@ -123,7 +113,7 @@ class Pusher {
   const Team& team_;
   const Call& call_;
   const Warp warp_{};
-  uint64_t credited_ = 0;  // bit p: PE p has granted this epoch's credit
+  Credits credits_;
   bool has_put_ = false;
 };
 

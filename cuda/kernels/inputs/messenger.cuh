@@ -67,7 +67,8 @@ class Messenger {
       const int32_t piece = at / team_.size;
       if (piece >= message.num_pieces) continue;
       const TaskTrace trace(owner != team_.rank);
-      if (is_reachable(team_, owner) && !has_credit(owner)) return;
+      const bool is_stored = owner != team_.rank && is_reachable(team_, owner);
+      if (is_stored && !credits_.await(team_, warp_, owner)) return;  // @credit-before-inputs
       write_piece(message, place(message.owner, owner), piece);
       ++written;
     }
@@ -80,16 +81,6 @@ class Messenger {
   }
 
  private:
-  // One lane decides for the warp: after an abort the lanes may see different credits.
-  PO_FN bool has_credit(int owner) {
-    if (owner == team_.rank || (credited_ >> owner & 1) != 0) return true;  // @credit-before-inputs
-    const bool granted = warp_.rank() == 0 ? await_credit(team_, owner) : false;
-    if (!warp_.shuffle(granted, 0)) return false;
-    warp_.sync();  // the first lane's acquire is before what all lanes store
-    credited_ |= 1ull << owner;
-    return true;
-  }
-
   PO_FN uint8_t* place(const Owner& owner, int number) const {
     if (!is_reachable(team_, number)) return team_.heap + owner.outgoing_offset;
     const uint64_t regions = number == team_.rank ? call_.regions_offset : granted_output(team_, number);
@@ -235,7 +226,7 @@ class Messenger {
   const Call& call_;
   const Bags<Traits> bags_;
   const Warp warp_{};
-  uint64_t credited_ = 0;  // bit p: PE p has granted this epoch's credit
+  Credits credits_;
   bool has_put_ = false;
 };
 

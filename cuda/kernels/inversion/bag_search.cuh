@@ -4,7 +4,7 @@
 // The answers rise with the place whatever the ends are: where two places part in the search, the lower one goes left.
 #pragma once
 
-#include "platform/counters.cuh"
+#include "platform/ballots.cuh"
 
 namespace po {
 

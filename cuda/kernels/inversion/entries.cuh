@@ -2,7 +2,6 @@
 #pragma once
 
 #include "comm/launch.cuh"
-#include "platform/counters.cuh"
 #include "platform/scalar.cuh"
 #include "platform/scan.cuh"
 #include "tile/lookup_source.cuh"

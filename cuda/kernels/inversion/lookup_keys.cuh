@@ -7,7 +7,9 @@
 
 #include "kernels/inversion/bag_search.cuh"
 #include "kernels/inversion/entries.cuh"
+#include "platform/ballots.cuh"
 #include "platform/bits.cuh"
+#include "platform/counters.cuh"
 
 namespace po::embedding_inversion {
 

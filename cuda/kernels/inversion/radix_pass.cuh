@@ -8,7 +8,9 @@
 #pragma once
 
 #include "kernels/inversion/entries.cuh"
+#include "platform/ballots.cuh"
 #include "platform/bits.cuh"
+#include "platform/counters.cuh"
 
 namespace po::embedding_inversion {
 
