@@ -263,6 +263,20 @@ def identity(table: torch.Tensor) -> tuple[int, ...]:
     return (table.data_ptr(), *table.shape)
 
 
+def groups_of(weights: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the numbers of tables that are one tensor, in the order of the first ones."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for table, weight in enumerate(weights):
+        groups.setdefault(identity(weight), []).append(table)
+    return list(groups.values())
+
+
+def _order_in_groups(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return each table's number in its group."""
+    numbers = {table: number for own in groups for number, table in enumerate(own)}
+    return [numbers[table] for table in sorted(numbers)]
+
+
 class BackwardPlan(Plan):
     """One key's kernel and plan. Raises ValueError for what the operator cannot take. Collective.
 
@@ -293,38 +307,109 @@ class BackwardPlan(Plan):
         rounding: str,
         constants: dict[str, Any],
     ) -> None:
-        self._world = world
         structs = OPERATOR.prepare(world).structs
-        team, tuning = key.team, key.tuning or OPERATOR.default_tuning
-        rank, size = team.rank, team.size
-        dtype, wire_dtype = key.dtype, key.wire_dtype
-        element = wire_dtype.itemsize
-        batch = sum(key.batch_per_rank)
-        batch_start = [0, *itertools.accumulate(key.batch_per_rank)]
-        samples = key.batch_per_rank[rank]
-        widths = key.widths
-        if any(0 in of_pe for of_pe in widths):
+        self._world, self._key = world, key
+        self._tuning = tuning = key.tuning or OPERATOR.default_tuning
+        self._areas = OPERATOR.state(world).areas
+        self._batch = sum(key.batch_per_rank)
+        self._samples = key.batch_per_rank[key.team.rank]
+        self._check_limits()
+        self.groups = groups_of(weights)
+        groups, first_keys = self._make_groups(weights, states)
+        tables = self._make_tables()
+        self._make_pushes()
+        self._reserve()
+        order = _order_in_groups(self.groups) if key.from_sources else None
+        self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], self._batch, order)
+        self._kernel = world.load(self._choose_kernel(weights, step, decay, rounding))
+        fit = world.backend.num_sms if self._is_host else resident_work_groups(world.backend, self._kernel)
+        self._grid = tuning.work_groups or fit
+        check_resident(world.backend, self._kernel, self._grid)
+        self._contract_words = (
+            self._batch,
+            key.dtype,
+            key.wire_dtype,
+            step,
+            tuple(key.batch_per_rank),
+            tuple(key.dim_per_rank),
+            tuple(width for of_pe in key.widths for width in (*of_pe, 0)),
+            key.columns or (),
+        )
+        batch_start = list(itertools.accumulate(key.batch_per_rank, initial=0))
+        self._pushed_words = len(self._pushes) + 1
+        self._pushed = world.workspace.zero_words(key.team, self._pushed_words)
+        self._groups, self._tables = upload(world.backend, *groups), upload(world.backend, *tables)
+        self._members = upload(world.backend, array("q", [table for own in self.groups for table in own]))
+        self._batch_start = upload(world.backend, array("q", batch_start))
+        self._slot_lookups = OPERATOR.description.constants["kSlotLookups"]
+        self._sum_elements = max((weight.shape[1] for weight in weights), default=1)
+        slice_samples = tuning.slice_samples or max(
+            1, _PIECE_BYTES // max(map(self._wire_bytes, self._widths), default=1)
+        )
+        self._struct: Any = structs["Plan"](
+            groups=self._groups.data_ptr(),
+            members=self._members.data_ptr(),
+            tables=self._tables.data_ptr(),
+            num_groups=len(groups),
+            num_tables=len(tables),
+            num_pushes=len(self._pushes),
+            slice_samples=slice_samples,
+            num_slices=-(-self._samples // slice_samples),
+            pushing_wgs=min(tuning.pushing_work_groups, self._grid) if self._pushes else 0,
+            pushing_wg_lookups=self._pushing_wg_lookups(),
+            pushed=self._pushed.data_ptr(),
+            batch_start=self._batch_start.data_ptr(),
+            batch=self._batch,
+            first_sample=batch_start[key.team.rank],
+            num_samples=self._samples,
+            row_elements=sum(key.dim_per_rank),
+            sum_elements=self._sum_elements,
+            **constants,
+        )
+        self._call = structs["Call"]()
+        updated = [] if step == GRADIENT else weights
+        self.changed = OPERATOR.changed_inputs(
+            tables=updated, states=[each for of_table in states for each in of_table]
+        )
+        self._slots = 0
+        self.place()
+
+    # ---- its parts -------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_host(self) -> bool:
+        return self._world.backend.name == "host"
+
+    @property
+    def _own_widths(self) -> tuple[int, ...]:
+        return self._key.widths[self._key.team.rank]
+
+    @property
+    def _widths(self) -> list[int]:
+        return [width for of_pe in self._key.widths for width in of_pe]
+
+    def _wire_bytes(self, width: int) -> int:
+        return width * self._key.wire_dtype.itemsize
+
+    def _check_limits(self) -> None:
+        most_tables, most_words = max(map(len, self._key.widths)), self._world.workspace.max_ready_words
+        if 0 in self._widths:
             raise ValueError("weights: a table without columns has no gradient")
-        if max(map(len, widths)) * batch >= 2**31:
-            raise ValueError(f"offsets: at most 2^31 - 1 bags of a PE, got {max(map(len, widths)) * batch}")
-        if max(map(len, widths)) > world.workspace.max_ready_words:
-            raise ValueError(f"weights: at most {world.workspace.max_ready_words} tables per PE")
-        # Which tables are one tensor.
-        numbers: dict[tuple[int, ...], int] = {}
-        members: list[list[int]] = []
-        for table, weight in enumerate(weights):
-            number = numbers.setdefault(identity(weight), len(numbers))
-            if number == len(members):
-                members.append([])
-            members[number].append(table)
-        first_keys, next_key = [0] * len(weights), 0
-        number_in_group = {table: number for own in members for number, table in enumerate(own)}
-        groups = []
-        first_member = first_sum = 0
-        for own in members:
+        if most_tables * self._batch >= 2**31:
+            raise ValueError(f"offsets: at most 2^31 - 1 bags of a PE, got {most_tables * self._batch}")
+        if most_tables > most_words:
+            raise ValueError(f"weights: at most {most_words} tables per PE")
+
+    def _make_groups(
+        self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[Any], list[int]]:
+        """Return a struct for each group, and each table's first key."""
+        groups, first_keys = [], [0] * len(weights)
+        next_key = first_member = first_sum = 0
+        for own in self.groups:
             weight, state = weights[own[0]], states[own[0]]
             groups.append(
-                structs["Group"](
+                OPERATOR.description.structs["Group"](
                     rows=weight.data_ptr(),
                     state=state[0].data_ptr() if state else 0,
                     second=state[1].data_ptr() if len(state) > 1 else 0,
@@ -341,132 +426,94 @@ class BackwardPlan(Plan):
             next_key += weight.shape[0]
             first_member += len(own)
             first_sum += weight.numel()
-        self.groups = members
-        is_aligned = all(width * element % vector_bytes() == 0 for of_pe in widths for width in of_pe)
-        is_aligned = is_aligned and all(weight.data_ptr() % vector_bytes() == 0 for weight in weights)
+        return groups, first_keys
 
-        def staged(of_pe: Sequence[int]) -> list[int]:
-            return [batch * element * width for width in (0, *itertools.accumulate(of_pe))]
+    def _staged_offsets(self, pe: int) -> list[int]:
+        """Return where each of a PE's tables begins in its staging."""
+        starts = itertools.accumulate(self._key.widths[pe], initial=0)
+        return [self._batch * self._wire_bytes(width) for width in starts]
 
-        begins = key.begins
-        tables = [
-            structs["Table"](column=column, staged_offset=offset)
-            for column, offset in zip(begins[rank], staged(widths[rank]), strict=False)
-        ]
+    def _make_tables(self) -> list[Any]:
+        rank = self._key.team.rank
+        places = zip(self._key.begins[rank], self._staged_offsets(rank), strict=False)
+        make = OPERATOR.description.structs["Table"]
+        return [make(column=column, staged_offset=offset) for column, offset in places]
+
+    def _make_pushes(self) -> None:
+        """Say what goes where: table by table, owners in turn from the next PE on."""
+        key, rank, size = self._key, self._key.team.rank, self._key.team.size
         self._outgoing_bytes = 0
         self._pushes: list[Any] = []
-        for table in range(max(map(len, widths), default=0)):
-            for hop in range(1, size):
-                owner = (rank + hop) % size
-                if table >= len(widths[owner]) or not samples:
+        for table in range(max(map(len, key.widths), default=0) if self._samples else 0):
+            for owner in ((rank + hop) % size for hop in range(1, size)):
+                if table >= len(key.widths[owner]):
                     continue
-                width = widths[owner][table]
-                push = structs["Push"](
+                width = key.widths[owner][table]
+                push = OPERATOR.description.structs["Push"](
                     owner=owner,
                     table=table,
                     width=width,
-                    column=begins[owner][table],
-                    staged_offset=staged(widths[owner])[table],
+                    column=key.begins[owner][table],
+                    staged_offset=self._staged_offsets(owner)[table],
                 )
-                if not world.backend.peer_heaps[owner]:
+                if not self._world.backend.peer_heaps[owner]:
                     push.outgoing_offset = self._outgoing_bytes
-                    self._outgoing_bytes += -(-samples * width * element // vector_bytes()) * vector_bytes()
+                    vectors = -(-self._samples * self._wire_bytes(width) // vector_bytes())
+                    self._outgoing_bytes += vectors * vector_bytes()
                 self._pushes.append(push)
-        self._areas = OPERATOR.state(world).areas
-        if size > 1:
-            room = max(sum(of_pe) for of_pe in widths) * batch * element
-            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: _ROOM.contract(team, room))
+
+    def _reserve(self) -> None:
+        """Make room for what other PEs push, and for what goes to those that cannot be stored to."""
+        if self._key.team.size > 1:
+            room = max(map(sum, self._key.widths)) * self._batch * self._key.wire_dtype.itemsize
+            contract = _ROOM.contract(self._key.team, room)
+            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: contract)
             self.areas = (_STAGING,)
         if self._outgoing_bytes:
             self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
             self.areas = (_STAGING, _OUTGOING)
-        is_host = world.backend.name == "host"
-        order_of_tables = [number_in_group[table] for table in range(len(weights))] if key.from_sources else None
-        self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], batch, order_of_tables)
-        pushed_bytes = max((width * element for of_pe in widths for width in of_pe), default=1)
-        slice_samples = tuning.slice_samples or max(1, _PIECE_BYTES // max(pushed_bytes, 1))
-        all_pushed_bytes = samples * element * sum(push.width for push in self._pushes)
-        row_bytes = dtype.itemsize * sum(widths[rank]) // max(len(widths[rank]), 1)  # of a lookup, about
-        width, narrowing = max(widths[rank], default=1), dtype.itemsize // element
-        tiles = Tiles.on_host(width * element)
-        if not is_host:
-            tiles = Tiles.of(width * dtype.itemsize, narrowing, tuning.lanes)
-        request = kernel_request(
-            dtype,
-            wire_dtype,
+
+    def _choose_kernel(self, weights: Sequence[torch.Tensor], step: str, decay: str, rounding: str) -> KernelRequest:
+        key, width = self._key, max(self._own_widths, default=1)
+        if self._is_host:
+            tiles = Tiles.on_host(self._wire_bytes(width))
+        else:
+            narrowing = key.dtype.itemsize // key.wire_dtype.itemsize
+            tiles = Tiles.of(width * key.dtype.itemsize, narrowing, self._tuning.lanes)
+        places = [*map(self._wire_bytes, self._widths), *(weight.data_ptr() for weight in weights)]
+        return kernel_request(
+            key.dtype,
+            key.wire_dtype,
             step,
             mode=key.mode,
             is_weighted=key.is_weighted,
-            is_aligned=is_aligned and not is_host,
+            is_aligned=not self._is_host and all(place % vector_bytes() == 0 for place in places),
             tiles=tiles,
             decay=decay,
             rounding=rounding,
             has_wide_keys=self.rows.key_dtype == torch.int64,
-            blocks_per_sm=tuning.blocks_per_sm,
-            has_one_wg=world.backend.leaves_room,
+            blocks_per_sm=self._tuning.blocks_per_sm,
+            has_one_wg=self._world.backend.leaves_room,
         )
-        self._kernel = world.load(request)
-        resident = world.backend.num_sms if is_host else resident_work_groups(world.backend, self._kernel)
-        self._grid = tuning.work_groups or resident
-        check_resident(world.backend, self._kernel, self._grid)
-        self._contract_words = (
-            batch,
-            dtype,
-            wire_dtype,
-            step,
-            tuple(key.batch_per_rank),
-            tuple(key.dim_per_rank),
-            tuple(width for of_pe in widths for width in (*of_pe, 0)),
-            key.columns or (),
-        )
-        self._team = team
-        self._pushed_words = len(self._pushes) + 1
-        self._pushed = world.workspace.zero_words(team, self._pushed_words)
-        self._early_wgs = tuning.early_work_groups
-        self._uploaded = [upload(world.backend, *structures) for structures in (groups, tables)]
-        self._members = upload(world.backend, array("q", [table for own in members for table in own]))
-        self._batch_start = upload(world.backend, array("q", batch_start))
-        self._slot_lookups = OPERATOR.description.constants["kSlotLookups"]
-        self._sum_elements = max((weight.shape[1] for weight in weights), default=1)
-        self._struct: Any = structs["Plan"](
-            groups=self._uploaded[0].data_ptr(),
-            members=self._members.data_ptr(),
-            tables=self._uploaded[1].data_ptr(),
-            num_groups=len(groups),
-            num_tables=len(tables),
-            num_pushes=len(self._pushes),
-            slice_samples=slice_samples,
-            num_slices=-(-samples // slice_samples),
-            pushing_wgs=min(tuning.pushing_work_groups, self._grid) if self._pushes else 0,
-            pushing_wg_lookups=tuning.pushing_at_par * all_pushed_bytes // max(row_bytes, 1),
-            pushed=self._pushed.data_ptr(),
-            batch_start=self._batch_start.data_ptr(),
-            batch=batch,
-            first_sample=batch_start[rank],
-            num_samples=samples,
-            row_elements=sum(key.dim_per_rank),
-            sum_elements=self._sum_elements,
-            **constants,
-        )
-        self._call = structs["Call"]()
-        updated = [] if step == GRADIENT else weights
-        self.changed = OPERATOR.changed_inputs(
-            tables=updated, states=[each for of_table in states for each in of_table]
-        )
-        self._slots = 0
-        self.place()
+
+    def _pushing_wg_lookups(self) -> int:
+        """Return with how many lookups one WG pushes behind the sort, as bytes that are pushed for those of a row."""
+        pushed_bytes = self._samples * self._wire_bytes(sum(push.width for push in self._pushes))
+        row_bytes = self._key.dtype.itemsize * sum(self._own_widths) // max(len(self._own_widths), 1)  # about
+        return self._tuning.pushing_at_par * pushed_bytes // max(row_bytes, 1)
 
     @property
     def early_wgs(self) -> int:
         """Return how many WGs find work that needs no sorted lookups; 0 where launches do not begin early."""
-        return min(int(self._struct.pushing_wgs), self._early_wgs) if self._world.backend.begins_early else 0
+        pushing_wgs = min(int(self._struct.pushing_wgs), self._tuning.early_work_groups)
+        return pushing_wgs if self._world.backend.begins_early else 0
 
     def place(self) -> None:
         self.held = [self._areas[name] for name in self.areas]
         staging = self._areas[_STAGING].offset if _STAGING in self.areas else 0
         self._struct.staging_offset = staging
         # Who pushes takes its own plan's word for where that is, and a CUDA graph may have a plan from before it grew.
-        contract = OPERATOR.contract(self._team, *self._contract_words, staging)
+        contract = OPERATOR.contract(self._key.team, *self._contract_words, staging)
         self._struct.team = self._world.workspace.team(contract)
         pushes = []
         for push in self._pushes:
@@ -509,7 +556,7 @@ class BackwardPlan(Plan):
                     f"{_NAME}: a CUDA-graph capture meets more lookups than any call before; make one such call first"
                 )
             skipped = self._pushed_words
-            self._chunks_done = self._world.workspace.zero_words(self._team, skipped + slots)[skipped:]
+            self._chunks_done = self._world.workspace.zero_words(self._key.team, skipped + slots)[skipped:]
             self._slots = slots
         sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
         call = self._call

@@ -74,8 +74,8 @@ def launch(
         return launch_threads(fn, num_pes, args, timeout)
     if multiprocessing.current_process().daemon:
         raise PersistentOpsError(
-            "this process is daemonic, as workers of a pool or a DataLoader are, and may start none: launch from its parent, "
-            "or pass threads=True"
+            "this process is daemonic, as workers of a pool or a DataLoader are, and may start none: launch from its "
+            "parent, or pass threads=True"
         )
     return _Processes(pack_task(fn, args), num_pes, timeout).run()
 
