@@ -124,7 +124,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
     Raises:
         TypeError, ValueError: a size that is no whole number, or below 0.
         SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
-        BootstrapError: a PE did not come within `operator_timeout`; this world is lost then.
+        PeerTimeoutError, ContractMismatchError: a PE did not come, or called something else.
     """
     given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     shape = tuple(_whole(n, f"size: expected whole numbers, got {list(given)}") for n in given)
@@ -132,7 +132,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
         raise ValueError(f"size: expected numbers of at least 0, got {list(shape)}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
-    return _world.current().heap.empty(shape, dtype)
+    return _world.current().empty(shape, dtype)
 
 
 def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,11 +175,11 @@ def free(tensor: torch.Tensor) -> None:
     Raises:
         TypeError: it is no tensor.
         NotSymmetricError: it is not such a tensor but a part of one, or was given back already.
-        BootstrapError: see `empty`.
+        PeerTimeoutError, ContractMismatchError: see `empty`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
-    _world.current().heap.free(tensor)
+    _world.current().free(tensor)
 
 
 def barrier() -> None:

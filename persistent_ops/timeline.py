@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .runtime import world as _world
+from .runtime.operator import Operator
 from .runtime.team import WORLD
 from .runtime.tracing import Clock, Launch, Span, Tasks, Tracer, align_clocks
 
 __all__ = ["PeTimeline", "Summary", "Timeline", "trace"]
 
+_BEGINNING = Operator("beginning of a timeline (po.trace)", (), has_kernel=False)
 _GATHER_S = 60.0
 _PIECE = 4 << 20
 
@@ -254,6 +256,7 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
 
 def _tracer(world: _world.World, capacity: int, path: str | os.PathLike[str] | None) -> Tracer:
     """Set room aside and see whether the file can be written; where a PE cannot, none begins. Collective."""
+    world.meet(_BEGINNING.contract(world.team))
     problem = tracer = None
     try:
         tracer = Tracer(world, capacity)

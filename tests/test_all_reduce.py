@@ -93,6 +93,29 @@ def test_what_does_not_fit_goes_in_rounds(backend: str, transport: str) -> None:
     assert in_world(_rounds, 2, backend, **options) == [[None, None, None, True, True, 1]] * 2
 
 
+def _no_rows_of_a_width(width: int) -> list[Any]:
+    """A row for whose packets there is no room, as of a bias: by slices, whether there are rows or not."""
+    ones, weight = torch.ones(width, device=po.device()), torch.ones(width, device=po.device())
+    found: list[Any] = []
+    for rows in (0, 1):
+        x = torch.ones(rows, width, device=po.device())
+        total = po.all_reduce(x, bias=ones)
+        also, normed = po.all_reduce_rms_norm(x, weight)
+        found += [
+            tuple(total.shape),
+            bool((total == po.world_size() + 1).all()),
+            tuple(also.shape),
+            tuple(normed.shape),
+        ]
+    return found
+
+
+def test_a_tensor_without_rows_may_be_as_wide_as_one_with(backend: str) -> None:
+    width = 1 << 20
+    shapes = [[(rows, width), True, (rows, width), (rows, width)] for rows in (0, 1)]
+    assert in_world(_no_rows_of_a_width, 2, backend, width, heap_size=256 << 20) == [[*shapes[0], *shapes[1]]] * 2
+
+
 def _batches() -> list[str]:
     """A row's bits do not depend on the rows beside it, the grid or the algorithm."""
     problems = []

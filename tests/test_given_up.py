@@ -97,6 +97,22 @@ def _first_exchange() -> torch.Tensor:
     return po.embedding_all_to_all([torch.ones(4, 2)], torch.arange(4), offsets)[0]
 
 
+def _first_allocation() -> torch.Tensor:
+    return po.empty(3).zero_()
+
+
+def _first_replicas() -> torch.Tensor:
+    config = po.nn.TableConfig("t", 4, 2, ["f"])
+    po.nn.ShardedEmbeddingBagCollection([config], max_batch=2, placement="replicated")
+    return torch.zeros(1)
+
+
+def _first_timeline() -> torch.Tensor:
+    with po.trace(None) as timeline:
+        po.all_reduce(torch.ones(3))
+    return torch.tensor([float(len(timeline.pes[0].launches) > 0)]) if po.rank() == 0 else torch.ones(1)
+
+
 @pytest.mark.host
 @pytest.mark.parametrize(
     ("call", "wanted"),
@@ -105,6 +121,9 @@ def _first_exchange() -> torch.Tensor:
         (_first_product, [4.0] * 2),
         (_first_sparse_sum, [0.0, 0.0, 0.0, 2.0]),
         (_first_exchange, [1.0] * 4),
+        (_first_allocation, [0.0] * 3),
+        (_first_replicas, [0.0]),
+        (_first_timeline, [1.0]),
     ],
 )
 def test_a_world_recovers_behind_a_late_first_call(call: Callable[[], torch.Tensor], wanted: list[float]) -> None:

@@ -361,6 +361,33 @@ def test_a_result_stays_while_anything_shares_it(backend: str) -> None:
     assert _run(_held, 2, backend) == [[]] * 2
 
 
+def _moved_away(backend: str) -> list[str]:
+    """torch puts a storage elsewhere, under the same tensors, where another process is to see it."""
+    po.init(backend, heap_size=8 * MB)
+    problems = []
+    moved = _call(0)
+    moved.share_memory_()
+    rows = torch.tensor([[1, 3]])
+    summed = po.sparse_all_reduce(torch.sparse_coo_tensor(rows, torch.ones(2, 1), (5, 1), check_invariants=False))
+    for part in (summed._indices(), summed._values()):
+        part.share_memory_()
+    del moved, summed, part
+    for iteration in range(1, 5):
+        if not torch.equal(_call(iteration), _want(iteration)):
+            problems.append(f"iteration {iteration}: results are not what was written")
+        values = torch.full((2, 1), float(iteration))
+        found = po.sparse_all_reduce(torch.sparse_coo_tensor(rows, values, (5, 1), check_invariants=False))
+        if found.to_dense().flatten().tolist() != [0.0, 2.0 * iteration, 0.0, 2.0 * iteration, 0.0]:
+            problems.append(f"iteration {iteration}: the sparse sum is not what was written")
+    po.finalize()
+    return problems
+
+
+@pytest.mark.host
+def test_a_buffer_whose_storage_torch_has_moved_is_not_used_again() -> None:
+    assert _run(_moved_away, 2, "host") == [[]] * 2
+
+
 def _uses(backend: str) -> list[str]:
     po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     world, nbytes = current(), 4096

@@ -88,6 +88,10 @@ def _bad_input(backend: str, kind: str, bounds: str) -> dict[str, Any]:
             offsets[0] = 1
         elif kind == "last offset":
             offsets[-1] -= 1
+        elif kind == "least offset":
+            offsets[bag + 1] = -(2**63)
+        elif kind == "least last offset":
+            offsets[-1] = -(2**63)
     device = po.device()
     outcome: dict[str, Any] = {"bag": bag - batch}
 
@@ -168,7 +172,17 @@ class TestFaults(ProtocolSuite):
 
 @pytest.mark.parametrize("bounds", ["fatal", "ignore"])
 @pytest.mark.parametrize(
-    "kind", ["index", "negative index", "falling offset", "offset beyond", "first offset", "last offset"]
+    "kind",
+    [
+        "index",
+        "negative index",
+        "falling offset",
+        "offset beyond",
+        "first offset",
+        "last offset",
+        "least offset",
+        "least last offset",
+    ],
 )
 def test_bad_input(backend: str, kind: str, bounds: str) -> None:
     results = run_pes(_bad_input, 2, backend, kind, bounds, timeout=120)

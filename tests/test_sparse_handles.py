@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from typing import Any
 
@@ -395,6 +396,23 @@ def _added_to_nothing() -> list[bool]:
 
 def test_a_sum_without_rows_can_be_added_to(backend: str) -> None:
     assert in_world(_added_to_nothing, 2, backend) == [[True] * 4] * 2
+
+
+def _saved() -> list[bool]:
+    equal = []
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.ones(2, 3, device=po.device(), dtype=dtype)
+        rows = torch.tensor([[1, 3]], device=po.device())
+        total = po.sparse_all_reduce(torch.sparse_coo_tensor(rows, values, (5, 3), check_invariants=False))
+        file = io.BytesIO()
+        torch.save(total, file)
+        file.seek(0)
+        equal.append(torch.equal(torch.load(file).to_dense(), total.to_dense()))
+    return equal
+
+
+def test_a_sum_can_be_saved(backend: str) -> None:
+    assert in_world(_saved, 2, backend) == [[True, True]] * 2
 
 
 def _waited_for_again_as_a_tensor() -> list[Any]:

@@ -62,6 +62,17 @@ def test_a_table_that_has_changed_is_another(monkeypatch: pytest.MonkeyPatch, ch
     assert other is not found and sets.find([table]) is other
 
 
+def test_memory_at_the_same_address_is_another_table() -> None:
+    sets = TableSets(_drop_the_older_half)
+    room = torch.zeros(16)
+    table = torch.nn.Parameter(torch.from_numpy(room.numpy()).view(4, 4))
+    found = sets.find([table])
+    table.data = torch.empty(0, 0)
+    table.data = torch.from_numpy(room.numpy()).view(4, 4)
+    assert table.data_ptr() == room.data_ptr()
+    assert sets.find([table]) is not found
+
+
 def test_what_does_not_matter_makes_no_other_set() -> None:
     sets = TableSets(_drop_the_older_half)
     table = torch.nn.Parameter(torch.ones(2, 3))

@@ -73,6 +73,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._library.autograd.make_autograd_impl",
         "torch.Tensor._is_zerotensor",
         "torch.Tensor._make_wrapper_subclass",
+        "torch.UntypedStorage._expired",
         "torch.UntypedStorage._new_with_weak_ptr",
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.autograd.forward_ad._current_level",

@@ -230,25 +230,6 @@ PO_FN bool await_credit(const Team& team, int receiver) {
   return true;
 }
 
-// Who has granted this epoch's credit to a group of threads that store in turn to one PE and another.
-class Credits {
- public:
-  // Returns true when `receiver` has; waits for it the first time. One thread decides for the group: after an abort they may
-  // find different answers.
-  template <class Group>
-  PO_FN bool await(const Team& team, const Group& group, int receiver) {
-    if (group.shuffle((granted_ >> receiver & 1) != 0, 0)) return true;
-    const bool is_granted = group.rank() == 0 ? await_credit(team, receiver) : false;
-    if (!group.shuffle(is_granted, 0)) return false;
-    group.sync();  // the first thread's acquire is before what all of them store
-    granted_ |= 1ull << receiver;
-    return true;
-  }
-
- private:
-  uint64_t granted_ = 0;  // bit p: PE p has
-};
-
 // Where this epoch's output lies in the heap of a receiver that granted credit. Stable until this WG has signalled it.
 PO_FN uint64_t granted_output(const Team& team, int receiver) {
   return flag_load_relaxed_sys(local_word(team, grant_offset(team, receiver)) + 1);

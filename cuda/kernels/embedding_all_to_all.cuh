@@ -12,6 +12,7 @@
 // host.
 #pragma once
 
+#include "comm/credits.cuh"
 #include "comm/launch.cuh"
 #include "platform/entry.cuh"
 #include "sched/exchange_order.cuh"

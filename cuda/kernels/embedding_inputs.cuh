@@ -112,6 +112,7 @@ struct Kernel {
     if (wg.rank() == 0) {
       shared.plan.team.contract_hash = call.contract_hash;
       shared.plan.team.contract[plan.contract_word] = call.contract_word;
+      if (call.input_error != nullptr) shared.plan.team.input_error = call.input_error;
       const auto samples = static_cast<int32_t>(call.samples);
       shared.chunks_per_feature = max_of(ceil_div(samples, static_cast<int32_t>(plan.chunk_bags)), 1);
       for (uint64_t& failed : shared.failed) failed = 0;

@@ -11,6 +11,7 @@
 // travels. A message that found no room has brought nothing, so nothing comes back, and its lookups have no gradient.
 #pragma once
 
+#include "comm/credits.cuh"
 #include "comm/launch.cuh"
 #include "platform/entry.cuh"
 #include "tile/lookup_source.cuh"

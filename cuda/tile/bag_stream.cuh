@@ -76,15 +76,15 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   int32_t length = 0;
   if (in.num_bags > 0) {
     begin = min_of(max_of<int64_t>(offsets[0], 0), in.num_indices);
-    const int64_t end = min_of<int64_t>(offsets[in.num_bags], in.num_indices);
-    length = static_cast<int32_t>(min_of<int64_t>(max_of<int64_t>(end - begin, 0), kMaxLength));
+    const int64_t end = max_of(min_of<int64_t>(offsets[in.num_bags], in.num_indices), begin);
+    length = static_cast<int32_t>(min_of<int64_t>(end - begin, kMaxLength));
   }
   const auto* first_index = static_cast<const typename Shape::Index*>(in.indices) + begin;
   const float* first_weight = kIsWeighted ? in.weights + begin : nullptr;
   // Places are relative to `begin`; -1 stands for an offset that no valid input has.
   const auto ends = make_lane_array<Group>(in.num_bags, [=](int32_t bag) {
-    const int64_t place = static_cast<int64_t>(offsets[bag + 1]) - begin;
-    return place < 0 || place > length ? -1 : static_cast<int32_t>(place);
+    const auto offset = static_cast<int64_t>(offsets[bag + 1]);  // any number: compared before it is subtracted from
+    return offset < begin || offset > begin + length ? -1 : static_cast<int32_t>(offset - begin);
   });
   auto row_numbers = make_window<Group>(length, kNoRow, [=, &findings, num_rows = in.num_rows](int32_t place) {
     const auto index = static_cast<int64_t>(first_index[place]);

@@ -200,11 +200,16 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
         exchange.future.set_result(gradient)
         if is_own and torch_private.backward_pass() != -1:
             _after_ddp(functools.partial(_let_go, gradient))
-    raise_pending = _world.current().workspace.raise_pending
+    sums = [exchange.sum for exchange in exchanges]
     if torch_private.backward_pass() != -1:
-        _after_ddp(raise_pending)
+        _after_ddp(functools.partial(_raise_reported, sums))
     else:
-        raise_pending()
+        _raise_reported(sums)
+
+
+def _raise_reported(sums: list[PendingSum]) -> None:
+    for each in sums:
+        each.raise_reported()
 
 
 def _after_ddp(callback: Any) -> None:

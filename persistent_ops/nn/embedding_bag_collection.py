@@ -16,6 +16,7 @@ from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from ..runtime.errors import to_raise
+from ..runtime.operator import Operator
 from ..runtime.torch_private import backward_pass
 from ..runtime.uncompiled import uncompiled
 from .automatic_placement import layout_of
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedEmbeddingBagCollection"]
 
+_AGREEMENT = Operator("agreement on a ShardedEmbeddingBagCollection", (), has_kernel=False)
 _CLIPPING = (
     "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
     "clamps single elements"
@@ -335,7 +337,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         ]
 
     def _agree(self, choices: Sequence[object]) -> None:
-        """Raise where PEs passed different arguments; they have met."""
+        """Raise where PEs passed different arguments."""
+        self._world.meet(_AGREEMENT.contract(self._world.team))
         told = hashlib.sha256(repr((self.layout, choices)).encode()).hexdigest()
         digests = [raw.decode() for raw in self._world.bootstrap.exchange("embedding-bags", told.encode())]
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
@@ -497,6 +500,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled)
 
     def _pooled(self, features: SentFeatures) -> torch.Tensor:
+        with self._world.workspace.whole_call():
+            return self._pool(features)
+
+    def _pool(self, features: SentFeatures) -> torch.Tensor:
         sent = features.take()
         self._ahead, self._ahead_lookups = None, []
         pooled, problem, is_kept = [], None, False

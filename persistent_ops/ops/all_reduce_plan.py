@@ -184,7 +184,7 @@ def resolved(world: World, key: AllReduceKey) -> AllReduceKey:
     """Return the key that "auto" means in a world: slices where packets would find no room in one launch."""
     nbytes = key.rows * key.width * key.dtype.itemsize
     algorithm = choose_algorithm(key.team.size, nbytes, key.tuning, norms=key.norms)
-    if key.rows * _blocks_per_row(world, key) > _room_for_packets(world, key).of_launch:
+    if max(key.rows, 1) * _blocks_per_row(world, key) > _room_for_packets(world, key).of_launch:
         algorithm = "slices"
     return key._replace(algorithm=algorithm)
 

@@ -337,23 +337,24 @@ class EmbeddingOptimizer:
         factors = inputs.factors
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
         early_wgs = plan.early_wgs
-        inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean", room_for=early_wgs)
         rate, scale, step_count, beta_powers, seeds, *states = own
-        OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
-        plan.launch(
-            gradient,
-            inverted,
-            factors,
-            factor_gradients,
-            forward_pass=forward_pass,
-            rate=rate,
-            scale=scale,
-            step_count=step_count,
-            beta_powers=beta_powers,
-            seeds=seeds,
-            begins_early=early_wgs > 0,
-        )
-        return (), None if factor_gradients is None else inputs.returned(world, factor_gradients)
+        with world.workspace.whole_call():
+            inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean", room_for=early_wgs)
+            OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
+            plan.launch(
+                gradient,
+                inverted,
+                factors,
+                factor_gradients,
+                forward_pass=forward_pass,
+                rate=rate,
+                scale=scale,
+                step_count=step_count,
+                beta_powers=beta_powers,
+                seeds=seeds,
+                begins_early=early_wgs > 0,
+            )
+            return (), None if factor_gradients is None else inputs.returned(world, factor_gradients)
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
         states = [self.state(weight) for weight in weights]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..runtime import world as _world
-from ..runtime.errors import PeerTimeoutError
+from ..runtime.errors import PeerTimeoutError, to_raise
 from ..runtime.stream_order import capture_of, is_foreign
+from ..runtime.workspace import InputRecord
 from ..runtime.world import World
 from .embedding_inputs_plan import OPERATOR
 
@@ -100,6 +101,20 @@ class Region:
         self._words = ctypes.sizeof(description.structs["LookupSource"]) // 8
         self._mailbox = world.backend.host_visible_bytes(ctypes.sizeof(description.structs["Report"]))
         self.report: Any = description.structs["Report"].from_address(self._mailbox.data_ptr())
+        self.input = InputRecord(world.backend)
+        self._reporting: tuple[int, Moment | None] | None = None
+
+    def begin_report(self) -> None:
+        """Make report and input record those of the launch that comes: the last one's lookups may be nobody's."""
+        if self._reporting is not None:
+            number, arrived = self._reporting
+            if arrived is not None and self.report.state != number:
+                arrived.event.synchronize()
+        self.input.clear()
+
+    def reported_by(self, number: int, arrived: Moment | None) -> None:
+        """Remember the launch that reports here: its number, and where it ends; None on the host."""
+        self._reporting = number, arrived
 
     def make_room(self, nbytes: int) -> None:
         if nbytes <= self._nbytes:
@@ -127,7 +142,7 @@ class Region:
             self._released = Moment(self._world.backend.device)
 
     def forget(self) -> None:
-        self.is_held, self._released = False, None
+        self.is_held, self._released, self._reporting = False, None, None
 
 
 class Lookups:
@@ -180,7 +195,10 @@ class Lookups:
         self.capacity_matrix = inputs.capacity
         self._capacities = tuple(of_source[inputs._world.rank] for of_source in inputs.capacity)
         self._plan = plan = inputs._plan(given, self._memory, self.sources)  # sources may point into its memory
-        report = 0 if is_captured else ctypes.addressof(region.report)
+        report = input_error = 0  # a graph's replays have no handle that could look
+        if not is_captured:
+            region.begin_report()
+            report, input_error = ctypes.addressof(region.report), region.input.address
         region.num_launches += 1
         self._report_number = region.num_launches
         split = given.batch_per_rank or ()
@@ -194,6 +212,7 @@ class Lookups:
             self.sources,
             report,
             self._report_number,
+            input_error,
         )
         if given.gives_gradients:
             self.begins = plan.begins(given.samples)
@@ -201,6 +220,8 @@ class Lookups:
             self._arrived = Moment(inputs._world.backend.device)
         if is_captured:
             self._given = None
+        else:
+            region.reported_by(self._report_number, self._arrived)
 
     def wait(self) -> None:
         """Order what the current stream does next behind the arrival.
@@ -224,7 +245,11 @@ class Lookups:
             self._arrived.order_behind()
         self._is_ordered = True
         if not self._is_captured:
-            self._inputs.workspace.raise_pending()
+            workspace, problem = self._inputs.workspace, self._region.input.take()
+            workspace.raise_failure()
+            if problem is not None:
+                raise to_raise(problem)
+            workspace.raise_pending()  # of graphs
 
     def learn_split(self) -> None:
         """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host."""

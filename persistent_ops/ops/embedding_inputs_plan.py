@@ -403,14 +403,15 @@ class InputsPlan(Plan):
         sources: torch.Tensor,
         report: int,
         report_number: int,
+        input_error: int,
     ) -> None:
-        """Launch on the current stream; see `Call` of the kernel. Bad input is left to `Workspace.raise_pending`."""
+        """Launch on the current stream; see `Call` of the kernel. It raises nothing about bad input."""
         call = self._call
         call.values, call.bounds = values.data_ptr(), bounds.data_ptr()
         call.weights = 0 if weights is None else weights.data_ptr()
         call.num_values, call.samples = values.numel(), samples
         call.regions_offset, call.sources, call.report = regions_offset, sources.data_ptr(), report
-        call.report_number = report_number
+        call.report_number, call.input_error = report_number, input_error
         call.contract_hash, call.contract_word = self._contract_words(batch_per_rank)
         kernel, grid = self.kernel_and_grid(is_beside=self._world.backend.runs_beside)
         self._workspace.launch(kernel, grid, self._words.data_ptr(), call, raises_input_errors=False)

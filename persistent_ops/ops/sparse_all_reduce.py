@@ -42,7 +42,8 @@ def sparse_all_reduce(
             less, more bytes and room. "dense" goes through dense tensors `[R, ...]` in fp32. "auto" takes "owner" or
             "allgather" by the size and overlap of the last call with such a tensor.
         async_op: return a `SparseWork` at once. On "cuda" the kernel then runs on a stream of its own. The next call
-            with equal shape, dtype and op waits on the host for this one's number of rows.
+            with equal shape, dtype and op waits on the host for this one's number of rows. x stays as it is until then,
+            or until `wait()`: where the sum finds no room it is launched again.
 
     Returns:
         The sum, of x's shape and dtype: coalesced, indices int64, sorted, unique. It lies in a buffer of the symmetric

@@ -58,7 +58,7 @@ def sparse_all_reduce_buffers(
             given as float32; "disable" all PEs' entries one behind the other, in rank order, neither sorted nor summed.
         op: "sum" or "mean"; "sum" with "disable".
         async_op: return a handle; its wait() calls the callback. With "disable" the call waits on the host for the PEs'
-            numbers of entries nevertheless.
+            numbers of entries nevertheless. Indices and values stay as they are until `wait()`.
 
     Returns:
         None, or with `async_op` a handle.

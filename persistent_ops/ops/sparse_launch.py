@@ -90,6 +90,7 @@ class PendingSum:
             self._stream = torch.cuda.current_stream(world.backend.device)
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._error: Exception | None = None
+        self._problem: Exception | None = None  # with this PE's entries
         self._launch(entries)
         room.unresolved = self
 
@@ -119,11 +120,13 @@ class PendingSum:
             room.unresolved = None
         if self._error is not None:
             return
+        self._problem = self._plan.take_problem()
         room.learn(num_rows, shares)
         if num_rows > self._plan.capacity:
             try:
                 self._launch(entries)
                 num_rows, _ = self._plan.await_report(self._world, self._is_over)
+                self._plan.take_problem()  # the same again
             except BaseException as error:
                 # Too large for the heap on all PEs, or the others miss this launch: what comes next need not fail.
                 room.rows = 0
@@ -171,16 +174,14 @@ class PendingSum:
         return tensor
 
     def raise_reported(self) -> None:
-        """Raise what launches have reported: bad rows from now on each time, for a sum without them is nobody's.
+        """Raise what launches have reported: this sum's bad rows each time, for a sum without them is nobody's.
 
-        What another operator found wrong with its input is raised once, and this sum stays.
+        What other launches found wrong with their input is raised once, and this sum stays.
         """
         self._world.workspace.raise_failure()
-        if (found := self._world.workspace.take_input_error()) is not None:
-            operator, error = found
-            if operator == OPERATOR.name:
-                self._error = error
-            raise to_raise(error)
+        if self._problem is not None:
+            raise to_raise(self._problem)
+        self._world.workspace.raise_pending()
 
     def _check_generation(self) -> None:
         if self._generation != self._state.generation:
@@ -206,11 +207,12 @@ class PendingSum:
         gathers = _gathers(world, room, self._algorithm)
         self._plan = find_plan(world, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag)
         self._values_bytes = -(-capacity * row_bytes // 8) * 8
-        nbytes = max(self._values_bytes + 8 * capacity, 512)
+        nbytes = max(self._values_bytes + 8 * max(capacity, 1), 512)
         self._slot = slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
         self._plan.launch(entries, slot.offset)
         # While the kernel runs, not when the host has waited for it.
-        as_values, self._as_rows = slot.as_dtype(layout.dtype), slot.as_dtype(torch.int64)
+        as_values = slot.as_dtype(layout.dtype)
+        self._as_rows = slot.behind(self._values_bytes, world.backend, torch.int64)
         self._as_values = as_values.detach()  # keeps the buffer for this launch, and the values' history apart
 
     def _is_over(self) -> bool:
@@ -228,7 +230,7 @@ class PendingSum:
                 rows = torch.empty_like(self._as_rows[:0]).view(1, 0)
                 return rows, torch.empty_like(self._as_values[:0]).view(0, *self._layout.row_shape)
         values = self._as_values.as_strided((num_rows, *self._layout.row_shape), self._room.strides, 0)
-        rows = self._as_rows.as_strided((1, num_rows), (num_rows, 1), self._values_bytes // 8)
+        rows = self._as_rows.as_strided((1, num_rows), (num_rows, 1))
         return rows, values
 
 

@@ -20,6 +20,7 @@ from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning, at_least
+from ..runtime.workspace import InputRecord
 from ..runtime.world import World, upload
 
 __all__ = [
@@ -351,6 +352,7 @@ class SparsePlan(Plan):
         self.gathers = key.gathers
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(structs["Report"]))
         self.report: Any = structs["Report"].from_address(self._mailbox.data_ptr())
+        self._input = None if key.is_into else InputRecord(backend)
         self._struct: Any = structs["Plan"](
             row_bytes=layout.row_bytes,
             capacity=key.capacity,
@@ -406,6 +408,8 @@ class SparsePlan(Plan):
         areas, struct, sets = self._areas, self._struct, self._struct.sets
         self.held = tuple(areas[name] for name in self.areas)
         struct.team = self._world.workspace.team(self._contract())
+        if self._input is not None:
+            struct.team.input_error = self._input.address
         sets.planes_offset, sets.headers_offset = areas["planes"].offset, areas["headers"].offset
         sets.first_entry, sets.totals = areas["first_entry"].address, areas["totals"].address
         sets.met, struct.hot = areas["met"].address, areas["hot"].address
@@ -422,9 +426,11 @@ class SparsePlan(Plan):
             entries: of this PE.
             output_offset: of the result's values in this PE's heap.
             into: addresses of the caller's row numbers, of their number, and of the number of valid entries or 0.
-                Without them, bad input is left to `Workspace.raise_pending`.
+                Without them, bad input is for `take_problem`.
         """
         self.report.state = 0
+        if self._input is not None:
+            self._input.clear()
         call, rows, order = self._call, entries.rows, entries.order
         call.rows = rows.data_ptr()
         call.order = 0 if order is None else order.data_ptr()
@@ -436,6 +442,11 @@ class SparsePlan(Plan):
         self._world.workspace.launch(
             self._kernel, self._grid, self._address, call, raises_input_errors=into is not None
         )
+
+    def take_problem(self) -> Exception | None:
+        """Return what the last launch has found wrong with its entries, behind its report; without `into`, and once."""
+        assert self._input is not None
+        return self._input.take()
 
     def await_report(self, world: World, is_over: Callable[[], bool]) -> tuple[int, float]:
         """Wait for the last launch's number of rows, but not for its rows; return it and the shares per row.

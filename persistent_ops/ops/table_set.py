@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..runtime.torch_private import TensorGuards
+from ..runtime.torch_private import TensorGuards, storage_has_expired
 
 __all__ = ["TableSet", "TableSets"]
 
@@ -33,10 +33,11 @@ class TableSet:
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.dim_per_rank: tuple[int, ...] | None = None
         self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
+        self._handles = [storage.cdata for storage in self._storages]
 
     def is_alive(self) -> bool:
         """Return whether no table has been freed."""
-        return not any(storage.expired() for storage in self._storages)
+        return not any(map(storage_has_expired, self._handles))
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class _Sighting:
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether the tensor objects are still what they were."""
-        if self.addresses != list(map(_address_of, weights)):
+        if self.addresses != list(map(_address_of, weights)) or not self.tables.is_alive():
             return False
         return (self.guards is not None and self.guards.check(*weights)) or self.geometry == _geometry(weights)
 

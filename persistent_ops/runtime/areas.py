@@ -93,7 +93,7 @@ class Areas(dict[str, Area]):
                 fresh[need.name] = self._symmetric(need)
         except SymmetricHeapError:  # as on all other PEs, which have made the same ones
             for area in fresh.values():
-                world.heap.free(area.memory)
+                world.heap.free(area.memory, lambda: None)  # the PEs have met
             raise
         # Of plans that are not a graph's, all are to name the same areas as on the other PEs.
         self._plans.renew(set(fresh), lambda: self.update(fresh))

@@ -122,12 +122,13 @@ class SymmetricHeap:
             offset = self.free_list.take(_rounded(nbytes), from_top=False)
         return offset
 
-    def free(self, tensor: torch.Tensor) -> None:
-        """Give a tensor from `empty` back; collective."""
+    def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
+        """Give a tensor from `empty` back; collective. `meet`: called where nothing is wrong with this PE's tensor."""
         offset = self.offset_of(tensor, "tensor")
         is_whole = self._live.get(offset) == tensor.nbytes if tensor.numel() else not tensor.untyped_storage().nbytes()
         if not is_whole:
             raise NotSymmetricError("tensor: expected a whole tensor as po.empty() returned it, got a part of one")
+        meet()
         offsets = self._bootstrap.exchange("free", str(offset).encode())
         if len(set(offsets)) > 1:
             raise SymmetricHeapError("po.free() needs the same tensor on every PE, but the PEs passed different ones")
@@ -179,12 +180,14 @@ class SymmetricHeap:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """A buffer of the pool.
 
     Attributes:
         stream: the handle of the one that writes it.
+        rest: a part of it with a storage of its own; see `behind`.
+        begin: of a rest, in the buffer.
         typed: all of it, by dtype.
         readers: other streams that have waited for what was written, and may still read it.
     """
@@ -196,8 +199,17 @@ class _Slot:
     idle_uses: int
     stream: int
     is_captured: bool = False
+    rest: _Slot | None = None
+    begin: int = 0
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     readers: set[torch.cuda.Stream] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, base: torch.Tensor, offset: int, stream: int, *, is_captured: bool = False) -> _Slot:
+        """Return the one over a tensor, which begins at an offset of the heap."""
+        storage_id = base.untyped_storage()._cdata
+        # Counted after the storage's Python wrapper above is gone: whether that held a use is torch's business.
+        return cls(offset, base.numel(), base, storage_id, storage_use_count(storage_id), stream, is_captured)
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone."""
@@ -218,8 +230,26 @@ class _Slot:
             self.idle_uses = storage_use_count(self.storage_id)
         return typed
 
+    def behind(self, begin: int, backend: Backend, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor over the buffer from a byte on, with a storage of its own, as torch.save wants for a dtype.
+
+        As with `as_dtype` its views are uses of the buffer, and it is none; the buffer must be idle.
+        """
+        if self.rest is None or self.rest.begin != begin:
+            base = backend.tensor_at(backend.heap_base + self.offset + begin, self.nbytes - begin)
+            self.rest = _Slot.of(base, self.offset + begin, self.stream)
+        self.rest.begin = begin
+        return self.rest.as_dtype(dtype)
+
     def is_idle(self) -> bool:
-        return not self.is_captured and storage_use_count(self.storage_id) == self.idle_uses
+        if self.is_captured or storage_use_count(self.storage_id) != self.idle_uses:
+            return False
+        return self.rest is None or self.rest.is_idle()
+
+    def is_in(self, backend: Backend) -> bool:
+        """Return whether torch has left its storage in the heap; share_memory_() and queues of processes do not."""
+        is_here = self.base.data_ptr() == backend.heap_base + self.offset
+        return is_here and (self.rest is None or self.rest.is_in(backend))
 
     def can_await_readers(self, *, is_captured: bool) -> bool:
         """Return whether the current stream can wait for them: it and they are outside of CUDA graphs' captures."""
@@ -250,6 +280,9 @@ class OutputPool:
                 return self.take(nbytes, stream, is_captured=is_captured)
         for slot in self._slots.get(nbytes, ()):
             if slot.stream == stream and slot.is_idle() and slot.can_await_readers(is_captured=is_captured):
+                if not slot.is_in(self._backend):
+                    self._drop(slot)
+                    return self.take(nbytes, stream, is_captured=is_captured)
                 while slot.readers:
                     torch.cuda.current_stream(self._backend.device).wait_stream(slot.readers.pop())
                 slot.is_captured = is_captured
@@ -267,15 +300,14 @@ class OutputPool:
                 "are no longer needed, or pass a larger heap_size to po.init()"
             )
         base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
-        storage_id = base.untyped_storage()._cdata
-        # Counted after the storage's Python wrapper above is gone: whether that held a use is torch's business.
-        idle_uses = storage_use_count(storage_id)
-        slot = _Slot(offset, nbytes, base, storage_id, idle_uses, stream, is_captured)
+        slot = _Slot.of(base, offset, stream, is_captured=is_captured)
         self._slots.setdefault(nbytes, []).append(slot)
         return slot
 
     def _evict_idle(self) -> None:
-        for nbytes, slots in list(self._slots.items()):
-            for slot in [slot for slot in slots if slot.is_idle()]:
-                slots.remove(slot)
-                self._free_list.give(slot.offset, _rounded(nbytes))
+        for slot in [slot for slots in self._slots.values() for slot in slots if slot.is_idle()]:
+            self._drop(slot)
+
+    def _drop(self, slot: _Slot) -> None:
+        self._slots[slot.nbytes].remove(slot)
+        self._free_list.give(slot.offset, _rounded(slot.nbytes))

@@ -35,6 +35,7 @@ __all__ = [
     "is_zero_tensor",
     "num_dispatch_modes",
     "queue_callback",
+    "storage_has_expired",
     "storage_of_weak",
     "storage_use_count",
     "tracing_state",
@@ -46,6 +47,12 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: i
 """How many tensors share a storage, given its `_cdata`: the output pool hands a buffer out again when nobody does.
 
 Public torch counts no uses: `sys.getrefcount` sees Python's wrappers alone, and a view that C++ holds has none.
+"""
+
+storage_has_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
+"""Whether a storage is gone, given the `cdata` of a `StorageWeakRef`: each call asks it for all tables.
+
+`StorageWeakRef.expired` asks the same in five times the time.
 """
 
 storage_of_weak: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr  # type: ignore[attr-defined]

@@ -30,13 +30,42 @@ from .heap import SymmetricHeap
 from .operator import COMM, Operator
 from .stream_order import StreamOrder
 from .team import ALONE, Team
+from .torch_private import backward_pass
 
-__all__ = ["Workspace"]
+__all__ = ["InputRecord", "Workspace"]
 
 _ALONE_GRANTS = 3
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have
 _MAX_CONTRACTS = 1024  # whose values are kept for messages
 _KINDS = {"kTimeout": "timeout", "kContractMismatch": "contract", "kPeerLost": "lost", "kReportedByPeer": "reported"}
+
+
+class InputRecord:
+    """Where launches say what is wrong with this PE's input: all of a workspace, but for those with one of their own.
+
+    Attributes:
+        struct: an InputErrorRecord that the host sees.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        kind = describe(COMM).structs["InputErrorRecord"]
+        self._memory = backend.host_visible_bytes(ctypes.sizeof(kind))
+        self.struct: Any = kind.from_address(self._memory.data_ptr())
+        self.address = self._memory.data_ptr()
+
+    def clear(self) -> None:
+        """Let the next launch report; the last one has ended, or has reported."""
+        self.struct.state = 0
+
+    def take(self) -> Exception | None:
+        """Return what is wrong, once."""
+        if not self.struct.state:
+            return None
+        operator = _contract.operator_of(self.struct.operator_id)
+        assert operator is not None
+        problem = operator.input_error(self.struct)
+        self.clear()
+        return problem
 
 
 class Workspace:
@@ -81,14 +110,16 @@ class Workspace:
         self._abort = heap.empty((size,), torch.int64)
         for flags in (self._grants, self._ready, self._abort):
             flags.zero_()
-        error, input_error = self._structs["ErrorRecord"], self._structs["InputErrorRecord"]
+        error = self._structs["ErrorRecord"]
         state_words = ctypes.sizeof(self._structs["LocalState"]) // 8
         self._local = backend.private_words(state_words)
         self._local_alone = backend.private_words(state_words)
         self._zero_words: dict[int, list[torch.Tensor]] = {}  # by team
-        self._mailbox = backend.host_visible_bytes(ctypes.sizeof(error) + ctypes.sizeof(input_error))
+        self._mailbox = backend.host_visible_bytes(ctypes.sizeof(error))
         self._error: Any = error.from_address(self._mailbox.data_ptr())
-        self._input_error: Any = input_error.from_address(self._mailbox.data_ptr() + ctypes.sizeof(error))
+        self._input = InputRecord(backend)
+        self._input_error = self._input.struct
+        self._num_whole = 0  # calls that are under way and launch several times
         self._peer_heaps = backend.private_words(size + 1)
         self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64, device="cpu"))
         self._failure: PersistentOpsError | None = None
@@ -154,7 +185,7 @@ class Workspace:
             ready_stride=self._ready_words,
             local=(self._local_alone if is_alone else self._local).data_ptr(),
             error=ctypes.addressof(self._error),
-            input_error=ctypes.addressof(self._input_error),
+            input_error=self._input.address,
             timeout_ns=int(self.timeout * 1e9),
             contract_hash=_contract_hash(words),
             contract=(ctypes.c_int64 * count)(*words),
@@ -176,7 +207,8 @@ class Workspace:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
         A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised behind
-        the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`.
+        the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`. So it is
+        in a backward pass and under `whole_call`, too: peers count on the launches behind this one.
         `begins_early`: see `Kernel.launch`.
         """
         with self.lock:
@@ -192,7 +224,18 @@ class Workspace:
                 self._order.launched()
         if not self._is_asynchronous and self._error.state:
             self.raise_failure()
-        if raises_input_errors and self._input_error.state:
+        if raises_input_errors and self._input_error.state and not self._num_whole and backward_pass() == -1:
+            self.raise_pending()
+
+    @contextlib.contextmanager
+    def whole_call(self) -> Iterator[None]:
+        """Leave bad input to the end of a call that launches several times: no launch of it is left out for that."""
+        self._num_whole += 1
+        try:
+            yield
+        finally:
+            self._num_whole -= 1
+        if self._input_error.state and not self._num_whole and backward_pass() == -1:
             self.raise_pending()
 
     def run_beside(self, main: Workspace, *, is_beside: bool) -> None:
@@ -204,18 +247,8 @@ class Workspace:
     def raise_pending(self) -> None:
         """Raise what launches so far have reported; cheap, and without waiting for launches in flight."""
         self.raise_failure()
-        if (found := self.take_input_error()) is not None:
-            raise to_raise(found[1])
-
-    def take_input_error(self) -> tuple[str, Exception] | None:
-        """Return an operator's name and what its launches have found wrong with this PE's input; each is told once."""
-        if not self._input_error.state:
-            return None
-        operator = _contract.operator_of(self._input_error.operator_id)
-        assert operator is not None
-        error = operator.input_error(self._input_error)
-        self._input_error.state = 0  # launches may report the next one
-        return operator.name, error
+        if (problem := self._input.take()) is not None:
+            raise to_raise(problem)
 
     def raise_failure(self) -> None:
         """Raise what made a launch give up; the world needs `recover`."""

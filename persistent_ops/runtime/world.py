@@ -47,6 +47,7 @@ _open: set[World] = set()  # the worlds of this process and of the PEs that are 
 _was_forked = False  # whether this process was forked from one that had a world
 _BARRIER = Operator("barrier", ())
 _BESIDE = Operator("agreement on launches side by side", (), has_kernel=False)
+_HEAP = Operator("allocation in the symmetric heap (po.empty, po.to_symmetric, po.free)", (), has_kernel=False)
 _SIDE = Operator("opening of a workspace beside the world's own", (), has_kernel=False)
 _SIDE_READY_WORDS = 64
 
@@ -262,6 +263,19 @@ class World:
             workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
         self.backend.synchronize()
         workspace.raise_failure()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor of the symmetric heap; collective."""
+        self._meet_for_heap()
+        return self.heap.empty(shape, dtype)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give a tensor of `empty` back; collective."""
+        self.heap.free(tensor, self._meet_for_heap)
+
+    def _meet_for_heap(self) -> None:
+        if not self.workspace.is_capturing():  # a capture runs nothing that the host could wait for
+            self.meet(_HEAP.contract(self.team))
 
     def barrier(self) -> None:
         """Wait, on the host too, until every PE has come here and this PE's launches before it have completed."""

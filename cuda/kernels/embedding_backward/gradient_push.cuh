@@ -1,6 +1,7 @@
 // Gradients to the owners of the tables that they are for.
 #pragma once
 
+#include "comm/credits.cuh"
 #include "kernels/embedding_backward/plan.cuh"
 #include "platform/streaming.cuh"
 

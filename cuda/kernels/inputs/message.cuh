@@ -123,15 +123,16 @@ struct Call {
   const float* weights;
   int64_t num_values;
   int64_t samples;
-  uint64_t regions_offset;  // of this PE's regions, in its heap
-  LookupSource* sources;    // [size]
-  Report* report;           // null: that there is no room is bad input
-  uint64_t report_number;   // what `state` becomes
+  uint64_t regions_offset;        // of this PE's regions, in its heap
+  LookupSource* sources;          // [size]
+  Report* report;                 // null: that there is no room is bad input
+  InputErrorRecord* input_error;  // of this exchange's caller alone; null: the workspace's
+  uint64_t report_number;         // what `state` becomes
   uint64_t contract_hash;
   int64_t contract_word;
 };
-PO_DESCRIBE(Call, values, bounds, weights, num_values, samples, regions_offset, sources, report, report_number,
-            contract_hash, contract_word)
+PO_DESCRIBE(Call, values, bounds, weights, num_values, samples, regions_offset, sources, report, input_error,
+            report_number, contract_hash, contract_word)
 
 enum Check : int { kCheckAddedUp = 0, kCheckFound = 1, kNumChecks = 2 };
 

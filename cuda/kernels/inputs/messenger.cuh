@@ -1,6 +1,7 @@
 // Writing messages into the owners' regions.
 #pragma once
 
+#include "comm/credits.cuh"
 #include "kernels/inputs/finder.cuh"
 #include "platform/prefetch.cuh"
 
