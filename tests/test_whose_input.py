@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from worlds import error_of, in_world
+from worlds import error_of, in_world, told_later
 
 import persistent_ops as po
-from persistent_ops.runtime.world import current
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -20,20 +18,10 @@ def _tensor(*values: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=po.device())
 
 
-@contextlib.contextmanager
-def _told_later() -> Iterator[None]:
-    """Let launches return before they are looked at, as on GPUs, where the host backend looks at once."""
-    workspace = current().workspace
-    launch = workspace.launch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "launch", lambda *args, **how: launch(*args, **{**how, "raises_input_errors": False}))
-        yield
-
-
 def _bad_forward_pass() -> None:
     """Leave something wrong with PE 0's input that nobody has been told yet."""
     index = 99 if po.rank() == 0 else 1
-    with _told_later():
+    with told_later():
         po.embedding_all_to_all([torch.ones(4, 2, device=po.device())], _tensor(0, index), _tensor(0, 1, 2))
 
 

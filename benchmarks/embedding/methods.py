@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_all_to_all import table_set
-from persistent_ops.ops.embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, LookupKind, Tuning
+from persistent_ops.ops.embedding_plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, Tuning
 from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.world import World
@@ -45,14 +45,17 @@ def plan_key(
     """Return the key of the operator's plan for a team."""
     dim_per_rank = (config.tables * config.dim,) * team.size
     batch_per_rank = (config.batch // team.size,) * team.size
-    choices = (dim_per_rank, batch_per_rank, config.torch_dtype, config.wire_dtype, "sum", "fatal", schedule, None)
+    dtypes = (config.torch_dtype, config.wire_dtype)
+    choices = Choices(dim_per_rank, batch_per_rank, *dtypes, "sum", "fatal", schedule, None)
     kind = LookupKind.of_batch(lookups.indices, lookups.offsets)
     return EmbeddingKey(team, table_set(world, weights), tuning, choices, kind)
 
 
 def make_plan(world: World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
     """Return the operator's plan; ValueError and CompileError where there is none. Nothing is launched."""
-    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *key.choices)
+    dim_per_rank, batch_per_rank = key.choices.dim_per_rank, key.choices.batch_per_rank
+    assert dim_per_rank is not None and batch_per_rank is not None
+    return EmbeddingPlan(world, key, weights, dim_per_rank, batch_per_rank)
 
 
 class Methods:

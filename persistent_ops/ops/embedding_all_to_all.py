@@ -23,7 +23,7 @@ from ..runtime.torch_private import (
 )
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
 from .embedding_inputs_lookups import Lookups
-from .embedding_plan import OPERATOR, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
+from .embedding_plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
 from .table_set import TableSet, TableSets
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def pool_alone(
         check_types(weights, indices, offsets, per_sample_weights, (dims,), (batch,), out=None)
 
     dtype = weights[0].dtype
-    choices = ((dims,), (batch,), dtype, dtype, mode, bounds, SCHEDULES[0], None)
+    choices = Choices((dims,), (batch,), dtype, dtype, mode, bounds, SCHEDULES[0], None)
     plan = _plan(world, world.alone, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
     place, result = _place_of_result(world, plan, None)
@@ -392,7 +392,7 @@ def _run(
     def check() -> None:
         check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, columns, out=out)
 
-    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
+    choices = Choices(dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
     plan = _plan(world, world.team, weights, kind, choices, check)
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
@@ -429,7 +429,7 @@ def _run_from_sources(
     def check() -> None:
         check_tables_and_split(weights, dim_per_rank, batch_per_rank, columns, out=out)
 
-    choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
+    choices = Choices(dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
     plan = _plan(world, world.team, weights, kind, choices, check)
     if out is not None:
         plan.check_output(out, weights, {})
@@ -443,20 +443,22 @@ def _plan(
     team: Team,
     weights: Sequence[torch.Tensor],
     kind: LookupKind,
-    choices: tuple[Any, ...],
+    choices: Choices,
     check: Callable[[], None],
 ) -> EmbeddingPlan:
-    """Find or make it; `choices`: of `EmbeddingKey`, `check`: of the arguments' types, before it is made."""
+    """Find or make it; `check`: of the arguments' types, before it is made."""
     state = OPERATOR.state(world)
     tables = (state.own or _table_sets(world)).find(weights)
-    dim_per_rank, batch_per_rank, dtype, wire_dtype, *others, columns = choices
-    if dim_per_rank is not None:
-        dim_per_rank = tuple(dim_per_rank)
-    if batch_per_rank is not None:
-        batch_per_rank = tuple(batch_per_rank)
-    if columns is not None:
-        columns = tuple(columns)
-    chosen = (dim_per_rank, batch_per_rank, *_dtypes(weights, dtype, wire_dtype), *others, columns)
+    dims, batches, dtype, wire_dtype, mode, bounds, schedule, columns = choices
+    chosen = Choices(
+        None if dims is None else tuple(dims),
+        None if batches is None else tuple(batches),
+        *_dtypes(weights, dtype, wire_dtype),
+        mode,
+        bounds,
+        schedule,
+        None if columns is None else tuple(columns),
+    )
     key = EmbeddingKey(team, tables, state.tuning, chosen, kind)
     plan: EmbeddingPlan | None = state.plans.find(key)
     if plan is None:
@@ -466,8 +468,8 @@ def _plan(
 
 
 def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
-    completed = _completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
-    return EmbeddingPlan(world, key.team, key.tuning, weights, key.lookups, *completed, *key.choices[4:])
+    dim_per_rank, batch_per_rank, *_ = _completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
+    return EmbeddingPlan(world, key, weights, dim_per_rank, batch_per_rank)
 
 
 def _place_of_result(

@@ -69,7 +69,7 @@ def check_types(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 1:
-            raise ValueError(f"{name}: expected a contiguous 1-D tensor on {tensor.device}, got {tensor.dim()}-D")
+            raise ValueError(f"{name}: expected a contiguous 1-D tensor on the tables' device, got {tensor.dim()}-D")
     if per_sample_weights is not None and not isinstance(per_sample_weights, torch.Tensor):
         raise TypeError(f"per_sample_weights: expected a tensor, got {type(per_sample_weights).__name__}")
 

@@ -127,6 +127,19 @@ class LookupKind(NamedTuple):
         return cls(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
 
 
+class Choices(NamedTuple):
+    """The arguments of `embedding_all_to_all` that are no tensors; None where the caller left them to the operator."""
+
+    dim_per_rank: Sequence[int] | None
+    batch_per_rank: Sequence[int] | None
+    dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None
+    mode: str
+    bounds: str
+    schedule: str
+    columns: Sequence[int] | None
+
+
 class EmbeddingKey(NamedTuple):
     """What tells plans apart.
 
@@ -134,16 +147,29 @@ class EmbeddingKey(NamedTuple):
         team: who exchanges.
         tables: this PE's.
         tuning: see `OperatorState`.
-        choices: dim_per_rank, batch_per_rank (None where the caller left them), dtype, wire_dtype, mode, bounds,
-            schedule, columns.
+        choices: with sequences as tuples, and both dtypes.
         lookups: see `LookupKind`.
     """
 
     team: Team
     tables: TableSet
     tuning: Tuning | None
-    choices: tuple[Any, ...]
+    choices: Choices
     lookups: LookupKind
+
+
+class _Slices(NamedTuple):
+    """The tasks of a launch: a table's bags for some samples of a destination.
+
+    Attributes:
+        samples: of a task, at most.
+        num_rounds: tasks for another PE, at most.
+        local_delay: after how many rounds this PE's own tasks begin.
+    """
+
+    samples: int
+    num_rounds: int
+    local_delay: int
 
 
 class EmbeddingPlan(Plan):
@@ -151,11 +177,9 @@ class EmbeddingPlan(Plan):
 
     Args:
         world: of this PE.
-        team: who exchanges.
-        tuning: None for the default one.
-        weights, mode, bounds, schedule, columns: of `embedding_all_to_all`.
-        lookups: what kind they are.
-        dim_per_rank, batch_per_rank, dtype, wire_dtype: the same, completed.
+        key: see above.
+        weights: this PE's tables.
+        dim_per_rank, batch_per_rank: of `embedding_all_to_all`, completed.
 
     Attributes:
         dtype, output_shape, output_bytes: of the result.
@@ -164,108 +188,54 @@ class EmbeddingPlan(Plan):
     def __init__(
         self,
         world: World,
-        team: Team,
-        tuning: Tuning | None,
+        key: EmbeddingKey,
         weights: Sequence[torch.Tensor],
-        lookups: LookupKind,
         dim_per_rank: Sequence[int],
         batch_per_rank: Sequence[int],
-        dtype: torch.dtype,
-        wire_dtype: torch.dtype,
-        mode: str,
-        bounds: str,
-        schedule: str,
-        columns: Sequence[int] | None,
     ) -> None:
+        structs = OPERATOR.prepare(world).structs
+        self._world, self._key, self._backend = world, key, world.backend
         self._device = world.backend.device
-        check_choices(mode, bounds, schedule, is_weighted=lookups.is_weighted)
-        check_tables(weights, dtype, self._device)
+        self._tuning = key.tuning or OPERATOR.default_tuning
+        team, choices, rank = key.team, key.choices, key.team.rank
+        assert choices.dtype is not None and choices.wire_dtype is not None
+        self._table_dtype, self.dtype = choices.dtype, choices.wire_dtype
+        check_choices(choices.mode, choices.bounds, choices.schedule, is_weighted=key.lookups.is_weighted)
+        check_tables(weights, self._table_dtype, self._device)
+        check_wire(self._table_dtype, self.dtype)
+        check_split(team, weights, key.lookups.num_offsets, dim_per_rank, batch_per_rank)
         begin, end = world.backend.heap_base, world.backend.heap_base + world.backend.heap_bytes
         self._tables_in_heap = [t for t, weight in enumerate(weights) if begin <= weight.data_ptr() < end]
-        check_wire(dtype, wire_dtype)
-        self.dtype = wire_dtype
-        check_split(team, weights, lookups.num_offsets, dim_per_rank, batch_per_rank)
-        structs = OPERATOR.prepare(world).structs
-        tuning = tuning or OPERATOR.default_tuning
-        rank = team.rank
-        batch = sum(batch_per_rank)
-        element = wire_dtype.itemsize
+        element = self.dtype.itemsize
         self.output_shape = (batch_per_rank[rank], sum(dim_per_rank))
-        self.output_bytes = self.output_shape[0] * self.output_shape[1] * element
         row_bytes = self.output_shape[1] * element
+        self.output_bytes = self.output_shape[0] * row_bytes
         if row_bytes >= 2**31:
             raise ValueError(f"dim_per_rank: a row of output has {row_bytes} bytes, at most 2 GiB - 1 are possible")
-        batch_start = [0, *itertools.accumulate(batch_per_rank)]
-        begins = own_begins(columns, dim_per_rank, weights, rank)
-        own_bytes = dim_per_rank[rank] * element
-
-        slice_samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, lookups.pooling)
-        if not 1 <= slice_samples <= warp_size():  # the ends of a task's bags lie in the lanes of a warp
-            raise ValueError(f"slice_samples: expected 1 to {warp_size()}, got {slice_samples}")
-        if -(-max(batch_per_rank) // slice_samples) > world.workspace.max_ready_words:
-            raise ValueError(
-                f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples"
-            )
-        tasks = [-(-rows // slice_samples) * len(weights) for rows in batch_per_rank]
-        num_rounds = max((n for pe, n in enumerate(tasks) if pe != rank), default=0)
-        local_delay = round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds)
-        if (num_rounds + tasks[rank]) * team.size > _MAX_POSITIONS:
-            raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
-
-        narrowing = dtype.itemsize // element
+        slices = self._choose_slices(weights, batch_per_rank)
+        narrowing = self._table_dtype.itemsize // element
+        begins = own_begins(choices.columns, dim_per_rank, weights, rank)
         tables, shapes = _tables(weights, narrowing, begins, row_bytes, world.backend.name)
-        threads = tuning.threads or _threads(shapes, lookups.is_weighted, narrowing)
-        if world.backend.leaves_room and tuning.threads is None:
-            threads *= 2  # of both WGs that an SM has otherwise
-        num_sms = world.backend.num_sms
-        self._grid = tuning.work_groups or num_sms * world.backend.default_blocks_per_sm
-        blocks_per_sm = -(-self._grid // num_sms)
-        kernel = world.load(
-            _request(
-                dtype,
-                wire_dtype,
-                lookups,
-                mode,
-                shapes,
-                threads,
-                tuning.rows_in_flight,
-                blocks_per_sm,
-            )
-        )
-        check_resident(world.backend, kernel, self._grid)
-        if self._grid > world.workspace.max_ready_words:
-            raise ValueError(f"work_groups: at most {world.workspace.max_ready_words} in all, got {self._grid}")
-
-        self._areas = OPERATOR.state(world).areas
-        wg_done = None
+        ranges = _ranges(tables, narrowing)
+        self._choose_kernel(shapes)
+        self._wg_done = None
         if not team.all_reachable:
-            self.areas = (_STAGING,)
-            staged_bytes = max(batch * own_bytes, 1)
-            self._areas.reserve_own(_STAGING, staged_bytes, max(staged_bytes + staged_bytes // 4, 512))
-            slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
-            if len(weights) > 64 * 64:
-                raise ValueError(
-                    f"weights: at most 4096 tables per PE where peers are not reachable, got {len(weights)}"
-                )
-            wg_done = world.workspace.zero_words(team, slices * (-(-len(weights) // 64) + 1))
-
-        self._tables = upload(world.backend, *tables)
+            self._wg_done = self._stage(len(weights), batch_per_rank, dim_per_rank[rank] * element, slices.samples)
+        batch_start = list(itertools.accumulate(batch_per_rank, initial=0))
+        self._tables, self._ranges = upload(world.backend, *tables), upload(world.backend, *ranges)
         self._batch_start = upload(world.backend, array("q", batch_start))
         self._pe_bytes = upload(world.backend, array("q", [dim * element for dim in dim_per_rank]))
-        ranges = _ranges(tables, narrowing)
-        self._ranges = upload(world.backend, *ranges)
-        self._wg_done = wg_done
         contract = OPERATOR.contract(
             team,
-            batch,
+            batch_start[-1],
             row_bytes,
-            dtype,
-            wire_dtype,
+            self._table_dtype,
+            self.dtype,
             self._grid,
-            0 if team.all_reachable else slice_samples,
+            0 if team.all_reachable else slices.samples,
             tuple(batch_per_rank),
             tuple(dim_per_rank),
-            tuple(columns or ()),
+            tuple(choices.columns or ()),
         )
         self._struct: Any = structs["Plan"](
             team=world.workspace.team(contract),
@@ -273,27 +243,73 @@ class EmbeddingPlan(Plan):
                 rank=rank,
                 size=team.size,
                 num_tables=len(weights),
-                slice_samples=slice_samples,
+                slice_samples=slices.samples,
                 batch_start=self._batch_start.data_ptr(),
-                num_rounds=num_rounds,
-                local_delay=local_delay,
-                oblivious=int(schedule == "oblivious"),
+                num_rounds=slices.num_rounds,
+                local_delay=slices.local_delay,
+                oblivious=int(choices.schedule == "oblivious"),
                 slice_major=int(not team.all_reachable),
             ),
             tables=self._tables.data_ptr(),
             pe_bytes=self._pe_bytes.data_ptr(),
             ranges=self._ranges.data_ptr(),
             num_ranges=len(ranges),
-            batch=batch,
+            batch=batch_start[-1],
             output_row_bytes=row_bytes,
-            reports_bad_input=int(bounds == "fatal"),
-            wg_done=0 if wg_done is None else wg_done.data_ptr(),
+            reports_bad_input=int(choices.bounds == "fatal"),
+            wg_done=0 if self._wg_done is None else self._wg_done.data_ptr(),
         )
         self._call = structs["Call"]()
-        self._kernel = kernel
         self._is_collective = team.number != ALONE
-        self._backend = world.backend
         self.place()
+
+    # ---- its parts -------------------------------------------------------------------------------------------------
+
+    def _choose_slices(self, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int]) -> _Slices:
+        world, team, tuning, pooling = self._world, self._key.team, self._tuning, self._key.lookups.pooling
+        samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, pooling)
+        if not 1 <= samples <= warp_size():  # the ends of a task's bags lie in the lanes of a warp
+            raise ValueError(f"slice_samples: expected 1 to {warp_size()}, got {samples}")
+        if -(-max(batch_per_rank) // samples) > world.workspace.max_ready_words:
+            raise ValueError(
+                f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples"
+            )
+        tasks = [-(-rows // samples) * len(weights) for rows in batch_per_rank]
+        num_rounds = max((n for pe, n in enumerate(tasks) if pe != team.rank), default=0)
+        if (num_rounds + tasks[team.rank]) * team.size > _MAX_POSITIONS:
+            raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
+        return _Slices(samples, num_rounds, round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds))
+
+    def _choose_kernel(self, shapes: int) -> None:
+        backend, lookups, tuning = self._backend, self._key.lookups, self._tuning
+        narrowing = self._table_dtype.itemsize // self.dtype.itemsize
+        threads = tuning.threads or _threads(shapes, lookups.is_weighted, narrowing)
+        if backend.leaves_room and tuning.threads is None:
+            threads *= 2  # of both WGs that an SM has otherwise
+        self._grid = tuning.work_groups or backend.num_sms * backend.default_blocks_per_sm
+        blocks_per_sm = -(-self._grid // backend.num_sms)
+        mode, rows = self._key.choices.mode, tuning.rows_in_flight
+        request = _request(self._table_dtype, self.dtype, lookups, mode, shapes, threads, rows, blocks_per_sm)
+        self._kernel = self._world.load(request)
+        check_resident(backend, self._kernel, self._grid)
+        if self._grid > self._world.workspace.max_ready_words:
+            raise ValueError(f"work_groups: at most {self._world.workspace.max_ready_words} in all, got {self._grid}")
+
+    def _stage(
+        self, num_tables: int, batch_per_rank: Sequence[int], sample_bytes: int, slice_samples: int
+    ) -> torch.Tensor:
+        """Make room for what peers that cannot be stored to get, and return words for what of it is done."""
+        nbytes = max(sum(batch_per_rank) * sample_bytes, 1)
+        self._areas.reserve_own(_STAGING, nbytes, max(nbytes + nbytes // 4, 512))
+        self.areas = (_STAGING,)
+        if num_tables > 64 * 64:
+            raise ValueError(f"weights: at most 4096 tables per PE where peers are not reachable, got {num_tables}")
+        num_slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
+        return self._world.workspace.zero_words(self._key.team, num_slices * (-(-num_tables // 64) + 1))
+
+    @property
+    def _areas(self) -> Any:
+        return OPERATOR.state(self._world).areas
 
     def place(self) -> None:
         if self.areas:
@@ -309,8 +325,9 @@ class EmbeddingPlan(Plan):
         device = self._device
         for name, tensor in (("indices", indices), ("offsets", offsets)):
             if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
+                how = "" if tensor.is_contiguous() else " and not contiguous"
                 raise ValueError(
-                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D on "
+                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D{how} on "
                     f"{tensor.device}"
                 )
         if per_sample_weights is None:

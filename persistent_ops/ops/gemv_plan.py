@@ -175,6 +175,83 @@ def _lets_in(has_room: bool, prefetches: bool, bytes_per_wg: int) -> str:
     return "kLate" if has_room and not _is_little(bytes_per_wg) else "kAtOnce"
 
 
+def _comm_dtype(key: GemvKey) -> torch.dtype:
+    return key.comm_dtype or torch.float32
+
+
+def _packets(world: World, key: GemvKey) -> tuple[Any, int]:
+    """Return where packets are, and for how many tiles of a launch there is room; a PE alone sends none."""
+    structs, constants = OPERATOR.description.structs, OPERATOR.description.constants
+    most = constants["kMaxRows"] // constants["kTileRows"]
+    if key.team is not world.team:
+        return structs["PacketPlan"](), most
+    team, area = key.team, OPERATOR.state(world).areas[_PACKETS]
+    packet_bytes = constants["sizeof(Packet)"]  # half of it data
+    tile_data = key.num_vectors * constants["kTileRows"] * _comm_dtype(key).itemsize
+    tile_bytes = tile_data // (packet_bytes // 2) * packet_bytes
+    partials_bytes, results_bytes = _packet_bytes(world)
+    packets = structs["PacketPlan"](
+        partials_offset=area.offset,
+        partials_bytes=partials_bytes,
+        results_offset=area.offset + 2 * partials_bytes,
+        results_bytes=results_bytes,
+        all_reachable=int(team.all_reachable),
+    )
+    for pe, heap in enumerate(world.backend.peer_heaps):
+        packets.heaps[pe] = heap
+    most = min(most, partials_bytes // (tile_bytes * team.size))
+    return packets, most if team.all_reachable else min(most, world.workspace.max_ready_words // 2)
+
+
+def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> KernelRequest:
+    """Return the kernel for WGs with so many rows of the weight, and how it divides their shared memory."""
+    constants, geometry = OPERATOR.description.constants, OPERATOR.description.queries
+    row_bytes = key.columns * key.dtype.itemsize
+    bytes_per_wg = wg_rows * row_bytes
+    kernel_vectors, warps = kernel_vectors_of(key.num_vectors), tuning.warps
+    arena = _Arena.of_wg(world.backend.arena_bytes, warps, kernel_vectors, row_bytes)
+    shares_sm = geometry["shares_sm"](kernel_vectors, key.prefetch_weight)
+    room_for_two = arena.steps_of_each_of_two() if shares_sm else 0
+    depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two if key.prefetch_weight else 0)
+    if depth < (steps := constants["kMostStepsAtOnce"]):
+        raise ValueError(f"depth: at least {steps}, the steps that a warp multiplies at once; got {depth}")
+    is_resident = arena.holds_vectors(depth)
+    prefetches = key.prefetch_weight and is_resident
+    arena_bytes = arena.with_depth(depth, is_resident=is_resident)
+    if not is_resident:
+        factor = team_factor(warps, key.dtype)
+        larger = _Arena.of_wg(world.backend.arena_bytes, warps * factor, kernel_vectors, row_bytes)
+        own_depth = tuning.depth or depth // factor
+        if (larger_bytes := larger.with_depth(own_depth, is_resident=False)) <= larger.room:
+            warps, depth, arena_bytes = warps * factor, own_depth, larger_bytes
+    if arena_bytes > arena.room:
+        raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {arena.room}")
+    request = kernel_request(
+        key.dtype,
+        _comm_dtype(key),
+        kernel_vectors,
+        warps=warps,
+        depth=depth,
+        arena_bytes=arena_bytes,
+        is_aligned=key.is_aligned,
+        is_resident=is_resident,
+        two_phase=key.algorithm == "two_phase",
+        prefetches=prefetches,
+        lets_in=_lets_in(depth <= room_for_two, prefetches, bytes_per_wg),
+    )
+    if world.backend.name != "host":
+        return request
+    return request.with_config(  # most choices are not about the host: one library for all of them
+        vectors=1 if key.num_vectors == 1 else MAX_VECTORS,
+        depth=1,
+        warps=8,
+        aligned=True,
+        resident=True,
+        prefetches=False,
+        lets_in="po::LetsIn::kAtOnce",
+    )
+
+
 @dataclass
 class _Launch:
     """One launch: a range of rows."""
@@ -190,110 +267,42 @@ class GemvPlan(Plan):
     """One key's kernel and plans; where others take part there is room for packets already."""
 
     def __init__(self, world: World, key: GemvKey) -> None:
-        team, rows, columns, num_vectors, dtype, _, algorithm, is_aligned, prefetch_weight, _ = key
-        comm_dtype = key.comm_dtype or torch.float32
-        description = OPERATOR.prepare(world)
-        structs, constants = description.structs, description.constants
-        tile_rows = constants["kTileRows"]
+        structs = OPERATOR.prepare(world).structs
+        team, rows, columns, num_vectors = key.team, key.rows, key.columns, key.num_vectors
+        tile_rows = OPERATOR.description.constants["kTileRows"]
         if columns >= 1 << 30:
             raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
-        tuning: Tuning = key.tuning or OPERATOR.default_tuning
-        element = dtype.itemsize
-        two_phase = algorithm == "two_phase"
-        packet_bytes = constants["sizeof(Packet)"]  # half of it data
-        tile_bytes = num_vectors * tile_rows * comm_dtype.itemsize // (packet_bytes // 2) * packet_bytes
-        max_tiles = constants["kMaxRows"] // tile_rows
-        packets = structs["PacketPlan"]()
-        if team is world.team:
-            packet_area = OPERATOR.state(world).areas[_PACKETS]
-            partials_bytes, results_bytes = _packet_bytes(world)
-            max_tiles = min(max_tiles, partials_bytes // (tile_bytes * team.size))
-            if not team.all_reachable:
-                max_tiles = min(max_tiles, world.workspace.max_ready_words // 2)
-            packets = structs["PacketPlan"](
-                partials_offset=packet_area.offset,
-                partials_bytes=partials_bytes,
-                results_offset=packet_area.offset + 2 * partials_bytes,
-                results_bytes=results_bytes,
-                all_reachable=int(team.all_reachable),
-            )
-            for pe, heap in enumerate(world.backend.peer_heaps):
-                packets.heaps[pe] = heap
+        self.is_two_phase = key.algorithm == "two_phase"
+        self._element, self._columns = key.dtype.itemsize, columns
+        packets, max_tiles = _packets(world, key)
         if max_tiles == 0:
             raise ValueError(
                 f"x: {num_vectors} vectors do not fit the symmetric heap's room for packets; pass a larger heap_size "
                 "to po.init()"
             )
         total_tiles = max(1, -(-rows // tile_rows))
-        launches = -(-total_tiles // max_tiles)
-        tiles_each = -(-total_tiles // launches)
-        grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
-        kernel_vectors = kernel_vectors_of(num_vectors)
-        bytes_per_wg = -(-tiles_each // grid) * tile_rows * columns * element
-        warps = tuning.warps
-        arena = _Arena.of_wg(world.backend.arena_bytes, warps, kernel_vectors, columns * element)
-        shares_sm = description.queries["shares_sm"](kernel_vectors, prefetch_weight)
-        room_for_two = arena.steps_of_each_of_two() if shares_sm else 0
-        depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two if prefetch_weight else 0)
-        if depth < (steps := constants["kMostStepsAtOnce"]):
-            raise ValueError(f"depth: at least {steps}, the steps that a warp multiplies at once; got {depth}")
-        is_resident = arena.holds_vectors(depth)
-        prefetches = prefetch_weight and is_resident
-        arena_bytes = arena.with_depth(depth, is_resident=is_resident)
-        if not is_resident:
-            factor = team_factor(warps, dtype)
-            larger = _Arena.of_wg(world.backend.arena_bytes, warps * factor, kernel_vectors, columns * element)
-            own_depth = tuning.depth or depth // factor
-            if (larger_bytes := larger.with_depth(own_depth, is_resident=False)) <= larger.room:
-                warps, depth, arena_bytes = warps * factor, own_depth, larger_bytes
-        if arena_bytes > arena.room:
-            raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {arena.room}")
-        request = kernel_request(
-            dtype,
-            comm_dtype,
-            kernel_vectors,
-            warps=warps,
-            depth=depth,
-            arena_bytes=arena_bytes,
-            is_aligned=is_aligned,
-            is_resident=is_resident,
-            two_phase=two_phase,
-            prefetches=prefetches,
-            lets_in=_lets_in(depth <= room_for_two, prefetches, bytes_per_wg),
-        )
-        if world.backend.name == "host":  # most choices are not about the host: one library for all of them
-            vectors = 1 if num_vectors == 1 else MAX_VECTORS
-            request = request.with_config(
-                vectors=vectors,
-                depth=1,
-                warps=8,
-                aligned=True,
-                resident=True,
-                prefetches=False,
-                lets_in="po::LetsIn::kAtOnce",
-            )
-        self._kernel: Kernel = world.load(request)
+        tiles_each = -(-total_tiles // -(-total_tiles // max_tiles))  # of launches of about the same size
+        tuning: Tuning = key.tuning or OPERATOR.default_tuning
+        self._grid = grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
+        self._kernel: Kernel = world.load(_request_of(world, key, tuning, -(-tiles_each // grid) * tile_rows))
         check_resident(world.backend, self._kernel, grid, choices="warps, depth, work_groups")
-        self.is_two_phase = two_phase
-        self._grid = grid
-        self._element = element
-        self._columns = columns
+        chosen = (rows, num_vectors, key.dtype, _comm_dtype(key), self.is_two_phase, grid)
+        pack = OPERATOR.description.queries["packed_shape"]
         self._launches: list[_Launch] = []
         for first_tile in range(0, total_tiles, tiles_each):
             first_row = first_tile * tile_rows
             num_rows = min(tiles_each * tile_rows, rows - first_row)
-            num_tiles = -(-num_rows // tile_rows)
-            contract = OPERATOR.contract(team, rows, num_vectors, dtype, comm_dtype, two_phase, grid, first_row)
             asked = world.backend.private_words(_LINE_BYTES // 8)  # a line that no other word is on
             plan = structs["Plan"](
-                team=world.workspace.team(contract),
-                output=structs["OutputPlan"](num_tiles=num_tiles, stride=rows),
+                team=world.workspace.team(OPERATOR.contract(team, *chosen, first_row)),
+                output=structs["OutputPlan"](num_tiles=-(-num_rows // tile_rows), stride=rows),
                 packets=packets,
                 asked=asked.data_ptr(),
             )
             words = upload(world.backend, plan)
-            packed = description.queries["packed_shape"](num_rows, team.rank, team.size, num_vectors, columns)
-            call = structs["Call"](shape=structs["Shape"](packed=packed))
+            call = structs["Call"](
+                shape=structs["Shape"](packed=pack(num_rows, team.rank, team.size, num_vectors, columns))
+            )
             self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
 
     def launch(self, world: World, weight: int, x: int, bias: int, residual: int, out: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .areas import Areas
+from .torch_private import without_transforms
 
 if TYPE_CHECKING:
     from .operator import Operator
@@ -77,7 +78,8 @@ class Plans(dict[Hashable, _P]):
         """
         self.refuse_capture(caller)
         self._operator.prepare(self._world)
-        plan = build()
+        with without_transforms():
+            plan = build()
         self._world.make_room(self, self.most)
         self[key] = plan
         return plan

@@ -40,6 +40,7 @@ __all__ = [
     "storage_use_count",
     "tracing_state",
     "without_dispatch_modes",
+    "without_transforms",
     "wrapper_subclass",
 ]
 
@@ -77,6 +78,12 @@ function_transform: Callable[[], object | None] = torch._C._functorch.peek_inter
 """The innermost transform of torch.func (vmap, grad) that is active, or None; a call must go through the dispatcher.
 
 Public torch applies transforms, and does not say whether one is active.
+"""
+
+without_transforms: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch  # type: ignore[attr-defined]
+"""A context in which no transform of torch.func is active: a plan that is made within one needs memory of its own.
+
+Public torch has no way out of a transform.
 """
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

@@ -27,7 +27,7 @@ from .operator import COMM, Operator
 from .plans import OperatorState
 from .residency import Residency
 from .team import ALONE, WORLD, Team
-from .torch_private import backward_pass
+from .torch_private import backward_pass, without_transforms
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -256,7 +256,8 @@ class World:
         What follows may be collective on the host, where PEs that do not match would wait for each other in vain.
         """
         workspace = workspace or self.workspace
-        kernel, plan, call = self._barrier_of(contract, workspace)
+        with without_transforms():
+            kernel, plan, call = self._barrier_of(contract, workspace)
         # A PE that comes late finds at the first barrier the credit of those that have given up since, and at the
         # second one that they have.
         for _ in range(2):
