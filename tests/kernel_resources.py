@@ -536,21 +536,26 @@ def _traced(arch: str) -> Combination:
 
 
 def sample() -> list[Combination]:
-    """Return a kernel of each operator for every architecture, and those that need most."""
-    each = [
+    """Return a kernel of each operator for sm_90, those that need most, and for the other architectures some.
+
+    These are the life of a launch, the largest kernel, and the one with instructions that not all of them have.
+    """
+    each = (
+        Embedding("float32", "weighted sum", SHAPES[1]),
+        EmbeddingInversion(8),
+        EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True),
+        EmbeddingWeightGradients("sm_90"),
+        Sparse("bfloat16", 8192, "owner"),
+        AllReduce("bfloat16", "one_shot", 128, norms=True),
+        _traced("sm_90"),
+    )
+    everywhere = [
         combination
         for arch in ARCHITECTURES
         for combination in (
-            Embedding("float32", "weighted sum", SHAPES[1], arch),
-            EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch),
-            EmbeddingInversion(8, arch=arch),
-            EmbeddingInputs(torch.int64, torch.int64, torch.int64, is_weighted=True, arch=arch),
-            EmbeddingWeightGradients(arch),
             Barrier(arch),
+            EmbeddingBackward("bfloat16", "rowwise_adagrad", "weighted sum", arch=arch),
             Gemv("bfloat16", 1, "one_shot", prefetches=arch == "sm_90", arch=arch, lets_in=_lets_in(arch)),
-            Sparse("bfloat16", 8192, "owner", arch=arch),
-            AllReduce("bfloat16", "one_shot", 128, norms=True, arch=arch),
-            _traced(arch),
         )
     ]
     most = (
@@ -558,7 +563,7 @@ def sample() -> list[Combination]:
         Sparse("float16", 8192, "allgather"),
         AllReduce("float32", "slices", 256, norms=True, slice_blocks=2),
     )
-    return [*each, *most]
+    return [*each, *everywhere, *most]
 
 
 def everything() -> list[Combination]:
