@@ -2,7 +2,7 @@
 
 The table has every pair of dtype, pooling and row shape of the embedding, and the other operators' kernels that plans
 choose; `python tests/kernel_resources.py --write` makes it. That it is of these sources is seen by digests. A sample,
-with a kernel of each operator and some for each architecture, is compiled and compared. Kernels that trace may have both.
+with a kernel of each operator and some for each architecture, is compiled and compared. Kernels that trace may spill.
 """
 
 from __future__ import annotations
