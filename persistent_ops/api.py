@@ -202,7 +202,8 @@ def check() -> None:
 
     Raises:
         PeerTimeoutError, ContractMismatchError: see those; the world needs `po.recover()`.
-        IndexError: a kernel met an index or offset out of range; the world stays usable.
+        IndexError, ValueError, CapacityError: a kernel met bad input; the world stays usable. What is wrong with the
+            input of a call that has a handle, its `wait()` raises.
     """
     _world.current().check()
 
