@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -24,12 +25,14 @@ from typing import Any
 import torch
 
 import persistent_ops as po
+from persistent_ops.runtime import world as worlds
 from persistent_ops.runtime.mailbox import Worker, serve_store
 from persistent_ops.runtime.nvshmem_end import runs_on
 
 __all__ = ["in_processes"]
 
 _NOT_STARTED = "NVSHMEM did not initialise"
+_JOINED = "joined"  # what a PE says when it has opened a world
 _kept: list[tuple[BaseProcess, Connection]] = []
 
 
@@ -45,7 +48,8 @@ def in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: f
     Raises:
         AssertionError: a PE raised, ended, or took more than `timeout` seconds; all are ended then.
 
-    Where many worlds start at once, now and then NVSHMEM does not in one of them. That one is started again, once.
+    Where many worlds start at once, now and then NVSHMEM does not in one of them, or crashes. That one is started
+    again, once.
     """
     try:
         return _in_processes(program, world, *args, timeout=timeout)
@@ -86,17 +90,25 @@ def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: 
 def _collected(world: int, deadline: float, timeout: float) -> list[tuple[Any, bool]]:
     ranks = {connection: rank for rank, (_, connection) in enumerate(_kept[:world])}
     results: dict[int, tuple[Any, bool]] = {}
+    joined = set()
     while len(results) < world:
         ready = wait([c for c, rank in ranks.items() if rank not in results], max(0.0, deadline - time.monotonic()))
         assert ready, f"PE {sorted(set(range(world)) - set(results))} took more than {timeout} s"
         for connection in ready:
             rank = ranks[connection]  # type: ignore[index]
             try:
-                result, trace, is_worn = connection.recv()  # type: ignore[union-attr]
+                told = connection.recv()  # type: ignore[union-attr]
             except EOFError:
                 process = _kept[rank][0]
                 process.join(10)  # its end of the connection is closed a moment before
-                raise AssertionError(f"PE {rank} of {world} ended with {process.exitcode}") from None
+                ended = f"PE {rank} of {world} ended with {process.exitcode}"
+                if rank not in joined and process.exitcode == -signal.SIGSEGV:
+                    ended = f"{_NOT_STARTED}: {ended}"
+                raise AssertionError(ended) from None
+            if told == _JOINED:
+                joined.add(rank)
+                continue
+            result, trace, is_worn = told
             assert trace is None, f"PE {rank} of {world}:\n{trace}"
             results[rank] = (result, is_worn)
     return [results[rank] for rank in range(world)]
@@ -122,6 +134,13 @@ def _end() -> None:
 def _serve(connection: Connection) -> None:
     """Be a PE of one world after the other, until nobody is there to ask for more."""
     threads = torch.get_num_threads()
+    join = worlds.init
+
+    def init(*args: Any, **options: Any) -> None:
+        join(*args, **options)
+        connection.send(_JOINED)
+
+    worlds.init = init
     while True:
         try:
             environment, sys.path[:], task = connection.recv()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import kept_pes
 import pytest
 from conftest import _Scopes
+
+import persistent_ops as po
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -174,3 +178,26 @@ def test_a_world_whose_nvshmem_has_not_started_is_started_again(monkeypatch: pyt
     with pytest.raises(AssertionError, match="did not initialise"):
         kept_pes.in_processes(run, 2, timeout=1.0)
     assert kept_pes.in_processes(run, 2, timeout=1.0) == ["done"]
+
+
+def _crashes_once(folder: str, *, before_it_joins: bool) -> int:
+    first = Path(folder) / f"first{os.environ['PERSISTENT_OPS_RANK']}"
+    is_first = not first.exists()
+    first.touch()
+    if is_first and before_it_joins:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    po.init("host", heap_size=16 << 20)
+    if is_first:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    rank = po.rank()
+    po.finalize()
+    return rank
+
+
+@pytest.mark.host
+def test_a_pe_that_crashes_before_it_has_joined_is_started_again(tmp_path: Path) -> None:
+    crashes = functools.partial(_crashes_once, str(tmp_path))
+    assert kept_pes.in_processes(functools.partial(crashes, before_it_joins=True), 1, timeout=60) == [0]
+    (tmp_path / "first0").unlink()
+    with pytest.raises(AssertionError, match=r"PE 0 of 1 ended with -11\Z"):
+        kept_pes.in_processes(functools.partial(crashes, before_it_joins=False), 1, timeout=60)
