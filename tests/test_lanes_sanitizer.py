@@ -54,7 +54,7 @@ OF_INPUTS = {
 }
 OF_INVERSION = {
     "a_lane_passes_a_collective_by": Mutation(
-        (Swap("inversion-marked-lanes", "ballot(warp, marks[u] != 0)", "(marks[u] != 0 ? ballot(warp, true) : 0)"),),
+        (Swap("inversion-marked-lanes", "warp.ballot(marks[u] != 0)", "(marks[u] != 0 ? warp.ballot(true) : 0)"),),
         _WARP,
         {Exit.TIMED_OUT},
     ),

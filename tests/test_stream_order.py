@@ -254,7 +254,7 @@ def _calls_of_a_launch() -> list[str]:
     calls: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
-        return lambda *_: calls.append(name)
+        return lambda *_, **__: calls.append(name)
 
     workspace: Any = current().workspace
     workspace._is_asynchronous = True

@@ -6,23 +6,14 @@
 
 namespace po {
 
-// Bit l: `condition` of lane l. All lanes.
-PO_FN uint32_t ballot([[maybe_unused]] const Warp& warp, bool condition) {
-#if PO_ON_DEVICE
-  return __ballot_sync(warp.mask(), condition);
-#else
-  return condition ? 1 : 0;
-#endif
-}
-
 // A warp that counts.
 struct BallotWarp : Warp {
   // Lanes before this one of which `condition` is true.
-  PO_FN int count_below(bool condition) const { return count_bits(po::ballot(*this, condition) & bits_below(rank())); }
+  PO_FN int count_below(bool condition) const { return count_bits(ballot(condition) & bits_below(rank())); }
 
   // The first lane of which `condition` is true, or size().
   PO_FN int first(bool condition) const {
-    const uint32_t lanes = po::ballot(*this, condition);
+    const uint32_t lanes = ballot(condition);
     return lanes == 0 ? size() : lowest_bit(lanes);
   }
 };

@@ -54,8 +54,11 @@ struct Lanes {
     return value + __shfl_xor_sync(mask(), value, distance, kWidth);
   }
 
+  // Bit l of a warp: `condition` of lane l.
+  PO_FN uint32_t ballot(bool condition) const { return __ballot_sync(mask(), condition); }
+
   // Of how many lanes `condition` is true.
-  PO_FN int count(bool condition) const { return __popc(__ballot_sync(mask(), condition)); }
+  PO_FN int count(bool condition) const { return __popc(ballot(condition)); }
 
   // The bits that any lane has.
   PO_FN uint64_t union_of(uint64_t bits) const {
@@ -118,6 +121,7 @@ struct Lanes {
   T shuffle(T value, int) const {
     return value;
   }
+  uint32_t ballot(bool condition) const { return condition ? 1 : 0; }
   int count(bool condition) const { return condition ? 1 : 0; }
   uint64_t union_of(uint64_t bits) const { return bits; }
   uint64_t sum_through(uint64_t value) const { return value; }

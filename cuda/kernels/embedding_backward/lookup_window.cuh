@@ -111,7 +111,7 @@ class WindowFiller {
       int before = 0;
       PO_UNROLL
       for (int number = kMost; number > 0; --number) {
-        const uint32_t rows = ballot(warp_, lookups == number);
+        const uint32_t rows = warp_.ballot(lookups == number);
         if (lookups == number) place = before + count_bits(rows & bits_below(warp_.rank()));
         before += count_bits(rows);
       }

@@ -4,7 +4,7 @@
 // The answers rise with the place whatever the ends are: where two places part in the search, the lower one goes left.
 #pragma once
 
-#include "platform/ballots.cuh"
+#include "platform/groups.cuh"
 
 namespace po {
 
@@ -45,7 +45,7 @@ PO_FN int32_t find_bag(const Offset* ends, int32_t count, int64_t place, const W
       if (node >> level > 1) halve(own_begin, own_end, (node >> level & 1) != 0);
     }
     const int32_t middle = own_begin + (own_end - own_begin) / 2;
-    const uint32_t behind = ballot(warp, own_begin < own_end && static_cast<int64_t>(ends[middle]) <= place);
+    const uint32_t behind = warp.ballot(own_begin < own_end && static_cast<int64_t>(ends[middle]) <= place);
     uint32_t at = 1;
     PO_UNROLL
     for (int level = 0; level < kHalvings; ++level) {

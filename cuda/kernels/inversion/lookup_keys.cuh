@@ -7,7 +7,6 @@
 
 #include "kernels/inversion/bag_search.cuh"
 #include "kernels/inversion/entries.cuh"
-#include "platform/ballots.cuh"
 #include "platform/bits.cuh"
 #include "platform/counters.cuh"
 
@@ -159,7 +158,7 @@ class LookupKeys {
     PO_UNROLL
     for (int u = 0; u < kItems; ++u) {
       const auto through = static_cast<uint32_t>(bits_below(warp.rank() + 1));
-      const uint32_t before = ballot(warp, marks[u] != 0) & through;  // @inversion-marked-lanes
+      const uint32_t before = warp.ballot(marks[u] != 0) & through;  // @inversion-marked-lanes
       const uint32_t mark = warp.shuffle(marks[u], before == 0 ? 0 : highest_bit(before));
       bags[u] = before == 0 ? bag : first_bag + static_cast<int32_t>(mark);
       bag = warp.shuffle(bags[u], warp.size() - 1);
@@ -241,8 +240,8 @@ class LookupKeys {
     const Warp warp;
     const int32_t before = warp.shuffle(bag, max_of(warp.rank() - 1, 0));
     const bool begins = warp.rank() == 0 || bag != before;
-    const uint64_t beginning = ballot(warp, begins);
-    const uint64_t counted = ballot(warp, counts);
+    const uint64_t beginning = warp.ballot(begins);
+    const uint64_t counted = warp.ballot(counts);
     if (!begins || bag < 0) return;
     const uint64_t later = beginning & ~bits_below(warp.rank() + 1);
     const int end = later == 0 ? warp.size() : lowest_bit(later);

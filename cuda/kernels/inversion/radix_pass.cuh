@@ -8,7 +8,6 @@
 #pragma once
 
 #include "kernels/inversion/entries.cuh"
-#include "platform/ballots.cuh"
 #include "platform/bits.cuh"
 #include "platform/counters.cuh"
 
@@ -135,12 +134,12 @@ class RadixPass {
 
   // The lanes, of those with an entry, that have the same digit as this one.
   static PO_FN uint32_t lanes_with(const Warp& warp, uint32_t digit, bool is_there) {
-    uint32_t same = ballot(warp, is_there);
+    uint32_t same = warp.ballot(is_there);
     if constexpr (kWarpSize == 1) return same;
     PO_UNROLL
     for (int bit = 0; bit < Traits::kDigitBits; ++bit) {
       const bool is_set = (digit >> bit & 1) != 0;
-      const uint32_t set = ballot(warp, is_set);
+      const uint32_t set = warp.ballot(is_set);
       same &= is_set ? set : ~set;
     }
     return same;
