@@ -124,7 +124,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
     Raises:
         TypeError, ValueError: a size that is no whole number, or below 0.
         SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
-        PeerTimeoutError, ContractMismatchError: a PE did not come, or called something else.
+        PeerTimeoutError, ContractMismatchError: a PE did not come, or called something else, now or in a launch before.
     """
     given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     shape = tuple(_whole(n, f"size: expected whole numbers, got {list(given)}") for n in given)
@@ -198,7 +198,7 @@ def check() -> None:
     """Wait for this PE's launches and raise what they reported.
 
     On "cuda" an operator returns before its kernel has run, so its errors are raised by the next operator or by this
-    function; on "host" the operator raises them itself.
+    function; on "host" the operator raises them itself, but in a backward pass.
 
     Raises:
         PeerTimeoutError, ContractMismatchError: see those; the world needs `po.recover()`.

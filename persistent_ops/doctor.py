@@ -371,7 +371,8 @@ def _launchers() -> list[Finding]:
 
 def _open_mpi() -> str | None:
     """Return Open MPI's mpirun; MPICH, with which Hydra comes, has one of the same name."""
-    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+    beside = str(Path(sys.executable).parent)
+    for folder in (*os.environ.get("PATH", os.defpath).split(os.pathsep), beside):
         for name in ("mpirun", "mpirun.openmpi"):
             path = shutil.which(name, path=folder)
             if path and "(Open" in (_command(path, "--version") or ""):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from embedding_cases import Case, expected_bits, make_inputs, split_of
 from hypothesis import given, settings, strategies as st
-from worlds import run_pes
+from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime import host
@@ -359,6 +359,17 @@ def _held(backend: str) -> list[str]:
 
 def test_a_result_stays_while_anything_shares_it(backend: str) -> None:
     assert _run(_held, 2, backend) == [[]] * 2
+
+
+def _one_frees_what_another_allocates() -> list[str]:
+    tensor = po.empty(4)
+    told = [error_of((lambda: po.empty(4)) if po.rank() == 0 else (lambda: po.free(tensor)))[0]]
+    po.recover()
+    return [*told, error_of(lambda: po.free(tensor))[0]]
+
+
+def test_one_pe_frees_what_another_allocates(backend: str) -> None:
+    assert in_world(_one_frees_what_another_allocates, 2, backend) == [["ContractMismatchError", ""]] * 2
 
 
 def _moved_away(backend: str) -> list[str]:

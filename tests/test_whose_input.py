@@ -40,10 +40,14 @@ def _sparse_gradient() -> Callable[[], torch.Tensor]:
 
 
 def _module(*names: str) -> Callable[[], torch.Tensor]:
-    tables = [po.nn.TableConfig(f"t{n}", 4, 8 + 8 * n, [f"f{n}"]) for n in range(len(names))]
+    poolings = ("sum", "mean", "sum")  # a group each
+    tables = [po.nn.TableConfig(f"t{n}", 4, 8 + 8 * n, [f"f{n}"], poolings[n]) for n in range(len(names))]
     sliced = po.nn.TablePlacement("column_wise", num_slices=2)
     placed = {f"t{n}": sliced if name == sliced.kind else name for n, name in enumerate(names)}
     module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, placement=placed, algorithm="sgd", lr=1.0)
+    assert len(module.layout.groups) == len(
+        {p for p, name in zip(poolings, names, strict=False) if name != "replicated"}
+    )
     values, lengths = _tensor(*[0, 1] * len(tables)), _tensor(*[1, 1] * len(tables))
     return lambda: module(values, lengths)
 
@@ -86,6 +90,34 @@ def _forward_pass_of_several_groups() -> list[str]:
 
 def test_a_forward_pass_of_several_groups_makes_all_its_launches(backend: str) -> None:
     assert in_world(_forward_pass_of_several_groups, 2, backend) == [["IndexError", "", ""], ["", "", ""]]
+
+
+class _Collection(torch.nn.Module):
+    """As torchrec's EmbeddingBagCollection, of two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = {f"t{n}": torch.nn.EmbeddingBag(4, 8 + 8 * n, device=po.device()) for n in range(2)}
+        self.embedding_bags = torch.nn.ModuleDict(tables)
+
+    def embedding_bag_configs(self) -> list[po.nn.TableConfig]:
+        return [po.nn.TableConfig(f"t{n}", 4, 8 + 8 * n, [f"f{n}"], ("sum", "mean")[n]) for n in range(2)]
+
+
+def _collection_of_replicas() -> list[str]:
+    collection = _Collection()
+    _bad_forward_pass()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # so that the next call sees it
+
+    def make() -> po.nn.ShardedEmbeddingBagCollection:
+        return po.nn.ShardedEmbeddingBagCollection.from_collection(collection, max_batch=2, placement="replicated")
+
+    return [error_of(make)[0], error_of(make)[0], error_of(po.check)[0]]
+
+
+def test_a_module_of_a_collection_makes_all_its_launches(backend: str) -> None:
+    assert in_world(_collection_of_replicas, 2, backend) == [["IndexError", "", ""], ["", "", ""]]
 
 
 # ---- handles ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ..ops.embedding_checks import BOUNDS, check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
-from ..runtime.errors import to_raise
+from ..runtime.errors import CapacityError, to_raise
 from ..runtime.operator import Operator
 from ..runtime.torch_private import backward_pass
 from ..runtime.uncompiled import uncompiled
@@ -279,12 +279,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 "updates all its tables; make a module of the frozen ones, and call it under torch.no_grad()"
             )
         is_weighted = getattr(collection, "is_weighted", lambda: False)()
-        made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
         given = {name: each.detach() for name, each in collection.state_dict().items()}
         there = {name: each for name, each in given.items() if not each.is_meta}
-        made.load_state_dict(there, strict=len(there) == len(given))
-        if made._replicas is not None:
-            made._replicas.take_first()
+        with _world.for_call().workspace.whole_call():
+            made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
+            made.load_state_dict(there, strict=len(there) == len(given))
+            if made._replicas is not None:
+                made._replicas.take_first()
         return made
 
     def placements(self) -> dict[str, TablePlacement]:
@@ -515,7 +516,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             ):
                 try:
                     lookups.wait()
-                except IndexError as error:  # told when the peers, which wait for this PE, have what they need
+                except (
+                    IndexError,
+                    CapacityError,
+                ) as error:  # told when the peers, which wait for this PE, have what they need
                     problem = problem or to_raise(error)
                 pooled.append(pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype))
             is_known = features.knows_split or any(lookups.gives_gradients for lookups in sent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -447,7 +448,7 @@ def _write(memory: torch.Tensor, value: float | torch.Tensor) -> None:
 
 def _single(value: float) -> float:
     """Return a number as float32 has it."""
-    return float(np.float32(value))
+    return ctypes.c_float(value).value
 
 
 def _power(base: float, exponent: int) -> float:

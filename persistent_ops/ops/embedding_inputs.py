@@ -106,7 +106,7 @@ class EmbeddingInputs:
         self.workspace.launches_beside = functools.partial(launches_beside, world)
         OPERATOR.prepare(world)
         order = _checked_order(slot_order, chosen)
-        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, is_weighted, 0, order)
+        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, bool(is_weighted), 0, order)
         self._layout = self._layout._replace(number=self._agree())
         self._generation = 0
         self._next = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..runtime import world as _world
-from ..runtime.errors import PeerTimeoutError, to_raise
+from ..runtime.errors import CapacityError, PeerTimeoutError, to_raise
 from ..runtime.stream_order import capture_of, is_foreign
 from ..runtime.workspace import InputRecord
 from ..runtime.world import World
@@ -230,7 +230,8 @@ class Lookups:
         in a loop that sends a batch ahead is long over; where a message found no room it makes more and sends again.
 
         Raises:
-            IndexError: an input of this PE is bad, see `EmbeddingInputs`; the lookups are here all the same.
+            IndexError: an input of this PE is bad, see `EmbeddingInputs`; the lookups are here all the same. Told by
+                this call alone.
             PeerTimeoutError, ContractMismatchError: the exchange was given up.
             SymmetricHeapError: no room for more lookups; the exchange is given up on all PEs.
 
@@ -276,7 +277,7 @@ class Lookups:
     def __enter__(self) -> Lookups:
         try:
             self.wait()
-        except IndexError:
+        except (IndexError, CapacityError):
             self._is_not_entered = True
             raise
         return self

@@ -129,7 +129,9 @@ class SparseWork:
 
     @uncompiled
     def wait(self) -> torch.Tensor:
-        """Let the current stream wait for the sum, and return it; raise what launches report, bad rows each time.
+        """Let the current stream wait for the sum, and return it; raise what launches report, its bad rows each time.
+
+        Bad rows are told by this call alone.
 
         Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
         PEs.

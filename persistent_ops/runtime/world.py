@@ -47,7 +47,8 @@ _open: set[World] = set()  # the worlds of this process and of the PEs that are 
 _was_forked = False  # whether this process was forked from one that had a world
 _BARRIER = Operator("barrier", ())
 _BESIDE = Operator("agreement on launches side by side", (), has_kernel=False)
-_HEAP = Operator("allocation in the symmetric heap (po.empty, po.to_symmetric, po.free)", (), has_kernel=False)
+_EMPTY = Operator("allocation in the symmetric heap (po.empty, po.to_symmetric)", (), has_kernel=False)
+_FREE = Operator("giving back memory of the symmetric heap (po.free)", (), has_kernel=False)
 _SIDE = Operator("opening of a workspace beside the world's own", (), has_kernel=False)
 _SIDE_READY_WORDS = 64
 
@@ -255,6 +256,7 @@ class World:
 
         What follows may be collective on the host, where PEs that do not match would wait for each other in vain.
         """
+        self.admit_caller()
         workspace = workspace or self.workspace
         with without_transforms():
             kernel, plan, call = self._barrier_of(contract, workspace)
@@ -267,16 +269,16 @@ class World:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of the symmetric heap; collective."""
-        self._meet_for_heap()
+        self._meet_for_heap(_EMPTY)
         return self.heap.empty(shape, dtype)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give a tensor of `empty` back; collective."""
-        self.heap.free(tensor, self._meet_for_heap)
+        self.heap.free(tensor, functools.partial(self._meet_for_heap, _FREE))
 
-    def _meet_for_heap(self) -> None:
+    def _meet_for_heap(self, what: Operator) -> None:
         if not self.workspace.is_capturing():  # a capture runs nothing that the host could wait for
-            self.meet(_HEAP.contract(self.team))
+            self.meet(what.contract(self.team))
 
     def barrier(self) -> None:
         """Wait, on the host too, until every PE has come here and this PE's launches before it have completed."""
