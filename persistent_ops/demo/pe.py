@@ -208,6 +208,7 @@ def run_pe(options: DemoOptions) -> list[dict[str, Any]]:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // bootstrap.local_world_size))
         shared_gpu = backend == "cuda" and bootstrap.local_world_size > torch.cuda.device_count()
         reference = "nccl" if backend == "cuda" and not shared_gpu else "gloo"
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast here, and none in what it is compared with
         with process_group(bootstrap, backend=reference, device=device, timeout=options.timeout):
             with contextlib.nullcontext() if options.trace is None else po.trace(options.trace):
                 report = _measure(options, bootstrap, backend, device, reference)
