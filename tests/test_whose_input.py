@@ -10,6 +10,7 @@ import torch
 from worlds import error_of, in_world, told_later
 
 import persistent_ops as po
+from persistent_ops.runtime.world import current
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -118,6 +119,34 @@ def _collection_of_replicas() -> list[str]:
 
 def test_a_module_of_a_collection_makes_all_its_launches(backend: str) -> None:
     assert in_world(_collection_of_replicas, 2, backend) == [["IndexError", "", ""], ["", "", ""]]
+
+
+def _told_of_a_graph(call: Callable[[], object]) -> str:
+    """Call where a replay of a graph has found no room for this PE's lookups; return what is raised."""
+    problems = [po.CapacityError("no room")] if po.rank() == 0 else []
+    (side,) = current()._side_workspaces.values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side._input, "take", lambda: problems.pop() if problems else None)
+        return error_of(call)[0]
+
+
+def _behind_a_graph_that_found_no_room() -> list[str]:
+    forward = _module("table_wise", "column_wise")
+    forward()
+    told = [_told_of_a_graph(forward), error_of(forward)[0]]
+    inputs = po.EmbeddingInputs([[(0, 5)], [(0, 5)]], num_features=1, max_batch=2, lookups_per_sample=1)
+
+    def enter() -> None:
+        with inputs.exchange(_tensor(1, 2), lengths=_tensor(1, 1)):
+            pass
+
+    told += [_told_of_a_graph(enter) for _ in range(3)]
+    return [*told, error_of(enter)[0]]
+
+
+def test_what_a_graph_s_replay_found_leaves_no_launch_out_and_no_region_held(backend: str) -> None:
+    first, second = in_world(_behind_a_graph_that_found_no_room, 2, backend)
+    assert first == ["CapacityError", "", *["CapacityError"] * 3, ""] and second == [""] * 6
 
 
 # ---- handles ---------------------------------------------------------------------------------------------------------
