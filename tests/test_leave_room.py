@@ -166,7 +166,7 @@ def test_launches_have_one_wg_for_each_sm_that_is_not_left(tmp_path: Path) -> No
             assert all(grid >= 132 for grid in before.values())
             assert behind == dict.fromkeys(OPERATORS, 132 - NUM_SMS)
             assert threads == {"embedding_all_to_all": 512, "embedding_backward": 512, "embedding_inversion": 1024}
-            fits = "work_groups: 124 WGs of this kernel fit the GPU at once, not 125"
+            fits = "work_groups: 124 WGs of this kernel fit the device at once, not 125"
             assert len(told) == 3 and all(fits in message for message in told.values())
 
 

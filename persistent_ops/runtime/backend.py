@@ -164,17 +164,14 @@ class Backend(Protocol):
 
 
 def resident_work_groups(backend: Backend, kernel: Kernel) -> int:
-    """Return how many WGs of a kernel a GPU holds at once."""
+    """Return how many WGs of a kernel the device holds at once; the host has threads for some."""
     return kernel.max_blocks_per_sm() * backend.num_sms
 
 
 def check_resident(backend: Backend, kernel: Kernel, grid: int, *, choices: str = "work_groups") -> None:
-    """Raise ValueError, with the choices that are to blame, where a GPU does not hold a grid at once.
-
-    On the host a grid may have any number of WGs.
-    """
-    if backend.name != "host" and (resident := resident_work_groups(backend, kernel)) < grid:
+    """Raise ValueError, with the choices that are to blame, where the device does not hold a grid at once."""
+    if (resident := resident_work_groups(backend, kernel)) < grid:
         raise ValueError(
-            f"{choices}: {resident} WGs of this kernel fit the GPU at once, not {grid}; a persistent grid must be "
+            f"{choices}: {resident} WGs of this kernel fit the device at once, not {grid}; a persistent grid must be "
             "resident as a whole"
         )
