@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..runtime import world as _world
-from ..runtime.errors import CapacityError, PeerTimeoutError, to_raise
+from ..runtime.errors import CapacityError, PeerTimeoutError
 from ..runtime.stream_order import capture_of, is_foreign
 from ..runtime.workspace import InputRecord
 from ..runtime.world import World
@@ -246,11 +246,7 @@ class Lookups:
             self._arrived.order_behind()
         self._is_ordered = True
         if not self._is_captured:
-            workspace, problem = self._inputs.workspace, self._region.input.take()
-            workspace.raise_failure()
-            if problem is not None:
-                raise to_raise(problem)
-            workspace.raise_pending()  # of graphs
+            self._inputs.workspace.raise_pending(self._region.input.take())  # then what graphs have found
 
     def learn_split(self) -> None:
         """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host."""

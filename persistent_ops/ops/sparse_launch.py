@@ -178,10 +178,7 @@ class PendingSum:
 
         What other launches found wrong with their input is raised once, and this sum stays.
         """
-        self._world.workspace.raise_failure()
-        if self._problem is not None:
-            raise to_raise(self._problem)
-        self._world.workspace.raise_pending()
+        self._world.workspace.raise_pending(self._problem)
 
     def _check_generation(self) -> None:
         if self._generation != self._state.generation:

@@ -187,7 +187,6 @@ class _Slot:
     Attributes:
         stream: the handle of the one that writes it.
         rest: a part of it with a storage of its own; see `behind`.
-        begin: of a rest, in the buffer.
         typed: all of it, by dtype.
         readers: other streams that have waited for what was written, and may still read it.
     """
@@ -200,7 +199,6 @@ class _Slot:
     stream: int
     is_captured: bool = False
     rest: _Slot | None = None
-    begin: int = 0
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     readers: set[torch.cuda.Stream] = field(default_factory=set)
 
@@ -235,10 +233,10 @@ class _Slot:
 
         As with `as_dtype` its views are uses of the buffer, and it is none; the buffer must be idle.
         """
-        if self.rest is None or self.rest.begin != begin:
-            base = backend.tensor_at(backend.heap_base + self.offset + begin, self.nbytes - begin)
-            self.rest = _Slot.of(base, self.offset + begin, self.stream)
-        self.rest.begin = begin
+        offset = self.offset + begin
+        if self.rest is None or self.rest.offset != offset:
+            base = backend.tensor_at(backend.heap_base + offset, self.nbytes - begin)
+            self.rest = _Slot.of(base, offset, self.stream)
         return self.rest.as_dtype(dtype)
 
     def is_idle(self) -> bool:

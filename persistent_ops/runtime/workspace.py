@@ -244,9 +244,15 @@ class Workspace:
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
-    def raise_pending(self) -> None:
-        """Raise what launches so far have reported; cheap, and without waiting for launches in flight."""
+    def raise_pending(self, own: Exception | None = None) -> None:
+        """Raise what launches so far have reported; cheap, and without waiting for launches in flight.
+
+        Args:
+            own: what a handle's own record had, which is raised before what others found wrong with their input.
+        """
         self.raise_failure()
+        if own is not None:
+            raise to_raise(own)
         if (problem := self._input.take()) is not None:
             raise to_raise(problem)
 
