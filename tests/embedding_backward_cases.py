@@ -359,7 +359,7 @@ class Model:
 
     def _over_columns(self, values: torch.Tensor) -> torch.Tensor:
         """Add up a row's values as a warp does: elements of a chunk, chunks of a block as a tree, blocks."""
-        elements = 16 // self._case.shape.result_dtype.itemsize
+        elements = 16 // self._case.shape.dtype.itemsize
         block = elements * _BLOCK_CHUNKS
         padded = torch.nn.functional.pad(values, (0, -values.shape[1] % block)).view(
             len(values), -1, _BLOCK_CHUNKS, elements

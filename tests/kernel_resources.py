@@ -128,7 +128,7 @@ class EmbeddingBackward:
             mode=mode,
             is_weighted=self.pooling == "weighted sum",
             is_aligned=self.is_aligned,
-            tiles=Tiles.of(self.width * dtype.itemsize, dtype.itemsize // wire_dtype.itemsize),
+            tiles=Tiles.of(self.width * dtype.itemsize),
             decay=self.decay,
             rounding=self.rounding,
             has_wide_keys=self.has_wide_keys,

@@ -61,7 +61,7 @@ inline void reach(const char* phase, int rank) {
 _PHASES = {
     "credit": ("embedding_backward.cuh", "if (wg.index() == 0) grant_credit(plan.team, wg, 0);", "plan"),
     # Behind the first table, which PE 2 has then.
-    "push": ("embedding_backward/gradient_push.cuh", "copy(push, piece % plan_.num_slices);", "plan_"),
+    "push": ("embedding_backward/gradient_push.cuh", "copy(push, at.slice);", "plan_"),
     "reduce": ("embedding_backward.cuh", "update_rows(filled, at);", "plan_"),
     "update": ("embedding_backward.cuh", "if (wg.index() == 0) await_all_credits(plan.team, wg);", "plan"),
 }

@@ -5,11 +5,11 @@
 // Each PE has the gradient of its part of the batch, for all tables, and the lookups of the global batch in its own tables,
 // sorted by row. Protocol: (1) WG 0 grants every peer credit to write this PE's staging, [table][batch][columns]. (2) The
 // first WGs push, more of them where there are few lookups: a table's columns of some samples to the table's owner, table by
-// table, owners in turn; who has brought a table's last piece releases one sliceRdy word there. (3) Warps take ranges of the
-// sorted lookups from a ticket counter, and have the rows whose lookups begin there. Before the first of them they await every
-// peer's credit, before the first of a table its words. This PE's own samples are read where they are. A row with more than
-// 256 lookups is cut into chunks of so many, which are of the warps in whose ranges they begin; who is the last adds up their
-// sums.
+// table, a piece for each owner in turn; who has brought a table's last piece releases one sliceRdy word there. (3) Warps take
+// ranges of the sorted lookups from a ticket counter, and have the rows whose lookups begin there. Before the first of them they
+// await every peer's credit, before the first of a table its words. This PE's own samples are read where they are. A row with
+// more than 256 lookups is cut into chunks of so many, which are of the warps in whose ranges they begin; who is the last adds
+// up their sums.
 //
 // A row's gradients are added in fp32 in the order of its lookups, 256 at a time, and these sums in their order: the same bits
 // whatever the grid, the number of PEs, and who comes first.

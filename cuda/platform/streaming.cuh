@@ -38,29 +38,30 @@ PO_FN void store_vector_once(void* target, const Vector<kBytes>& value) {
 }  // namespace detail
 
 // `count`: elements that are left in the row; fewer than a chunk's only where rows are not aligned, or none.
-template <class Storage, bool kIsAligned, bool kOnce>
-PO_FN Vector<16> load_chunk_as(const uint8_t* tensor, int64_t element, int count) {
-  constexpr int kElements = 16 / static_cast<int>(sizeof(Storage));
+template <class Storage, bool kIsAligned, bool kOnce, int kBytes = 16>
+PO_FN Vector<kBytes> load_chunk_as(const uint8_t* tensor, int64_t element, int count) {
+  constexpr int kElements = kBytes / static_cast<int>(sizeof(Storage));
   const auto* source = reinterpret_cast<const Storage*>(tensor) + element;
   if constexpr (kIsAligned) {
     if (count <= 0) return {};
-    if constexpr (kOnce) return detail::load_vector_once<16>(source);
-    return load_shared_vector<16>(source);
+    if constexpr (kOnce) return detail::load_vector_once<kBytes>(source);
+    return load_shared_vector<kBytes>(source);
   } else {
     Storage values[kElements] = {};
     PO_UNROLL
     for (int i = 0; i < kElements; ++i) {
       if (i < count) values[i] = source[i];
     }
-    Vector<16> chunk;
+    Vector<kBytes> chunk;
     __builtin_memcpy(&chunk, values, sizeof(chunk));
     return chunk;
   }
 }
 
-template <class Storage, bool kIsAligned>
-PO_FN Vector<16> load_chunk(const uint8_t* tensor, int64_t element, int count) {
-  return load_chunk_as<Storage, kIsAligned, false>(tensor, element, count);
+// `kBytes`: of a chunk, where it is of another size.
+template <class Storage, bool kIsAligned, int kBytes = 16>
+PO_FN Vector<kBytes> load_chunk(const uint8_t* tensor, int64_t element, int count) {
+  return load_chunk_as<Storage, kIsAligned, false, kBytes>(tensor, element, count);
 }
 
 template <class Storage, bool kIsAligned>

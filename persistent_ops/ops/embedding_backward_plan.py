@@ -165,7 +165,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         lanes: of a warp that have a row.
-        row_chunks: of 16 bytes of its gradient, that they have at a time.
+        row_chunks: of 16 bytes of it, that they have at a time.
         has_wide_rows: whether rows may have more.
     """
 
@@ -174,29 +174,24 @@ class Tiles(NamedTuple):
     has_wide_rows: bool
 
     @classmethod
-    def of(cls, row_bytes: int, narrowing: int = 1, lanes: int | None = None) -> Tiles:
+    def of(cls, row_bytes: int, lanes: int | None = None) -> Tiles:
         """Return the tiles for rows of at most so many bytes.
 
         Args:
             row_bytes: of the widest row.
-            narrowing: how many times as wide as an element of gradient one of the row is.
             lanes: see `Tuning`.
         """
         chunks = -(-row_bytes // vector_bytes())
         lanes = lanes or next((lanes for lanes in _LANES if chunks <= 2 * lanes), _LANES[-1])
         of_lane = next((count for count in _BLOCKS_PER_SM if chunks <= count * lanes), max(_BLOCKS_PER_SM))
-        row_chunks, has_wide_rows = max(of_lane // narrowing, 1) * lanes, chunks > of_lane * lanes
-        if has_wide_rows and row_chunks < _LANES[-1]:
-            # A warp that has a long row has as many chunks at least, and squares are added up by these.
-            return cls.of(row_bytes, narrowing, _LANES[-1])
-        return cls(lanes, row_chunks, has_wide_rows)
+        return cls(lanes, of_lane * lanes, chunks > of_lane * lanes)
 
     @classmethod
     def on_host(cls, row_bytes: int) -> Tiles:
         """Return the tiles of the host backend, where one lane has a row: fewer libraries.
 
         Args:
-            row_bytes: of the widest row's gradient.
+            row_bytes: of the widest row.
         """
         return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * vector_bytes())
 
@@ -219,21 +214,20 @@ def kernel_request(
     """Return what is compiled for one combination of choices; `has_one_wg`: whether an SM has a large WG alone."""
     pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
-    row_chunks = tiles.row_chunks * (dtype.itemsize // wire_dtype.itemsize)  # of the row itself
     is_narrow = dtype.itemsize == 2  # more columns a chunk
-    is_widened = wire_dtype != dtype  # gradients are narrower than rows
-    has_many_columns = row_chunks > 2 * tiles.lanes or is_narrow  # in a lane
-    is_tight = has_many_columns or (not is_widened and (tiles.lanes == _LANES[-1] or not is_aligned))
+    has_many_columns = tiles.row_chunks > 2 * tiles.lanes or is_narrow  # in a lane
+    is_tight = has_many_columns or tiles.lanes == _LANES[-1] or not is_aligned
     needs_registers = int(step == "adam" or (step == "adagrad" and is_tight))
     needs_registers += (is_weighted or mode == "mean") + has_wide_keys
     needs_registers += is_narrow and (step == "adam" or decay != "none")
     needs_registers += is_narrow and not is_aligned
     # Of rows of 1 KB, and of elements one by one, squares take a few registers more than three WGs of an SM leave.
     is_one_short = step == "rowwise_adagrad" and (
-        tiles.row_chunks > 32 if is_narrow else not is_widened and not is_aligned and tiles.lanes > _LANES[0]
+        tiles.row_chunks > 32 if is_narrow else not is_aligned and tiles.lanes > _LANES[0]
     )
     needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)
-    blocks, threads = blocks_per_sm or max(1, _BLOCKS_PER_SM[row_chunks // tiles.lanes] - needs_registers), _THREADS
+    lane_chunks, threads = tiles.row_chunks // tiles.lanes, _THREADS
+    blocks = blocks_per_sm or max(1, _BLOCKS_PER_SM[lane_chunks] - needs_registers)
     if has_one_wg:
         # Three WGs' windows would be more than the 48 KB of memory that a kernel can declare.
         blocks, threads = 1, _THREADS * min(blocks, 2)
@@ -474,12 +468,8 @@ class BackwardPlan(Plan):
             self.areas = (_STAGING, _OUTGOING)
 
     def _choose_kernel(self, weights: Sequence[torch.Tensor], step: str, decay: str, rounding: str) -> KernelRequest:
-        key, width = self._key, max(self._own_widths, default=1)
-        if self._is_host:
-            tiles = Tiles.on_host(self._wire_bytes(width))
-        else:
-            narrowing = key.dtype.itemsize // key.wire_dtype.itemsize
-            tiles = Tiles.of(width * key.dtype.itemsize, narrowing, self._tuning.lanes)
+        key, row_bytes = self._key, max(self._own_widths, default=1) * self._key.dtype.itemsize
+        tiles = Tiles.on_host(row_bytes) if self._is_host else Tiles.of(row_bytes, self._tuning.lanes)
         places = [*map(self._wire_bytes, self._widths), *(weight.data_ptr() for weight in weights)]
         return kernel_request(
             key.dtype,

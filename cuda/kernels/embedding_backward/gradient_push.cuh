@@ -24,23 +24,38 @@ class Pusher {
     while (piece < num_pieces) {
       const TaskTrace trace(true);
       const int64_t next = ticket();  // on its way while this one is copied
-      const Push& push = plan_.pushes[piece / plan_.num_slices];
+      const Piece at = piece_at(piece);
+      const Push& push = plan_.pushes[at.push];
       if (!credits_.await(team_, warp_, static_cast<int>(push.owner))) break;  // @credit-before-pushes
-      copy(push, piece % plan_.num_slices);
-      finish(push, plan_.pushed + piece / plan_.num_slices);
+      copy(push, at.slice);
+      finish(push, plan_.pushed + at.push);
       piece = warp_.shuffle(next, 0);
     }
     if (has_put_) put_quiet(team_);  // @outgoing-quiet
   }
 
  private:
-  static constexpr int kElements = Traits::kElements;
+  static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Storage));  // of a chunk
   static constexpr int kChunksAtOnce = 4;
 
   // The next piece's number, in the first lane.
   PO_FN int64_t ticket() const {
     if (warp_.rank() != 0) return 0;
     return static_cast<int64_t>(atomic_fetch_add_relaxed_gpu(plan_.pushed + plan_.num_pushes, 1));
+  }
+
+  struct Piece {
+    int64_t push;
+    int64_t slice;
+  };
+
+  // The pieces of as many pushes as there are owners take turns, so that all PEs receive, however far each sender is.
+  PO_FN Piece piece_at(int64_t number) const {
+    const int64_t owners = team_.size - 1;
+    const int64_t first = number / (owners * plan_.num_slices) * owners;
+    const int64_t count = min_of(owners, plan_.num_pushes - first);
+    const int64_t rest = number - first * plan_.num_slices;
+    return {first + rest % count, rest / count};
   }
 
   PO_FN uint64_t row_bytes(const Push& push) const { return static_cast<uint64_t>(push.width) * sizeof(Storage); }

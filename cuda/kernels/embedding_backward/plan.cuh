@@ -26,7 +26,7 @@ struct Config {
   bool aligned = true;    // all rows of tables, states, gradient and staging begin at multiples of 16 bytes
   bool wide_keys = true;  // keys have 64 bits
   int lanes = 32;         // of a warp that have a row: a tile
-  int row_chunks = 32;    // of 16 bytes of gradient, that a tile has in registers
+  int row_chunks = 32;    // of 16 bytes of a row, that a tile has in registers
   bool wide_rows = true;  // there are rows with more
   int threads = 256;
   int blocks_per_sm = 2;
@@ -45,7 +45,7 @@ struct Traits {
   static constexpr bool kIsAligned = kConfig.aligned;
   static constexpr bool kHasFactors = kPooling != Pooling::kSum;
   static constexpr bool kHasWideRows = kConfig.wide_rows;
-  static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Wire::Storage));  // of a chunk
+  static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Scalar::Storage));  // of a chunk
   static constexpr int kRowChunks = kConfig.row_chunks;
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;

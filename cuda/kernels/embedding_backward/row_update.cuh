@@ -1,6 +1,6 @@
 // One row: its gradients added up, and the optimizer's step, or the sum alone. A group of lanes has it, or a part of a wide one,
-// in registers: a tile the rows of a window, the whole warp those with more lookups. A chunk, of 16 bytes of gradient, is as many
-// columns of the row, which are more bytes where the wire's scalar is narrower.
+// in registers: a tile the rows of a window, the whole warp those with more lookups. A chunk is 16 bytes of the row, and the same
+// columns of gradients and states.
 #pragma once
 
 #include "kernels/embedding_backward/lookup_window.cuh"
@@ -106,8 +106,9 @@ class RowUpdate {
           const int left = view.width - element;
           float rows[kElements];
           float gradients[kElements];
-          to_floats<Scalar>(load_columns<false>(view, row * view.width + element, left), rows);
-          to_floats<Wire>(load_chunk<WireStorage, Traits::kIsAligned>(window.gradients[at], element, left), gradients);
+          const int64_t place = row * view.width + element;
+          to_floats<Scalar>(load_chunk<Storage, Traits::kIsAligned>(view.rows, place, left), rows);
+          to_floats<Wire>(load_gradient(window.gradients[at], element, left), gradients);
           PO_UNROLL
           for (int e = 0; e < kElements; ++e) {
             if (is_column(e, left)) sums[i] += rounded_product(rows[e], gradients[e]);
@@ -127,19 +128,13 @@ class RowUpdate {
   using Chunk = Vector<kChunkBytes>;
   static constexpr int kFloats = kChunkBytes / static_cast<int>(sizeof(float));
   static constexpr bool kHasStates = Traits::kStep == Step::kAdagrad || Traits::kStep == Step::kAdam;
-  static constexpr int kRowElements = kChunkBytes / static_cast<int>(sizeof(Storage));  // in 16 bytes of a row
+  static constexpr int kWireBytes = kElements * static_cast<int>(sizeof(WireStorage));  // of a gradient's chunk
+  static_assert(kWireBytes <= kChunkBytes, "a gradient's scalar is no wider than the table's");
   struct None {};
-
-  // A chunk's columns of a row.
-  static constexpr int kRowVectors = kElements / kRowElements;
-  struct RowColumns {
-    Chunk vectors[kRowVectors];
-  };
-  static_assert(kElements >= kRowElements, "a gradient's scalar is no wider than the table's");
 
   // A part of a row as it is before the step.
   struct Old {
-    RowColumns row[kLaneChunks];
+    Chunk row[kLaneChunks];
     std::conditional_t<kHasStates, Columns, None> state;
     std::conditional_t<Traits::kStep == Step::kAdam, Columns, None> second;
   };
@@ -157,7 +152,7 @@ class RowUpdate {
   // The gradients of kCount lookups, loaded together; `kMayEnd`: there may be fewer.
   template <int kCount, bool kMayEnd>
   PO_FN void add_some(const GroupView& view, const Window& window, int part, int at, int last, Columns& sums) const {
-    Chunk loaded[kCount][kLaneChunks];
+    Vector<kWireBytes> loaded[kCount][kLaneChunks];
     PO_UNROLL
     for (int k = 0; k < kCount; ++k) {
       if (kMayEnd && at + k >= last) continue;
@@ -165,7 +160,7 @@ class RowUpdate {
       PO_UNROLL
       for (int i = 0; i < kLaneChunks; ++i) {
         const int element = element_of(part, i);
-        loaded[k][i] = load_chunk<WireStorage, Traits::kIsAligned>(gradient, element, view.width - element);
+        loaded[k][i] = load_gradient(gradient, element, view.width - element);
       }
     }
     PO_UNROLL
@@ -200,23 +195,8 @@ class RowUpdate {
     for (int e = 0; e < kElements; ++e) floats[e] = Type::to_float(values[e]);
   }
 
-  // `first`: element of the table; `left`: how many are left in its row.
-  template <bool kOnce>
-  static PO_FN RowColumns load_columns(const GroupView& view, int64_t first, int left) {
-    RowColumns columns;
-    PO_UNROLL
-    for (int i = 0; i < kRowVectors; ++i) {
-      const int offset = i * kRowElements;
-      columns.vectors[i] = load_chunk_as<Storage, Traits::kIsAligned, kOnce>(view.rows, first + offset, left - offset);
-    }
-    return columns;
-  }
-  static PO_FN void store_columns(const GroupView& view, int64_t first, int left, const RowColumns& columns) {
-    PO_UNROLL
-    for (int i = 0; i < kRowVectors; ++i) {
-      const int offset = i * kRowElements;
-      store_once<Storage, Traits::kIsAligned>(view.rows, first + offset, left - offset, columns.vectors[i]);
-    }
+  static PO_FN Vector<kWireBytes> load_gradient(const uint8_t* gradient, int element, int left) {
+    return load_chunk<WireStorage, Traits::kIsAligned, kWireBytes>(gradient, element, left);
   }
 
   // Calls `visit` for each 16 bytes of floats that a lane's columns are: chunk, its first float there, element of the row, and
@@ -256,7 +236,7 @@ class RowUpdate {
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const int element = element_of(part, i);
-      old.row[i] = load_columns<true>(view, row * view.width + element, view.width - element);
+      old.row[i] = load_once<Storage, Traits::kIsAligned>(view.rows, row * view.width + element, view.width - element);
     }
     if constexpr (kHasStates) load_floats(view, part, view.state, row * view.width, old.state);
     if constexpr (Traits::kStep == Step::kAdam) {
@@ -374,12 +354,13 @@ class RowUpdate {
       } else {
         step_by_element(view, i, part, first, old, sums.values[i], rows);
       }
-      store_columns(view, first + element, view.width - element, rounded(view, row, element, rows));
+      const Chunk stored = rounded(view, row, element, rows);
+      store_once<Storage, Traits::kIsAligned>(view.rows, first + element, view.width - element, stored);
     }
   }
 
   // A chunk's random bits depend on the table, the step, the row and the columns alone.
-  PO_FN RowColumns rounded(const GroupView& view, int64_t row, int element, const float (&values)[kElements]) const {
+  PO_FN Chunk rounded(const GroupView& view, int64_t row, int element, const float (&values)[kElements]) const {
     Storage stored[kElements];
     if constexpr (kIsStochastic) {
       const RandomWords counter{{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
@@ -391,9 +372,9 @@ class RowUpdate {
       PO_UNROLL
       for (int e = 0; e < kElements; ++e) stored[e] = Scalar::from_float(values[e]);
     }
-    RowColumns columns;
-    __builtin_memcpy(&columns, stored, sizeof(columns));
-    return columns;
+    Chunk chunk;
+    __builtin_memcpy(&chunk, stored, sizeof(chunk));
+    return chunk;
   }
 
   PO_FN void step_rowwise(const GroupView& view, const float (&gradients)[kElements], float multiplier,
