@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.nn.automatic_placement import decided
 from persistent_ops.nn.embedding_tables import table_configs
-from persistent_ops.nn.placement_costs import Rates, Workload, measured_rates
+from persistent_ops.nn.placement_costs import Rates, Workload, _seconds, measured_rates
 from persistent_ops.nn.table_layout import Layout, place
 from persistent_ops.nn.table_placements import placements_of
 from persistent_ops.runtime import world as po_world
@@ -137,6 +139,20 @@ def test_costs_are_those_of_the_formula() -> None:
 
 
 # ---- in a world ------------------------------------------------------------------------------------------------------
+
+
+def _measured_on_a_busy_machine() -> float:
+    calls = itertools.count()
+
+    def action() -> None:
+        time.sleep(0.05 if next(calls) < 20 else 0.001)
+
+    return _seconds(po_world.current(), action)
+
+
+def test_what_else_the_machine_does_is_not_measured() -> None:
+    assert in_world(_measured_on_a_busy_machine, 1, "host")[0] < 0.04
+
 
 _TABLES = [TableConfig("a", 40, 32, ["x"]), TableConfig("b", 70_000, 16, ["y"]), TableConfig("c", 5, 8, ["z"])]
 
