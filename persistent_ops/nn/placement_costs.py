@@ -156,7 +156,7 @@ def _round(world: World, action: Callable[[], object]) -> float:
             action()
         end.record()
         world.backend.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
     start = time.perf_counter()
     for _ in range(_CALLS):
         action()

@@ -12,6 +12,7 @@ from ..runtime import world as _world
 from ..runtime.errors import BootstrapError
 from ..runtime.forward_mode import refuse_tangents
 from ..runtime.operator import Operator
+from ..runtime.plans import Plans
 from ..runtime.team import Team
 from ..runtime.torch_library import TorchOperator
 from ..runtime.torch_private import (
@@ -23,7 +24,7 @@ from ..runtime.torch_private import (
 )
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
 from .embedding_inputs_lookups import Lookups
-from .embedding_plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
+from .embedding_plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling, dtypes_of
 from .table_set import TableSet, TableSets
 
 if TYPE_CHECKING:
@@ -139,7 +140,10 @@ def embedding_all_to_all(
     elif offsets is None:
         raise TypeError("offsets: only None where lookups come from an input exchange")
     differentiated = indices.per_sample_weights if isinstance(indices, Lookups) else per_sample_weights
-    if torch.is_grad_enabled() and (optimizer is not None or _gives_gradients(weights, differentiated, requires_grad)):
+    records = torch.is_grad_enabled()
+    may_record = records and _may_record()
+    is_required = _require_gradients(weights, differentiated) if may_record else None
+    if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         if function_transform() is not None:
@@ -156,29 +160,34 @@ def embedding_all_to_all(
         record = _record_sparse() if optimizer is None else optimizer.record
         return record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
     result: torch.Tensor
+    tables = () if is_required is False else weights  # whose gradients are asked for
     choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
     if isinstance(indices, Lookups):
         sources = indices.sources
         pooling = average_pooling(indices.capacity, len(weights) * sum(indices.batch_per_rank or ()))
         from_sources = (weights, sources, indices.index_dtype, indices.is_weighted, pooling, *choices_of_call)
-        result = _operator_from_sources(from_sources, {"out": out}, (sources,), (out,), weights)
+        result = _operator_from_sources(from_sources, {"out": out}, (sources,), (out,), tables)
         return result
     assert offsets is not None
     arguments = (weights, indices, offsets, per_sample_weights, *choices_of_call)
-    result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), weights)
+    result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), tables)
     return result
 
 
-def _gives_gradients(
-    weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None, requires_grad: bool
-) -> bool:
-    """Return whether the backward pass of a call without an optimizer is the package's: torch has seen its Python."""
-    if torch.compiler.is_compiling() or num_dispatch_modes() or function_transform() is not None:
-        return False
+def _may_record() -> bool:
+    """Return whether a call's backward pass may be the package's: no compiler, mode or transform stands between."""
+    return not (torch.compiler.is_compiling() or num_dispatch_modes()) and function_transform() is None
+
+
+def _require_gradients(weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None) -> bool | None:
+    """Return whether one of the tensors does; None where one is no tensor, which the operator refuses."""
     try:
-        return requires_grad or any(each.requires_grad for each in (*weights, per_sample_weights) if each is not None)
+        for table in weights:
+            if table.requires_grad:
+                return True
+        return per_sample_weights is not None and per_sample_weights.requires_grad
     except (AttributeError, TypeError):
-        return False  # the operator says what is wrong with them
+        return None
 
 
 def _record_sparse() -> Callable[..., torch.Tensor]:
@@ -219,16 +228,13 @@ def pool_alone(
     Not collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
     """
     world = _world.for_call()
-    pooling = average_pooling(indices.numel(), offsets.numel() - 1)
-    kind = LookupKind(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+    kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
     dims, batch = sum(weight.shape[1] for weight in weights), (offsets.numel() - 1) // len(weights)
-
-    def check() -> None:
-        check_types(weights, indices, offsets, per_sample_weights, (dims,), (batch,), out=None)
-
-    dtype = weights[0].dtype
-    choices = Choices((dims,), (batch,), dtype, dtype, mode, bounds, SCHEDULES[0], None)
-    plan = _plan(world, world.alone, weights, kind, choices, check)
+    key = _key(world, world.alone, weights, kind, (dims,), (batch,), None, None, mode, bounds, SCHEDULES[0])
+    plan = _plans(world).find(key)
+    if plan is None:
+        check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=None)
+        plan = _new_plan(world, key, weights)
     plan.check_lookups(indices, offsets, per_sample_weights)
     place, result = _place_of_result(world, plan, None)
     plan.launch(world, indices, offsets, per_sample_weights, place)
@@ -284,16 +290,7 @@ def _completed(
         dim_per_rank = _agree_on_dims(world, _table_sets(world).find(weights), weights)
     if batch_per_rank is None:
         batch_per_rank = _even_split(len(weights), num_offsets, world.size)
-    return dim_per_rank, batch_per_rank, *_dtypes(weights, dtype, wire_dtype)
-
-
-def _dtypes(
-    weights: Sequence[torch.Tensor], dtype: torch.dtype | None, wire_dtype: torch.dtype | None
-) -> tuple[torch.dtype, torch.dtype]:
-    """Return the tables' dtype, and that of pooled rows, where the caller left them to the tables."""
-    if dtype is None:
-        dtype = weights[0].dtype if len(weights) else torch.float32
-    return dtype, dtype if wire_dtype is None else wire_dtype
+    return dim_per_rank, batch_per_rank, *dtypes_of(weights, dtype, wire_dtype)
 
 
 def completed_split(
@@ -375,25 +372,16 @@ def _run(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None,
-    dim_per_rank: Sequence[int] | None,
-    batch_per_rank: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | None,
-    mode: str,
-    bounds: str,
-    schedule: str,
-    columns: Sequence[int] | None = None,
+    *choices: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
-    kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
-
-    def check() -> None:
-        check_types(weights, indices, offsets, per_sample_weights, dim_per_rank, batch_per_rank, columns, out=out)
-
-    choices = Choices(dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
-    plan = _plan(world, world.team, weights, kind, choices, check)
+    key = _key(world, world.team, weights, LookupKind.of_batch(indices, offsets, per_sample_weights), *choices)
+    plan = _plans(world).find(key)
+    if plan is None:
+        check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=out)
+        plan = _new_plan(world, key, weights)
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
         plan.check_output(
@@ -411,26 +399,19 @@ def _run_from_sources(
     is_weighted: bool,
     pooling: int,
     dim_per_rank: Sequence[int] | None,
-    batch_per_rank: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | None,
-    mode: str,
-    bounds: str,
-    schedule: str,
-    columns: Sequence[int] | None = None,
+    batch_per_rank: Sequence[int],
+    *choices: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same for lookups that are where an input exchange has left them, which has checked them."""
     world = _world.for_call()
-    assert batch_per_rank is not None
     num_offsets = len(weights) * sum(batch_per_rank) + 1
     kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, pooling, from_sources=True)
-
-    def check() -> None:
-        check_tables_and_split(weights, dim_per_rank, batch_per_rank, columns, out=out)
-
-    choices = Choices(dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
-    plan = _plan(world, world.team, weights, kind, choices, check)
+    key = _key(world, world.team, weights, kind, dim_per_rank, batch_per_rank, *choices)
+    plan = _plans(world).find(key)
+    if plan is None:
+        check_tables_and_split(weights, *key.choices, out=out)
+        plan = _new_plan(world, key, weights)
     if out is not None:
         plan.check_output(out, weights, {})
     place, result = _place_of_result(world, plan, out)
@@ -438,38 +419,28 @@ def _run_from_sources(
     return result()
 
 
-def _plan(
-    world: _world.World,
-    team: Team,
-    weights: Sequence[torch.Tensor],
-    kind: LookupKind,
-    choices: Choices,
-    check: Callable[[], None],
-) -> EmbeddingPlan:
-    """Find or make it; `check`: of the arguments' types, before it is made."""
+def _key(
+    world: _world.World, team: Team, weights: Sequence[torch.Tensor], lookups: LookupKind, *choices: Any
+) -> EmbeddingKey:
+    """Return the key of a call's plan; `choices`: see `Choices`."""
     state = OPERATOR.state(world)
     tables = (state.own or _table_sets(world)).find(weights)
-    dims, batches, dtype, wire_dtype, mode, bounds, schedule, columns = choices
-    chosen = Choices(
-        None if dims is None else tuple(dims),
-        None if batches is None else tuple(batches),
-        *_dtypes(weights, dtype, wire_dtype),
-        mode,
-        bounds,
-        schedule,
-        None if columns is None else tuple(columns),
-    )
-    key = EmbeddingKey(team, tables, state.tuning, chosen, kind)
-    plan: EmbeddingPlan | None = state.plans.find(key)
-    if plan is None:
-        check()
-        plan = state.plans.make(key, lambda: _new_plan(world, key, weights))
-    return plan
+    return EmbeddingKey(team, tables, state.tuning, Choices.of(weights, *choices), lookups)
+
+
+def _plans(world: _world.World) -> Plans[EmbeddingPlan]:
+    plans: Plans[EmbeddingPlan] = OPERATOR.state(world).plans
+    return plans
 
 
 def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
-    dim_per_rank, batch_per_rank, *_ = _completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
-    return EmbeddingPlan(world, key, weights, dim_per_rank, batch_per_rank)
+    """Make a key's plan, and keep it."""
+
+    def make() -> EmbeddingPlan:
+        dim_per_rank, batch_per_rank, *_ = _completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
+        return EmbeddingPlan(world, key, weights, dim_per_rank, batch_per_rank)
+
+    return _plans(world).make(key, make)
 
 
 def _place_of_result(

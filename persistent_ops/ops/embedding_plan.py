@@ -26,11 +26,13 @@ from .table_set import TableSet
 
 __all__ = [
     "OPERATOR",
+    "Choices",
     "EmbeddingKey",
     "EmbeddingPlan",
     "LookupKind",
     "Tuning",
     "average_pooling",
+    "dtypes_of",
 ]
 
 _STAGING = "staging"  # an area: room from which rows are put; one for all plans, since one launch at a time uses it
@@ -123,8 +125,9 @@ class LookupKind(NamedTuple):
         cls, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> LookupKind:
         """Return the kind of the global batch's lookups, side by side as `embedding_all_to_all` takes them."""
-        pooling = average_pooling(indices.numel(), offsets.numel() - 1)
-        return cls(indices.dtype, offsets.dtype, offsets.numel(), per_sample_weights is not None, pooling)
+        num_offsets = offsets.numel()
+        pooling = average_pooling(indices.numel(), num_offsets - 1)
+        return cls(indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
 
 
 class Choices(NamedTuple):
@@ -138,6 +141,34 @@ class Choices(NamedTuple):
     bounds: str
     schedule: str
     columns: Sequence[int] | None
+
+    @classmethod
+    def of(
+        cls,
+        weights: Sequence[torch.Tensor],
+        dim_per_rank: Sequence[int] | None,
+        batch_per_rank: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        wire_dtype: torch.dtype | None,
+        mode: str,
+        bounds: str,
+        schedule: str,
+        columns: Sequence[int] | None = None,
+    ) -> Choices:
+        """Return what a call has chosen, with sequences as tuples, and both dtypes."""
+        dims = None if dim_per_rank is None else tuple(dim_per_rank)
+        batches = None if batch_per_rank is None else tuple(batch_per_rank)
+        order = None if columns is None else tuple(columns)
+        return cls(dims, batches, *dtypes_of(weights, dtype, wire_dtype), mode, bounds, schedule, order)
+
+
+def dtypes_of(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype | None, wire_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the tables' dtype, and that of pooled rows, where the caller left them to the tables."""
+    if dtype is None:
+        dtype = weights[0].dtype if len(weights) else torch.float32
+    return dtype, dtype if wire_dtype is None else wire_dtype
 
 
 class EmbeddingKey(NamedTuple):

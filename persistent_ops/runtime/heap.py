@@ -188,6 +188,7 @@ class _Slot:
         stream: the handle of the one that writes it.
         rest: a part of it with a storage of its own; see `behind`.
         typed: all of it, by dtype.
+        shaped: the last dtype and shape that were asked for, and all of it as such.
         readers: other streams that have waited for what was written, and may still read it.
     """
 
@@ -200,6 +201,7 @@ class _Slot:
     is_captured: bool = False
     rest: _Slot | None = None
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    shaped: tuple[torch.dtype, tuple[int, ...], torch.Tensor] | None = None
     readers: set[torch.cuda.Stream] = field(default_factory=set)
 
     @classmethod
@@ -210,11 +212,17 @@ class _Slot:
         return cls(offset, base.numel(), base, storage_id, storage_use_count(storage_id), stream, is_captured)
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone."""
+        """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone.
+
+        For another dtype or shape than the last ones the buffer must be idle.
+        """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.tensor(dtype, shape)
-        return self.as_dtype(dtype).view(shape).detach()  # whose history is its own, and not of all that are made here
+        if self.shaped is None or self.shaped[0] != dtype or self.shaped[1] != shape:
+            self.shaped = dtype, shape, self.as_dtype(dtype).view(shape)
+            self.idle_uses = storage_use_count(self.storage_id)
+        return self.shaped[2].detach()  # whose history is its own, and not of all that are made here
 
     def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor over the whole buffer, whose views are uses of it; it is no use itself.
