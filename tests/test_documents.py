@@ -161,9 +161,9 @@ def test_a_record_with_nothing_against_it_is_shown(results: Path) -> None:
     assert tables.problems(*tables.read_runs()) == []
     shown = tables._runs_block(REPOSITORY, "gemv_all_reduce")
     assert "| `8192x3584` | 10.0 | 8.0 | 1.25 | 20.0 | 15.0 | 1.50 |" in shown
-    assert "2x NVIDIA H200, 2026-01-02; `persistent-ops bench gemv_all_reduce --worlds 2`; " in shown
+    assert "2x H200, 2026-01-02; `persistent-ops bench gemv_all_reduce --worlds 2`; " in shown
     assert "the record names commit 0123456;" in shown
-    cells = "| `8192x3584` | 10.0 | 15.0 | 1.50 | 1.25 | 2x NVIDIA H200, 2026-01-02 |"
+    cells = "| `8192x3584` | 10.0 | 15.0 | 1.50 | 1.25 | 2x H200, 2026-01-02 |"
     assert cells in tables._operators_block(REPOSITORY)
 
 
