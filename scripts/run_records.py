@@ -62,9 +62,9 @@ class Run:
 
     @property
     def place(self) -> str:
-        """GPUs, as "2x H100", of which the record has the whole name ("NVIDIA H100 80GB HBM3")."""
+        """GPUs, as "2x H100" where the record says "NVIDIA H100 80GB HBM3"."""
         gpu = self.about.get("gpu") or self.about.get("hardware", ["CPU"])[0]
-        return f"{self.pes}x {gpu.removeprefix('NVIDIA ').split()[0]}"
+        return f"{self.pes}x {re.sub(r'^NVIDIA | [0-9]+GB HBM[0-9]e?$', '', gpu)}"
 
     @property
     def command(self) -> str | None:

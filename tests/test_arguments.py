@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import run_pes
+from worlds import error_of, run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime import pe_threads
@@ -453,6 +453,19 @@ def _parameter_list(backend: str) -> bool:
 
 def test_parameter_lists(backend: str) -> None:
     assert one_pe(_parameter_list, backend)
+
+
+def _no_table(backend: str) -> list[str]:
+    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
+    tables = good()["weights"]
+    with torch.no_grad():  # where nobody asks tables whether they require gradients
+        errors = [error_of(lambda: call(weights=[tables[0], other]))[1] for other in (3, None)]
+    po.finalize()
+    return errors
+
+
+def test_what_is_no_table_under_no_grad(backend: str) -> None:
+    assert one_pe(_no_table, backend) == [f"weights[1]: expected a tensor, got {name}" for name in ("int", "NoneType")]
 
 
 def _widths_unknown(backend: str) -> str:

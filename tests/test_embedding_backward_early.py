@@ -132,6 +132,32 @@ def test_more_push_where_lookups_are_few(backend: str, at_par: int, length: int,
         assert len(pushing) > 1 if more > 1 else pushing == {0}
 
 
+def _turns(tables_of: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """Return owner and number of the tables that are pushed to, and with which pushes their pieces take turns."""
+    world = po.runtime.world.current()
+    tables = [torch.zeros(50, COLUMNS, device=po.device()) for _ in range(tables_of[po.rank()])]
+    optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=1.0)
+    num_bags = len(tables) * 8
+    offsets, lookups = (torch.arange(number, device=po.device()) for number in (num_bags + 1, num_bags))
+    split = {"dim_per_rank": [COLUMNS * number for number in tables_of], "batch_per_rank": [2] * 4}
+    pooled = po.embedding_all_to_all(tables, lookups, offsets, optimizer=optimizer, **split)
+    pooled.sum().backward()
+    (plan,) = OPERATOR.state(world).plans.values()
+    return [(int(push.owner), int(push.table), int(push.first), int(push.count)) for push in plan._pushes]
+
+
+@pytest.mark.parametrize("tables_of", [(2, 2, 2, 2), (1, 4, 1, 2), (0, 3, 1, 0)])
+def test_tables_of_one_number_are_pushed_side_by_side(backend: str, tables_of: tuple[int, ...]) -> None:
+    """So an owner's first tables are whole early, also where another PE has fewer."""
+    for rank, pushes in enumerate(in_world(_turns, 4, backend, tables_of)):
+        owners = [pe for pe in range(4) if pe != rank]
+        assert sorted(push[:2] for push in pushes) == [(pe, table) for pe in owners for table in range(tables_of[pe])]
+        for place, (_, table, first, count) in enumerate(pushes):
+            assert first <= place < first + count
+            assert [each[1] for each in pushes[first : first + count]] == [table] * count
+            assert count == sum(table < tables_of[pe] for pe in owners)
+
+
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------
 
 LARGE = 32768  # samples: a sort of 2.6 million lookups takes longer than the first pieces and peers' credit

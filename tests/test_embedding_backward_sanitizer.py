@@ -76,11 +76,12 @@ class Pe final : public driver::BasePe<Plan> {
       rows.emplace_back(static_cast<size_t>(num_rows * width), 1.0f);
       groups.push_back({reinterpret_cast<uint8_t*>(rows.back().data()), nullptr, nullptr, num_rows, width,
                         t * num_rows, t, 1, t * num_rows * width});
+      const auto first = static_cast<int64_t>(pushes.size());
       for (int hop = 1; hop < size && samples() != 0; ++hop) {
         const int owner = (rank + hop) % size;
         const uint64_t outgoing = take(static_cast<uint64_t>(samples() * width) * sizeof(Wire::Storage));
-        pushes.push_back(
-            {owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes, outgoing});
+        pushes.push_back({owner, t, width, (owner * num_tables + t) * width, static_cast<uint64_t>(t) * table_bytes,
+                          outgoing, first, size - 1});
       }
     }
     for (size_t i = 0; i < pushes.size(); ++i) {

@@ -14,9 +14,12 @@ import pytest
 import torch
 from embedding_cases import Case, expected_bits, make_inputs, split_of
 from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
+from persistent_ops.ops.embedding_all_to_all import pool_alone
 from persistent_ops.runtime import host
 from persistent_ops.runtime.areas import Areas, Need
 from persistent_ops.runtime.heap import _FreeList
@@ -428,6 +431,44 @@ def _uses(backend: str) -> list[str]:
 
 def test_views_of_a_buffer_of_several_dtypes_are_its_uses(backend: str) -> None:
     assert _run(_uses, 1, backend) == [[]]
+
+
+class _Other(torch.Tensor):
+    pass
+
+
+class _Wraps(TorchFunctionMode):
+    """Makes tensors of another type of what it sees."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made.as_subclass(_Other) if type(made) is torch.Tensor else made
+
+
+def _made_in_a_mode(backend: str) -> list[str]:
+    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
+    world = current()
+
+    def call(width: int, bags: int) -> torch.Tensor:
+        table = torch.arange(4.0 * width, device=po.device()).view(4, width)
+        lookups = torch.arange(bags, device=po.device())
+        return pool_alone([table], lookups % 4, torch.arange(bags + 1, device=po.device()))
+
+    types = []
+    for width, bags in ((8, 12), (16, 6), (4, 24)):  # a buffer that is made, and other shapes of its bytes
+        with _Wraps():
+            call(width, bags)
+        types.append(type(call(width, bags)).__name__)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        slot = world.outputs.take(4096, world.backend.stream(), is_captured=False)
+        slot.tensor(torch.float32, (1024,))
+    types.append(type(slot.tensor(torch.float32, (1024,))).__name__)
+    po.finalize()
+    return types
+
+
+def test_what_a_mode_sees_is_not_kept(backend: str) -> None:
+    assert _run(_made_in_a_mode, 1, backend) == [["Tensor"] * 4]
 
 
 def _changed_in_place(backend: str) -> list[str]:

@@ -1,5 +1,5 @@
-// Chunks of 16 bytes of a row of elements, loaded and stored by one thread: whole where rows are aligned, else by elements.
-// What is used once only is the first to leave the caches.
+// Chunks of a row of elements, of 16 bytes where nothing else is said, loaded and stored by one thread: whole where rows are
+// aligned, else by elements. What is used once only is the first to leave the caches.
 #pragma once
 
 #include "platform/memory.cuh"

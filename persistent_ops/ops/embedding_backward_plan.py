@@ -439,9 +439,10 @@ class BackwardPlan(Plan):
         self._outgoing_bytes = 0
         self._pushes: list[Any] = []
         for table in range(max(map(len, key.widths), default=0) if self._samples else 0):
-            for owner in ((rank + hop) % size for hop in range(1, size)):
-                if table >= len(key.widths[owner]):
-                    continue
+            others = ((rank + hop) % size for hop in range(1, size))
+            owners = [owner for owner in others if table < len(key.widths[owner])]
+            first = len(self._pushes)
+            for owner in owners:
                 width = key.widths[owner][table]
                 push = OPERATOR.description.structs["Push"](
                     owner=owner,
@@ -449,6 +450,8 @@ class BackwardPlan(Plan):
                     width=width,
                     column=key.begins[owner][table],
                     staged_offset=self._staged_offsets(owner)[table],
+                    first=first,
+                    count=len(owners),
                 )
                 if not self._world.backend.peer_heaps[owner]:
                     push.outgoing_offset = self._outgoing_bytes

@@ -104,6 +104,8 @@ class TableSets:
         if sighting is not None and sighting.is_of(weights):
             return sighting.tables
         for t, weight in enumerate(weights):
+            if not isinstance(weight, torch.Tensor):
+                raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
             if weight.layout != torch.strided:
                 raise TypeError(f"weights[{t}]: expected a dense tensor, got layout {weight.layout}")
             if weight.is_neg():

@@ -19,7 +19,7 @@ from .backend import Backend
 from .bootstrap import Bootstrap
 from .errors import NotSymmetricError, SymmetricHeapError
 from .stream_order import capture_of
-from .torch_private import storage_use_count
+from .torch_private import outside_of_modes, storage_use_count
 
 __all__ = ["OutputPool", "SymmetricHeap"]
 
@@ -220,7 +220,8 @@ class _Slot:
             with torch.inference_mode(False):
                 return self.tensor(dtype, shape)
         if self.shaped is None or self.shaped[0] != dtype or self.shaped[1] != shape:
-            self.shaped = dtype, shape, self.as_dtype(dtype).view(shape)
+            with outside_of_modes():
+                self.shaped = dtype, shape, self.as_dtype(dtype).view(shape)
             self.idle_uses = storage_use_count(self.storage_id)
         return self.shaped[2].detach()  # whose history is its own, and not of all that are made here
 
@@ -231,7 +232,7 @@ class _Slot:
         """
         typed = self.typed.get(dtype)
         if typed is None:
-            with torch.inference_mode(False):
+            with outside_of_modes():
                 typed = self.typed[dtype] = self.base.view(dtype)
             self.idle_uses = storage_use_count(self.storage_id)
         return typed
@@ -243,8 +244,9 @@ class _Slot:
         """
         offset = self.offset + begin
         if self.rest is None or self.rest.offset != offset:
-            base = backend.tensor_at(backend.heap_base + offset, self.nbytes - begin)
-            self.rest = _Slot.of(base, offset, self.stream)
+            with outside_of_modes():
+                base = backend.tensor_at(backend.heap_base + offset, self.nbytes - begin)
+                self.rest = _Slot.of(base, offset, self.stream)
         return self.rest.as_dtype(dtype)
 
     def is_idle(self) -> bool:
@@ -305,8 +307,9 @@ class OutputPool:
                 f"bytes, {self._free_list.free_bytes} free, {held} in results that are still held): drop results that "
                 "are no longer needed, or pass a larger heap_size to po.init()"
             )
-        base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
-        slot = _Slot.of(base, offset, stream, is_captured=is_captured)
+        with outside_of_modes():
+            base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
+            slot = _Slot.of(base, offset, stream, is_captured=is_captured)
         self._slots.setdefault(nbytes, []).append(slot)
         return slot
 

@@ -6,8 +6,8 @@ at import; pyproject.toml bounds torch by the versions that were run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "is_wrapped",
     "is_zero_tensor",
     "num_dispatch_modes",
+    "outside_of_modes",
     "queue_callback",
     "storage_has_expired",
     "storage_of_weak",
@@ -177,3 +178,14 @@ tracing_state: Callable[[], object] = torch._C._get_tracing_state
 
 Public torch's `torch.jit.is_tracing` is a function of Python around it, of which every call would have a part.
 """
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Make tensors that are kept as a plain call makes them: no mode, transform or subclass has a part in them.
+
+    Public torch has `torch.inference_mode(False)`, and a context of this kind for functions of subclasses alone.
+    """
+    without_functions = torch._C.DisableTorchFunction()
+    with torch.inference_mode(False), without_functions, without_dispatch_modes(), without_transforms():
+        yield

@@ -49,13 +49,11 @@ class Pusher {
     int64_t slice;
   };
 
-  // The pieces of as many pushes as there are owners take turns, so that all PEs receive, however far each sender is.
+  // Pieces of tables with the same number take turns, so that all their owners receive, however far each sender is.
   PO_FN Piece piece_at(int64_t number) const {
-    const int64_t owners = team_.size - 1;
-    const int64_t first = number / (owners * plan_.num_slices) * owners;
-    const int64_t count = min_of(owners, plan_.num_pushes - first);
-    const int64_t rest = number - first * plan_.num_slices;
-    return {first + rest % count, rest / count};
+    const Push& among = plan_.pushes[number / plan_.num_slices];
+    const int64_t rest = number - among.first * plan_.num_slices;
+    return {among.first + rest % among.count, rest / among.count};
   }
 
   PO_FN uint64_t row_bytes(const Push& push) const { return static_cast<uint64_t>(push.width) * sizeof(Storage); }

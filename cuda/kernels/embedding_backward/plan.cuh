@@ -96,8 +96,10 @@ struct Push {
   int64_t column;
   uint64_t staged_offset;
   uint64_t outgoing_offset;  // in this PE's own heap, where the owner is not reachable
+  int64_t first;             // push of those whose pieces take turns with its own: of tables with the same number
+  int64_t count;             // of these
 };
-PO_DESCRIBE(Push, owner, table, width, column, staged_offset, outgoing_offset)
+PO_DESCRIBE(Push, owner, table, width, column, staged_offset, outgoing_offset, first, count)
 
 struct Plan {
   Team team;
