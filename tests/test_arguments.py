@@ -455,17 +455,40 @@ def test_parameter_lists(backend: str) -> None:
     assert one_pe(_parameter_list, backend)
 
 
-def _no_table(backend: str) -> list[str]:
+def _of_other_types(backend: str) -> list[str]:
     po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     tables = good()["weights"]
+    optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=0.1)
+    wrong: list[dict[str, Any]] = [
+        *({name: 5} for name in ("dim_per_rank", "batch_per_rank", "columns")),
+        *(
+            {name: 5, "weights": tables, "optimizer": optimizer}
+            for name in ("dim_per_rank", "batch_per_rank", "columns")
+        ),
+        {"optimizer": "sgd"},
+        {"weights": None, "optimizer": optimizer},
+        {"weights": [tables[0], None], "optimizer": optimizer},
+    ]
+    errors = [error_of(functools.partial(call, **changes))[:2] for changes in wrong]
     with torch.no_grad():  # where nobody asks tables whether they require gradients
-        errors = [error_of(lambda: call(weights=[tables[0], other]))[1] for other in (3, None)]
+        errors += [error_of(functools.partial(call, weights=[tables[0], other]))[:2] for other in (3, None)]
     po.finalize()
-    return errors
+    return ["; ".join(error) for error in errors]
 
 
-def test_what_is_no_table_under_no_grad(backend: str) -> None:
-    assert one_pe(_no_table, backend) == [f"weights[1]: expected a tensor, got {name}" for name in ("int", "NoneType")]
+def test_arguments_of_other_types(backend: str) -> None:
+    numbers = [f"{name}: expected a sequence of whole numbers, got 5" for name in ("dim_per_rank", "batch_per_rank")]
+    numbers.append("columns: expected a sequence of whole numbers, got 5")
+    expected = [
+        *numbers,
+        *numbers,
+        "optimizer: expected a po.EmbeddingOptimizer, got str",
+        "weights: expected a sequence of tensors, got NoneType",
+        "weights[1]: expected a tensor, got NoneType",
+        "weights[1]: expected a tensor, got int",
+        "weights[1]: expected a tensor, got NoneType",
+    ]
+    assert one_pe(_of_other_types, backend) == [f"TypeError; {text}" for text in expected]
 
 
 def _widths_unknown(backend: str) -> str:

@@ -334,14 +334,15 @@ def _held(backend: str) -> list[str]:
     other_dtype = _call(3).view(torch.int32)
     detached = _call(4).detach().view(-1)
     array = _call(5).numpy() if backend == "host" else None
+    storage = _call(6).untyped_storage()
     del source
-    held_at = {tensor.data_ptr() for tensor in (whole, shared, other_dtype, detached)}
+    held_at = {tensor.data_ptr() for tensor in (whole, shared, other_dtype, detached, storage)}
     held_at.add(view.data_ptr() - view.element_size() * view.storage_offset())
     if array is not None:
         held_at.add(int(array.__array_interface__["data"][0]))
-    if len(held_at) != 5 + (array is not None):
+    if len(held_at) != 6 + (array is not None):
         problems.append("two results that are held share a buffer")
-    for iteration in range(6, 30):
+    for iteration in range(7, 30):
         result = _call(iteration)
         if result.data_ptr() in held_at:
             problems.append(f"iteration {iteration}: wrote over a result that is held")
@@ -352,6 +353,7 @@ def _held(backend: str) -> list[str]:
         ("tensor from DLPack", shared, _want(2)),
         ("view of another dtype", other_dtype, _want(3).view(torch.int32)),
         ("detached view", detached, _want(4).flatten()),
+        ("storage", torch.empty_like(detached).set_(storage), _want(6).flatten()),  # type: ignore[call-overload]
         ("array", shared if array is None else torch.from_numpy(array), _want(2 if array is None else 5)),
     ):
         if not torch.equal(found.cpu(), want):

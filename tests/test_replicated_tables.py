@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from worlds import error_of, in_world, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig
+from persistent_ops.nn.replicated_tables import _parts
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
 
@@ -35,6 +37,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "rowwise_adagrad": {"weight_decay": 0.01, "weight_decay_mode": "decoupled"},
     "adam": {"weight_decay": 0.01},
 }
+
+
+def test_sums_in_parts_of_bfloat16_are_those_of_float32() -> None:
+    """Also what overflows bfloat16, and what is not finite: those make the same rows infinite as one owner's sums."""
+    sums = torch.tensor([1.0, -3.1415927, 0.0, 1.2345e-30, 3.4e38, -3.3999e38, math.inf, -math.inf])
+    added = torch.zeros_like(sums)
+    for part in _parts(sums, torch.bfloat16):
+        added += part.float()
+    assert torch.equal(added, sums)
+    assert _parts(torch.tensor([math.nan]), torch.bfloat16)[0].isnan()
+    assert _parts(sums, torch.float32)[0] is sums
 
 
 def _blocks(module: Any) -> dict[str, list[torch.Tensor]]:
@@ -227,7 +240,7 @@ def test_after_a_backward_pass_that_was_given_up_tables_are_loaded() -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _parts(module: Any) -> dict[str, Any]:
+def _states(module: Any) -> dict[str, Any]:
     return {"tables": module.state_dict(), "optimizer": module.optimizer.state_dict()}
 
 
@@ -239,14 +252,14 @@ def _checkpoints(backend: str, folder: str, cases: list[Case]) -> list[dict[str,
         for case in cases:
             module = case.make(gradient_scale=1.0, seed=3 if case is cases[0] else 99)
             if Path(folder).exists():
-                parts = _parts(module)
+                parts = _states(module)
                 dcp.load(parts, checkpoint_id=folder)
                 module.load_state_dict(parts["tables"])
                 module.optimizer.load_state_dict(parts["optimizer"])
             else:
                 for step in range(3):
                     _step(module, case, step)
-                dcp.save(_parts(module), checkpoint_id=folder)
+                dcp.save(_states(module), checkpoint_id=folder)
             po.check()
             found.append(_blocks(module))
     po.finalize()

@@ -353,11 +353,14 @@ class _Stack:
 
 def _parts(sums: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return tensors of a dtype whose sum, added up in float32, is `sums`."""
-    parts = []
-    for number in range(_PARTS[dtype]):
-        parts.append(sums.to(dtype))
-        if number + 1 < _PARTS[dtype]:
-            sums = sums - parts[-1].float()
+    if dtype == sums.dtype:
+        return [sums]
+    largest, is_finite = torch.finfo(dtype).max, sums.isfinite()
+    parts = [sums.clamp(-largest, largest).where(is_finite, sums).to(dtype)]  # no finite sum becomes infinite
+    rest = sums.where(is_finite, 0.0)
+    while len(parts) < _PARTS[dtype]:
+        rest = rest - parts[-1].float().where(is_finite, 0.0)
+        parts.append(rest.to(dtype))
     return parts
 
 

@@ -47,12 +47,12 @@ class SwitchPoints(NamedTuple):
     two_shot: int
 
 
-# By PEs; a world between two sizes takes the larger one's. Measured on 2 H200 (docs/what_was_tried.md); for more PEs
+# By PEs; a world between two sizes takes the larger one's. Measured on 2 and 4 H200 (docs/results.md); for more PEs
 # reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
     1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
     2: SwitchPoints(64 << 10, 512 << 10, 2 << 20),
-    4: SwitchPoints(64 << 10, 128 << 10, 1 << 20),
+    4: SwitchPoints(32 << 10, 128 << 10, 1 << 20),
     8: SwitchPoints(32 << 10, 64 << 10, 1 << 20),
     64: SwitchPoints(16 << 10, 16 << 10, 512 << 10),
 }

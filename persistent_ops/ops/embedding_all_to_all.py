@@ -144,6 +144,10 @@ def embedding_all_to_all(
     may_record = records and _may_record()
     is_required = _require_gradients(weights, differentiated) if may_record else None
     if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
+        if not isinstance(weights, (list, tuple)):
+            raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
+        if optimizer is not None and not hasattr(optimizer, "record"):
+            raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {type(optimizer).__name__}")
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         if function_transform() is not None:

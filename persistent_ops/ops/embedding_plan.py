@@ -156,10 +156,16 @@ class Choices(NamedTuple):
         columns: Sequence[int] | None = None,
     ) -> Choices:
         """Return what a call has chosen, with sequences as tuples, and both dtypes."""
-        dims = None if dim_per_rank is None else tuple(dim_per_rank)
-        batches = None if batch_per_rank is None else tuple(batch_per_rank)
-        order = None if columns is None else tuple(columns)
-        return cls(dims, batches, *dtypes_of(weights, dtype, wire_dtype), mode, bounds, schedule, order)
+        dims, batches = _numbers("dim_per_rank", dim_per_rank), _numbers("batch_per_rank", batch_per_rank)
+        dtypes = dtypes_of(weights, dtype, wire_dtype)
+        return cls(dims, batches, *dtypes, mode, bounds, schedule, _numbers("columns", columns))
+
+
+def _numbers(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+    try:
+        return None if values is None else tuple(values)
+    except TypeError:
+        raise TypeError(f"{name}: expected a sequence of whole numbers, got {values!r}") from None
 
 
 def dtypes_of(

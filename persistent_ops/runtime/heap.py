@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -185,6 +186,9 @@ class _Slot:
     """A buffer of the pool.
 
     Attributes:
+        storage: of `base`; torch gives everybody this one object.
+        storage_id, idle_uses: of an idle buffer, how many tensors share the storage.
+        idle_holders: the same, how many references there are to the object; who holds that alone is none of the uses.
         stream: the handle of the one that writes it.
         rest: a part of it with a storage of its own; see `behind`.
         typed: all of it, by dtype.
@@ -195,10 +199,12 @@ class _Slot:
     offset: int
     nbytes: int
     base: torch.Tensor
+    storage: torch.UntypedStorage
     storage_id: int
     idle_uses: int
     stream: int
     is_captured: bool = False
+    idle_holders: int = 0
     rest: _Slot | None = None
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     shaped: tuple[torch.dtype, tuple[int, ...], torch.Tensor] | None = None
@@ -207,9 +213,12 @@ class _Slot:
     @classmethod
     def of(cls, base: torch.Tensor, offset: int, stream: int, *, is_captured: bool = False) -> _Slot:
         """Return the one over a tensor, which begins at an offset of the heap."""
-        storage_id = base.untyped_storage()._cdata
-        # Counted after the storage's Python wrapper above is gone: whether that held a use is torch's business.
-        return cls(offset, base.numel(), base, storage_id, storage_use_count(storage_id), stream, is_captured)
+        storage = base.untyped_storage()
+        uses = storage_use_count(storage._cdata)
+        slot = cls(offset, base.numel(), base, storage, storage._cdata, uses, stream, is_captured)
+        del storage
+        slot.idle_holders = sys.getrefcount(slot.storage)
+        return slot
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a new tensor over the buffer; the buffer is idle again when it and all its views are gone.
@@ -251,6 +260,8 @@ class _Slot:
 
     def is_idle(self) -> bool:
         if self.is_captured or storage_use_count(self.storage_id) != self.idle_uses:
+            return False
+        if sys.getrefcount(self.storage) != self.idle_holders:
             return False
         return self.rest is None or self.rest.is_idle()
 
