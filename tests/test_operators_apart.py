@@ -314,7 +314,6 @@ THE_LAYER_S_OWN = {
     "torch_private.autograd_node": "every private name of torch stands there (test_torch_private.py)",
     "torch_private.is_wrapped": "likewise",
     "torch_private.storage_has_expired": "likewise",
-    "torch_private.without_dispatch_modes": "likewise",
     "torch_private.wrapper_subclass": "likewise",
     "workspace.Workspace.zero_words": "`recover` must clear them, whoever has asked for them",
     "workspace.Workspace.whole_call": "peers count on all launches of a call, of whichever operators they are",

@@ -9,9 +9,10 @@ it.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,7 @@ from .backend import Backend
 from .bootstrap import Bootstrap
 from .errors import NotSymmetricError, SymmetricHeapError
 from .stream_order import capture_of
-from .torch_private import outside_of_modes, storage_use_count
+from .torch_private import storage_use_count, without_dispatch_modes, without_functions, without_transforms
 
 __all__ = ["OutputPool", "SymmetricHeap"]
 
@@ -229,7 +230,7 @@ class _Slot:
             with torch.inference_mode(False):
                 return self.tensor(dtype, shape)
         if self.shaped is None or self.shaped[0] != dtype or self.shaped[1] != shape:
-            with outside_of_modes():
+            with _outside_of_modes():
                 self.shaped = dtype, shape, self.as_dtype(dtype).view(shape)
             self.idle_uses = storage_use_count(self.storage_id)
         return self.shaped[2].detach()  # whose history is its own, and not of all that are made here
@@ -241,7 +242,7 @@ class _Slot:
         """
         typed = self.typed.get(dtype)
         if typed is None:
-            with outside_of_modes():
+            with _outside_of_modes():
                 typed = self.typed[dtype] = self.base.view(dtype)
             self.idle_uses = storage_use_count(self.storage_id)
         return typed
@@ -253,7 +254,7 @@ class _Slot:
         """
         offset = self.offset + begin
         if self.rest is None or self.rest.offset != offset:
-            with outside_of_modes():
+            with _outside_of_modes():
                 base = backend.tensor_at(backend.heap_base + offset, self.nbytes - begin)
                 self.rest = _Slot.of(base, offset, self.stream)
         return self.rest.as_dtype(dtype)
@@ -273,6 +274,13 @@ class _Slot:
     def can_await_readers(self, *, is_captured: bool) -> bool:
         """Return whether the current stream can wait for them: it and they are outside of CUDA graphs' captures."""
         return not self.readers or not (is_captured or any(capture_of(each.cuda_stream) for each in self.readers))
+
+
+@contextlib.contextmanager
+def _outside_of_modes() -> Iterator[None]:
+    """Make tensors that are kept as a plain call makes them: no mode, transform or subclass has a part in them."""
+    with torch.inference_mode(False), without_functions(), without_dispatch_modes(), without_transforms():
+        yield
 
 
 class OutputPool:
@@ -318,7 +326,7 @@ class OutputPool:
                 f"bytes, {self._free_list.free_bytes} free, {held} in results that are still held): drop results that "
                 "are no longer needed, or pass a larger heap_size to po.init()"
             )
-        with outside_of_modes():
+        with _outside_of_modes():
             base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
             slot = _Slot.of(base, offset, stream, is_captured=is_captured)
         self._slots.setdefault(nbytes, []).append(slot)

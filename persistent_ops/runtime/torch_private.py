@@ -6,8 +6,8 @@ at import; pyproject.toml bounds torch by the versions that were run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,13 +34,13 @@ __all__ = [
     "is_wrapped",
     "is_zero_tensor",
     "num_dispatch_modes",
-    "outside_of_modes",
     "queue_callback",
     "storage_has_expired",
     "storage_of_weak",
     "storage_use_count",
     "tracing_state",
     "without_dispatch_modes",
+    "without_functions",
     "without_transforms",
     "wrapper_subclass",
 ]
@@ -135,6 +135,12 @@ backend_of_group: Callable[..., Any] = ProcessGroup._get_backend
 Public torch takes options for a new group, and tells of one that there is the backend's name alone.
 """
 
+without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""A context in which no TorchFunctionMode is active, and no subclass's __torch_function__: what is kept is made so.
+
+Public torch leaves out those of subclasses alone.
+"""
+
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 """A context in which no TorchDispatchMode is active: what the PEs agree on beside fake tensors is done with real ones.
 
@@ -178,14 +184,3 @@ tracing_state: Callable[[], object] = torch._C._get_tracing_state
 
 Public torch's `torch.jit.is_tracing` is a function of Python around it, of which every call would have a part.
 """
-
-
-@contextmanager
-def outside_of_modes() -> Iterator[None]:
-    """Make tensors that are kept as a plain call makes them: no mode, transform or subclass has a part in them.
-
-    Public torch has `torch.inference_mode(False)`, and a context of this kind for functions of subclasses alone.
-    """
-    without_functions = torch._C.DisableTorchFunction()
-    with torch.inference_mode(False), without_functions, without_dispatch_modes(), without_transforms():
-        yield
