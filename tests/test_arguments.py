@@ -482,7 +482,7 @@ def test_arguments_of_other_types(backend: str) -> None:
     expected = [
         *numbers,
         *numbers,
-        "optimizer: expected a po.EmbeddingOptimizer, got str",
+        "optimizer: expected a po.EmbeddingOptimizer, got 'sgd'",
         "weights: expected a sequence of tensors, got NoneType",
         "weights[1]: expected a tensor, got NoneType",
         "weights[1]: expected a tensor, got int",

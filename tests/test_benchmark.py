@@ -210,7 +210,8 @@ def test_more_pes_than_gpus_are_refused_before_a_run(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     assert run("--backend", "cuda", "--pes", "3", "--out", str(tmp_path / "new")) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"error: --pes: 3 PEs on {gpus} GPUs; NCCL takes one PE per GPU") and told.count("\n") == 1
+    why = f"--pes: 3 PEs on {gpus} GPUs; NCCL takes one PE per GPU" if gpus else "--backend cuda: there is no GPU"
+    assert told.startswith(f"error: {why}") and told.count("\n") == 1
     assert not (tmp_path / "new").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,6 +101,41 @@ def test_a_second_backward_pass_is_refused(backend: str) -> None:
 def test_what_an_optimizer_cannot_be(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         po.EmbeddingOptimizer([torch.ones(2, 4)], **options)
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        (torch.nn.EmbeddingBag(5, 4), "tables: expected a sequence of tensors, got EmbeddingBag"),
+        (torch.ones(2, 4), "tables: expected a sequence of tensors, got Tensor"),
+        (None, "tables: expected a sequence of tensors, got NoneType"),
+        ([{"params": []}], r"tables\[0\]: expected a tensor, got dict"),
+    ],
+)
+def test_what_no_optimizer_can_have(tables: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        po.EmbeddingOptimizer(tables)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("step_count", -1, "step_count: expected a number of at least 0 and below 2^63, got -1"),
+        ("step_count", torch.tensor(-1), "step_count: expected a number of at least 0 and below 2^63, got -1"),
+        ("step_count", 2**70, f"step_count: expected a number of at least 0 and below 2^63, got {2**70}"),
+        ("step_count", 1.5, "step_count: expected a whole number, got 1.5"),
+        ("step_count", "x", "step_count: expected a whole number, got 'x'"),
+        ("gradient_scale", float("nan"), "gradient_scale: expected a number of at least 0 and below infinity, got nan"),
+        ("gradient_scale", "x", "gradient_scale: expected a number, got 'x'"),
+        ("lr", 10**400, f"lr: expected a number, got {10**400}"),
+    ],
+)
+def test_what_steps_cannot_have(name: str, value: Any, text: str) -> None:
+    optimizer = po.EmbeddingOptimizer([torch.ones(2, 4)], "adam", lr=0.5)
+    optimizer.step_count, optimizer.gradient_scale = 3, 2.0  # type: ignore[assignment]
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        setattr(optimizer, name, value)
+    assert [float(each) for each in (optimizer.step_count, optimizer.gradient_scale, optimizer.lr)] == [3, 2, 0.5]
 
 
 def test_what_an_update_alone_cannot_have() -> None:

@@ -146,8 +146,8 @@ def embedding_all_to_all(
     if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
-        if optimizer is not None and not hasattr(optimizer, "record"):
-            raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {type(optimizer).__name__}")
+        if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "record")):
+            raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         if function_transform() is not None:

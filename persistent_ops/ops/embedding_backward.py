@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ class EmbeddingOptimizer:
             raise TypeError(f"betas: expected two numbers, got {betas!r}") from None
         if not all(beta >= 0 and _single(beta) < 1 for beta in betas):
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
-        self._tables = list(tables)
+        self._tables = _listed(tables)
         self._algorithm, self._rounding = algorithm, rounding
         self._token = _Token()  # what plans know it by, which outlive it
         self._tables_named, self._name = num_tables(len(self._tables)), ""  # for errors
@@ -172,6 +173,8 @@ class EmbeddingOptimizer:
 
     @gradient_scale.setter
     def gradient_scale(self, value: float | torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            _check_number("gradient_scale", value)
         _write(self._gradient_scale, value)
 
     @property
@@ -180,8 +183,13 @@ class EmbeddingOptimizer:
 
     @step_count.setter
     def step_count(self, value: int | torch.Tensor) -> None:
-        _write(self._step_count, value)
-        powers = [_power(self._constants[beta], int(value)) for beta in ("beta1", "beta2")]
+        count = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not isinstance(count, Integral) or isinstance(count, bool):
+            raise TypeError(f"step_count: expected a whole number, got {value!r}")
+        if not 0 <= count < 2**63:
+            raise ValueError(f"step_count: expected a number of at least 0 and below 2^63, got {count}")
+        powers = [_power(self._constants[beta], int(count)) for beta in ("beta1", "beta2")]
+        _write(self._step_count, int(count))
         self._beta_powers.copy_(torch.tensor(powers, dtype=torch.float32, device="cpu"))
         self._counted = self._step_count._version
 
@@ -428,9 +436,19 @@ def backward_key(
     )
 
 
+def _listed(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(tables, (torch.Tensor, torch.nn.Module)) or not isinstance(tables, Iterable):
+        raise TypeError(f"tables: expected a sequence of tensors, got {type(tables).__name__}")
+    listed = list(tables)
+    for t, table in enumerate(listed):
+        if not isinstance(table, torch.Tensor):
+            raise TypeError(f"tables[{t}]: expected a tensor, got {type(table).__name__}")
+    return listed
+
+
 def _check_number(name: str, value: float) -> None:
     number = None
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = None if isinstance(value, str) else float(value)
     if number is None:
         raise TypeError(f"{name}: expected a number, got {value!r}")
