@@ -456,6 +456,21 @@ def test_results_live_in_the_symmetric_heap(backend: str) -> None:
         assert set(seen) == {"values", "text", "full", "held", "views", "freed"} and all(seen.values()), seen
 
 
+def _rows_of_nothing() -> list[list[int]]:
+    """As a world's first sums of 16 bits, for which there is no room yet that other rows need."""
+    rows = torch.tensor([[3, 0, 3]], device=po.device())
+    x = torch.sparse_coo_tensor(rows, torch.zeros(3, 0, dtype=torch.float16, device=po.device()), (5, 0))
+    x = x.coalesce() if po.rank() == 0 else x
+    results = [po.sparse_all_reduce(x, algorithm=algorithm) for algorithm in ("owner", "allgather")]
+    return [result.indices()[0].tolist() for result in results]
+
+
+@pytest.mark.parametrize("transport", ["auto", "staged"])
+def test_rows_of_nothing_come_first(backend: str, transport: str) -> None:
+    found = in_world(_rows_of_nothing, 2, backend, operator_timeout=20.0, transport=transport)
+    assert found == [[[0, 3]] * 2] * 2
+
+
 def _autograd() -> dict[str, Any]:
     case = Case("autograd", 30, uniform(20), (4,))
     x = to_sparse(case, make_inputs(case, 1, 0)[0])

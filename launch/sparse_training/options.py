@@ -65,7 +65,7 @@ class Options:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("keep", "check_steps", "overlap_steps"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # NaN is not either
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.max_words < 2:
             raise ValueError(f"max_words must be at least 2, got {self.max_words}")

@@ -104,7 +104,7 @@ class Areas(dict[str, Area]):
         """See to an area of this PE's part of the heap alone; arguments as of `Need`."""
 
         def take() -> Area:
-            size = max(nbytes, room)
+            size = max(nbytes, room, 1)
             slot = self._world.outputs.take(size, self._world.backend.stream(), is_captured=False)
             return Area(slot.tensor(torch.uint8, (size,)), slot.offset)
 
@@ -113,11 +113,11 @@ class Areas(dict[str, Area]):
     def reserve_private(self, name: str, nbytes: int, room: int = 0) -> Area:
         """See to an area outside of the heap, zero at first; arguments as of `Need`."""
         return self._reserve_alone(
-            name, nbytes, lambda: Area(self._world.backend.private_words(-(-max(nbytes, room) // 8)), 0)
+            name, nbytes, lambda: Area(self._world.backend.private_words(-(-max(nbytes, room, 1) // 8)), 0)
         )
 
     def _reserve_alone(self, name: str, nbytes: int, take: Callable[[], Area]) -> Area:
-        if self.nbytes_of(name) < nbytes:
+        if self.nbytes_of(name) < max(nbytes, 1):
             self._world.backend.synchronize()  # launches in flight may still use the last one, and what names it
 
             def replace() -> None:

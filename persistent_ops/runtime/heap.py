@@ -284,7 +284,7 @@ def _outside_of_modes() -> Iterator[None]:
 
 
 class OutputPool:
-    """Buffers for operators' results in this PE's heap; idle is one that no tensor shares, and whose storage nobody has."""
+    """Buffers for results in this PE's heap; idle is one that no tensor shares, and whose storage nobody has."""
 
     def __init__(self, backend: Backend, heap: SymmetricHeap) -> None:
         self._backend = backend
