@@ -54,7 +54,7 @@ class Ceilings:
         return (memory, "HBM") if memory >= sending else (sending, "NVLink")
 
 
-# 8x H200 of one host, to seven peers: for a figure that does not depend on the run's own ceilings.
+# About an H200's: for a figure that does not depend on the run's own ceilings.
 H200 = Ceilings(read=4.35e12, store=343e9)
 
 

@@ -278,7 +278,10 @@ class _Slot:
 
 @contextlib.contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Make tensors that are kept as a plain call makes them: no mode, transform or subclass has a part in them."""
+    """Make tensors that are kept as a plain call makes them: no mode, transform or subclass has a part in them.
+
+    What is made in inference mode never takes part in a backward pass, and a buffer is handed out again behind it.
+    """
     with torch.inference_mode(False), without_functions(), without_dispatch_modes(), without_transforms():
         yield
 
@@ -301,10 +304,6 @@ class OutputPool:
                 torch's allocator: what was queued there before may still read it. It waits for the other readers.
             is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
         """
-        if torch.is_inference_mode_enabled():
-            # What is made there never takes part in a backward pass, and a buffer is handed out again behind it.
-            with torch.inference_mode(False):
-                return self.take(nbytes, stream, is_captured=is_captured)
         for slot in self._slots.get(nbytes, ()):
             if slot.stream == stream and slot.is_idle() and slot.can_await_readers(is_captured=is_captured):
                 if not slot.is_in(self._backend):
