@@ -516,10 +516,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             ):
                 try:
                     lookups.wait()
-                except (
-                    IndexError,
-                    CapacityError,
-                ) as error:  # told when the peers, which wait for this PE, have what they need
+                except (IndexError, CapacityError) as error:
+                    # Told when the peers, which wait for this PE, have what they need.
                     problem = problem or to_raise(error)
                 pooled.append(pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype))
             is_known = features.knows_split or any(lookups.gives_gradients for lookups in sent)
