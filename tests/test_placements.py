@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from worlds import in_world
 
 import persistent_ops as po
+from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
 from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.nn.automatic_placement import decided
 from persistent_ops.nn.embedding_tables import table_configs
@@ -63,6 +65,63 @@ def test_what_exceeds_a_share_is_sliced() -> None:
 def _costs(configs: Any, tables: dict[str, tuple[int, int, float]], world: int) -> Any:
     lookups = {name: each for name, (_, _, each) in tables.items()}
     return Workload(_RATES, world, 4096, lookups, "adagrad").costs(configs, [TablePlacement()] * len(configs))
+
+
+def test_memory_is_shared_where_that_costs_little() -> None:
+    """MLPerf's tables: five have 40 million rows, and one of them half of the lookups."""
+    pairs = zip(DLRM_ROWS, DLRM_POOLING, strict=True)
+    tables = {f"t{n}": (rows, 128, float(lookups)) for n, (rows, lookups) in enumerate(pairs)}
+    _, layout = _chosen(tables, 4, batch=16384)
+    loads, nbytes = _by_cost_alone(layout)
+    share = sum(nbytes) / 4
+    assert max(nbytes) > 1.5 * share, "nothing to share"
+    assert max(layout.table_bytes) < 1.25 * share + 2**30 and max(layout.loads) < 1.1 * max(loads)
+    assert sum(layout.table_bytes) == sum(nbytes)
+
+
+def test_memory_is_not_shared_at_any_price() -> None:
+    """The hot table's PE would have no room for its part of the others."""
+    tables = {"cold": (40_000_000, 128, 1.0), **{f"hot{n}": (3_000_000, 128, 100.0) for n in range(12)}}
+    for world in (2, 3):
+        _, layout = _chosen(tables, world, "rowwise_adagrad")
+        loads, nbytes = _by_cost_alone(layout)
+        assert max(layout.loads) <= 1.1 * max(loads) and max(layout.table_bytes) <= max(nbytes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    world=st.integers(1, 8),
+    tables=st.lists(
+        st.tuples(st.integers(1, 80_000_000), st.sampled_from([32, 128]), st.sampled_from([1.0, 10.0, 100.0])),
+        min_size=1,
+        max_size=20,
+    ),
+)
+def test_memory_is_never_more_than_by_costs_alone(world: int, tables: list[tuple[int, int, float]]) -> None:
+    _, layout = _chosen({f"t{n}": each for n, each in enumerate(tables)}, world)
+    loads, nbytes = _by_cost_alone(layout)
+    assert max(layout.table_bytes) <= max(nbytes) and max(layout.loads) <= 1.1 * max(loads) * (1 + 1e-9)
+    if max(nbytes) <= 1.25 * sum(nbytes) / world + 2**30:
+        assert layout.table_bytes == tuple(nbytes)
+
+
+def _by_cost_alone(layout: Layout) -> tuple[list[float], list[int]]:
+    """Return what PEs have to do, and the bytes they hold, with the costliest slice first and no look at memory."""
+    world = len(layout.loads)
+    loads, nbytes = [(0.0, 0.0)] * world, [0] * world
+    parts = []
+    for cost, config, placement in zip(layout.costs.of_slices, layout.configs, layout.placements, strict=True):
+        size = config.num_embeddings * config.embedding_dim // placement.num_slices * config.data_type.itemsize
+        if placement.kind == "replicated":
+            loads = [(load[0] + cost[0], load[1] + cost[1]) for load in loads]
+            nbytes = [each + size for each in nbytes]
+        else:
+            parts += [(cost, size)] * placement.num_slices
+    for cost, size in sorted(parts, key=lambda part: -max(part[0])):
+        pe = min(range(world), key=lambda pe: max(loads[pe][0] + cost[0], loads[pe][1] + cost[1]))
+        loads[pe] = loads[pe][0] + cost[0], loads[pe][1] + cost[1]
+        nbytes[pe] += size
+    return [max(load) for load in loads], nbytes
 
 
 @pytest.mark.parametrize("dim", [16, 36])

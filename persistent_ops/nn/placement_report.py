@@ -14,10 +14,11 @@ from .table_layout import Layout
 __all__ = ["placement_table"]
 
 _MICROSECONDS = 1e6
+_MEGABYTE = 1e6
 
 
 def placement_table(layout: Layout, lookups_per_sample: Mapping[str, float]) -> Table:
-    """Return a line for each table, and below them what every PE has to do, by the costs that chose the owners.
+    """Return a line for each table, and below them what every PE holds and has to do, by the costs of the choice.
 
     Args:
         layout: which PE has what.
@@ -26,8 +27,9 @@ def placement_table(layout: Layout, lookups_per_sample: Mapping[str, float]) -> 
     unit, scale = _unit(layout)
     report = Table(box=box.SIMPLE_HEAD, show_footer=True, footer_style="none")
     report.add_column("table", footer="\n".join(f"PE {pe}" for pe in range(len(layout.loads))))
+    of_pes = {"MB": "\n".join(f"{nbytes / _MEGABYTE:.3g}" for nbytes in layout.table_bytes)}
     for heading in ("rows", "columns", "MB", "lookups"):
-        report.add_column(heading, justify="right")
+        report.add_column(heading, justify="right", footer=of_pes.get(heading, ""))
     report.add_column("placement")
     report.add_column("PEs")
     report.add_column(escape(unit), justify="right", footer="\n".join(f"{load * scale:.3g}" for load in layout.loads))
@@ -53,4 +55,4 @@ def _unit(layout: Layout) -> tuple[str, float]:
 
 
 def _megabytes(config: TableConfig) -> float:
-    return config.num_embeddings * config.embedding_dim * config.data_type.itemsize / 1e6
+    return config.num_embeddings * config.embedding_dim * config.data_type.itemsize / _MEGABYTE

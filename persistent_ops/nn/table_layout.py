@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +15,10 @@ from .embedding_tables import TableConfig
 from .table_placements import REPLICATED, TablePlacement
 
 __all__ = ["Costs", "Group", "Layout", "Run", "Slot", "bytes_read", "place"]
+
+_ROOMS = 1.25, 1.5, 2.0  # times a PE's share of the bytes: the first one is no reason to give tables other owners
+_FEW_BYTES = 1 << 30  # nor is this on top of it
+_WORTH = 1.1  # times the load that a PE may have for less memory
 
 
 class Slot(NamedTuple):
@@ -140,6 +145,17 @@ class Layout:
                 runs.append(Run(group, begin, begin + width))
         return tuple(runs)
 
+    @functools.cached_property
+    def table_bytes(self) -> tuple[int, ...]:
+        """What the rows of every PE's tables take, without optimizer states."""
+        return tuple(
+            sum(
+                _slice_bytes(config, placement) * len(self.slices_of(table, pe))
+                for table, (config, placement) in enumerate(zip(self.configs, self.placements, strict=True))
+            )
+            for pe in range(len(self.loads))
+        )
+
     def is_replicated(self, table: int) -> bool:
         """Return whether every PE has a table."""
         return self.placements[table].kind == REPLICATED
@@ -173,7 +189,12 @@ def place(
     costs: Costs,
     world_size: int,
 ) -> Layout:
-    """Give every slice an owner, the costliest first and each to the PE that has the least so far.
+    """Give every slice an owner, the costliest first and each to the PE that has the least to do so far.
+
+    Costs say little about memory: a table of few lookups may be the largest. Where a PE gets more than a quarter above
+    its share of all rows' bytes (and 1 GiB) that way, slices come in the order of what they are of all costs or of all
+    bytes, whichever is more, and each goes to the PE with the least to do among those with room: 1.25 times a PE's
+    share, 1.5 or 2, of which the one with the least memory is taken that makes no PE's costs 10 % more.
 
     Args:
         configs: of the tables.
@@ -238,27 +259,87 @@ def _owners(
     world_size: int,
 ) -> tuple[tuple[tuple[int, ...], ...], list[tuple[float, ...]]]:
     """Return the owners of each table's slices, and what every PE uses of each resource."""
-    loads = [costs.no_load] * world_size
-    owners: list[list[int]] = []
+    fixed, free = _fixed(configs, placements, costs, world_size)
+    chosen = by_cost = _spread(fixed, sorted(free, key=lambda part: -part.most), math.inf)
+    cost, memory = sum(part.most for part in free) or 1.0, sum(part.nbytes for part in free) or 1
+    by_both = sorted(free, key=lambda part: -max(part.most / cost, part.nbytes / memory))
+    share, largest = sum(by_cost.nbytes) / world_size, max((part.nbytes for part in free), default=0)
+    for times in _ROOMS:
+        room = max(times * share, largest + (times - 1) * share) + _FEW_BYTES
+        if max(by_cost.nbytes) <= room:
+            break
+        limited = _spread(fixed, by_both, room)
+        if limited.most <= _WORTH * by_cost.most and max(limited.nbytes) < max(chosen.nbytes):
+            chosen = limited
+    return tuple(map(tuple, chosen.owners)), chosen.loads
+
+
+class _Part(NamedTuple):
+    """A slice of a table that is to get an owner: what it costs of each resource, and the bytes of its rows."""
+
+    table: int
+    slice: int
+    cost: tuple[float, ...]
+    nbytes: int
+
+    @property
+    def most(self) -> float:
+        return max(self.cost)
+
+
+class _Owned(NamedTuple):
+    """The owners of each table's slices so far, and for every PE what it uses of each resource and its rows' bytes."""
+
+    owners: list[list[int]]
+    loads: list[tuple[float, ...]]
+    nbytes: list[int]
+
+    @property
+    def most(self) -> float:
+        """What the PE with the most to do uses of what it uses most."""
+        return max(map(max, self.loads))
+
+
+def _fixed(
+    configs: Sequence[TableConfig],
+    placements: Sequence[TablePlacement],
+    costs: Costs,
+    world_size: int,
+) -> tuple[_Owned, list[_Part]]:
+    """Return what placements say, and the slices whose owners they leave open."""
+    owned = _Owned([], [costs.no_load] * world_size, [0] * world_size)
     free = []
     for table, (config, placement) in enumerate(zip(configs, placements, strict=True)):
-        cost = costs.of_slices[table]
-        owners.append([] if placement.kind == REPLICATED else list(placement.ranks or [0] * placement.num_slices))
-        if placement.kind == REPLICATED:
-            loads = [_plus(load, cost) for load in loads]
-        elif placement.ranks is None:
-            free += [(-max(cost), table, number) for number in range(placement.num_slices)]
-        else:
-            for owner in placement.ranks:
-                if not 0 <= owner < world_size:
-                    raise ValueError(f"placement: {config.name} is on PE {owner}, expected 0 to {world_size - 1}")
-                loads[owner] = _plus(loads[owner], cost)
-    for _, table, number in sorted(free):
-        cost = costs.of_slices[table]
-        owner = min(range(world_size), key=lambda pe: (max(_plus(loads[pe], cost)), pe))
-        owners[table][number] = owner
-        loads[owner] = _plus(loads[owner], cost)
-    return tuple(map(tuple, owners)), loads
+        cost, nbytes = costs.of_slices[table], _slice_bytes(config, placement)
+        is_replicated = placement.kind == REPLICATED
+        owned.owners.append([] if is_replicated else list(placement.ranks or [0] * placement.num_slices))
+        if not is_replicated and placement.ranks is None:
+            free += [_Part(table, number, cost, nbytes) for number in range(placement.num_slices)]
+            continue
+        for owner in range(world_size) if is_replicated else owned.owners[-1]:
+            if not 0 <= owner < world_size:
+                raise ValueError(f"placement: {config.name} is on PE {owner}, expected 0 to {world_size - 1}")
+            owned.loads[owner] = _plus(owned.loads[owner], cost)
+            owned.nbytes[owner] += nbytes
+    return owned, free
+
+
+def _spread(fixed: _Owned, parts: Sequence[_Part], room: float) -> _Owned:
+    """Give each part to the PE with the least to do among those that have room, or to the one with the fewest bytes."""
+    owners, loads, nbytes = [list(of_table) for of_table in fixed.owners], list(fixed.loads), list(fixed.nbytes)
+    for part in parts:
+        pes = [pe for pe, has in enumerate(nbytes) if has + part.nbytes <= room]
+        if not pes:
+            pes = [pe for pe, has in enumerate(nbytes) if has == min(nbytes)]
+        owner = min(pes, key=lambda pe: max(_plus(loads[pe], part.cost)))
+        owners[part.table][part.slice] = owner
+        loads[owner] = _plus(loads[owner], part.cost)
+        nbytes[owner] += part.nbytes
+    return _Owned(owners, loads, nbytes)
+
+
+def _slice_bytes(config: TableConfig, placement: TablePlacement) -> int:
+    return config.num_embeddings * (config.embedding_dim // placement.num_slices) * config.data_type.itemsize
 
 
 def _plus(load: tuple[float, ...], cost: tuple[float, ...]) -> tuple[float, ...]:
