@@ -194,3 +194,33 @@ def _against_torch(algorithm: str, is_whole: bool) -> list[str]:
 @pytest.mark.parametrize("world", [1, 3])
 def test_ten_steps_are_those_of_one_process(backend: str, algorithm: str, is_whole: bool, world: int) -> None:
     assert in_world(_against_torch, world, backend, algorithm, is_whole) == [[]] * world
+
+
+# ---- what is not finite ----------------------------------------------------------------------------------------------
+
+
+def _infinite_weight(dim: int, dtype: torch.dtype) -> list[float]:
+    """Train a row whose lookup has an infinite weight, and one with a finite one; return the states of both."""
+    rank, device = po.rank(), po.device()
+    table = torch.ones(4, dim, dtype=dtype, device=device)
+    weights = torch.tensor([torch.inf, 2.0], device=device)
+    indices, offsets = torch.tensor([1, 2], device=device), torch.arange(3, device=device)
+    tables = [table] if rank == 0 else []
+    optimizer = po.EmbeddingOptimizer(tables, "rowwise_adagrad", lr=0.5)
+    batch = [2] + [0] * (po.world_size() - 1)
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    given = (indices, offsets, weights) if rank == 0 else (empty, offsets[:1], weights[:0])
+    dims = [dim] + [0] * (po.world_size() - 1)
+    result = po.embedding_all_to_all(
+        tables, *given, batch_per_rank=batch, dim_per_rank=dims, dtype=dtype, optimizer=optimizer
+    )
+    result.backward(torch.full_like(result, 0.5))
+    po.check()
+    return optimizer.state(table)[0].flatten()[1:3].tolist() if rank == 0 else []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 24, 96, 100, 250])
+def test_a_row_of_an_infinite_weight_has_an_infinite_state(backend: str, dim: int, dtype: torch.dtype) -> None:
+    """Also where lanes have chunks behind the row's end, whose zeros would make no number of it."""
+    assert in_world(_infinite_weight, 2, backend, dim, dtype) == [[torch.inf, 1.0], []]

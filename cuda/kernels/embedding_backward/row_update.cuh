@@ -183,8 +183,8 @@ class RowUpdate {
     return (Traits::kHasWideRows ? part : 0) * kPartElements + (lanes_.rank() + i * Lanes::kSize) * kElements;
   }
 
-  // Whether an element of a chunk is one of the row's; where rows are aligned, those of no column are zero.
-  static PO_FN bool is_column(int e, int left) { return Traits::kIsAligned || e < left; }
+  // Whether an element of a chunk is one of the row's; where rows are aligned, all of a chunk are, or none.
+  static PO_FN bool is_column(int e, int left) { return (Traits::kIsAligned ? 0 : e) < left; }
 
   template <class Type, class Source>
   static PO_FN void to_floats(const Source& source, float (&floats)[kElements]) {
