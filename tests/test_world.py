@@ -107,7 +107,7 @@ def _grid(backend: str, folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, group in (("tp", tensor_parallel), ("dp", data_parallel), ("tp again", tensor_parallel)):
         seen[name] = run_cases(backend, NAMES, {"group": group})
-        po.init(backend, group, timeout=20.0, heap_size=16 << 20)
+        po.init(backend, group, heap_size=16 << 20)
         weight = torch.full((8, 4), float(me + 1), device=po.device())
         sums = [po.gemv_all_reduce(weight, torch.full((4,), float(i), device=po.device())).tolist() for i in range(6)]
         seen[name, "where"] = (po.rank(), po.world_size(), sums)

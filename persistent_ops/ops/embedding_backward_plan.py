@@ -77,7 +77,7 @@ class Tuning(BoundedTuning):
     work_groups: int | None = None
     blocks_per_sm: int | None = None
     lanes: int | None = None
-    pushing_work_groups: int = 64
+    pushing_work_groups: int = 48
     pushing_at_par: int = at_least(0, 192)
     early_work_groups: int = at_least(0, 32)
     slice_samples: int | None = None
