@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 
 from .runtime import world as _world
+from .runtime.whole_numbers import whole_number
 from .runtime.world import finalize as finalize, is_initialized as is_initialized
 
 __all__ = [
@@ -102,16 +102,6 @@ def device() -> torch.device:
     return _world.current().backend.device
 
 
-def _whole(value: Any, message: str) -> int:
-    """Return a whole number of any type; TypeError with the message for anything else, and for truth values."""
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
-        raise TypeError(message)
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(message) from error
-
-
 def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Allocate an uninitialised tensor in the symmetric heap, at the same offset on every PE.
 
@@ -127,7 +117,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
         PeerTimeoutError, ContractMismatchError: a PE did not come, or called something else, now or in a launch before.
     """
     given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    shape = tuple(_whole(n, f"size: expected whole numbers, got {list(given)}") for n in given)
+    shape = tuple(whole_number(n, f"size: expected whole numbers, got {list(given)}") for n in given)
     if min(shape, default=0) < 0:
         raise ValueError(f"size: expected numbers of at least 0, got {list(shape)}")
     if not isinstance(dtype, torch.dtype):
@@ -165,7 +155,7 @@ def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
-    number = _whole(rank, f"rank: expected a whole number, got {rank!r}")
+    number = whole_number(rank, f"rank: expected a whole number, got {rank!r}")
     return _world.current().heap.peer_view(tensor, number)
 
 

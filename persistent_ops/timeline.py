@@ -18,6 +18,7 @@ from .runtime import world as _world
 from .runtime.operator import Operator
 from .runtime.team import WORLD
 from .runtime.tracing import Clock, Launch, Span, Tasks, Tracer, align_clocks
+from .runtime.whole_numbers import whole_number
 
 __all__ = ["PeTimeline", "Summary", "Timeline", "trace"]
 
@@ -221,13 +222,14 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
 
     Raises:
         RuntimeError: there is a trace already, or the current stream is being captured.
-        ValueError: capacity is below 1.
+        TypeError, ValueError: capacity is no whole number, or below 1.
         PeerTimeoutError: the PEs do not all begin to trace.
 
     At its end every PE waits for its launches, and for those of the others to end. Clocks of PEs are aligned by round
     trips at both ends; the file says how far they may be off.
     """
     world = _world.for_call()
+    capacity = whole_number(capacity, f"capacity: expected a whole number of bytes, got {capacity!r}")
     if capacity < 1:
         raise ValueError(f"capacity: expected bytes above 0, got {capacity}")
     if world.tracer is not None:

@@ -167,6 +167,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         super().__init__()
         if max_grad_norm is not None:
             raise NotImplementedError(f"max_grad_norm: {_CLIPPING}")
+        if isinstance(max_gradient, str):
+            raise TypeError(f"max_gradient: expected a number above 0, got {max_gradient!r}")
         if max_gradient is not None and not max_gradient > 0:
             raise ValueError(f"max_gradient: expected a number above 0, got {max_gradient}")
         self._world = world = _world.for_call()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ..runtime.dtypes import SCALARS
+from ..runtime.whole_numbers import whole_number as of_any_type
 
 __all__ = ["TableConfig", "check_wire", "lookup_estimates", "plain_name", "table_configs", "whole_number"]
 
@@ -60,6 +60,8 @@ def table_configs(given: Iterable[Any]) -> tuple[TableConfig, ...]:
     Raises:
         ValueError, TypeError: for what a table cannot be.
     """
+    if not isinstance(given, Iterable):
+        raise TypeError(f"tables: expected a sequence of configs or tuples, got {type(given).__name__}")
     configs = tuple(_table_config(number, each) for number, each in enumerate(given))
     if not configs:
         raise ValueError("tables: expected at least one")
@@ -73,19 +75,23 @@ def table_configs(given: Iterable[Any]) -> tuple[TableConfig, ...]:
 
 
 def _table_config(number: int, given: Any) -> TableConfig:
-    if isinstance(given, tuple):
-        given = TableConfig(*given)
     try:
+        if isinstance(given, tuple):
+            given = TableConfig(*given)
         name, rows, dim, features = given.name, given.num_embeddings, given.embedding_dim, given.feature_names
-    except AttributeError as error:
+    except (AttributeError, TypeError) as error:
         raise TypeError(
             f"tables[{number}]: expected a TableConfig, an EmbeddingBagConfig or a tuple (name, rows, columns, "
             f"features), got {type(given).__name__}: {error}"
         ) from error
+    if not isinstance(name, str):
+        raise TypeError(f"tables[{number}]: expected a name, got {name!r}")
     rows = whole_number(f"tables[{number}]: rows", rows, 1)
     dim = whole_number(f"tables[{number}]: columns", dim, 1)
     if isinstance(features, str) or not features or len(set(features)) != len(features):
         raise ValueError(f"tables[{number}]: expected names of features that occur once each, got {features!r}")
+    if not all(isinstance(feature, str) for feature in features):
+        raise TypeError(f"tables[{number}]: expected names of features, got {features!r}")
     pooling = plain_name(getattr(given, "pooling", "sum"))
     if pooling not in _POOLINGS:
         raise ValueError(f"tables[{number}]: expected pooling {' or '.join(_POOLINGS)}, got {pooling!r}")
@@ -134,7 +140,7 @@ def whole_number(name: str, given: Any, least: int | None = None, most: int | No
     """
     number: int | None = None
     with contextlib.suppress(TypeError):
-        number = None if isinstance(given, bool) else operator.index(given)
+        number = of_any_type(given, name)
     if number is None or not (least is None or number >= least) or not (most is None or number <= most):
         limits = "" if least is None else f" of at least {least}" if most is None else f" of {least} to {most}"
         raise ValueError(f"{name}: expected a whole number{limits}, got {given!r}")

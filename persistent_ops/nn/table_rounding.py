@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ops.embedding_backward_plan import ROUNDINGS
+from ..ops.embedding_backward_plan import check_rounding as check_known
 from .embedding_tables import TableConfig
 from .table_layout import Group, Layout
 
@@ -18,8 +18,7 @@ Drawn = tuple[str | int, ...]  # what has random bits of its own: a table's name
 
 def check_rounding(configs: Sequence[TableConfig], rounding: str) -> None:
     """Raise ValueError for a rounding that is unknown, or of no table."""
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding: expected one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
+    check_known(rounding)
     if rounding == "stochastic" and all(config.data_type == torch.float32 for config in configs):
         raise ValueError("rounding: 'stochastic' is for tables of 16 bits, but all are float32")
 

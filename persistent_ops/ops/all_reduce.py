@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -228,6 +229,8 @@ def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
 def _number(name: str, given: float) -> float:
     try:
         return float(given)
+    except OverflowError:  # a whole number
+        return math.inf if given > 0 else -math.inf
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name}: expected a number, got {given!r}") from error
 

@@ -17,15 +17,16 @@ from ..runtime import world as _world
 from ..runtime.literals import vector_bytes
 from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
+from ..runtime.whole_numbers import whole_number
 from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import (
     DECAYS,
     GRADIENT,
     OPERATOR,
-    ROUNDINGS,
     STEPS,
     BackwardKey,
     BackwardPlan,
+    check_rounding,
     identity,
 )
 from .embedding_checks import check_gradient
@@ -480,8 +481,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding: expected one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
+    check_rounding(rounding)
     for t, table in enumerate(tables):
         if rounding == "stochastic" and table.dtype.itemsize != 2:
             raise ValueError(f"rounding: 'stochastic' is for tables of 16 bits, but tables[{t}] has {table.dtype}")
@@ -493,6 +493,7 @@ def _seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
     seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
     if len(seeds) != count:
         raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")
+    seeds = [whole_number(each, f"seed: expected whole numbers, got {seeds}") for each in seeds]
     if not all(0 <= each < 2**63 for each in seeds):
         raise ValueError(f"seed: expected numbers of at least 0 and below 2^63, got {seeds}")
     return seeds

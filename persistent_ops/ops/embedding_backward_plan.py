@@ -29,11 +29,11 @@ __all__ = [
     "DECAYS",
     "GRADIENT",
     "OPERATOR",
-    "ROUNDINGS",
     "STEPS",
     "BackwardKey",
     "BackwardPlan",
     "Tuning",
+    "check_rounding",
     "identity",
     "kernel_request",
 ]
@@ -194,6 +194,12 @@ class Tiles(NamedTuple):
             row_bytes: of the widest row.
         """
         return cls(_HOST_LANES, _HOST_LANES, row_bytes > _HOST_LANES * vector_bytes())
+
+
+def check_rounding(rounding: str) -> None:
+    """Raise ValueError for what is none of ROUNDINGS."""
+    if rounding not in tuple(ROUNDINGS):
+        raise ValueError(f"rounding: expected one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
 
 
 def kernel_request(

@@ -8,7 +8,7 @@ import json
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..runtime import world as _world
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
+from ..runtime.whole_numbers import whole_numbers
 from .embedding_checks import BOUNDS, check_derivatives, check_list, most_rows
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import (
@@ -361,9 +362,16 @@ def _checked_slots(
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     if not isinstance(num_features, int) or num_features < 1:
         raise ValueError(f"num_features: expected a whole number above 0, got {num_features!r}")
-    if len(slots) != size:
-        raise ValueError(f"slots: expected a list for each of {size} PEs, got {len(slots)}")
-    chosen = tuple(tuple((int(feature), int(rows)) for feature, rows in of_pe) for of_pe in slots)
+    expected = f"slots: expected pairs (feature, rows) of whole numbers, a list of them for each of {size} PEs, got "
+    try:
+        listed = [list(of_pe) for of_pe in slots]
+    except TypeError:
+        raise TypeError(f"{expected}{slots!r}") from None
+    if len(listed) != size:
+        raise ValueError(f"slots: expected a list for each of {size} PEs, got {len(listed)}")
+    chosen = tuple(
+        tuple(_pair(each, f"{expected}{each!r} among PE {pe}'s") for each in of_pe) for pe, of_pe in enumerate(listed)
+    )
     for pe, of_pe in enumerate(chosen):
         for feature, rows in of_pe:
             if not 0 <= feature < num_features:
@@ -373,12 +381,26 @@ def _checked_slots(
     return chosen
 
 
+def _pair(given: Any, message: str) -> tuple[int, int]:
+    pair = whole_numbers(given, message)
+    if len(pair) != 2:
+        raise TypeError(message)
+    return pair[0], pair[1]
+
+
+def _rows_of_numbers(name: str, given: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    message = f"{name}: expected a list of whole numbers for each PE, got {given!r}"
+    if not isinstance(given, Iterable):
+        raise TypeError(message)
+    return tuple(whole_numbers(of_pe, message) for of_pe in given)
+
+
 def _checked_order(
     order: Sequence[Sequence[int]] | None, slots: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[tuple[int, ...], ...]:
     if order is None:
         return tuple((0,) * len(of_pe) for of_pe in slots)
-    chosen = tuple(tuple(int(number) for number in of_pe) for of_pe in order)
+    chosen = _rows_of_numbers("slot_order", order)
     if [len(of_pe) for of_pe in chosen] != [len(of_pe) for of_pe in slots]:
         raise ValueError(
             f"slot_order: expected a number for each slot, {[len(of_pe) for of_pe in slots]} of them, got "
@@ -399,7 +421,7 @@ def _check_choices(max_batch: int, bounds: str, index_dtype: torch.dtype, rows: 
 
 
 def _checked_capacity(capacity: Sequence[Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
-    chosen = tuple(tuple(int(number) for number in of_source) for of_source in capacity)
+    chosen = _rows_of_numbers("capacity", capacity)
     if len(chosen) != size or any(len(of_source) != size for of_source in chosen):
         raise ValueError(f"capacity: expected {size} x {size} numbers, got {[len(row) for row in chosen]}")
     for source, of_source in enumerate(chosen):
@@ -420,6 +442,12 @@ def _estimated(
     """Return the capacity of each PE's message to each owner."""
     if isinstance(lookups_per_sample, (int, float)):
         lookups_per_sample = [lookups_per_sample] * num_features
+    try:
+        lookups_per_sample = [float(each) for each in lookups_per_sample]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"lookups_per_sample: expected a number, or one for each feature, got {lookups_per_sample!r}"
+        ) from None
     if len(lookups_per_sample) != num_features or not all(0 <= each < math.inf for each in lookups_per_sample):
         raise ValueError(
             f"lookups_per_sample: expected {num_features} numbers of at least 0, one per feature, got "

@@ -111,6 +111,8 @@ def execute(
 
 def _new_plan(world: _world.World, key: GemvKey) -> GemvPlan:
     """Make a plan; for "auto", find the one that it means."""
+    if not isinstance(key.prefetch_weight, int):
+        raise TypeError(f"prefetch_weight: expected True or False, got {key.prefetch_weight!r}")
     if key.team is world.team:
         reserve_packets(world)  # collective, and so before what one PE alone may refuse
         check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)

@@ -158,6 +158,8 @@ class SymmetricHeap:
 
     def offset_of(self, tensor: torch.Tensor, name: str) -> int:
         """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         if not tensor.numel() and tensor.device == self._backend.device:
             return 0  # nothing to read or write
         address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes

@@ -60,8 +60,14 @@ class Plans(dict[Hashable, _P]):
         self.most = operator.max_plans
 
     def find(self, key: Hashable, *tensors: object) -> _P | None:
-        """Return the plan of a key, or None. A CUDA graph that is being captured keeps it, and `tensors`."""
-        plan = self.get(self._kept_under(key))
+        """Return the plan of a key, or None. A CUDA graph that is being captured keeps it, and `tensors`.
+
+        None also where a part of the key, an argument of a wrong type, has no hash: the checks of a new plan name it.
+        """
+        try:
+            plan = self.get(self._kept_under(key))
+        except TypeError:
+            return None
         if plan is not None and self._workspace.is_capturing():
             self._world.keep_captured(plan, *tensors)
         return plan

@@ -408,9 +408,13 @@ def init(
     operator_timeout = timeouts.for_operators(operator_timeout)
     if heap_size is not None and (not isinstance(heap_size, int) or isinstance(heap_size, bool)):
         raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
+    if not isinstance(host_options, (dict, type(None))):
+        raise TypeError(f"host_options: expected a dict, got {host_options!r}")
     unknown = set(host_options or {}) - {"network_delay_us", "wg_size"}
     if unknown:
-        raise TypeError(f"host_options: expected network_delay_us and wg_size, got {', '.join(sorted(unknown))}")
+        raise TypeError(
+            f"host_options: expected network_delay_us and wg_size, got {', '.join(sorted(map(str, unknown)))}"
+        )
     if is_initialized():
         raise RuntimeError("persistent_ops is already initialised here: call persistent_ops.finalize() first")
     describe(COMM)  # before PEs meet: the first time it is compiled
