@@ -165,6 +165,48 @@ def test_bad_lookups_are_told_where_they_are(placement: Any) -> None:
     assert "index 10000" in bad[0][1] and "lengths" in bad[1][1]
 
 
+def _numbered_rows(table: torch.Tensor) -> None:
+    table.copy_(torch.arange(1.0, table.shape[0] + 1, device=table.device)[:, None].expand_as(table))
+
+
+def _of_bad_lengths(placement: str, lengths: list[int]) -> list[torch.Tensor]:
+    """Train two features of a table for two steps, of which the second one has all rows; return what is found."""
+    config = TableConfig("t", 9, 4, ["x", "y"], init_fn=_numbered_rows)
+    module = po.nn.ShardedEmbeddingBagCollection(
+        [config], max_batch=2, placement=placement, bounds="ignore", lr=1.0, is_weighted=True
+    )
+    found = []
+    for values, of_bags in ((range(1, 6), lengths), (range(9), [3, 2, 2, 2])):
+        indices = torch.tensor([*values], device=po.device())
+        weights = (indices.float() + po.rank()).requires_grad_()
+        pooled = module(indices, torch.tensor(of_bags, device=po.device()), per_sample_weights=weights)
+        pooled.backward(torch.arange(1.0, 5.0, device=po.device()).repeat_interleave(4).view(2, 8))
+        assert weights.grad is not None
+        found += [pooled.detach().cpu(), weights.grad.cpu()]
+    po.check()
+    return found
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [-1, 1, 1, 2],
+        [2, -1, 1, 2],
+        [2, -3, 4, 2],
+        [1, 1, 1, 0],
+        [2, 2, 2, 2],
+        [9, 1, -1, 1],
+        [-(2**63), 2, 2**62, 2**62],
+    ],
+)
+def test_bad_lengths_are_those_of_an_owner(backend: str, lengths: list[int]) -> None:
+    """Those below 0 are 0, and values that are missing or too many are left out, wherever tables lie."""
+    owned, replicated = (in_world(_of_bad_lengths, 2, backend, how, lengths) for how in ("table_wise", "replicated"))
+    for of_owner, of_replica in zip(owned, replicated, strict=True):
+        for one, other in zip(of_owner, of_replica, strict=True):
+            assert torch.equal(one, other)
+
+
 def _called() -> dict[str, tuple[str, str]]:
     module = replace(_SHARED, placement="replicated").make()
     values, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)

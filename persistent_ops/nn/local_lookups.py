@@ -10,7 +10,7 @@ import torch
 from ..ops.embedding_checks import check_list
 from .embedding_features import Features
 
-__all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features", "value_begins"]
+__all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features", "counted_lengths", "value_begins"]
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -59,6 +59,11 @@ def check_features(
         raise ValueError(f"lengths: expected F * B elements for F = {num_features}, got {given.lengths.numel()}")
     if samples > max_batch:
         raise ValueError(f"lengths: {samples} samples, but max_batch is {max_batch}")
+
+
+def counted_lengths(given: Features) -> torch.Tensor:
+    """Return the lengths as `EmbeddingInputs` counts bad ones, int64: those below 0 are 0, none exceeds the values."""
+    return given.lengths.long().clamp(0, given.values.numel())
 
 
 class Findings:
@@ -146,7 +151,7 @@ class SlotFeatures:
 
         Args:
             given: those of all features.
-            lengths: of these, int64.
+            lengths: of these, as `counted_lengths` returns them.
             room: indices of the result. Where there are more, those at the end are left out.
         """
         values, weights = given.values, given.weights
@@ -199,9 +204,9 @@ class SlotFeatures:
         return of_slots.flatten()
 
 
-def value_begins(lengths: torch.Tensor, num_features: int) -> torch.Tensor:
-    """Return where each feature's values begin in a batch with such lengths of bags, and the last one's end, int64."""
-    counts = lengths.long().unflatten(0, (num_features, -1)).sum(1)  # type: ignore[no-untyped-call]
+def value_begins(given: Features, num_features: int) -> torch.Tensor:
+    """Return where each feature's values begin in a batch, and the last one's end, int64."""
+    counts = counted_lengths(given).unflatten(0, (num_features, -1)).sum(1)  # type: ignore[no-untyped-call]
     return _ends(counts)
 
 

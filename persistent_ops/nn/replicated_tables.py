@@ -20,7 +20,7 @@ from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
 from ..runtime.uncompiled import uncompiled
 from .embedding_features import Features
-from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, value_begins
+from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, counted_lengths, value_begins
 from .table_layout import Group, Layout
 from .table_rounding import rounding_of
 
@@ -151,11 +151,12 @@ class ReplicatedTables:
         device, stacks = self._world.backend.device, self._stacks
         weights = given.weights if _require_gradient(given.weights) else None
         given = given if given.weights is None else given._replace(weights=given.weights.detach())
-        lengths = given.lengths.long()
-        chosen = [stack.features.lookups(given, lengths, stack.room) for stack in stacks]
+        counted = counted_lengths(given)
+        chosen = [stack.features.lookups(given, counted, stack.room) for stack in stacks]
         findings = None
         if not self._world.workspace.is_capturing():
-            findings = Findings(lengths, chosen, [stack.limits if self._is_fatal else None for stack in stacks])
+            limits = [stack.limits if self._is_fatal else None for stack in stacks]
+            findings = Findings(given.lengths.long(), chosen, limits)
         return LocalBatch(given, chosen, findings, weights, Moment(device) if device.type == "cuda" else None)
 
     def pool(self, batch: LocalBatch) -> list[torch.Tensor]:
@@ -173,7 +174,7 @@ class ReplicatedTables:
         chosen = batch.chosen if batch.findings is None else self._looked_at(batch, batch.findings)
         if torch.is_grad_enabled():
             chosen = [lookups.for_backward() for lookups in chosen]
-        begins = None if batch.weights is None else value_begins(batch.given.lengths, self._num_features)
+        begins = None if batch.weights is None else value_begins(batch.given, self._num_features)
         pooled: list[torch.Tensor] = list(
             _Recorded.apply(self._placeholder, batch.weights, self, chosen, begins)  # type: ignore[no-untyped-call]
         )
