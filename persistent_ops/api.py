@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .runtime import world as _world
-from .runtime.whole_numbers import whole_number
+from .runtime.arguments import as_whole_number
 from .runtime.world import finalize as finalize, is_initialized as is_initialized
 
 __all__ = [
@@ -117,7 +117,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
         PeerTimeoutError, ContractMismatchError: a PE did not come, or called something else, now or in a launch before.
     """
     given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    shape = tuple(whole_number(n, f"size: expected whole numbers, got {list(given)}") for n in given)
+    shape = tuple(as_whole_number(n, f"size: expected whole numbers, got {list(given)}") for n in given)
     if min(shape, default=0) < 0:
         raise ValueError(f"size: expected numbers of at least 0, got {list(shape)}")
     if not isinstance(dtype, torch.dtype):
@@ -155,7 +155,7 @@ def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
-    number = whole_number(rank, f"rank: expected a whole number, got {rank!r}")
+    number = as_whole_number(rank, f"rank: expected a whole number, got {rank!r}")
     return _world.current().heap.peer_view(tensor, number)
 
 

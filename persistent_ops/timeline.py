@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .runtime import world as _world
+from .runtime.arguments import as_whole_number
 from .runtime.operator import Operator
 from .runtime.team import WORLD
 from .runtime.tracing import Clock, Launch, Span, Tasks, Tracer, align_clocks
-from .runtime.whole_numbers import whole_number
 
 __all__ = ["PeTimeline", "Summary", "Timeline", "trace"]
 
@@ -229,7 +229,7 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
     trips at both ends; the file says how far they may be off.
     """
     world = _world.for_call()
-    capacity = whole_number(capacity, f"capacity: expected a whole number of bytes, got {capacity!r}")
+    capacity = as_whole_number(capacity, f"capacity: expected a whole number of bytes, got {capacity!r}")
     if capacity < 1:
         raise ValueError(f"capacity: expected bytes above 0, got {capacity}")
     if world.tracer is not None:

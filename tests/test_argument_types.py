@@ -36,6 +36,11 @@ def _collection(table: Any = TABLE, **options: Any) -> Any:
     return po.nn.ShardedEmbeddingBagCollection([table], max_batch=4, **options)
 
 
+def _set(**values: Any) -> None:
+    for name, value in values.items():
+        setattr(_optimizer(), name, value)
+
+
 def _traced(capacity: Any) -> None:
     with po.trace(capacity=capacity):
         pass
@@ -99,6 +104,37 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a table without a name": (lambda: _collection((3, 10, 16, ["f"])), "TypeError; tables[0]: expected a name, got 3"),
     "a feature without a name": (lambda: _collection(("t", 10, 16, [3])), "TypeError; tables[0]: expected names of "),
     "a word as max_gradient": (lambda: _collection(max_gradient="1"), "TypeError; max_gradient: expected a number"),
+    "a rank that is no list": (
+        lambda: _collection(placement=po.nn.TablePlacement(ranks=0)),  # type: ignore[arg-type]
+        "TypeError; placement: t: expected a rank for each slice, got 0",
+    ),
+    "half a rank": (
+        lambda: _collection(placement=po.nn.TablePlacement(ranks=(0.5,))),  # type: ignore[arg-type]
+        "TypeError; placement: t: expected a rank for each slice, got (0.5,)",
+    ),
+    "a truth value as rank": (
+        lambda: _collection(placement=po.nn.TablePlacement(ranks=(False,))),
+        "TypeError; placement: t: expected a rank for each slice, got (False,)",
+    ),
+    "half a slice": (
+        lambda: _collection(placement=po.nn.TablePlacement("column_wise", 0.5)),  # type: ignore[arg-type]
+        "TypeError; placement: t: expected a number of slices, got 0.5",
+    ),
+    "a list of lookups": (
+        lambda: _collection(lookups_per_sample=[3]),
+        "TypeError; lookups_per_sample of 'f': expected",
+    ),
+    "a word as lookups": (
+        lambda: _collection(lookups_per_sample="3"),
+        "TypeError; lookups_per_sample of 'f': expected",
+    ),
+    "a rate beyond float32": (lambda: _set(lr=1e39), "ValueError; lr: expected a number of at least 0 and below "),
+    "a scale beyond float32": (lambda: _set(gradient_scale=1e39), "ValueError; gradient_scale: expected a number of "),
+    "two rates": (lambda: _set(lr=torch.ones(2)), "ValueError; lr: expected one element, got shape [2]"),
+    "a decay beyond float32": (
+        lambda: po.EmbeddingOptimizer([torch.ones(10, 16)], "adam", lr=0.1, weight_decay=1e39),
+        "ValueError; weight_decay: expected a number of at least 0 and below infinity, also in float32, got 1e+39",
+    ),
     "a list as a module's rounding": (lambda: _collection(rounding=["nearest"]), "ValueError; rounding: expected one"),
     "a word as in_features": (lambda: _row("16", 8), "TypeError; in_features: expected a whole number, got '16'"),
     "a half as out_features": (lambda: _row(16, 8.5), "TypeError; out_features: expected a whole number, got 8.5"),

@@ -125,9 +125,13 @@ def test_what_no_optimizer_can_have(tables: Any, text: str) -> None:
         ("step_count", 2**70, f"step_count: expected a number of at least 0 and below 2^63, got {2**70}"),
         ("step_count", 1.5, "step_count: expected a whole number, got 1.5"),
         ("step_count", "x", "step_count: expected a whole number, got 'x'"),
-        ("gradient_scale", float("nan"), "gradient_scale: expected a number of at least 0 and below infinity, got nan"),
+        (
+            "gradient_scale",
+            float("nan"),
+            "gradient_scale: expected a number of at least 0 and below infinity, also in ",
+        ),
         ("gradient_scale", "x", "gradient_scale: expected a number, got 'x'"),
-        ("lr", 10**400, f"lr: expected a number, got {10**400}"),
+        ("lr", 10**400, "lr: expected a number of at least 0 and below infinity, also in float32, got 1000000"),
     ],
 )
 def test_what_steps_cannot_have(name: str, value: Any, text: str) -> None:

@@ -21,7 +21,7 @@ from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.nn.automatic_placement import decided
 from persistent_ops.nn.embedding_tables import table_configs
 from persistent_ops.nn.placement_costs import Rates, Workload, _seconds, measured_rates
-from persistent_ops.nn.table_layout import Layout, place
+from persistent_ops.nn.table_layout import Layout, bytes_read, place
 from persistent_ops.nn.table_placements import placements_of
 from persistent_ops.runtime import world as po_world
 
@@ -88,6 +88,41 @@ def test_memory_is_not_shared_at_any_price() -> None:
         assert max(layout.loads) <= 1.1 * max(loads) and max(layout.table_bytes) <= max(nbytes)
 
 
+def _by_lookups(tables: dict[str, tuple[int, float]], world: int, fixed: dict[str, int]) -> Layout:
+    """Place tables of 128 floats and (rows, lookups), some of which have an owner, by the bytes they make it read."""
+    configs = [TableConfig(name, rows, 128, [name]) for name, (rows, _) in tables.items()]
+    placements = [TablePlacement(ranks=(fixed[name],) if name in fixed else None) for name in tables]
+    lookups = {name: each for name, (_, each) in tables.items()}
+    return place(configs, placements, bytes_read(configs, placements, lookups, world), world)
+
+
+def test_memory_is_shared_whatever_the_order_of_tables() -> None:
+    large, small = 200_000_000, 10_000_000
+    tables = {"cold": (large, 1.0), "warm": (large, 5.0), "hot": (large, 10.0), "small": (small, 10.0)}
+    for order in itertools.permutations(tables):
+        layout = _by_lookups({name: tables[name] for name in order}, 3, {})
+        assert sorted(layout.table_bytes) == [102_400_000_000, 102_400_000_000, 107_520_000_000]
+        assert sorted(load / 512 for load in layout.loads) == [5.0, 10.0, 11.0]
+
+
+def test_tables_without_lookups_are_shared_too() -> None:
+    layout = _by_lookups({"a": (200_000_000, 0.0), "b": (200_000_000, 1.0), "c": (1000, 5.0)}, 2, {})
+    assert max(layout.table_bytes) < 103e9 and sorted(load / 512 for load in layout.loads) == [1.0, 5.0]
+    layout = _by_lookups(dict.fromkeys("abcd", (1000, 0.0)), 2, {})
+    assert layout.table_bytes == (2 * 512_000,) * 2
+
+
+@pytest.mark.parametrize("fixed", [{}, {"big": 0}])
+def test_others_share_memory_where_one_has_most_of_it(fixed: dict[str, int]) -> None:
+    """Whoever has the big table, and has nothing to do with how full the others are."""
+    tables = {"big": (200_000_000, 100.0), "hot0": (1000, 100.0), "hot1": (1000, 100.0)}
+    tables |= {f"cold{n}": (10_000_000, 1.0) for n in range(16)}
+    layout = _by_lookups(tables, 4, fixed)
+    big, *others = sorted(layout.table_bytes, reverse=True)
+    assert big < 103e9 and max(others) < 1.25 * sum(layout.table_bytes) / 4 + 2**30
+    assert max(layout.loads) <= 110 * 512
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     world=st.integers(1, 8),
@@ -118,7 +153,7 @@ def _by_cost_alone(layout: Layout) -> tuple[list[float], list[int]]:
         else:
             parts += [(cost, size)] * placement.num_slices
     for cost, size in sorted(parts, key=lambda part: -max(part[0])):
-        pe = min(range(world), key=lambda pe: max(loads[pe][0] + cost[0], loads[pe][1] + cost[1]))
+        pe = min(range(world), key=lambda pe: (max(loads[pe][0] + cost[0], loads[pe][1] + cost[1]), nbytes[pe]))
         loads[pe] = loads[pe][0] + cost[0], loads[pe][1] + cost[1]
         nbytes[pe] += size
     return [max(load) for load in loads], nbytes

@@ -203,13 +203,36 @@ def test_the_costliest_are_placed_first() -> None:
     configs = table_configs([("a", 9, 64, ["x"]), ("b", 9, 16, ["y"]), ("c", 9, 16, ["z"]), ("d", 9, 8, ["x", "z"])])
     lookups = {"x": 1.0, "y": 3.0, "z": 1.0}
     layout = _placed(configs, "table_wise", lookups, 2)
-    assert layout.owners == ((0,), (1,), (1,), (0,))  # 256, 192, 64 and 64 bytes
-    assert layout.loads == (320.0, 256.0)
+    assert layout.owners == ((0,), (1,), (1,), (1,))  # 256, 192, 64 and 64 bytes; PE 1 holds less than PE 0
+    assert layout.loads == (256.0, 320.0)
     sliced = {"a": TablePlacement("column_wise", 4), "d": TablePlacement(ranks=(2,))}
     layout = _placed(configs, sliced, lookups, 3)
-    assert layout.owners == ((1, 1, 2, 1), (0,), (2,), (2,))
+    assert layout.owners == ((1, 2, 1, 2), (0,), (1,), (2,))
     assert layout.features == ("x", "y", "z") and layout.names == ("x@a", "y", "z@c", "x@d", "z@d")
     assert sum(map(len, layout.groups[0].slots)) == 8 and layout.groups[0].dim_per_rank == (16, 48, 48)
+
+
+# ---- clamped gradients -----------------------------------------------------------------------------------------------
+
+
+def _clamped_beyond(dtype: torch.dtype) -> bool:
+    """Return whether a bound that no gradient of a dtype can exceed leaves them as they are."""
+    rows = []
+    for bound in (None, 0.75 * torch.finfo(dtype).max):
+        config = po.nn.TableConfig("t", 4, 8, ["x"], "sum", dtype, init_fn=torch.nn.init.zeros_)
+        module = po.nn.ShardedEmbeddingBagCollection([config], max_batch=2, lr=1.0, max_gradient=bound)
+        indices, lengths = (torch.tensor(each, device=po.device()) for each in ([1, 2], [1, 1]))
+        pooled = module(indices, lengths)
+        pooled.backward(torch.full_like(pooled, 3.0))
+        rows.append(module(indices, lengths).detach())
+    po.check()
+    return torch.equal(*rows) and bool(rows[0].abs().min() > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_bound_that_no_gradient_exceeds_is_none(backend: str, dtype: torch.dtype) -> None:
+    """PEs divide the sum of their gradients by their number, so the bound of each is as many times as large."""
+    assert in_world(_clamped_beyond, 2, backend, dtype) == [True] * 2
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ..ops.embedding_checks import BOUNDS, check_derivatives
 from ..ops.embedding_inputs import EmbeddingInputs
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
+from ..runtime.arguments import as_number
 from ..runtime.errors import CapacityError, to_raise
 from ..runtime.operator import Operator
 from ..runtime.torch_private import backward_pass
@@ -71,7 +72,9 @@ def _hook_ahead_of_update(
     def begin(gradient: torch.Tensor) -> torch.Tensor:
         if not world.workspace.is_capturing():
             optimizer.push_rate()
-        return gradient if clamp is None else gradient.clamp(-clamp, clamp)
+        if clamp is None or clamp > torch.finfo(gradient.dtype).max:
+            return gradient
+        return gradient.clamp(-clamp, clamp)
 
     return begin
 
@@ -167,10 +170,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         super().__init__()
         if max_grad_norm is not None:
             raise NotImplementedError(f"max_grad_norm: {_CLIPPING}")
-        if isinstance(max_gradient, str):
-            raise TypeError(f"max_gradient: expected a number above 0, got {max_gradient!r}")
-        if max_gradient is not None and not max_gradient > 0:
-            raise ValueError(f"max_gradient: expected a number above 0, got {max_gradient}")
+        if max_gradient is not None:
+            max_gradient = as_number("max_gradient", max_gradient)
+            if not max_gradient > 0:
+                raise ValueError(f"max_gradient: expected a number above 0, got {max_gradient}")
         self._world = world = _world.for_call()
         max_batch = whole_number("max_batch", max_batch, 0, 2**31 - 1)
         seed = whole_number("seed", seed)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.arguments import as_number, as_whole_number
 from ..runtime.dtypes import SCALARS
-from ..runtime.whole_numbers import whole_number as of_any_type
 
 __all__ = ["TableConfig", "check_wire", "lookup_estimates", "plain_name", "table_configs", "whole_number"]
 
@@ -126,7 +126,7 @@ def lookup_estimates(configs: Sequence[TableConfig], given: float | Mapping[str,
         given = dict.fromkeys(names, given)
     if set(given) != set(names):
         raise ValueError(f"lookups_per_sample: expected a number for each of {names}, got {sorted(given)}")
-    found = {name: float(given[name]) for name in names}
+    found = {name: as_number(f"lookups_per_sample of {name!r}", given[name]) for name in names}
     if not all(0 <= each < math.inf for each in found.values()):
         raise ValueError(f"lookups_per_sample: expected numbers of at least 0, got {found}")
     return found
@@ -140,7 +140,7 @@ def whole_number(name: str, given: Any, least: int | None = None, most: int | No
     """
     number: int | None = None
     with contextlib.suppress(TypeError):
-        number = of_any_type(given, name)
+        number = as_whole_number(given, name)
     if number is None or not (least is None or number >= least) or not (most is None or number <= most):
         limits = "" if least is None else f" of at least {least}" if most is None else f" of {least} to {most}"
         raise ValueError(f"{name}: expected a whole number{limits}, got {given!r}")

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from .. import ops as _ops
 from ..ops.gemv_plan import MAX_VECTORS, kernel_vectors_of
 from ..runtime import world as _world
+from ..runtime.arguments import as_whole_number, as_whole_numbers
 from ..runtime.dtypes import SCALARS
 from ..runtime.forward_mode import refuse_tangents
 from ..runtime.torch_private import dual_level
-from ..runtime.whole_numbers import whole_number, whole_numbers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,8 +96,10 @@ class _ParallelLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         world = _world.current()
-        self.in_features = whole_number(in_features, f"in_features: expected a whole number, got {in_features!r}")
-        self.out_features = whole_number(out_features, f"out_features: expected a whole number, got {out_features!r}")
+        self.in_features = as_whole_number(in_features, f"in_features: expected a whole number, got {in_features!r}")
+        self.out_features = as_whole_number(
+            out_features, f"out_features: expected a whole number, got {out_features!r}"
+        )
         full = (self.out_features, self.in_features)
         if min(full) < 0:
             raise ValueError(f"in_features, out_features: expected at least 0, got {in_features} and {out_features}")
@@ -122,7 +124,7 @@ class _ParallelLinear(torch.nn.Module):
                     f"{balanced_splits(features, num_pes)}"
                 )
             return (features // num_pes,) * num_pes
-        shares = whole_numbers(splits, f"splits: expected whole numbers, got {splits!r}")
+        shares = as_whole_numbers(splits, f"splits: expected whole numbers, got {splits!r}")
         if len(shares) != num_pes or sum(shares) != features or min(shares) < 0:
             raise ValueError(
                 f"splits: expected {num_pes} shares of at least 0 that sum to {name} = {features}, got {shares}"

@@ -194,7 +194,8 @@ def place(
     Costs say little about memory: a table of few lookups may be the largest. Where a PE gets more than a quarter above
     its share of all rows' bytes (and 1 GiB) that way, slices come in the order of what they are of all costs or of all
     bytes, whichever is more, and each goes to the PE with the least to do among those with room: 1.25 times a PE's
-    share, 1.5 or 2, of which the one with the least memory is taken that makes no PE's costs 10 % more.
+    share, 1.5 or 2, with and without more for the PE that has a slice beyond it. Of these ways the one is taken in
+    which the PE with the most memory has the least, and none has 10 % more to do.
 
     Args:
         configs: of the tables.
@@ -260,17 +261,17 @@ def _owners(
 ) -> tuple[tuple[tuple[int, ...], ...], list[tuple[float, ...]]]:
     """Return the owners of each table's slices, and what every PE uses of each resource."""
     fixed, free = _fixed(configs, placements, costs, world_size)
-    chosen = by_cost = _spread(fixed, sorted(free, key=lambda part: -part.most), math.inf)
+    chosen = by_cost = _spread(fixed, sorted(free, key=lambda part: -part.most), math.inf, math.inf)
     cost, memory = sum(part.most for part in free) or 1.0, sum(part.nbytes for part in free) or 1
-    by_both = sorted(free, key=lambda part: -max(part.most / cost, part.nbytes / memory))
-    share, largest = sum(by_cost.nbytes) / world_size, max((part.nbytes for part in free), default=0)
+    by_both = sorted(free, key=lambda part: (-max(part.most / cost, part.nbytes / memory), -part.most))
+    share = sum(by_cost.nbytes) / world_size
     for times in _ROOMS:
-        room = max(times * share, largest + (times - 1) * share) + _FEW_BYTES
-        if max(by_cost.nbytes) <= room:
+        if max(by_cost.nbytes) <= times * share + _FEW_BYTES:
             break
-        limited = _spread(fixed, by_both, room)
-        if limited.most <= _WORTH * by_cost.most and max(limited.nbytes) < max(chosen.nbytes):
-            chosen = limited
+        for beside in (0, (times - 1) * share + _FEW_BYTES):
+            limited = _spread(fixed, by_both, times * share + _FEW_BYTES, beside)
+            if limited.most <= _WORTH * by_cost.most and limited.by_memory < chosen.by_memory:
+                chosen = limited
     return tuple(map(tuple, chosen.owners)), chosen.loads
 
 
@@ -288,16 +289,22 @@ class _Part(NamedTuple):
 
 
 class _Owned(NamedTuple):
-    """The owners of each table's slices so far, and for every PE what it uses of each resource and its rows' bytes."""
+    """The owners of each table's slices so far; what every PE uses of each resource, its bytes, its largest part's."""
 
     owners: list[list[int]]
     loads: list[tuple[float, ...]]
     nbytes: list[int]
+    largest: list[int]
 
     @property
     def most(self) -> float:
         """What the PE with the most to do uses of what it uses most."""
         return max(map(max, self.loads))
+
+    @property
+    def by_memory(self) -> list[int]:
+        """The bytes of the PE with the most, then of the next one, and so on."""
+        return sorted(self.nbytes, reverse=True)
 
 
 def _fixed(
@@ -307,7 +314,7 @@ def _fixed(
     world_size: int,
 ) -> tuple[_Owned, list[_Part]]:
     """Return what placements say, and the slices whose owners they leave open."""
-    owned = _Owned([], [costs.no_load] * world_size, [0] * world_size)
+    owned = _Owned([], [costs.no_load] * world_size, [0] * world_size, [0] * world_size)
     free = []
     for table, (config, placement) in enumerate(zip(configs, placements, strict=True)):
         cost, nbytes = costs.of_slices[table], _slice_bytes(config, placement)
@@ -321,21 +328,37 @@ def _fixed(
                 raise ValueError(f"placement: {config.name} is on PE {owner}, expected 0 to {world_size - 1}")
             owned.loads[owner] = _plus(owned.loads[owner], cost)
             owned.nbytes[owner] += nbytes
+            owned.largest[owner] = max(owned.largest[owner], nbytes)
     return owned, free
 
 
-def _spread(fixed: _Owned, parts: Sequence[_Part], room: float) -> _Owned:
-    """Give each part to the PE with the least to do among those that have room, or to the one with the fewest bytes."""
-    owners, loads, nbytes = [list(of_table) for of_table in fixed.owners], list(fixed.loads), list(fixed.nbytes)
+def _spread(fixed: _Owned, parts: Sequence[_Part], room: float, beside: float) -> _Owned:
+    """Give each part to the PE with the least to do among those that have room, or to the one with the fewest bytes.
+
+    Of PEs that have as much to do it is the one with the fewest bytes.
+
+    Args:
+        fixed: what has an owner.
+        parts: in this order.
+        room: of a PE, in bytes.
+        beside: the same beside a PE's largest part, where that leaves less.
+    """
+    owners, loads = [list(of_table) for of_table in fixed.owners], list(fixed.loads)
+    nbytes, largest = list(fixed.nbytes), list(fixed.largest)
     for part in parts:
-        pes = [pe for pe, has in enumerate(nbytes) if has + part.nbytes <= room]
+        pes = [
+            pe
+            for pe, has in enumerate(nbytes)
+            if has + part.nbytes <= max(room, max(largest[pe], part.nbytes) + beside)
+        ]
         if not pes:
             pes = [pe for pe, has in enumerate(nbytes) if has == min(nbytes)]
-        owner = min(pes, key=lambda pe: max(_plus(loads[pe], part.cost)))
+        owner = min(pes, key=lambda pe: (max(_plus(loads[pe], part.cost)), nbytes[pe]))
         owners[part.table][part.slice] = owner
         loads[owner] = _plus(loads[owner], part.cost)
         nbytes[owner] += part.nbytes
-    return _Owned(owners, loads, nbytes)
+        largest[owner] = max(largest[owner], part.nbytes)
+    return _Owned(owners, loads, nbytes, largest)
 
 
 def _slice_bytes(config: TableConfig, placement: TablePlacement) -> int:

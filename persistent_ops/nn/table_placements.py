@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.arguments import as_whole_number, as_whole_numbers
 from .embedding_tables import TableConfig, plain_name
 
 __all__ = ["AUTO", "COLUMN_WISE", "REPLICATED", "TABLE_WISE", "TablePlacement", "placements_of"]
@@ -88,11 +89,15 @@ def _placement(config: TableConfig, given: Any) -> TablePlacement:
             f"{type(given).__name__}"
         )
     kind, count, ranks = chosen.kind, chosen.num_slices, chosen.ranks
+    count = as_whole_number(count, f"placement: {name}: expected a number of slices, got {count!r}")
+    if ranks is not None:
+        ranks = as_whole_numbers(ranks, f"placement: {name}: expected a rank for each slice, got {ranks!r}")
+    chosen = TablePlacement(kind, count, ranks)
     if kind not in _KINDS:
         raise NotImplementedError(f"placement: {kind!r}, of {name}, is not provided; expected one of {_KINDS}")
     if isinstance(given, str) and kind == COLUMN_WISE:
         raise ValueError(f"placement: {name}: pass TablePlacement('column_wise', num_slices=...)")
-    if not isinstance(count, int) or count < 1 or config.embedding_dim % count:
+    if count < 1 or config.embedding_dim % count:
         raise ValueError(f"placement: {config.embedding_dim} columns of {name} do not divide into {count} slices")
     if kind != COLUMN_WISE and count != 1:
         raise ValueError(f"placement: {name} is {kind}, and has {count} slices")

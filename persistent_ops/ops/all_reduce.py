@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.arguments import as_number
 from ..runtime.dtypes import fill_nan
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
@@ -119,7 +119,7 @@ def all_reduce_rms_norm(
     Collective, stream and CUDA graph as for `all_reduce`; `scale` is read by the kernel.
     Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantisation).
     """
-    numbers = (_number("eps", eps), _number("weight_bias", weight_bias))
+    numbers = (as_number("eps", eps), as_number("weight_bias", weight_bias))
     arguments = (x, weight, residual, bias, scale, algorithm, *numbers)
     outputs = {"out": out, "norm_out": norm_out}
     results: tuple[torch.Tensor, torch.Tensor] = _all_reduce_rms_norm(
@@ -224,15 +224,6 @@ def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
-
-
-def _number(name: str, given: float) -> float:
-    try:
-        return float(given)
-    except OverflowError:  # a whole number
-        return math.inf if given > 0 else -math.inf
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected a number, got {given!r}") from error
 
 
 def _check_types(required: dict[str, Any], optional: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import math
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 
 from ..runtime import world as _world
+from ..runtime.arguments import as_number, as_whole_number
 from ..runtime.literals import vector_bytes
 from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
-from ..runtime.whole_numbers import whole_number
 from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import (
     DECAYS,
@@ -119,7 +118,7 @@ class EmbeddingOptimizer:
             raise ValueError(f"weight_decay: {algorithm!r} has none, got {weight_decay}")
         try:
             betas = (float(betas[0]), float(betas[1]))
-        except (TypeError, ValueError, IndexError):
+        except (TypeError, ValueError, IndexError, OverflowError):
             raise TypeError(f"betas: expected two numbers, got {betas!r}") from None
         if not all(beta >= 0 and _single(beta) < 1 for beta in betas):
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
@@ -164,9 +163,7 @@ class EmbeddingOptimizer:
 
     @lr.setter
     def lr(self, value: float | torch.Tensor) -> None:
-        if not isinstance(value, torch.Tensor):
-            _check_number("lr", value)
-        _write(self._lr, value)
+        _write("lr", self._lr, value)
 
     @property
     def gradient_scale(self) -> torch.Tensor:
@@ -174,9 +171,7 @@ class EmbeddingOptimizer:
 
     @gradient_scale.setter
     def gradient_scale(self, value: float | torch.Tensor) -> None:
-        if not isinstance(value, torch.Tensor):
-            _check_number("gradient_scale", value)
-        _write(self._gradient_scale, value)
+        _write("gradient_scale", self._gradient_scale, value)
 
     @property
     def step_count(self) -> torch.Tensor:
@@ -190,7 +185,7 @@ class EmbeddingOptimizer:
         if not 0 <= count < 2**63:
             raise ValueError(f"step_count: expected a number of at least 0 and below 2^63, got {count}")
         powers = [_power(self._constants[beta], int(count)) for beta in ("beta1", "beta2")]
-        _write(self._step_count, int(count))
+        self._step_count.fill_(int(count))
         self._beta_powers.copy_(torch.tensor(powers, dtype=torch.float32, device="cpu"))
         self._counted = self._step_count._version
 
@@ -448,19 +443,17 @@ def _listed(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _check_number(name: str, value: float) -> None:
-    number = None
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        number = None if isinstance(value, str) else float(value)
-    if number is None:
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{name}: expected a number of at least 0 and below infinity, got {value}")
+    if not 0 <= _single(as_number(name, value)) < math.inf:
+        raise ValueError(f"{name}: expected a number of at least 0 and below infinity, also in float32, got {value}")
 
 
-def _write(memory: torch.Tensor, value: float | torch.Tensor) -> None:
+def _write(name: str, memory: torch.Tensor, value: float | torch.Tensor) -> None:
     """Write a number, or a tensor of one element, which may be this memory."""
     if not isinstance(value, torch.Tensor):
-        memory.fill_(value)
+        _check_number(name, value)
+        memory.fill_(float(value))
+    elif value.numel() != 1:
+        raise ValueError(f"{name}: expected one element, got shape {list(value.shape)}")
     elif value is not memory:
         memory.copy_(value.detach().reshape(1))
 
@@ -493,7 +486,7 @@ def _seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
     seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
     if len(seeds) != count:
         raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")
-    seeds = [whole_number(each, f"seed: expected whole numbers, got {seeds}") for each in seeds]
+    seeds = [as_whole_number(each, f"seed: expected whole numbers, got {seeds}") for each in seeds]
     if not all(0 <= each < 2**63 for each in seeds):
         raise ValueError(f"seed: expected numbers of at least 0 and below 2^63, got {seeds}")
     return seeds

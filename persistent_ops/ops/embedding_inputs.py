@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
+from ..runtime.arguments import as_whole_numbers
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
-from ..runtime.whole_numbers import whole_numbers
 from .embedding_checks import BOUNDS, check_derivatives, check_list, most_rows
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import (
@@ -382,7 +382,7 @@ def _checked_slots(
 
 
 def _pair(given: Any, message: str) -> tuple[int, int]:
-    pair = whole_numbers(given, message)
+    pair = as_whole_numbers(given, message)
     if len(pair) != 2:
         raise TypeError(message)
     return pair[0], pair[1]
@@ -392,7 +392,7 @@ def _rows_of_numbers(name: str, given: Sequence[Sequence[int]]) -> tuple[tuple[i
     message = f"{name}: expected a list of whole numbers for each PE, got {given!r}"
     if not isinstance(given, Iterable):
         raise TypeError(message)
-    return tuple(whole_numbers(of_pe, message) for of_pe in given)
+    return tuple(as_whole_numbers(of_pe, message) for of_pe in given)
 
 
 def _checked_order(
