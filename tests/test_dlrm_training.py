@@ -264,7 +264,7 @@ def test_the_folder_has_one_checkpoint_and_an_interrupted_one_does_not_count(tmp
     training.run(Plan(epochs=2, checkpoint_every=3, folder=tmp_path))
     (only,) = tmp_path.glob("step-*")
     assert only.name.startswith("step-10.") and (tmp_path / "latest").read_text() == only.name
-    assert not (tmp_path / "writing").exists() and not list(tmp_path.glob("*.part"))
+    assert not (tmp_path / "latest.writing").exists() and not list(tmp_path.glob("*.part"))
 
     class Interrupted(PlainEmbedding):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,13 +273,23 @@ def test_the_folder_has_one_checkpoint_and_an_interrupted_one_does_not_count(tmp
     other = training_of(300, 0, 64, embedding=Interrupted(ROWS, SIZES.dims, adagrad(0.05)))
     with pytest.raises(KeyboardInterrupt):
         other.run(Plan(most_steps=1, folder=tmp_path))
-    assert (tmp_path / "writing").exists()
+    assert (tmp_path / "latest.writing").exists()
     again = training_of(300, 0, 64)
     again.resume(tmp_path)
     assert again.step == 10
     again.save(tmp_path)  # the same step again
     (only,) = tmp_path.glob("step-*")
-    assert only.name.startswith("step-10.") and not (tmp_path / "writing").exists()
+    assert only.name.startswith("step-10.") and not (tmp_path / "latest.writing").exists()
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
+    names = ("step-by-step", "step-10", "step-10.notahash", "step-3.0123abcd", "writing")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").touch()
+    training_of(300, 0, 64).run(Plan(epochs=2, checkpoint_every=3, folder=tmp_path))
+    assert all((tmp_path / name / "notes.txt").exists() for name in names)
+    assert len(list(tmp_path.iterdir())) == len(names) + 2
 
 
 def test_checkpoints_that_do_not_do_are_refused(tmp_path: Path) -> None:

@@ -234,6 +234,78 @@ def test_what_cannot_be_loaded(backend: str) -> None:
             assert wanted[name] in told, f"{name}: {told}"
 
 
+def _refused_whole() -> dict[str, tuple[str, bool]]:
+    """Load state dicts of which the last table, or what is behind it, is bad; return what is told, and what stayed."""
+    tables = [("a", 20, 8, ["x"]), ("b", 30, 8, ["y"])]
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, algorithm="adagrad", lr=0.5)
+    group = module.optimizer.state_dict()["param_groups"][0]
+    good = {f"embedding_bags.{name}.weight": {f"{name}.momentum1": torch.ones(n, 8)} for name, n, *_ in tables}
+    found = {}
+    for name, of_last, changed in (
+        ("wide", torch.ones(30, 9), {}),
+        ("a list", [1.0], {}),
+        ("sparse", torch.ones(30, 8).to_sparse(), {}),
+        ("meta", torch.ones(30, 8, device="meta"), {}),
+        ("rate", torch.ones(30, 8), {"lr": "q"}),
+        ("step", torch.ones(30, 8), {"step": "q"}),
+    ):
+        state = {**good, "embedding_bags.b.weight": {"b.momentum1": of_last}}
+        try:
+            module.optimizer.load_state_dict({"state": state, "param_groups": [{**group, **changed}]})
+            told = ""
+        except (TypeError, ValueError) as error:
+            told = str(error)
+        of_states = (blocks for name, blocks in _blocks(module).items() if name.endswith("momentum1"))
+        is_new = not any(bool(block.any()) for blocks in of_states for _, block in blocks)
+        found[name] = told, is_new and module.optimizer.param_groups[0]["lr"] == 0.5
+    for name, of_table in (("a list", [1.0]), ("meta", torch.ones(20, 8, device="meta"))):
+        try:
+            module.load_state_dict({**module.state_dict(), "embedding_bags.a.weight": of_table})
+        except RuntimeError as error:
+            found[f"table of {name}"] = str(error).splitlines()[-1].strip(), True
+    return found
+
+
+def test_what_is_refused_leaves_everything_as_it_was(backend: str) -> None:
+    """On every PE, whether it has a part of what is bad or not."""
+    key = "state_dict: b.momentum1: expected a"
+    expected = {
+        "wide": f"{key} tensor of [30, 8], got [30, 9]",
+        "a list": f"{key} tensor, got list",
+        "sparse": f"{key} dense tensor, got layout torch.sparse_coo",
+        "meta": f"{key} tensor with data, got one on meta",
+        "rate": "state_dict: lr: expected a number, got 'q'",
+        "step": "state_dict: step: expected a number, got 'q'",
+        "table of a list": "embedding_bags.a.weight: expected a tensor, got list",
+        "table of meta": "embedding_bags.a.weight: expected a tensor with data, got one on meta",
+    }
+    for found in in_world(_refused_whole, 2, backend):
+        assert found == {name: (text, True) for name, text in expected.items()}
+
+
+def _rolled_back() -> list[float]:
+    """Load a rate that is a tensor, let a scheduler change it in place, and load it again, also elsewhere."""
+
+    def made(lr: Any) -> Any:
+        return po.nn.ShardedEmbeddingBagCollection([("a", 10, 4, ["x"])], max_batch=2, lr=lr)
+
+    saved = copy.deepcopy(made(torch.tensor(0.5)).optimizer.state_dict())
+    module, other = made(0.25), made(0.125)
+    module.optimizer.load_state_dict(saved)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(module.optimizer, 0.5)
+    for _ in range(3):
+        module.optimizer.step()
+        scheduler.step()
+    decayed = float(module.optimizer.param_groups[0]["lr"])
+    for each in (module, other):
+        each.optimizer.load_state_dict(saved)
+    return [decayed, *(float(each.optimizer.param_groups[0]["lr"]) for each in (module, other))]
+
+
+def test_a_rate_that_was_loaded_is_not_the_state_dict_s() -> None:
+    assert in_world(_rolled_back, 1, "host") == [[0.0625, 0.5, 0.5]]
+
+
 def _saved_meanwhile(backend: str, folder: str) -> list[str]:
     """Save by async_save and by save; return what differs of what is loaded."""
     case, problems = _case("adagrad"), []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -28,7 +29,8 @@ __all__ = ["Progress", "load", "save"]
 
 _POINTER = "latest"
 _ADDED = {"contents"}  # of identities: checkpoints of before do not tell
-_WRITING = "writing"
+_WRITING = f"{_POINTER}.writing"  # a folder
+_COMPLETE = re.compile(r"step-\d+\.[0-9a-f]{8}")
 _FILE = "training.pt"
 _EMBEDDING = "embedding"
 
@@ -74,15 +76,14 @@ def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
     _meet()
     if _rank() == 0:
         torch.save(dict(vars(progress)), writing / _FILE)
-        done = (
-            folder / f"step-{progress.step}.{secrets.token_hex(4)}"
-        )  # a step may be saved again by a resumed training
+        # A step may be saved again by a resumed training.
+        done = folder / f"step-{progress.step}.{secrets.token_hex(4)}"
         writing.rename(done)
         beside = folder / f"{_POINTER}.part"
         beside.write_text(done.name)
         os.replace(beside, folder / _POINTER)
-        for other in folder.glob("step-*"):
-            if other != done:
+        for other in folder.iterdir():
+            if other != done and _COMPLETE.fullmatch(other.name) and (other / _FILE).exists():
                 shutil.rmtree(other, ignore_errors=True)
     _meet()
 

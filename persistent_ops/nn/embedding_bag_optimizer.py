@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..runtime import world as _world
+from ..runtime.arguments import as_number
 from .table_rounding import Drawn, draws, rounding_seed
 from .table_shards import TableShards
 
@@ -224,6 +226,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is of another algorithm, other constants of it or other tables; or of another number of
                 column slices, under "rowwise_adagrad" or of a table that is rounded stochastically.
+            TypeError: its rate or its step is no number.
+            After either everything is as it was.
         """
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -243,17 +247,23 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")
         if self._algorithm == "adam" and "step" not in saved:
             raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
+        step = int(as_number("state_dict: step", saved.get("step", 0)))
+        rate = as_number("state_dict: lr", saved.get("lr", 0.0))
         of_tables = state_dict.get("state", {})
         self._check_tables(of_tables, prefix)
+        found = {name: of_tables.get(_key(prefix, name), {}) for name in self._shards}
+        for name, of_table in self._shards.items():  # nothing is copied where something is refused
+            self._check_table(name, of_table, saved, found[name])
         for name, of_table in self._shards.items():
-            self._load_table(name, of_table, saved, of_tables.get(_key(prefix, name), {}))
+            for kind, shards in zip(_STATE_NAMES, of_table, strict=False):
+                shards.copy_from(found[name][f"{name}.{kind}"])
         for name, value in saved.items():
             own = self.param_groups[0].get(name)
             if name == "lr" and isinstance(own, torch.Tensor):
-                own.detach().fill_(float(value))
+                own.detach().fill_(rate)
             elif name not in _OF_MODULE:
-                self.param_groups[0][name] = value
-        step = int(saved.get("step", 0))
+                # What a scheduler changes in place is not the caller's.
+                self.param_groups[0][name] = copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)
         changes = self._workspace.changes
         for optimizer in self._optimizers:
             optimizer.step_count = step  # type: ignore[assignment]  # mypy knows one type for both
@@ -278,9 +288,10 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             if surplus := sorted(of_others & set(of_tables.get(key, {}))):
                 raise ValueError(f"state_dict: {self._algorithm!r} has {expected} of {key}, but not {surplus}")
 
-    def _load_table(
+    def _check_table(
         self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], found: Mapping[str, Any]
     ) -> None:
+        """Raise ValueError for states that this table cannot take."""
         here = self._column_slices[name]
         counts: dict[str, int] = dict(saved.get("column_slices", []))
         reason = self._needs_slices(name)
@@ -294,7 +305,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             if key not in found:
                 raise ValueError(f"state_dict: expected {key!r}, got {sorted(found)}")
             try:
-                shards.copy_from(found[key])
+                shards.check_source(found[key])
             except ValueError as error:
                 raise ValueError(
                     f"state_dict: {key}: {error}"

@@ -121,10 +121,9 @@ class TableShards(torch.Tensor):
         """Copy this PE's blocks from a tensor of the same global shape: whole, or with the same blocks on this PE.
 
         Raises:
-            ValueError: the shape is another one, or `source` lacks a block that this PE has.
+            ValueError: see `check_source`; nothing is copied then.
         """
-        if source.shape != self.shape:
-            raise ValueError(f"expected a tensor of {list(self.shape)}, got {list(source.shape)}")
+        self.check_source(source)
         given = dict(source._shards) if isinstance(source, TableShards) else None
         with torch.no_grad():
             for offsets, block in self._shards:
@@ -132,15 +131,34 @@ class TableShards(torch.Tensor):
                     found = source
                     for dim, (first, count) in enumerate(zip(offsets, block.shape, strict=True)):
                         found = found.narrow(dim, first, count)
-                elif offsets in given and given[offsets].shape == block.shape:
-                    found = given[offsets]
                 else:
-                    raise ValueError(
-                        f"expected the block of {list(block.shape)} at {list(offsets)}, which these shards lack: they "
-                        "are of another placement or world; go through torch.distributed.checkpoint"
-                    )
+                    found = given[offsets]
                 if found.data_ptr() != block.data_ptr() or found.stride() != block.stride():
                     block.copy_(found)
+
+    def check_source(self, source: Any) -> None:
+        """Raise ValueError for what cannot be copied from, whichever blocks this PE has.
+
+        Raises:
+            ValueError: it is no dense tensor with data, its shape is another one, or it lacks a block that this PE has.
+        """
+        if not isinstance(source, torch.Tensor):
+            raise ValueError(f"expected a tensor, got {type(source).__name__}")
+        if source.shape != self.shape:
+            raise ValueError(f"expected a tensor of {list(self.shape)}, got {list(source.shape)}")
+        if source.layout != torch.strided:
+            raise ValueError(f"expected a dense tensor, got layout {source.layout}")
+        if not isinstance(source, TableShards):
+            if source.is_meta:
+                raise ValueError("expected a tensor with data, got one on meta")
+            return
+        given = dict(source._shards)
+        for offsets, block in self._shards:
+            if offsets not in given or given[offsets].shape != block.shape:
+                raise ValueError(
+                    f"expected the block of {list(block.shape)} at {list(offsets)}, which these shards lack: they are "
+                    "of another placement or world; go through torch.distributed.checkpoint"
+                )
 
     # ---- what torch.distributed.checkpoint asks ----------------------------------------------------------------------
 
