@@ -21,7 +21,8 @@ from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.nn.automatic_placement import decided
 from persistent_ops.nn.embedding_tables import table_configs
 from persistent_ops.nn.placement_costs import Rates, Workload, _seconds, measured_rates
-from persistent_ops.nn.table_layout import Layout, bytes_read, place
+from persistent_ops.nn.table_layout import Layout, place
+from persistent_ops.nn.table_owners import bytes_read
 from persistent_ops.nn.table_placements import placements_of
 from persistent_ops.runtime import world as po_world
 

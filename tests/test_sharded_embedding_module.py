@@ -15,7 +15,8 @@ from worlds import error_of, in_world
 import persistent_ops as po
 from persistent_ops.nn import KeyedEmbeddings, TablePlacement, ignore_sharded_tables
 from persistent_ops.nn.embedding_tables import table_configs
-from persistent_ops.nn.table_layout import Layout, bytes_read, place
+from persistent_ops.nn.table_layout import Layout, place
+from persistent_ops.nn.table_owners import bytes_read
 from persistent_ops.nn.table_placements import placements_of
 
 _SHARED = next(case for case in CASES if case.name == "shared")

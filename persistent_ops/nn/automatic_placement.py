@@ -11,7 +11,8 @@ from ..runtime.literals import vector_bytes
 from ..runtime.world import World
 from .embedding_tables import TableConfig
 from .placement_costs import Workload, measured_rates
-from .table_layout import Layout, bytes_read, place
+from .table_layout import Layout, place
+from .table_owners import bytes_read
 from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePlacement, placements_of
 from .table_rounding import draws
 

@@ -14,7 +14,7 @@ from .. import ops as _ops
 from ..runtime.operator import Operator
 from ..runtime.world import World
 from .embedding_tables import TableConfig
-from .table_layout import Costs
+from .table_owners import Costs
 from .table_placements import REPLICATED, TablePlacement
 
 __all__ = ["Rates", "Workload", "measured_rates"]
