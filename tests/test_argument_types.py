@@ -94,8 +94,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a word in capacity": (lambda: _capacity([["1"]]), "TypeError; capacity: expected a list of whole numbers"),
     "words as lookups_per_sample": (
         lambda: _inputs(lookups_per_sample=["a"]),
-        "TypeError; lookups_per_sample: expected a number, or one for each feature, got ['a']",
+        "TypeError; lookups_per_sample: expected a number, got 'a'",
     ),
+    "a word of one letter as lookups_per_sample": (
+        lambda: _inputs(lookups_per_sample="1"),
+        "TypeError; lookups_per_sample: expected a number, or one for each feature, got '1'",
+    ),
+    "too many lookups_per_sample": (lambda: _inputs(lookups_per_sample=[10**400]), "ValueError; lookups_per_sample: "),
     "a number as tables": (
         lambda: po.nn.ShardedEmbeddingBagCollection(3, max_batch=4),  # type: ignore[arg-type]
         "TypeError; tables: expected a sequence of configs or tuples, got int",

@@ -113,6 +113,14 @@ def test_tables_without_lookups_are_shared_too() -> None:
     assert layout.table_bytes == (2 * 512_000,) * 2
 
 
+def test_little_memory_is_worth_no_work() -> None:
+    """One table has nearly all bytes, and nothing to do: what others would save are some megabytes."""
+    tables = {"big": (200_000_000, 0.0), **{f"t{n}": (1000 * n + 1, 10.0 + n % 3) for n in range(9)}}
+    layout = _by_lookups(tables, 4, {"big": 0})
+    loads, nbytes = _by_cost_alone(layout, {0: 0})
+    assert sorted(layout.loads) == sorted(loads) and sorted(layout.table_bytes) == sorted(nbytes)
+
+
 @pytest.mark.parametrize("fixed", [{}, {"big": 0}])
 def test_others_share_memory_where_one_has_most_of_it(fixed: dict[str, int]) -> None:
     """Whoever has the big table, and has nothing to do with how full the others are."""
@@ -141,21 +149,30 @@ def test_memory_is_never_more_than_by_costs_alone(world: int, tables: list[tuple
         assert layout.table_bytes == tuple(nbytes)
 
 
-def _by_cost_alone(layout: Layout) -> tuple[list[float], list[int]]:
-    """Return what PEs have to do, and the bytes they hold, with the costliest slice first and no look at memory."""
+def _by_cost_alone(layout: Layout, fixed: dict[int, int] | None = None) -> tuple[list[float], list[int]]:
+    """Return what PEs have to do, and the bytes they hold, with the costliest slice first and no look at memory.
+
+    Args:
+        layout: of which tables and costs are.
+        fixed: PEs of some tables, by their numbers.
+    """
     world = len(layout.loads)
     loads, nbytes = [(0.0, 0.0)] * world, [0] * world
     parts = []
-    for cost, config, placement in zip(layout.costs.of_slices, layout.configs, layout.placements, strict=True):
+    tables = zip(layout.costs.of_slices, layout.configs, layout.placements, strict=True)
+    for number, (cost, config, placement) in enumerate(tables):
         size = config.num_embeddings * config.embedding_dim // placement.num_slices * config.data_type.itemsize
         if placement.kind == "replicated":
             loads = [(load[0] + cost[0], load[1] + cost[1]) for load in loads]
             nbytes = [each + size for each in nbytes]
+        elif fixed and number in fixed:
+            pe = fixed[number]
+            loads[pe], nbytes[pe] = (loads[pe][0] + cost[0], loads[pe][1] + cost[-1]), nbytes[pe] + size
         else:
             parts += [(cost, size)] * placement.num_slices
     for cost, size in sorted(parts, key=lambda part: -max(part[0])):
-        pe = min(range(world), key=lambda pe: (max(loads[pe][0] + cost[0], loads[pe][1] + cost[1]), nbytes[pe]))
-        loads[pe] = loads[pe][0] + cost[0], loads[pe][1] + cost[1]
+        pe = min(range(world), key=lambda pe: (max(loads[pe][0] + cost[0], loads[pe][1] + cost[-1]), nbytes[pe]))
+        loads[pe] = loads[pe][0] + cost[0], loads[pe][1] + cost[-1]
         nbytes[pe] += size
     return [max(load) for load in loads], nbytes
 

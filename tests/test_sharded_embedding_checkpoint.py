@@ -248,6 +248,9 @@ def _refused_whole() -> dict[str, tuple[str, bool]]:
         ("meta", torch.ones(30, 8, device="meta"), {}),
         ("rate", torch.ones(30, 8), {"lr": "q"}),
         ("step", torch.ones(30, 8), {"step": "q"}),
+        ("large rate", torch.ones(30, 8), {"lr": 1e39}),
+        ("negative step", torch.ones(30, 8), {"step": -1}),
+        ("three powers", torch.ones(30, 8), {"beta_powers": [1.0, 1.0, 1.0]}),
     ):
         state = {**good, "embedding_bags.b.weight": {"b.momentum1": of_last}}
         try:
@@ -276,6 +279,9 @@ def test_what_is_refused_leaves_everything_as_it_was(backend: str) -> None:
         "meta": f"{key} tensor with data, got one on meta",
         "rate": "state_dict: lr: expected a number, got 'q'",
         "step": "state_dict: step: expected a number, got 'q'",
+        "large rate": "state_dict: lr: expected a number below infinity, also in float32, got 1e+39",
+        "negative step": "state_dict: step: expected a number of at least 0 and below 2^63, got -1",
+        "three powers": "state_dict: beta_powers: expected two numbers, got [1.0, 1.0, 1.0]",
         "table of a list": "embedding_bags.a.weight: expected a tensor, got list",
         "table of meta": "embedding_bags.a.weight: expected a tensor with data, got one on meta",
     }

@@ -83,7 +83,8 @@ def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
         beside.write_text(done.name)
         os.replace(beside, folder / _POINTER)
         for other in folder.iterdir():
-            if other != done and _COMPLETE.fullmatch(other.name) and (other / _FILE).exists():
+            has_parts = any((other / part).exists() for part in (_FILE, _EMBEDDING))  # perhaps not all, if interrupted
+            if other != done and _COMPLETE.fullmatch(other.name) and has_parts:
                 shutil.rmtree(other, ignore_errors=True)
     _meet()
 

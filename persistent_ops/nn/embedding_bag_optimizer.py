@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -126,7 +128,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 optimizer.lr.copy_(rate.detach().reshape(1))
         elif rate != self._pushed:
             for optimizer in self._optimizers:
-                optimizer.lr.fill_(rate)
+                optimizer.lr.fill_(_rate("lr", rate))
         self._pushed = None if isinstance(rate, torch.Tensor) else rate
 
     def _is_on_device(self, rate: Any) -> bool:
@@ -225,7 +227,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: it is of another algorithm, other constants of it or other tables; or of another number of
-                column slices, under "rowwise_adagrad" or of a table that is rounded stochastically.
+                column slices, under "rowwise_adagrad" or of a table that is rounded stochastically; or float32 does not
+                hold the rate, or there cannot be so many steps.
             TypeError: its rate or its step is no number.
             After either everything is as it was.
         """
@@ -247,28 +250,37 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")
         if self._algorithm == "adam" and "step" not in saved:
             raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
-        step = int(as_number("state_dict: step", saved.get("step", 0)))
-        rate = as_number("state_dict: lr", saved.get("lr", 0.0))
+        # Nothing is written before all has been looked at.
+        steps, rate = as_number("state_dict: step", saved.get("step", 0)), _rate("state_dict: lr", saved.get("lr", 0.0))
+        if not 0 <= steps < 2**63:
+            raise ValueError(f"state_dict: step: expected a number of at least 0 and below 2^63, got {saved['step']}")
+        powers = torch.tensor(saved.get("beta_powers", (1.0, 1.0)), dtype=torch.float32, device="cpu")
+        if powers.shape != (2,):
+            raise ValueError(f"state_dict: beta_powers: expected two numbers, got {saved['beta_powers']!r}")
+        # What a scheduler changes in place is not the caller's.
+        options = {
+            name: copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)
+            for name, value in saved.items()
+            if name not in _OF_MODULE
+        }
         of_tables = state_dict.get("state", {})
         self._check_tables(of_tables, prefix)
         found = {name: of_tables.get(_key(prefix, name), {}) for name in self._shards}
-        for name, of_table in self._shards.items():  # nothing is copied where something is refused
+        for name, of_table in self._shards.items():
             self._check_table(name, of_table, saved, found[name])
         for name, of_table in self._shards.items():
             for kind, shards in zip(_STATE_NAMES, of_table, strict=False):
                 shards.copy_from(found[name][f"{name}.{kind}"])
-        for name, value in saved.items():
-            own = self.param_groups[0].get(name)
-            if name == "lr" and isinstance(own, torch.Tensor):
-                own.detach().fill_(rate)
-            elif name not in _OF_MODULE:
-                # What a scheduler changes in place is not the caller's.
-                self.param_groups[0][name] = copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)
+        own = self.param_groups[0]["lr"]
+        self.param_groups[0].update(options)
+        if isinstance(own, torch.Tensor) and "lr" in saved:
+            own.detach().fill_(rate)
+            self.param_groups[0]["lr"] = own
         changes = self._workspace.changes
         for optimizer in self._optimizers:
-            optimizer.step_count = step  # type: ignore[assignment]  # mypy knows one type for both
+            optimizer.step_count = int(steps)  # type: ignore[assignment]  # mypy knows one type for both
             if "beta_powers" in saved:
-                optimizer._beta_powers.copy_(torch.tensor(saved["beta_powers"], dtype=torch.float32, device="cpu"))
+                optimizer._beta_powers.copy_(powers)
             changes.loaded(*optimizer._own)
         for of_table in self._shards.values():
             changes.loaded(*(block for shards in of_table for _, block in shards.shards))
@@ -319,6 +331,14 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         if name in self._drawing:
             return "stochastic rounding draws random bits for each slice"
         return ""
+
+
+def _rate(name: str, given: Any) -> float:
+    """Return a rate as a number; raise TypeError or ValueError for what is none, or is infinite in float32."""
+    rate = as_number(name, given)
+    if math.isinf(ctypes.c_float(rate).value):
+        raise ValueError(f"{name}: expected a number below infinity, also in float32, got {given}")
+    return rate
 
 
 def _key(prefix: str, table: str) -> str:

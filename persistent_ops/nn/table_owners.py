@@ -12,8 +12,8 @@ from .table_placements import REPLICATED, TablePlacement
 __all__ = ["Costs", "bytes_read", "choose_owners", "slice_bytes"]
 
 _ROOMS = 1.25, 1.5, 2.0  # times a PE's share of the bytes: the first one is no reason to give tables other owners
-_FEW_BYTES = 1 << 30  # nor is this on top of it
-_WORTH = 1.1  # times the load that a PE may have for less memory
+_FEW_BYTES = 1 << 30  # nor is this on top of it, or what other owners save
+_WORTH = 1.1  # times the most that a PE has to do, which one may have for less memory
 
 
 class Costs(NamedTuple):
@@ -58,13 +58,15 @@ def choose_owners(
 ) -> tuple[tuple[tuple[int, ...], ...], list[tuple[float, ...]]]:
     """Return the owners of each table's slices, and what every PE uses of each resource.
 
-    The costliest slice comes first, and each goes to the PE that has the least to do so far.
+    The costliest slice comes first, and each goes to the PE that has the least to do so far; of several to the one with
+    the fewest bytes.
 
     Costs say little about memory: a table of few lookups may be the largest. Where a PE gets more than a quarter above
     its share of all rows' bytes (and 1 GiB) that way, slices come in the order of what they are of all costs or of all
     bytes, whichever is more, and each goes to the PE with the least to do among those with room: 1.25 times a PE's
     share, 1.5 or 2, with and without more for the PE that has a slice beyond it. Of these ways the one is taken in
-    which the PE with the most memory has the least, and none has 10 % more to do.
+    which the PE with the most memory has the least, by more than 1 GiB, or else the next one, and none has 10 % more to
+    do than the PE with the most had.
 
     Args:
         configs: of the tables.
@@ -85,7 +87,7 @@ def choose_owners(
             break
         for beside in (0, (times - 1) * share + _FEW_BYTES):
             limited = _spread(fixed, by_both, times * share + _FEW_BYTES, beside)
-            if limited.most <= _WORTH * by_cost.most and limited.by_memory < chosen.by_memory:
+            if limited.most <= _WORTH * by_cost.most and limited.saves_memory(chosen):
                 chosen = limited
     return tuple(map(tuple, chosen.owners)), chosen.loads
 
@@ -116,10 +118,12 @@ class _Owned(NamedTuple):
         """What the PE with the most to do uses of what it uses most."""
         return max(map(max, self.loads))
 
-    @property
-    def by_memory(self) -> list[int]:
-        """The bytes of the PE with the most, then of the next one, and so on."""
-        return sorted(self.nbytes, reverse=True)
+    def saves_memory(self, other: _Owned) -> bool:
+        """Return whether a PE has much less than its counterpart in the order of bytes, and none before it more."""
+        for here, there in zip(*(sorted(each.nbytes, reverse=True) for each in (self, other)), strict=True):
+            if here > there or here < there - _FEW_BYTES:
+                return here < there
+        return False
 
 
 def _fixed(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..runtime import world as _world
-from ..runtime.arguments import as_number, as_whole_number
+from ..runtime.arguments import as_number, as_whole_numbers
 from ..runtime.literals import vector_bytes
 from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
@@ -486,7 +486,7 @@ def _seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
     seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
     if len(seeds) != count:
         raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")
-    seeds = [as_whole_number(each, f"seed: expected whole numbers, got {seeds}") for each in seeds]
+    seeds = list(as_whole_numbers(seeds, f"seed: expected whole numbers, got {seeds}"))
     if not all(0 <= each < 2**63 for each in seeds):
         raise ValueError(f"seed: expected numbers of at least 0 and below 2^63, got {seeds}")
     return seeds

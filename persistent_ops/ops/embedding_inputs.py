@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
-from ..runtime.arguments import as_whole_numbers
+from ..runtime.arguments import as_number, as_whole_numbers
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
@@ -442,12 +442,9 @@ def _estimated(
     """Return the capacity of each PE's message to each owner."""
     if isinstance(lookups_per_sample, (int, float)):
         lookups_per_sample = [lookups_per_sample] * num_features
-    try:
-        lookups_per_sample = [float(each) for each in lookups_per_sample]
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"lookups_per_sample: expected a number, or one for each feature, got {lookups_per_sample!r}"
-        ) from None
+    if isinstance(lookups_per_sample, str) or not isinstance(lookups_per_sample, Iterable):
+        raise TypeError(f"lookups_per_sample: expected a number, or one for each feature, got {lookups_per_sample!r}")
+    lookups_per_sample = [as_number("lookups_per_sample", each) for each in lookups_per_sample]
     if len(lookups_per_sample) != num_features or not all(0 <= each < math.inf for each in lookups_per_sample):
         raise ValueError(
             f"lookups_per_sample: expected {num_features} numbers of at least 0, one per feature, got "
