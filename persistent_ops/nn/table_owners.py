@@ -120,7 +120,8 @@ class _Owned(NamedTuple):
 
     def saves_memory(self, other: _Owned) -> bool:
         """Return whether a PE has much less than its counterpart in the order of bytes, and none before it more."""
-        for here, there in zip(*(sorted(each.nbytes, reverse=True) for each in (self, other)), strict=True):
+        ours, theirs = (sorted(each.nbytes, reverse=True) for each in (self, other))
+        for here, there in zip(ours, theirs, strict=True):
             if here > there or here < there - _FEW_BYTES:
                 return here < there
         return False
