@@ -56,6 +56,7 @@ _TABLES = (
     "nn/replicated_tables.py",
     "nn/sharded_table.py",
     "nn/table_layout.py",
+    "nn/table_owners.py",
     "nn/table_placements.py",
     "nn/table_rounding.py",
     "nn/table_shards.py",
