@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..ops.embedding_backward import EmbeddingOptimizer
+from ..ops.embedding_backward import EmbeddingOptimizer, in_float32
 from ..runtime import world as _world
 from ..runtime.arguments import as_number
 from .table_rounding import Drawn, draws, rounding_seed
@@ -336,7 +335,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 def _rate(name: str, given: Any) -> float:
     """Return a rate as a number; raise TypeError or ValueError for what is none, or is infinite in float32."""
     rate = as_number(name, given)
-    if math.isinf(ctypes.c_float(rate).value):
+    if math.isinf(in_float32(rate)):
         raise ValueError(f"{name}: expected a number below infinity, also in float32, got {given}")
     return rate
 

@@ -6,14 +6,13 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..runtime import world as _world
-from ..runtime.arguments import as_number, as_whole_numbers
+from ..runtime.arguments import as_number, as_whole_number, as_whole_numbers
 from ..runtime.literals import vector_bytes
 from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
@@ -34,7 +33,7 @@ from .embedding_inputs_lookups import Lookups
 from .embedding_recorded_call import Inputs, OfBatch, record
 from .embedding_widths import agree_on_widths
 
-__all__ = ["EmbeddingOptimizer", "aligned", "backward_key", "num_tables", "tables_named"]
+__all__ = ["EmbeddingOptimizer", "aligned", "backward_key", "in_float32", "num_tables", "tables_named"]
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
@@ -120,7 +119,7 @@ class EmbeddingOptimizer:
             betas = (float(betas[0]), float(betas[1]))
         except (TypeError, ValueError, IndexError, OverflowError):
             raise TypeError(f"betas: expected two numbers, got {betas!r}") from None
-        if not all(beta >= 0 and _single(beta) < 1 for beta in betas):
+        if not all(beta >= 0 and in_float32(beta) < 1 for beta in betas):
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
         self._tables = _listed(tables)
         self._algorithm, self._rounding = algorithm, rounding
@@ -179,13 +178,11 @@ class EmbeddingOptimizer:
 
     @step_count.setter
     def step_count(self, value: int | torch.Tensor) -> None:
-        count = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if not isinstance(count, Integral) or isinstance(count, bool):
-            raise TypeError(f"step_count: expected a whole number, got {value!r}")
+        count = as_whole_number(value, f"step_count: expected a whole number, got {value!r}")
         if not 0 <= count < 2**63:
             raise ValueError(f"step_count: expected a number of at least 0 and below 2^63, got {count}")
-        powers = [_power(self._constants[beta], int(count)) for beta in ("beta1", "beta2")]
-        self._step_count.fill_(int(count))
+        powers = [_power(self._constants[beta], count) for beta in ("beta1", "beta2")]
+        self._step_count.fill_(count)
         self._beta_powers.copy_(torch.tensor(powers, dtype=torch.float32, device="cpu"))
         self._counted = self._step_count._version
 
@@ -443,7 +440,7 @@ def _listed(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _check_number(name: str, value: float) -> None:
-    if not 0 <= _single(as_number(name, value)) < math.inf:
+    if not 0 <= in_float32(as_number(name, value)) < math.inf:
         raise ValueError(f"{name}: expected a number of at least 0 and below infinity, also in float32, got {value}")
 
 
@@ -458,14 +455,14 @@ def _write(name: str, memory: torch.Tensor, value: float | torch.Tensor) -> None
         memory.copy_(value.detach().reshape(1))
 
 
-def _single(value: float) -> float:
-    """Return a number as float32 has it."""
+def in_float32(value: float) -> float:
+    """Return a number as float32 has it, infinity for one that is too large."""
     return ctypes.c_float(value).value
 
 
 def _power(base: float, exponent: int) -> float:
     """Return a power as the kernel comes to it, which multiplies in float32 once a step; of many steps about that."""
-    base = _single(base)
+    base = in_float32(base)
     if exponent > _MOST_STEPS:
         return float(base**exponent)
     if not exponent:

@@ -116,10 +116,7 @@ def _new_plan(world: _world.World, key: GemvKey) -> GemvPlan:
         check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)
     plans: Plans[GemvPlan] = OPERATOR.state(world).plans
     if not isinstance(key.prefetch_weight, int):
-        if getattr(key.prefetch_weight, "ndim", None) != 0:
-            raise TypeError(f"prefetch_weight: expected True or False, got {key.prefetch_weight!r}")
-        key = key._replace(prefetch_weight=bool(key.prefetch_weight))  # numpy's, or a tensor's
-        return plans.find(key) or _new_plan(world, key)
+        raise TypeError(f"prefetch_weight: expected True or False, got {key.prefetch_weight!r}")
     if key.algorithm != "auto":
         return plans.make(key, lambda: GemvPlan(world, key), None if key.team is world.team else "gemv")
     meant = key._replace(algorithm=choose_algorithm(world, key))
