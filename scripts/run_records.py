@@ -171,9 +171,9 @@ def differences(about: _Line) -> dict[str, tuple[float, bool]]:
 
 
 def current_runs(runs: Iterable[Run], subject: str) -> list[Run]:
-    """Return the runs of a subject that may be shown: of those that measured the same, the newest."""
-    found: dict[tuple[int, frozenset[tuple[str, ...]]], Run] = {}
+    """Return the runs of a subject that may be shown: of those that measured the same on the same GPUs, the newest."""
+    found: dict[tuple[str, frozenset[tuple[str, ...]]], Run] = {}
     for run in runs:
         if run.subject == subject and run.about["backend"] == "cuda":
-            found.setdefault((run.pes, run.cases), run)
+            found.setdefault((run.place, run.cases), run)
     return sorted(found.values(), key=lambda run: -run.pes)

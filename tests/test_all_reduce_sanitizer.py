@@ -9,7 +9,9 @@ from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
 // Runs the host build of all_reduce with all PEs as threads of one process, and checks every output.
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "driver.h"
 #include "kernels/all_reduce.cuh"
@@ -24,7 +26,11 @@ constexpr uint64_t kReadyStride = 256;
 constexpr uint64_t kPacketBlocks = 64;
 constexpr uint64_t kMostWarps = 8;
 
-driver::Options options({{"--rows", "5"}, {"--width", "200"}, {"--empty-between", "0"}},
+driver::Options options({{"--rows", "5"},
+                         {"--width", "200"},
+                         {"--empty-between", "0"},
+                         {"--nans", "0"},    // elements that look like empty places
+                         {"--varied", "0"}}, // width and grid
                         {driver::kLaunches, driver::kWorld, driver::kTroubles});
 
 // Small whole numbers: sums are exact.
@@ -34,13 +40,17 @@ class Pe final : public driver::BasePe<Plan> {
  public:
   Pe(driver::World& world_in, int rank_in) : BasePe(world_in, rank_in, kReadyStride) {
     const auto pes = static_cast<uint64_t>(size);
-    plan.sums_bytes = pes * kPacketBlocks * kBlockPacketBytes;
+    plan.sums_bytes = pes * kPacketBlocks * po::kBlockBytes;
     plan.sums_offset = take(2 * plan.sums_bytes);
-    plan.results_bytes = kPacketBlocks * kBlockPacketBytes;
+    plan.results_bytes = kPacketBlocks * po::kBlockBytes;
     plan.results_offset = take(2 * plan.results_bytes);
+    plan.copies_offset = take(2 * kPacketBlocks * po::kBlockBytes);
+    plan.flags_bytes = pes * kPacketBlocks * sizeof(uint64_t);
+    plan.flags_offset = take(2 * plan.flags_bytes);
     plan.slices_offset = take(3 * slice_area_bytes());
     plan.turns_offset = take(pes * kMaxSliceWgs * 8);
     allocate_heap();
+    empty_packets();
     plan.squares = squares.data();
     plan.all_reachable = !is_staged();
   }
@@ -62,9 +72,12 @@ class Pe final : public driver::BasePe<Plan> {
 
   void run_kernel(int64_t launch) override {
     const int64_t rows = rows_of(launch);
+    const int64_t width = width_of(launch);
     std::vector<float> x;
     residual.clear();
-    for (int64_t i = 0; i < rows * width; ++i) x.push_back(x_value(rank, i, launch));
+    for (int64_t i = 0; i < rows * width; ++i) {
+      x.push_back(is_nan_at(i) ? po::bits_float(0xffffffffu) : x_value(rank, i, launch));
+    }
     for (int64_t i = 0; i < rows * width; ++i) residual.push_back(static_cast<float>(i % 5));
     std::vector<float> weight(static_cast<size_t>(width), 2.0f);
     norm.assign(x.size(), -1e9f);
@@ -84,7 +97,7 @@ class Pe final : public driver::BasePe<Plan> {
     call.rows = {width, static_cast<int32_t>(rows), static_cast<int32_t>(po::ceil_div<int64_t>(width, 128))};
     call.local = &local;
     call.forward_pass = call_of(launch);
-    launch_on_host<AllReduce>(used, call);
+    launch_on_host<AllReduce>(used, call, launch % 3 * options.number("--varied"));
   }
 
   void check_given_up(int64_t launch) override {
@@ -98,19 +111,31 @@ class Pe final : public driver::BasePe<Plan> {
 
   void check_traces() const override {
     BasePe::check_traces();
+    const uint64_t* flags = po::local_word(plan.team, plan.flags_offset);
+    const auto last = std::max_element(world.epochs.begin(), world.epochs.end()) - world.epochs.begin();
+    for (uint64_t i = 0; i < 2 * plan.flags_bytes / 8; ++i) check_trace("flag", static_cast<int>(last), flags[i]);
     for (int sender = 0; sender < size; ++sender) {
       const uint64_t* turns = po::local_word(plan.team, plan.turns_offset) + sender * kMaxSliceWgs;
       for (uint64_t i = 0; i < kMaxSliceWgs; ++i) check_trace("turn", sender, turns[i]);
     }
   }
 
+  void clear() override { empty_packets(); }
+
+  void empty_packets() {
+    std::memset(heap + plan.sums_offset, 0xff, 2 * plan.sums_bytes);
+    std::memset(heap + plan.results_offset, 0xff, 2 * plan.results_bytes);
+  }
+
   void check(int64_t launch) override {
+    const int64_t width = width_of(launch);
     for (int64_t row = 0; row < rows_of(launch); ++row) {
       float squares_sum = 0;
       std::vector<float> expected;
       for (int64_t i = row * width; i < (row + 1) * width; ++i) {
         float sum = 0;
         for (int pe = 0; pe < size; ++pe) sum += x_value(pe, i, launch);
+        if (is_nan_at(i)) sum = po::bits_float(0x7fffffffu);
         expected.push_back(sum + static_cast<float>(i % 5));
         squares_sum += expected.back() * expected.back();
       }
@@ -118,6 +143,13 @@ class Pe final : public driver::BasePe<Plan> {
       for (int64_t i = 0; i < width; ++i) {
         const auto place = static_cast<size_t>(row * width + i);
         const float sum = expected[static_cast<size_t>(i)];
+        if (options.number("--nans") != 0) {
+          if (residual[place] != sum && !(std::isnan(residual[place]) && std::isnan(sum))) {
+            driver::fail(driver::kWrongOutput, "PE %d, launch %ld, row %ld, column %ld: %g, not %g", rank, launch, row,
+                         i, residual[place], sum);
+          }
+          continue;
+        }
         if (residual[place] != sum || norm[place] != sum * factor * 2.0f) {
           driver::fail(driver::kWrongOutput, "PE %d, launch %ld, row %ld, column %ld: %g, not %g; norm %g, not %g",
                        rank, launch, row, i, residual[place], sum, norm[place], sum * factor * 2.0f);
@@ -126,7 +158,13 @@ class Pe final : public driver::BasePe<Plan> {
     }
   }
 
-  const int64_t width = options.number("--width");
+  // Of all PEs: each chunk's last elements are the NaN that an empty place has.
+  static bool is_nan_at(int64_t i) { return options.number("--nans") != 0 && i % 4 >= 2; }
+
+  int64_t width_of(int64_t launch) const {
+    return options.number("--width") + launch % 3 * 100 * options.number("--varied");
+  }
+
   std::vector<float> residual;  // and what takes its place
   std::vector<float> norm;
   std::vector<po::Packet> squares = std::vector<po::Packet>(kPacketBlocks);
@@ -147,6 +185,10 @@ OTHER_CALL = f"{OTHER_CONTRACT} --other-call=1"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=3 --stop-pe=1 --trouble-at=3 --queued=3 --epochs=6 --timeout-ms=1500"
 TROUBLE_STAGED = f"{TROUBLE} --staged=1 --delay-us=100"
+TROUBLE_NEAR = f"{TROUBLE_STAGED} --pes=4 --node=2"
+# Launches of several widths and grids: a place is now a near PE's, now one's that puts whole blocks.
+VARIED = "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=24 --varied=1"
+NANS = "--pes=3 --threads=3 --nans=1"
 CASES = {
     "alone": "--pes=1 --threads=3",
     "lone_warps": "--pes=3 --threads=1 --wgs=1",
@@ -155,12 +197,14 @@ CASES = {
     "many": "--pes=4 --threads=2 --wgs=3 --epochs=5",
     "wide": "--pes=2 --width=1000 --rows=4 --threads=3",
     "epochs_with_a_late_pe": "--pes=3 --slow-pe=1",
+    "nans": NANS,
     "staged": STAGED,
     "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
+    "some_are_near_varied": VARIED,
     "launches_without_rows": NO_ROWS_BETWEEN,
     "behind_an_aborted_launch": TROUBLE,
     "behind_an_aborted_launch_staged": TROUBLE_STAGED,
-    "behind_an_aborted_launch_some_are_near": f"{TROUBLE_STAGED} --pes=4 --node=2",
+    "behind_an_aborted_launch_some_are_near": TROUBLE_NEAR,
     "another_contract": OTHER_CONTRACT,
     "another_contract_staged": f"{OTHER_CONTRACT} --staged=1 --delay-us=100",
     "another_call": OTHER_CALL,
@@ -173,7 +217,7 @@ MUTATIONS = {
         (Swap("sums-areas", "parity() * plan_.sums_bytes", "0"),), PLAIN, RACE, "one_shot"
     ),
     "results_in_one_area_for_all_epochs": Mutation(
-        (Swap("results-areas", "parity() * plan_.results_bytes", "0"),), TROUBLE_STAGED, RACE, "two_shot"
+        (Swap("results-areas", "parity() * plan_.results_bytes", "0"),), TROUBLE_NEAR, RACE, "two_shot"
     ),
     "credits_are_not_awaited": Mutation((Drop("packets-credits"),), NO_ROWS_BETWEEN, RACE, "one_shot"),
     "packets_of_another_contract_will_do": Mutation(
@@ -184,12 +228,17 @@ MUTATIONS = {
     ),
     "sums_name_no_forward_pass": Mutation((Drop("sum-named"),), OTHER_CALL, {Exit.WRONG_REPORT}, "one_shot"),
     "any_packet_will_do": Mutation(
-        (Swap("packet-is-there", "packets[i][j].flag == expected", "packets[i][j].flag != 1"),),
+        (Swap("bare-packet-is-there", "packets[i].is_there()", "true"),),
         PLAIN,
-        {Exit.WRONG_OUTPUT},
+        RACE | {Exit.WRONG_OUTPUT},
         "two_shot",
     ),
-    "sends_behind_an_aborted_launch": Mutation((Drop("elements-take-part"),), TROUBLE, RACE, "one_shot"),
+    "places_are_not_emptied": Mutation((Drop("emptied"),), PLAIN, {Exit.WRONG_OUTPUT}, "two_shot"),
+    "ones_travel_as_they_are": Mutation((Condition("empty-travels", "false"),), NANS, {Exit.TIMED_OUT}, "one_shot"),
+    "older_packets_are_put": Mutation((Drop("none-is-put"),), VARIED, RACE | {Exit.WRONG_OUTPUT}, "two_shot"),
+    "sends_behind_an_aborted_launch": Mutation(
+        (Drop("elements-take-part"),), TROUBLE, RACE | {Exit.TOOK_PART}, "one_shot"
+    ),
     "puts_results_behind_an_aborted_launch": Mutation(
         (Swap("put-takes-part", "takes_part_", "true"),), TROUBLE_STAGED, RACE | {Exit.TOOK_PART}, "two_shot"
     ),

@@ -145,7 +145,7 @@ class ProbePlan(Plan):
         self._world, self._key = world, key
         contract = PROBE.contract(key.team, key.negates, key.contract_count)
         if key.team is world.team:
-            PROBE.state(world).areas.reserve([Need("scratch", 8 * key.count, is_zeroed=True)], lambda: contract)
+            PROBE.state(world).areas.reserve([Need("scratch", 8 * key.count, fill=0)], lambda: contract)
         else:
             self.areas = ()
         config = (("factor", str(key.factor)), ("negates", str(key.negates).lower()))

@@ -1,7 +1,7 @@
 // All-reduce: the sum of the PEs' tensors, plus bias and residual, on every PE; and the RMS norm of that sum's rows.
 //
-// What is small travels as packets that carry data and flag together, to every PE (one shot) or to a block's owner and back
-// (two shots): nobody waits for credit, areas of packets take turns by the epoch's parity, and warps work by themselves
+// What is small travels as packets that are seen to be there, to every PE (one shot) or to a block's owner and back (two
+// shots): nobody waits for credit, areas of packets take turns by the epoch's parity, and warps work by themselves
 // (packet_reduce). What is large travels by slices, each to its owner and back, behind credit; there WGs work in turns, which
 // words count (slice_reduce). A WG's last warp counts it for the epoch's end, and in the last WG grants this PE's credit; with
 // packets it awaits the others' there, and has no blocks. The norm is every PE's own: warps leave the squares of their blocks
@@ -49,10 +49,13 @@ struct Traits {
 struct Plan {
   Team team;
   // Offsets are in every PE's heap.
-  uint64_t sums_offset;  // Packet[2 parities][size senders][num_blocks][...]
-  uint64_t sums_bytes;   // of one parity
-  uint64_t results_offset;
-  uint64_t results_bytes;
+  uint64_t sums_offset;     // BarePacket[2 parities][size senders][blocks that are added up there][kBlockChunks]
+  uint64_t sums_bytes;      // of one parity
+  uint64_t flags_offset;    // uint64_t[2 parities][size senders][as many blocks]: of which launch they are
+  uint64_t flags_bytes;     // of one parity
+  uint64_t results_offset;  // BarePacket[2 parities][num_blocks][kBlockChunks]
+  uint64_t results_bytes;   // of one parity
+  uint64_t copies_offset;   // BarePacket[elements, results][num_blocks][kBlockChunks]: what is put from there
   // Of slices, each a WG's, for two steps on their way: [2][size][WGs].
   uint64_t slices_offset;    // what a sender has left with this PE, as the owner
   uint64_t returned_offset;  // what an owner has sent back
@@ -62,8 +65,8 @@ struct Plan {
   int64_t all_reachable;
   uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
-PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, results_offset, results_bytes, slices_offset, returned_offset,
-            staging_offset, turns_offset, squares, all_reachable, heaps)
+PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, flags_offset, flags_bytes, results_offset, results_bytes,
+            copies_offset, slices_offset, returned_offset, staging_offset, turns_offset, squares, all_reachable, heaps)
 
 struct Call {
   const uint8_t* x;

@@ -166,6 +166,47 @@ PO_FN Packet packet_load_sys(const Packet* place, [[maybe_unused]] uint64_t expe
   return packet;
 }
 
+// 16 bytes of data that bring no flag: a place where none lie has all bits set. Either half is one access, and is there or not,
+// so nothing is ordered here either.
+struct alignas(16) BarePacket {
+  uint64_t halves[2];
+
+  static constexpr uint64_t kEmpty = ~0ull;
+  static PO_FN BarePacket empty() { return {{kEmpty, kEmpty}}; }
+  PO_FN bool is_there() const { return halves[0] != kEmpty && halves[1] != kEmpty; }
+};
+
+PO_FN void bare_packet_store_sys(BarePacket* place, const BarePacket& packet) {
+#if PO_ON_DEVICE
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(place), "l"(packet.halves[0]),
+               "l"(packet.halves[1]));
+#else
+  for (int i = 0; i < 2; ++i) __atomic_store_n(&place->halves[i], packet.halves[i], __ATOMIC_RELEASE);
+#endif
+}
+
+PO_FN BarePacket bare_packet_load_sys(const BarePacket* place) {
+  BarePacket packet;
+#if PO_ON_DEVICE
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(packet.halves[0]), "=l"(packet.halves[1])
+               : "l"(place));
+#else
+  for (int i = 0; i < 2; ++i) packet.halves[i] = __atomic_load_n(&place->halves[i], __ATOMIC_ACQUIRE);
+#endif
+  return packet;
+}
+
+// For the next packet, by who has read this one. That comes to a place that is empty: on the host this store is a plain one, so
+// that ThreadSanitizer sees where the two are not in order.
+PO_FN void bare_packet_empty_sys(BarePacket* place) {
+#if PO_ON_DEVICE
+  bare_packet_store_sys(place, BarePacket::empty());
+#else
+  *place = BarePacket::empty();
+#endif
+}
+
 // Returns the pointer; addresses that a loop derives from it are not kept in registers from one round to the next.
 PO_FN const uint8_t* derived_anew(const uint8_t* pointer) {
 #if PO_ON_DEVICE

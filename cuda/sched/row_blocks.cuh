@@ -37,8 +37,9 @@ struct RowBlocks {
     return {column, row * width + column, static_cast<int32_t>(left >= elements ? elements : left > 0 ? left : 0)};
   }
 
-  // Whose block it is where each has an owner: they take turns, along the WGs and along the warps of one.
-  static PO_FN int owner_of(int block, int num_wgs, int size) { return (block + block / num_wgs) % size; }
+  // Whose block it is where each has an owner: of `size` blocks from a multiple of `size` on each PE has one. They take turns
+  // along the WGs, and along the warps of one unless PEs divide the WGs and one more.
+  static PO_FN int owner_of(int block, int num_wgs, int size) { return (block + block / size * size / num_wgs) % size; }
 };
 PO_DESCRIBE(RowBlocks, width, num_rows, blocks_per_row)
 

@@ -55,7 +55,7 @@ def all_reduce(
         out: of x's shape and dtype, contiguous, any memory of the device; it may be x or residual, and overlaps
             nothing else that is passed.
         algorithm: "one_shot" sends every element to every PE; "two_shot" to its owner, which sends every PE the sum;
-            both in packets that carry a flag beside each 8 bytes. "slices" is "two_shot" without flags among the data,
+            both in packets of 16 bytes that are seen to be there by themselves. "slices" is "two_shot" part by part,
             for large tensors. "auto" chooses by bytes and PEs (`SWITCH_POINTS` in all_reduce_plan.py).
 
     Returns:
@@ -71,7 +71,8 @@ def all_reduce(
 
     Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after
     it. Needs at most 64 MiB of the symmetric heap, whatever the size of x.
-    Source: one-shot and two-shot all-reduce of "Demystifying NCCL" (LL protocol) and of TensorRT-LLM's custom kernels.
+    Source: one-shot and two-shot all-reduce of TensorRT-LLM's custom kernels, with their buffers that are empty until
+    data comes ("Lamport").
     """
     total: torch.Tensor = _all_reduce((x, residual, bias, algorithm), {"out": out}, (x,), (residual, bias, out))
     return total

@@ -47,21 +47,23 @@ class SwitchPoints(NamedTuple):
     two_shot: int
 
 
-# By PEs; a world between two sizes takes the larger one's. Measured on 2 and 4 H200 (docs/results.md); for more PEs
+# By PEs; a world between two sizes takes the larger one's. Measured on 2 and 4 H100 (docs/results.md); for more PEs
 # reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
     1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
-    2: SwitchPoints(64 << 10, 512 << 10, 2 << 20),
-    4: SwitchPoints(32 << 10, 128 << 10, 1 << 20),
-    8: SwitchPoints(32 << 10, 64 << 10, 1 << 20),
-    64: SwitchPoints(16 << 10, 16 << 10, 512 << 10),
+    2: SwitchPoints(256 << 10, 2 << 20, 8 << 20),
+    4: SwitchPoints(32 << 10, 256 << 10, 8 << 20),
+    8: SwitchPoints(32 << 10, 128 << 10, 8 << 20),
+    64: SwitchPoints(16 << 10, 16 << 10, 4 << 20),
 }
 _NAME = "all_reduce"
-_PACKETS = "packets"  # areas: elements and sums, each in two parities
+_PACKETS = "packets"  # areas: elements and sums on their way; empty between launches
+_FLAGS = "flags"  # of the blocks there, in two parities; nowhere else, as places of packets must be empty
 _SLICES = "slices"
 _TURNS = "turns"  # words that count them
 _SQUARES = "squares"  # packets with the sums of squares of one launch's blocks, private; grows
 _PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
+_MOST_PACKET_LAUNCHES = 2  # for which "auto" takes packets
 _MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
 _STEPS_UNDER_WAY = 2  # each with places of its own
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
@@ -156,16 +158,21 @@ def reserve_room(world: World) -> None:
     constants = OPERATOR.prepare(world).constants
     room = min(OPERATOR.default_tuning.room_bytes, world.backend.heap_bytes // 8)
     packets = int(room * _PACKET_SHARE) // 512 * 512
+    flags = 2 * (packets // 4 // constants["kBlockBytes"]) * 8
     turns = world.size * constants["kMaxSliceWgs"] * 8
-    slices = room // 512 * 512 - packets - turns
+    slices = room // 512 * 512 - packets - flags - turns
     least = _slice_places(world.size, _MOST_WAYS) * world.backend.warps_of(_SLICE_THREADS) * constants["kBlockBytes"]
     if slices < least:
         raise ValueError(
             f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {least - slices} too few; pass more to "
             "po.init()"
         )
-    sizes = {_PACKETS: packets, _SLICES: slices, _TURNS: turns}
-    needs = [Need(name, nbytes, is_zeroed=True) for name, nbytes in sizes.items()]
+    needs = [
+        Need(_PACKETS, packets, fill=-1, is_restored=True),
+        Need(_FLAGS, flags, fill=0),
+        Need(_SLICES, slices),
+        Need(_TURNS, turns, fill=0),
+    ]
     OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, room))
 
 
@@ -181,29 +188,37 @@ def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None, *, nor
 
 
 def resolved(world: World, key: AllReduceKey) -> AllReduceKey:
-    """Return the key that "auto" means in a world: slices where packets would find no room in one launch."""
+    """Return the key that "auto" means in a world: slices where packets would take more launches than pays."""
     nbytes = key.rows * key.width * key.dtype.itemsize
     algorithm = choose_algorithm(key.team.size, nbytes, key.tuning, norms=key.norms)
-    if max(key.rows, 1) * _blocks_per_row(world, key) > _room_for_packets(world, key).of_launch:
-        algorithm = "slices"
-    return key._replace(algorithm=algorithm)
+    key = key._replace(algorithm=algorithm)
+    if algorithm == "slices":
+        return key
+    per_row, most = _blocks_per_row(world, key), _most_packet_blocks(world, key)
+    # Of rows that are not cut a launch has whole ones.
+    of_launch = most if _is_flat(key) else most // max(per_row, 1) * per_row
+    fits = most > 0 and per_row * max(key.rows, 1) <= _MOST_PACKET_LAUNCHES * of_launch
+    return key if fits else key._replace(algorithm="slices")
 
 
-class _Room(NamedTuple):
-    """Blocks whose packets find room: in the area, and of one launch."""
-
-    of_area: int
-    of_launch: int
+def _is_flat(key: AllReduceKey) -> bool:
+    """Return whether a launch may have any part of the elements."""
+    return key.rows == 1 and not key.norms and not key.has_bias
 
 
-def _room_for_packets(world: World, key: AllReduceKey) -> _Room:
+def _part_bytes(team: Team, nbytes: int) -> int:
+    """Return a share of the packets' area: elements and sums, in two parities; copies of both where some are put."""
+    return nbytes // (4 if team.all_reachable else 6) // 512 * 512
+
+
+def _most_packet_blocks(world: World, key: AllReduceKey) -> int:
+    """Return how many blocks of a launch find room for their packets."""
     team, tuning = key.team, key.tuning or OPERATOR.default_tuning
-    area_bytes = OPERATOR.state(world).areas.nbytes_of(_PACKETS)
-    per_block = 2 * (team.size + 1) * OPERATOR.prepare(world).constants["kBlockPacketBytes"]  # of both parities
-    of_launch = min(area_bytes, int(tuning.room_bytes * _PACKET_SHARE)) // per_block
-    if not team.all_reachable:
-        of_launch = min(of_launch, world.workspace.max_ready_words // 2)
-    return _Room(area_bytes // per_block, of_launch)
+    nbytes = min(OPERATOR.state(world).areas.nbytes_of(_PACKETS), int(tuning.room_bytes * _PACKET_SHARE))
+    places = _part_bytes(team, nbytes) // OPERATOR.prepare(world).constants["kBlockBytes"]
+    # A PE has places for all elements that it adds up, of the PEs: all of each one, or its own blocks.
+    most = places // team.size * (team.size if key.algorithm == "two_shot" else 1)
+    return most if team.all_reachable else min(most, world.workspace.max_ready_words // 2)
 
 
 def _blocks_per_row(world: World, key: AllReduceKey) -> int:
@@ -300,7 +315,7 @@ class AllReducePlan(Plan):
     def _plan_packets(self, blocks: int) -> int:
         """Choose grid and WGs; return how many blocks a launch has room for."""
         world = self._world
-        self._packet_blocks, most = _room_for_packets(world, self._key)
+        most = _most_packet_blocks(world, self._key)
         here = min(blocks, most)
         num_sms = world.backend.num_sms
         if world.backend.name == "host":
@@ -343,13 +358,14 @@ class AllReducePlan(Plan):
         step = blocks_of_step(self._slice_blocks)
         self._grid = max(1, min(most_wgs, fits(self._slice_blocks), -(-blocks // step)))
         self._slice_bytes = warps * self._slice_blocks * constants["kBlockBytes"]
-        self._packet_blocks = 0
         return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:
         """Return first element, rows and width of each launch, which has at most so many blocks."""
         key = self._key
-        if key.rows == 1 and not key.norms and not key.has_bias:
+        if most == 0:
+            raise ValueError("room_bytes: no room for a block's packets; pass more, or algorithm='slices'")
+        if _is_flat(key):
             step = most * (self._constants["kBlockBytes"] // self._element)
             return [(first, 1, min(step, key.width - first)) for first in range(0, max(key.width, 1), step)]
         rows_each = most // max(self._blocks_per_row, 1)
@@ -382,16 +398,19 @@ class AllReducePlan(Plan):
             self._slice_blocks,
             first_element,
         )
-        packets, slices, turns = (self._areas[name] for name in (_PACKETS, _SLICES, _TURNS))
-        block_bytes = self._constants["kBlockPacketBytes"]
-        sums_bytes = team.size * self._packet_blocks * block_bytes
+        packets, flags, slices, turns = (self._areas[name] for name in (_PACKETS, _FLAGS, _SLICES, _TURNS))
+        # The same in all plans: a PE may be one launch ahead, whatever that is.
+        part = _part_bytes(team, packets.nbytes)
         way_bytes = _slice_places(team.size, 1) * self._grid * self._slice_bytes
         plan = self._structs["Plan"](
             team=world.workspace.team(contract),
             sums_offset=packets.offset,
-            sums_bytes=sums_bytes,
-            results_offset=packets.offset + 2 * sums_bytes,
-            results_bytes=self._packet_blocks * block_bytes,
+            sums_bytes=part,
+            flags_offset=flags.offset,
+            flags_bytes=flags.nbytes // 2,
+            results_offset=packets.offset + 2 * part,
+            results_bytes=part,
+            copies_offset=packets.offset + 4 * part,
             slices_offset=slices.offset,
             returned_offset=slices.offset + way_bytes,
             staging_offset=slices.offset + 2 * way_bytes,

@@ -121,7 +121,7 @@ def _packet_bytes(world: World) -> tuple[int, int]:
 
 def reserve_packets(world: World) -> None:
     """See to the world's room for packets; collective the first time."""
-    need = Need(_PACKETS, 2 * sum(_packet_bytes(world)), is_zeroed=True)
+    need = Need(_PACKETS, 2 * sum(_packet_bytes(world)), fill=0)
     OPERATOR.state(world).areas.reserve([need], lambda: _ROOM.contract(world.team, world.backend.heap_bytes))
 
 

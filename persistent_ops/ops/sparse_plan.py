@@ -372,8 +372,8 @@ class SparsePlan(Plan):
         constants, areas, key = OPERATOR.description.constants, self._areas, self._key
         size, words = key.team.size, 1 << (num_words - 1).bit_length()
         needs = [
-            Need("headers", size * 8, is_zeroed=True),
-            Need("progress", size * workers * 8, is_zeroed=True),
+            Need("headers", size * 8, fill=0),
+            Need("progress", size * workers * 8, fill=0),
             Need("planes", size * num_words * 8, size * words * 8),
         ]
         if key.gathers:

@@ -46,13 +46,15 @@ class Need(NamedTuple):
         name: of the area.
         nbytes: of it.
         room: bytes that are set aside where there are fewer than `nbytes`, and at least so many.
-        is_zeroed: whether peers must find it zero.
+        fill: what each of its 64-bit words must be before peers write to it; None for anything.
+        is_restored: whether launches leave it so, but for those that are given up: `recover` fills it anew.
     """
 
     name: str
     nbytes: int
     room: int = 0
-    is_zeroed: bool = False
+    fill: int | None = None
+    is_restored: bool = False
 
 
 class Areas(dict[str, Area]):
@@ -95,10 +97,14 @@ class Areas(dict[str, Area]):
             for area in fresh.values():
                 world.heap.free(area.memory, lambda: None)  # the PEs have met
             raise
+        for need in missing:
+            if need.is_restored:
+                assert need.fill is not None
+                world.workspace.restore_in_recovery(fresh[need.name].memory, need.fill)
         # Of plans that are not a graph's, all are to name the same areas as on the other PEs.
         self._plans.renew(set(fresh), lambda: self.update(fresh))
         world.backend.synchronize()
-        world.bootstrap.exchange("areas", b"")  # nobody writes to them before they are zero
+        world.bootstrap.exchange("areas", b"")  # nobody writes to them before they are filled
 
     def reserve_own(self, name: str, nbytes: int, room: int = 0) -> Area:
         """See to an area of this PE's part of the heap alone; arguments as of `Need`."""
@@ -134,6 +140,6 @@ class Areas(dict[str, Area]):
 
     def _symmetric(self, need: Need) -> Area:
         memory = self._world.heap.empty((-(-max(need.nbytes, need.room, 1) // 8),), torch.int64)
-        if need.is_zeroed:
-            memory.zero_()
+        if need.fill is not None:
+            memory.fill_(need.fill)
         return Area(memory, memory.data_ptr() - self._world.backend.heap_base)

@@ -216,7 +216,7 @@ def align_clocks(world: World) -> Clock:
     structs, constants = description.structs, description.constants
     areas = _ALIGNMENT.state(world).areas
     nbytes = world.size * ctypes.sizeof(structs["Words"])
-    areas.reserve([Need(_WORDS, nbytes, is_zeroed=True)], lambda: _ALIGNMENT.contract(world.team, True))
+    areas.reserve([Need(_WORDS, nbytes, fill=0)], lambda: _ALIGNMENT.contract(world.team, True))
     kernel = world.load(KernelRequest("clock_alignment", None, constants["kThreads"]))
     team = world.workspace.team(_ALIGNMENT.contract(world.team, False))
     plan = upload(world.backend, structs["Plan"](team=team, words_offset=areas[_WORDS].offset))

@@ -115,6 +115,7 @@ class Workspace:
         self._local = backend.private_words(state_words)
         self._local_alone = backend.private_words(state_words)
         self._zero_words: dict[int, list[torch.Tensor]] = {}  # by team
+        self._restored: list[tuple[torch.Tensor, int]] = []  # words, and what they are between launches
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(error))
         self._error: Any = error.from_address(self._mailbox.data_ptr())
         self._input = InputRecord(backend)
@@ -158,6 +159,10 @@ class Workspace:
         if not of_team or of_team[-1].numel() < count:
             of_team.append(self._backend.private_words(count))
         return of_team[-1]
+
+    def restore_in_recovery(self, words: torch.Tensor, value: int) -> None:
+        """Let `recover` see to words that launches leave as they find them, unless they are given up."""
+        self._restored.append((words, value))
 
     def team(self, contract: Contract) -> ctypes.Structure:
         """Return the part of a plan that every operator shares; `contract`: of its launches.
@@ -423,6 +428,8 @@ class Workspace:
             self._tell_kernels()
         for words in itertools.chain.from_iterable(self._zero_words.values()):
             words.zero_()
+        for words, value in self._restored:
+            words.fill_(value)
         self._local[self._structs["LocalState"].epoch.offset // 8] = max(epochs) + 1
         self._backend.synchronize()
         self._error.state = 0

@@ -380,8 +380,9 @@ class BasePe {
   }
 
   template <class Kernel>
-  void launch_on_host(const Plan& used, const typename Kernel::Call& call) const {
-    po::run_on_host<Kernel>(&used, call, static_cast<int>(number("--wgs")), static_cast<int>(number("--threads")));
+  void launch_on_host(const Plan& used, const typename Kernel::Call& call, int64_t more_wgs = 0) const {
+    const auto wgs = static_cast<int>(number("--wgs") + more_wgs);
+    po::run_on_host<Kernel>(&used, call, wgs, static_cast<int>(number("--threads")));
     if (input_error.state != 0) fail(kWrongReport, "PE %d: good input was reported as bad", rank);
   }
 

@@ -1,10 +1,11 @@
-// The sum by packets, while it is small: data and flag in one store, so nobody waits for credit or for a fence.
+// The sum by packets: data that is itself seen to be there, so nobody waits for credit or for a fence.
 //
 // One shot: a block's elements go to every PE, and each adds them up. Two shots: they go to the block's owner, which adds them
 // up and sends every PE the results. Packets lie at (parity of the epoch, sender, block); kernels/all_reduce.md, rows 1 and 2.
+// With a block's elements goes a flag, which says of which launch they are; results come only from who has met ours.
 #pragma once
 
-#include "comm/packets.cuh"
+#include "kernels/all_reduce/bare_packets.cuh"
 #include "kernels/all_reduce/block_output.cuh"
 
 namespace po::all_reduce {
@@ -15,10 +16,7 @@ inline constexpr Phase kPhaseResult = make_phase(kFirstPhase + 1, 9);
 PO_CONSTANT(kPhaseSums)
 PO_CONSTANT(kPhaseResult)
 
-inline constexpr int kPacketsPerChunk = kChunkBytes / 8;
-inline constexpr int kBlockPackets = kBlockChunks * kPacketsPerChunk;
-inline constexpr int kBlockPacketBytes = kBlockPackets * static_cast<int>(sizeof(Packet));
-PO_CONSTANT(kBlockPacketBytes)
+static_assert(sizeof(BarePacket) == kChunkBytes, "a chunk is a packet");
 
 template <class Traits, class Plan, class Call>
 class PacketReduce {
@@ -73,49 +71,91 @@ class PacketReduce {
   PO_FN bool is_own(int block) const { return owner_of(block) == team_.rank; }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
 
+  // Of a block among those of all senders that are added up at the same PE.
+  PO_FN int64_t sums_number(int sender, int block) const {
+    const int share = kTwoShot ? team_.size : 1;
+    return static_cast<int64_t>(sender) * ceil_div(call_.rows.num_blocks(), share) + block / share;
+  }
   // Of a block's packets, in every heap.
   PO_FN uint64_t sums_offset(int sender, int block) const {
-    const int64_t number = static_cast<int64_t>(sender) * call_.rows.num_blocks() + block;
     // @sums-areas
-    return plan_.sums_offset + parity() * plan_.sums_bytes + static_cast<uint64_t>(number) * kBlockPacketBytes;
+    return plan_.sums_offset + parity() * plan_.sums_bytes +
+           static_cast<uint64_t>(sums_number(sender, block)) * kBlockBytes;
+  }
+  PO_FN uint64_t flag_offset(int sender, int block) const {
+    return plan_.flags_offset + parity() * plan_.flags_bytes +
+           static_cast<uint64_t>(sums_number(sender, block)) * sizeof(uint64_t);
   }
   PO_FN uint64_t results_offset(int block) const {
     // @results-areas
-    return plan_.results_offset + parity() * plan_.results_bytes + static_cast<uint64_t>(block) * kBlockPacketBytes;
+    return plan_.results_offset + parity() * plan_.results_bytes + static_cast<uint64_t>(block) * kBlockBytes;
   }
   PO_FN uint64_t parity() const { return team_.epoch % 2; }
 
-  // A chunk's first packet; the second one lies kBlockChunks behind it, so that lanes that store side by side fill lines.
-  PO_FN Packet* packet_at(int pe, uint64_t offset, int i) const {
-    return reinterpret_cast<Packet*>(plan_.heaps[pe] + offset) + Block::chunk_of(warp_, i);
+  // A place of packets in every heap, and of this PE's copy, from which they are put to PEs that are not reachable.
+  struct Places {
+    uint64_t offset;
+    uint64_t copy_offset;
+  };
+  PO_FN Places sums_places(int block) const { return {sums_offset(team_.rank, block), copy_offset(block)}; }
+  PO_FN Places results_places(int block) const {
+    return {results_offset(block), copy_offset(call_.rows.num_blocks() + block)};
+  }
+  PO_FN uint64_t copy_offset(int number) const {
+    return plan_.copies_offset + static_cast<uint64_t>(number) * kBlockBytes;
+  }
+
+  // A lane's packets lie as its chunks do: a store of a warp fills lines.
+  PO_FN uint64_t chunk_offset(int i) const {
+    return static_cast<uint64_t>(Block::chunk_of(warp_, i)) * sizeof(BarePacket);
   }
 
   // ---- sending -------------------------------------------------------------------------------------------------------
 
-  // To a PE that is not reachable what is put from this PE's own copy goes.
-  PO_FN void send_chunk(int pe, uint64_t offset, int i, const Chunk& chunk) const {
-    Packet* place = packet_at(is_near(pe) ? pe : team_.rank, offset, i);
-    PO_UNROLL
-    for (int q = 0; q < kPacketsPerChunk; ++q) {
-      packet_store_sys(place + q * kBlockChunks, {{chunk.words[2 * q], chunk.words[2 * q + 1]}, packet_flag(team_)});
-    }
+  PO_FN void send_packet(int pe, const Places& places, int i, const BarePacket& packet) const {
+    const uint64_t place = is_near(pe) ? plan_.heaps[pe] + places.offset : copy_of(places);
+    bare_packet_store_sys(reinterpret_cast<BarePacket*>(place + chunk_offset(i)), packet);
+  }
+  PO_FN uint64_t copy_of(const Places& places) const { return plan_.heaps[team_.rank] + places.copy_offset; }
+
+  // Blocks are put whole: where this launch sends nothing, nothing of an older one may go.
+  PO_FN void send_none(const Places& places, int i) const {
+    if (plan_.all_reachable != 0) return;
+    bare_packet_empty_sys(reinterpret_cast<BarePacket*>(copy_of(places) + chunk_offset(i)));  // @none-is-put
   }
 
   PO_FN void send(int block, const Chunks& chunks) const {
     if (!takes_part_) return;  // @elements-take-part
     const TaskTrace trace(true);
-    const uint64_t offset = sums_offset(team_.rank, block);
+    const Places places = sums_places(block);
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      if (output_.place(block, i).count == 0) continue;
-      if constexpr (kTwoShot) {
-        send_chunk(owner_of(block), offset, i, chunks[i]);
-      } else {
-        for_each_peer([&](int pe) { send_chunk(pe, offset, i, chunks[i]); });
+      if (output_.place(block, i).count == 0) {
+        send_none(places, i);
+        continue;
       }
+      const BarePacket packet = bare_packet_of(chunks[i]);
+      for_each_adder(block, [&](int pe) { send_packet(pe, places, i, packet); });
+    }
+    const uint64_t flag = flag_offset(team_.rank, block);
+    if (warp_.rank() == 0) {
+      for_each_adder(block, [&](int pe) {
+        if (is_near(pe))
+          flag_store_relaxed_sys(reinterpret_cast<uint64_t*>(plan_.heaps[pe] + flag), packet_flag(team_));
+      });
     }
     if (plan_.all_reachable != 0) return;
-    put(offset, block, [&](int pe) { return !kTwoShot || pe == owner_of(block); });
+    put(places, block, flag, [&](int pe) { return !kTwoShot || pe == owner_of(block); });
+  }
+
+  // Of this PE's elements of a block.
+  template <class Use>
+  PO_FN void for_each_adder(int block, const Use& use) const {
+    if constexpr (kTwoShot) {
+      use(owner_of(block));
+    } else {
+      for_each_peer(use);
+    }
   }
 
   // The next PE first.
@@ -128,14 +168,16 @@ class PacketReduce {
     }
   }
 
-  // Puts a block's packets to the PEs that are not reachable and wanted. All lanes.
+  // Puts a block's packets, and their flag if they have one, to the PEs that are not reachable and wanted. All lanes.
   template <class Wants>
-  PO_FN void put(uint64_t offset, int ready_index, const Wants& wants) const {
+  PO_FN void put(const Places& places, int ready_index, uint64_t flag, const Wants& wants) const {
     fence_acq_rel_sys();  // each lane's packets are out for the network
     warp_.sync();         // @packets-of-lanes
     if (warp_.rank() != 0) return;
     for_each_peer([&](int pe) {
-      if (!is_near(pe) && wants(pe)) put_packets(team_, pe, offset, kBlockPackets, ready_index);
+      if (is_near(pe) || !wants(pe)) return;
+      if (flag != 0) signal(team_, pe, flag, packet_flag(team_));
+      put_packets(team_, pe, places.offset, team_.heap + places.copy_offset, kBlockChunks, ready_index);
     });
   }
 
@@ -155,21 +197,9 @@ class PacketReduce {
     return all;
   }
 
-  template <int kSenders>
-  PO_FN bool take_packets(const Packet* place, uint64_t stride, Phase phase, int first_sender, int count, int block,
-                          Packet (&packets)[kSenders][kPacketsPerChunk]) const {
-    return await_packets<true, kBlockChunks>(team_, reinterpret_cast<const uint8_t*>(place), stride, phase,
-                                             first_sender, count, static_cast<uint64_t>(block), has_given_up_, packets,
-                                             team_.rank);
-  }
-
-  static PO_FN Chunk chunk_of(const Packet (&packets)[kPacketsPerChunk]) {
+  static PO_FN Chunk chunk_of(const BarePacket& packet) {
     Chunk chunk;
-    PO_UNROLL
-    for (int q = 0; q < kPacketsPerChunk; ++q) {
-      chunk.words[2 * q] = packets[q].data[0];
-      chunk.words[2 * q + 1] = packets[q].data[1];
-    }
+    __builtin_memcpy(&chunk, &packet, sizeof(chunk));
     return chunk;
   }
 
@@ -182,24 +212,27 @@ class PacketReduce {
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const ChunkPlace at = output_.place(block, i);
+      if (kTwoShot && takes_part_) send_none(results_places(block), i);
       if (at.count == 0) continue;
       const auto addends = output_.addends(at);  // on their way while the packets are
       float sums[Block::kElements];
-      if (!are_announced(block) || !add_up(block, i, own[i], sums)) {
+      // Behind an aborted launch anything may lie there.
+      if (!takes_part_ || !are_announced(block) || !add_up(block, i, own[i], sums)) {
         has_given_up_ = true;
         is_whole = false;
         output_.poison(at);
         continue;
       }
-      results_[i] = output_.finished(sums, addends);
+      const BarePacket packet = bare_packet_of(output_.finished(sums, addends));
+      results_[i] = chunk_of(packet);
       if (kTwoShot && takes_part_) {
-        for_each_peer([&](int pe) { send_chunk(pe, results_offset(block), i, results_[i]); });
+        for_each_peer([&](int pe) { send_packet(pe, results_places(block), i, packet); });
       }
       output_.store(at, results_[i]);
     }
-    // Where chunks failed, older packets lie in their places: they are put, and as their flags are older nobody takes them.
+    // Where chunks failed nothing is put, as nothing lies there.
     if (kTwoShot && takes_part_ && plan_.all_reachable == 0) {  // @put-takes-part
-      put(results_offset(block), call_.rows.num_blocks() + block, [](int) { return true; });
+      put(results_places(block), call_.rows.num_blocks() + block, 0, [](int) { return true; });
     }
     last_ = block;
     output_.tell_squares(block, results_, is_whole);
@@ -210,15 +243,21 @@ class PacketReduce {
     PO_UNROLL
     for (float& sum : sums) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
     const uint64_t stride = sums_offset(1, 0) - sums_offset(0, 0);
+    const uint64_t flag_stride = flag_offset(1, 0) - flag_offset(0, 0);
+    const Chunk sent = chunk_of(bare_packet_of(own));  // what the others have of it
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
       const int count = min_of(kBatch, team_.size - first);
-      Packet packets[kBatch][kPacketsPerChunk] = {};
-      const Packet* place = packet_at(team_.rank, sums_offset(first, block), i);
-      if (!take_packets(place, stride, kPhaseSums, first, count, block, packets)) return false;
+      BarePacket packets[kBatch] = {};
+      const BarePlaces at = {team_.heap + sums_offset(first, block) + chunk_offset(i), stride,
+                             team_.heap + flag_offset(first, block), flag_stride};
+      if (!take_bare_packets(team_, at, kPhaseSums, first, count, team_.rank, static_cast<uint64_t>(block),
+                             has_given_up_, packets)) {
+        return false;
+      }
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
-        if (k < count) Block::add_to(sums, first + k == team_.rank ? own : chunk_of(packets[k]));
+        if (k < count) Block::add_to(sums, first + k == team_.rank ? sent : chunk_of(packets[k]));
       }
     }
     return true;
@@ -233,11 +272,12 @@ class PacketReduce {
     for (int i = 0; i < kLaneChunks; ++i) {
       const ChunkPlace at = output_.place(block, i);
       if (at.count == 0) continue;
-      Packet packets[1][kPacketsPerChunk] = {};
-      const Packet* place = packet_at(team_.rank, results_offset(block), i);
+      BarePacket packets[1] = {};
+      const BarePlaces from = {team_.heap + results_offset(block) + chunk_offset(i), 0, nullptr, 0};
       const int ready_index = call_.rows.num_blocks() + block;
-      if (!is_announced(owner, kPhaseResult, block, ready_index) ||
-          !take_packets(place, 0, kPhaseResult, owner, 1, block, packets)) {
+      if (!takes_part_ || !is_announced(owner, kPhaseResult, block, ready_index) ||
+          !take_bare_packets(team_, from, kPhaseResult, owner, 1, team_.rank, static_cast<uint64_t>(block),
+                             has_given_up_, packets)) {
         has_given_up_ = true;
         is_whole = false;
         output_.poison(at);

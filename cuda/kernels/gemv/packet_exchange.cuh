@@ -91,7 +91,7 @@ class PacketExchange {
       PO_NO_UNROLL
       for (int hop = 0; hop < num_receivers(); ++hop) {
         const int pe = receiver(tile, hop);
-        if (!is_near(pe)) put_packets(team_, pe, outgoing.offset, packets_per_tile(), tile);
+        if (!is_near(pe)) put(pe, outgoing.offset, packets_per_tile(), tile);
       }
     }
   }
@@ -137,6 +137,11 @@ class PacketExchange {
     return plan_.results_offset + parity() * plan_.results_bytes + static_cast<uint64_t>(place) * sizeof(Packet);
   }
   PO_FN Packet* packet_at(int pe, uint64_t offset) const { return reinterpret_cast<Packet*>(plan_.heaps[pe] + offset); }
+
+  // From this PE's own copy.
+  PO_FN void put(int pe, uint64_t offset, int count, int ready_index) const {
+    put_packets(team_, pe, offset, team_.heap + offset, count, ready_index);
+  }
 
   PO_FN int ready_index_of_result(int tile) const { return static_cast<int>(output_.num_tiles()) + tile; }
 
@@ -207,13 +212,37 @@ class PacketExchange {
     return all;
   }
 
-  // Waits until packets of this launch lie at `place` and every `stride` bytes behind it, one of each of `count` senders, and
-  // reads them.
+  // Waits until packets of this launch lie at `place` and every `stride` bytes behind it, one row of each of `count` senders, and
+  // reads them. What this PE sent to itself comes without a bound (`await`).
   template <int kRow, int kSenders>
   PO_FN bool take(const uint8_t* place, uint64_t stride, Phase phase, int first_sender, int count, int tile,
                   Packet (&packets)[kSenders][kRow]) const {
-    return await_packets(team_, place, stride, phase, first_sender, count, static_cast<uint64_t>(tile), has_given_up_,
-                         packets);
+    int missing = team_.rank;
+    const auto look = [&](uint64_t* seen) {
+      const uint8_t* base = derived_anew(place);
+      const uint64_t expected = flag();
+      PO_UNROLL
+      for (int i = 0; i < kSenders; ++i) {
+        const auto* row = reinterpret_cast<const Packet*>(base + static_cast<uint64_t>(i) * stride);
+        PO_UNROLL
+        for (int j = 0; j < kRow; ++j) {
+          if (i < count) packets[i][j] = packet_load_sys(row + j, expected);
+        }
+      }
+      missing = team_.rank;
+      *seen = expected;
+      PO_UNROLL
+      for (int i = 0; i < kSenders; ++i) {
+        PO_UNROLL
+        for (int j = 0; j < kRow; ++j) {
+          if (i >= count || packets[i][j].flag == expected) continue;  // @packet-is-there
+          if (first_sender + i != team_.rank) missing = first_sender + i;
+          *seen = packets[i][j].flag;
+        }
+      }
+      return *seen == expected;
+    };
+    return await(team_, phase, missing, static_cast<uint64_t>(tile), look, has_given_up_);
   }
 
   PO_FN void give_up(int tile, int item) {
@@ -280,7 +309,7 @@ class PacketExchange {
       const int tile = tiles_.tile_at(position);
       PO_NO_UNROLL
       for (int pe = 0; pe < team_.size; ++pe) {
-        if (!is_near(pe)) put_packets(team_, pe, result_offset(tile, 0), items_per_tile(), ready_index_of_result(tile));
+        if (!is_near(pe)) put(pe, result_offset(tile, 0), items_per_tile(), ready_index_of_result(tile));
       }
     }
   }

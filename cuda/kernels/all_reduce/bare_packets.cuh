@@ -1,0 +1,73 @@
+// Packets without flags: twice the data. A place is empty until its packet of this launch comes, and who has read it empties it
+// (cuda/DESIGN.md, "Packets").
+#pragma once
+
+#include "comm/packets.cuh"
+
+namespace po::all_reduce {
+
+// What travels for 16 bytes of elements. Half a chunk of ones would look like an empty place: NaNs, of every type, for which
+// other NaNs travel.
+PO_FN BarePacket bare_packet_of(const Vector<16>& chunk) {
+  BarePacket packet;
+  __builtin_memcpy(&packet, &chunk, sizeof(packet));
+  PO_UNROLL
+  for (uint64_t& half : packet.halves) {
+    if (half == BarePacket::kEmpty) half = 0x7fff7fff7fff7fffull;  // @empty-travels
+  }
+  return packet;
+}
+
+// Where packets of several senders may lie.
+struct BarePlaces {
+  uint8_t* place;   // the first sender's
+  uint64_t stride;  // bytes to the next one's
+  // Says whose packets they are: those of a launch with another contract are not taken. Null: nobody else's can come.
+  const uint8_t* flag;
+  uint64_t flag_stride;
+};
+
+// Waits until a packet of this launch lies in the place of each of `count` senders but `left_out`, reads them and empties the
+// places. `index`: for the report.
+template <int kSenders>
+PO_FN bool take_bare_packets(const Team& team, const BarePlaces& at, Phase phase, int first_sender, int count,
+                             int left_out, uint64_t index, bool has_given_up, BarePacket (&packets)[kSenders]) {
+  int missing = team.rank;
+  const auto is_awaited = [&](int i) { return i < count && first_sender + i != left_out; };
+  const uint64_t expected = packet_flag(team);
+  const auto look = [&](uint64_t* seen) {
+    const uint8_t* base = derived_anew(at.place);
+    const uint8_t* flag = derived_anew(at.flag);
+    uint64_t flags[kSenders];
+    PO_UNROLL
+    for (int i = 0; i < kSenders; ++i) {
+      flags[i] = expected;
+      if (!is_awaited(i)) continue;
+      packets[i] =
+          bare_packet_load_sys(reinterpret_cast<const BarePacket*>(base + static_cast<uint64_t>(i) * at.stride));
+      if (flag == nullptr) continue;
+      flags[i] =
+          flag_load_relaxed_sys(reinterpret_cast<const uint64_t*>(flag + static_cast<uint64_t>(i) * at.flag_stride));
+    }
+    missing = team.rank;
+    *seen = expected;
+    bool all = true;
+    PO_UNROLL
+    for (int i = 0; i < kSenders; ++i) {
+      if (!is_awaited(i) || (packets[i].is_there() && flags[i] == expected)) continue;  // @bare-packet-is-there
+      all = false;
+      missing = first_sender + i;
+      *seen = flags[i] == expected ? flag_value(team.epoch - 1, 0) : flags[i];
+    }
+    return all;
+  };
+  if (!await(team, phase, missing, index, look, has_given_up)) return false;
+  PO_UNROLL
+  for (int i = 0; i < kSenders; ++i) {
+    if (!is_awaited(i)) continue;
+    bare_packet_empty_sys(reinterpret_cast<BarePacket*>(at.place + static_cast<uint64_t>(i) * at.stride));  // @emptied
+  }
+  return true;
+}
+
+}  // namespace po::all_reduce
