@@ -51,7 +51,7 @@ class SwitchPoints(NamedTuple):
 # reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
     1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
-    2: SwitchPoints(256 << 10, 2 << 20, 8 << 20),
+    2: SwitchPoints(256 << 10, 1 << 20, 8 << 20),
     4: SwitchPoints(32 << 10, 256 << 10, 8 << 20),
     8: SwitchPoints(32 << 10, 128 << 10, 8 << 20),
     64: SwitchPoints(16 << 10, 16 << 10, 4 << 20),
