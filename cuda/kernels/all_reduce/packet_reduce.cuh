@@ -41,7 +41,17 @@ class PacketReduce {
     for_each_block([&](int block) {
       if (!kTwoShot || is_own(block)) reduce(block, elements(block, held));
     });
-    if constexpr (kTwoShot || Traits::kNorms) take_and_norm();
+    if constexpr (kTwoShot) {
+      for_each_block([&](int block) {
+        if (!is_own(block)) take(block);
+      });
+    }
+    if constexpr (Traits::kNorms) {
+      for_each_block([&](int block) {
+        const Chunks held[1] = {results_};
+        output_.norm(block, 1, true, block == last_, held);
+      });
+    }
   }
 
  private:
@@ -251,25 +261,6 @@ class PacketReduce {
       }
     }
     return true;
-  }
-
-  // Takes what owners send, and norms behind that what is whole by then; behind the last one the rest, when it is.
-  PO_FN void take_and_norm() {
-    const int num_blocks = call_.rows.num_blocks();
-    int taken = worker_.number;  // the next block
-    int normed = Traits::kNorms ? worker_.number : num_blocks;
-    PO_NO_UNROLL
-    while (taken < num_blocks || normed < num_blocks) {
-      const bool waits = taken >= num_blocks;
-      if (!waits) {
-        if (kTwoShot && !is_own(taken)) take(taken);
-        taken += worker_.count;
-      }
-      // A row's other blocks come at about the same time as this one, so those of the one before have come.
-      if (normed >= num_blocks || !(waits || normed + worker_.count < taken)) continue;
-      const Chunks held[1] = {results_};
-      if (output_.norm(normed, 1, waits, normed == last_, held)) normed += worker_.count;
-    }
   }
 
   // Takes the results that a block's owner sent.
