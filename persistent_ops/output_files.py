@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def check_outputs(
     files: Mapping[str, str | os.PathLike[str] | None],
     folders: Mapping[str, str | os.PathLike[str] | None] | None = None,
 ) -> None:
-    """Raise where a file or a folder cannot be written; creates nothing.
+    """Raise where a file or a folder cannot be written; leaves nothing behind.
 
     Of a launcher's processes the first one looks, because that one writes.
 
@@ -47,11 +48,23 @@ def _problem_of_file(file: Path, made: Sequence[Path]) -> str | None:
         return None  # whether that folder can be made is looked at too
     if not parent.is_dir():
         return f"there is no folder {str(parent)!r}"
-    return None if os.access(file if file.exists() else parent, os.W_OK) else "permission denied"
+    if file.exists():
+        return None if os.access(file, os.W_OK) else "permission denied"
+    return _problem_within(parent)
 
 
 def _problem_of_folder(folder: Path) -> str | None:
     first = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not first.is_dir():
         return f"{str(first)!r} is no folder"
-    return None if os.access(first, os.W_OK | os.X_OK) else f"{str(first)!r}: permission denied"
+    problem = _problem_within(first)
+    return None if problem is None else f"{str(first)!r}: {problem}"
+
+
+def _problem_within(folder: Path) -> str | None:
+    """Return why nothing can be made there. Asked for rights alone, /proc says that it can be written."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return None
+    except OSError as error:
+        return (error.strerror or str(error)).lower()

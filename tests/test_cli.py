@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -282,3 +283,17 @@ def test_a_file_may_lie_where_the_run_makes_a_folder(tmp_path: Path, monkeypatch
     (tmp_path / "taken").write_text("")
     with pytest.raises(ValueError, match="no folder"):
         check_outputs(files={"--json": "taken/x"}, folders={"--output": "taken/run"})
+
+
+def test_rights_are_not_all_that_is_looked_at() -> None:
+    if not os.access("/proc", os.X_OK):
+        pytest.skip("this machine has no /proc")
+    with pytest.raises(ValueError, match="f: expected a file that can be written, got '/proc/x': (no such|permission)"):
+        check_outputs(files={"f": "/proc/x"})
+    with pytest.raises(ValueError, match="f: expected a folder .* got '/proc/x/y': '/proc': (no such|permission)"):
+        check_outputs(files={}, folders={"f": "/proc/x/y"})
+
+
+def test_looking_leaves_nothing_behind(here: Path) -> None:
+    check_outputs(files={"f": "new"}, folders={"g": "folder/in/it"})
+    assert sorted(path.name for path in here.iterdir()) == ["file", "link"]
