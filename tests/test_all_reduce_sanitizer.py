@@ -234,7 +234,9 @@ MUTATIONS = {
         "two_shot",
     ),
     "places_are_not_emptied": Mutation((Drop("emptied"),), PLAIN, {Exit.WRONG_OUTPUT}, "two_shot"),
-    "ones_travel_as_they_are": Mutation((Condition("empty-travels", "false"),), NANS, {Exit.TIMED_OUT}, "one_shot"),
+    "ones_travel_as_they_are": Mutation(
+        (Condition("empty-travels", "false"),), f"{NANS} --timeout-ms=1500", {Exit.TIMED_OUT}, "one_shot"
+    ),
     "older_packets_are_put": Mutation((Drop("none-is-put"),), VARIED, RACE | {Exit.WRONG_OUTPUT}, "two_shot"),
     "sends_behind_an_aborted_launch": Mutation(
         (Drop("elements-take-part"),), TROUBLE, RACE | {Exit.TOOK_PART}, "one_shot"
