@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bits import Outcome, Trial, difference
+from bits import NUM_ITERATIONS, Outcome, Trial, difference
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce_plan import FLOAT8
@@ -226,3 +226,12 @@ class AllReduceTrial(Trial):
         if norm is None or want_norm is None:
             return Outcome([total], found)
         return Outcome([total, norm], found or ((what := difference(norm, want_norm)) and f"norm: {what}"))
+
+
+def problem_of(case: Case, iterations: Sequence[int] = range(NUM_ITERATIONS)) -> str | None:
+    """Call a case in some iterations, by every algorithm; return what is wrong, or None."""
+    trial = AllReduceTrial(case)
+    found = [trial.call(i, i, way).problem for i in iterations for way in trial.ways(i)]
+    problems = [problem for problem in found if problem is not None]
+    po.check()
+    return problems[0] if problems else None
