@@ -331,15 +331,15 @@ class AllReduce:
     algorithm: str
     threads: int
     norms: bool = False
-    slice_blocks: int = 1
+    warp_blocks: int = 1
     is_aligned: bool = True
     arch: str = "sm_90"
 
     @property
     def name(self) -> str:
         parts = [self.arch, self.dtype, self.algorithm, f"{self.threads} threads"]
-        if self.algorithm == "slices":
-            parts.append(f"of {self.slice_blocks} blocks")
+        if self.algorithm == "slices" or self.warp_blocks > 1:
+            parts.append(f"of {self.warp_blocks} blocks")
         flags = {"with norm": self.norms, "unaligned": not self.is_aligned}
         return f"all_reduce {' '.join((*parts, *(name for name, is_so in flags.items() if is_so)))}"
 
@@ -350,7 +350,7 @@ class AllReduce:
             self.algorithm,
             norms=self.norms,
             is_aligned=self.is_aligned,
-            slice_blocks=self.slice_blocks,
+            warp_blocks=self.warp_blocks,
             threads=self.threads,
         )
 
@@ -505,14 +505,16 @@ def _rest() -> Iterator[Combination]:
     for dtype, algorithm, norms in itertools.product(DTYPES, ("one_shot", "two_shot"), (False, True)):
         yield AllReduce(dtype, algorithm, 256, norms)
     for dtype, norms in itertools.product(DTYPES, (False, True)):
-        yield AllReduce(dtype, "slices", 256, norms, slice_blocks=2)
+        yield AllReduce(dtype, "slices", 256, norms, warp_blocks=2)
     yield AllReduce("bfloat16", "slices", 256, norms=True)
-    for algorithm, threads in (("one_shot", 128), ("two_shot", 128), ("two_shot", 512)):
-        yield AllReduce("bfloat16", algorithm, threads, norms=True)
-    for algorithm, threads, slice_blocks in (("one_shot", 128, 1), ("two_shot", 256, 1), ("slices", 256, 2)):
-        yield AllReduce("float16", algorithm, threads, True, slice_blocks, is_aligned=False)
+    for algorithm, threads, warp_blocks in (("one_shot", 128, 1), ("two_shot", 128, 1), ("two_shot", 512, 1)):
+        yield AllReduce("bfloat16", algorithm, threads, True, warp_blocks)
+    for dtype in DTYPES:
+        yield AllReduce(dtype, "two_shot", 512, norms=True, warp_blocks=2)
+    for algorithm, threads, warp_blocks in (("one_shot", 128, 1), ("two_shot", 256, 1), ("slices", 256, 2)):
+        yield AllReduce("float16", algorithm, threads, True, warp_blocks, is_aligned=False)
         for arch in ("sm_80", "sm_100"):
-            yield AllReduce("bfloat16", algorithm, threads, True, slice_blocks, arch=arch)
+            yield AllReduce("bfloat16", algorithm, threads, True, warp_blocks, arch=arch)
     for arch in ("sm_80", "sm_100"):
         yield Gemv("bfloat16", 1, "one_shot", arch=arch)
         yield Gemv("float16", 16, "two_phase", comm_dtype="float16", arch=arch)
@@ -526,8 +528,8 @@ def _rest() -> Iterator[Combination]:
     yield Traced(Embedding("bfloat16", "sum", ALL_SHAPES))
     for algorithm in ("owner", "allgather"):
         yield Traced(Sparse("bfloat16", 8192, algorithm))
-    for algorithm, slice_blocks in (("one_shot", 1), ("two_shot", 1), ("slices", 2)):
-        yield Traced(AllReduce("bfloat16", algorithm, 256, True, slice_blocks))
+    for algorithm, warp_blocks in (("one_shot", 1), ("two_shot", 1), ("slices", 2)):
+        yield Traced(AllReduce("bfloat16", algorithm, 256, True, warp_blocks))
 
 
 def _traced(arch: str) -> Combination:
@@ -561,7 +563,7 @@ def sample() -> list[Combination]:
     most = (
         Gemv("bfloat16", 16, "two_phase", lets_in="kAtEnd"),
         Sparse("float16", 8192, "allgather"),
-        AllReduce("float32", "slices", 256, norms=True, slice_blocks=2),
+        AllReduce("float32", "slices", 256, norms=True, warp_blocks=2),
     )
     return [*each, *everywhere, *most]
 

@@ -66,7 +66,7 @@ def test_timelines_and_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "longest waits" in printed and "aligned to" in printed and "us where its kernels trace" in printed
 
 
-@pytest.mark.parametrize(("knob", "field", "values"), [("occupancy", "work_groups", 4), ("slice", "slice_blocks", 2)])
+@pytest.mark.parametrize(("knob", "field", "values"), [("occupancy", "work_groups", 4), ("slice", "warp_blocks", 2)])
 def test_a_sweep_over_a_knob_is_recorded_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], knob: str, field: str, values: int
 ) -> None:

@@ -94,10 +94,16 @@ class Pe final : public driver::BasePe<Plan> {
     call.weight = reinterpret_cast<const uint8_t*>(weight.data());
     call.norm_output = reinterpret_cast<uint8_t*>(norm.data());
     call.eps = 0.5f;
-    call.rows = {width, static_cast<int32_t>(rows), static_cast<int32_t>(po::ceil_div<int64_t>(width, 128))};
+    const auto per_row = static_cast<int32_t>(po::ceil_div<int64_t>(width, 128));
+    call.rows = {width, static_cast<int32_t>(rows), static_cast<int32_t>(rows) * per_row, po::divisor_of(per_row)};
     call.local = &local;
     call.forward_pass = call_of(launch);
-    launch_on_host<AllReduce>(used, call, launch % 3 * options.number("--varied"));
+    const int64_t more_wgs = launch % 3 * options.number("--varied");
+    const int adders = kConfig.algorithm == Algorithm::kTwoShot ? size : 1;
+    used.blocks_per_adder = po::ceil_div(call.rows.num_blocks, adders);
+    used.size = po::divisor_of(size);
+    used.num_wgs = po::divisor_of(static_cast<int32_t>(options.number("--wgs") + more_wgs));
+    launch_on_host<AllReduce>(used, call, more_wgs);
   }
 
   void check_given_up(int64_t launch) override {

@@ -111,12 +111,12 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 // ---- waiting --------------------------------------------------------------------------------------------------------
 
 // Calls `look(&seen)`, which reads flags that `peer` writes, until it returns true. Returns false where the launch was
-// given up instead. A look at several peers' flags says in `peer` whose is missing: this PE, where only its own are. They
-// come without a bound, as in await_own. What the host says of the peer counts too: time in which it prepares a launch is
-// not counted, and one that has ended is not waited for.
+// given up instead. A look at several flags says in `peer` whose is missing, and in `index` which: this PE, where only its
+// own are. They come without a bound, as in await_own. What the host says of the peer counts too: time in which it prepares
+// a launch is not counted, and one that has ended is not waited for.
 // `has_given_up`: one look will do.
 template <class Look>
-PO_FN bool await(const Team& team, Phase phase, const int& peer, uint64_t index, const Look& look,
+PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t& index, const Look& look,
                  bool has_given_up = false) {
   const uint32_t eighths = phase >> kCodeBits;
   const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;

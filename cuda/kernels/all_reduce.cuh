@@ -16,6 +16,7 @@
 #include "kernels/all_reduce/packet_reduce.cuh"
 #include "kernels/all_reduce/slice_reduce.cuh"
 #include "platform/entry.cuh"
+#include "sched/divisor.cuh"
 #include "sched/row_blocks.cuh"
 
 namespace po::all_reduce {
@@ -25,7 +26,7 @@ struct Config {
   Algorithm algorithm = Algorithm::kOneShot;
   bool norms = false;   // where the call has a weight
   bool aligned = true;  // all rows of all tensors begin at multiples of 16 bytes
-  int vectors = 1;      // blocks that a warp has of a slice, 1 or 2: for more there are no registers
+  int vectors = 1;      // blocks that a warp has under way together, 1 or 2: more take registers and more code
   int threads = 128;
 };
 
@@ -49,24 +50,28 @@ struct Traits {
 struct Plan {
   Team team;
   // Offsets are in every PE's heap.
-  uint64_t sums_offset;     // BarePacket[2 parities][size senders][blocks that are added up there][kBlockChunks]
-  uint64_t sums_bytes;      // of one parity
-  uint64_t flags_offset;    // uint64_t[2 parities][size senders][as many blocks]: of which launch they are
-  uint64_t flags_bytes;     // of one parity
-  uint64_t results_offset;  // BarePacket[2 parities][num_blocks][kBlockChunks]
-  uint64_t results_bytes;   // of one parity
-  uint64_t copies_offset;   // BarePacket[elements, results][num_blocks][kBlockChunks]: what is put from there
+  uint64_t sums_offset;      // BarePacket[2 parities][size senders][blocks that are added up there][kBlockChunks]
+  uint64_t sums_bytes;       // of one parity
+  uint64_t flags_offset;     // uint64_t[2 parities][size senders][as many blocks]: of which launch they are
+  uint64_t flags_bytes;      // of one parity
+  uint64_t results_offset;   // BarePacket[2 parities][num_blocks][kBlockChunks]
+  uint64_t results_bytes;    // of one parity
+  int64_t blocks_per_adder;  // of a sender's, added up at one PE
+  uint64_t copies_offset;    // BarePacket[elements, results][num_blocks][kBlockChunks]: what is put from there
   // Of slices, each a WG's, for two steps on their way: [2][size][WGs].
   uint64_t slices_offset;    // what a sender has left with this PE, as the owner
   uint64_t returned_offset;  // what an owner has sent back
   uint64_t staging_offset;   // what is put to owners that are not reachable
   uint64_t turns_offset;     // uint64_t[size][kMaxSliceWgs]: turns that a peer's WG has ended
   Packet* squares;           // [num_blocks], private to the PE
+  Divisor size;              // of the team
+  Divisor num_wgs;
   int64_t all_reachable;
   uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
 PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, flags_offset, flags_bytes, results_offset, results_bytes,
-            copies_offset, slices_offset, returned_offset, staging_offset, turns_offset, squares, all_reachable, heaps)
+            blocks_per_adder, copies_offset, slices_offset, returned_offset, staging_offset, turns_offset, squares,
+            size, num_wgs, all_reachable, heaps)
 
 struct Call {
   const uint8_t* x;
@@ -113,7 +118,7 @@ struct Kernel {
     Begun begun = {};
     const Worker worker = worker_of(wg);
     if constexpr (Traits::kSendsPackets) {
-      if (reduces(wg) && worker.number < call.rows.num_blocks()) {
+      if (reduces(wg) && worker.number < call.rows.num_blocks) {
         begun.held = Block::load_block(call.x, call.rows, Warp(), worker.number);
       }
     }
@@ -157,7 +162,7 @@ struct Kernel {
   // Along the WGs first, so that few blocks are with many SMs.
   static PO_FN Worker worker_of(const WorkGroup& wg) {
     const int idle = wg.num_warps() == 1 ? 0 : Traits::kLastWarpsReduce ? 1 : wg.count();
-    return {wg.warp_index() * wg.count() + wg.index(), wg.num_warps() * wg.count() - idle, wg.count()};
+    return {wg.warp_index() * wg.count() + wg.index(), wg.num_warps() * wg.count() - idle};
   }
 
   // Counts this WG: all its threads know the epoch.

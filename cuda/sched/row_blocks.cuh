@@ -5,6 +5,7 @@
 #pragma once
 
 #include "platform/describe.cuh"
+#include "sched/divisor.cuh"
 
 namespace po {
 
@@ -23,11 +24,11 @@ struct ChunkPlace {
 struct RowBlocks {
   int64_t width;  // elements of a row
   int32_t num_rows;
-  int32_t blocks_per_row;
+  int32_t num_blocks;
+  Divisor blocks_per_row;
 
-  PO_FN int num_blocks() const { return num_rows * blocks_per_row; }
   PO_FN int row_of(int block) const { return num_rows == 1 ? 0 : block / blocks_per_row; }
-  PO_FN int first_block_of(int row) const { return row * blocks_per_row; }
+  PO_FN int first_block_of(int row) const { return row * blocks_per_row.value; }
 
   // `elements`: of a chunk.
   PO_FN ChunkPlace chunk(int block, int number, int elements) const {
@@ -39,8 +40,10 @@ struct RowBlocks {
 
   // Whose block it is where each has an owner: of `size` blocks from a multiple of `size` on each PE has one. They take turns
   // along the WGs, and along the warps of one unless PEs divide the WGs and one more.
-  static PO_FN int owner_of(int block, int num_wgs, int size) { return (block + block / size * size / num_wgs) % size; }
+  static PO_FN int owner_of(int block, const Divisor& num_wgs, const Divisor& size) {
+    return (block + block / size * size.value / num_wgs) % size;
+  }
 };
-PO_DESCRIBE(RowBlocks, width, num_rows, blocks_per_row)
+PO_DESCRIBE(RowBlocks, width, num_rows, num_blocks, blocks_per_row)
 
 }  // namespace po

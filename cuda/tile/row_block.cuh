@@ -29,15 +29,8 @@ struct RowBlock {
 
   static PO_FN Chunk load(const uint8_t* tensor, int64_t element, int count) {
     const auto* source = reinterpret_cast<const Storage*>(tensor) + element;
-    if (kIsAligned && count == kElements) return load_shared_vector<kChunkBytes>(source);
-    Storage values[kElements] = {};
-    PO_UNROLL
-    for (int i = 0; i < kElements; ++i) {
-      if (i < count) values[i] = source[i];
-    }
-    Chunk chunk;
-    __builtin_memcpy(&chunk, values, sizeof(chunk));
-    return chunk;
+    if constexpr (!kIsAligned) return load_elements(source, count);
+    return count == kElements ? load_shared_vector<kChunkBytes>(source) : load_end(source, count);
   }
 
   // A whole block, of which each lane gets its chunks.
@@ -60,14 +53,13 @@ struct RowBlock {
   // The same for elements of another type.
   template <class Element>
   static PO_FN void store_elements(Element* target, int count, const Element (&values)[kElements]) {
-    if (kIsAligned && count == kElements) {
-      Vector<sizeof(values)> vector;
-      __builtin_memcpy(&vector, values, sizeof(values));
-      return store_vector<sizeof(values)>(target, vector);
-    }
-    PO_UNROLL
-    for (int i = 0; i < kElements; ++i) {
-      if (i < count) target[i] = values[i];
+    Vector<sizeof(values)> vector;
+    __builtin_memcpy(&vector, values, sizeof(values));
+    if constexpr (!kIsAligned) return store_first(target, count, vector);
+    if (count == kElements) {
+      store_vector<sizeof(values)>(target, vector);
+    } else {
+      store_end(target, count, vector);
     }
   }
 
@@ -104,6 +96,34 @@ struct RowBlock {
       if (i < count) sum += rounded_product(values[i], values[i]);
     }
     return sum;
+  }
+
+ private:
+  // What a row's last chunk has of elements, one by one. Out of line where it is rare: code that is fetched in vain takes time.
+  static PO_FN Chunk load_elements(const Storage* source, int count) {
+    Storage values[kElements] = {};
+    PO_UNROLL
+    for (int i = 0; i < kElements; ++i) {
+      if (i < count) values[i] = source[i];
+    }
+    Chunk chunk;
+    __builtin_memcpy(&chunk, values, sizeof(chunk));
+    return chunk;
+  }
+  static PO_NOINLINE Chunk load_end(const Storage* source, int count) { return load_elements(source, count); }
+
+  template <class Element>
+  static PO_FN void store_first(Element* target, int count, const Vector<kElements * sizeof(Element)>& vector) {
+    Element values[kElements];
+    __builtin_memcpy(values, &vector, sizeof(values));
+    PO_UNROLL
+    for (int i = 0; i < kElements; ++i) {
+      if (i < count) target[i] = values[i];
+    }
+  }
+  template <class Element>
+  static PO_NOINLINE void store_end(Element* target, int count, Vector<kElements * sizeof(Element)> vector) {
+    store_first(target, count, vector);
   }
 };
 

@@ -70,7 +70,7 @@ _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which warps have one block at most, a WG's last none
 _SLICE_THREADS = 256  # of a WG, of which two fit an SM
 _HOST_THREADS = 128
-_SLICE_BLOCKS = (2, 1)
+_WARP_BLOCKS = (2, 1)
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class Tuning(BoundedTuning):
             aside (64 MiB, or 1/8 of a smaller heap) has no effect.
         work_groups: None for one per SM, with slices as many as are resident, or as many as there is work for.
         threads: of a WG; None for what suits the size.
-        slice_blocks: blocks (of 512 bytes) that a warp has of a slice: 1 or 2; None for what suits the size.
+        warp_blocks: blocks (of 512 bytes) that a warp has under way together: 1 or 2; None for what suits the size.
         one_shot_bytes, two_shot_bytes: instead of the world's SWITCH_POINTS.
     """
 
     room_bytes: int = 64 << 20
     work_groups: int | None = None
     threads: int | None = None
-    slice_blocks: int | None = None
+    warp_blocks: int | None = None
     one_shot_bytes: int | None = at_least(0, None)
     two_shot_bytes: int | None = at_least(0, None)
 
@@ -108,7 +108,7 @@ OPERATOR = Operator(
         Field.flag("norm"),
         "work_groups",
         "threads",
-        "slice_blocks",
+        "warp_blocks",
         "first_element",
     ),
     call="forward_pass",
@@ -231,7 +231,7 @@ def kernel_request(
     *,
     norms: bool,
     is_aligned: bool,
-    slice_blocks: int,
+    warp_blocks: int,
     threads: int,
 ) -> KernelRequest:
     """Return what is compiled for one combination of choices; `algorithm` is none but "auto"."""
@@ -243,7 +243,7 @@ def kernel_request(
             "algorithm": f"po::all_reduce::Algorithm::{enumerator}",
             "norms": norms,
             "aligned": is_aligned,
-            "vectors": slice_blocks,
+            "vectors": warp_blocks,
             "threads": threads,
         },
         threads,
@@ -273,7 +273,7 @@ class AllReducePlan(Plan):
 
     def __init__(self, world: World, key: AllReduceKey) -> None:
         description = OPERATOR.prepare(world)
-        self._structs, self._constants = description.structs, description.constants
+        self._structs, self._constants, self._queries = description.structs, description.constants, description.queries
         self._world, self._key = world, key
         self._tuning: Tuning = key.tuning or OPERATOR.default_tuning
         if (self._tuning.threads or 32) % 32:
@@ -291,7 +291,7 @@ class AllReducePlan(Plan):
             # One library for all that makes no difference on the host.
             norms=key.norms or is_host,
             is_aligned=key.is_aligned or is_host,
-            slice_blocks=self._slice_blocks,
+            warp_blocks=self._warp_blocks,
             threads=self._threads,
         )
         self._kernel: Kernel = world.load(request)
@@ -324,7 +324,9 @@ class AllReducePlan(Plan):
             fits = (threads for threads in _PACKET_THREADS if here <= (threads // 32 - 1) * num_sms)
             self._threads = self._tuning.threads or next(fits, _PACKET_THREADS[-1])
         self._grid = max(1, min(self._tuning.work_groups or num_sms, here))
-        self._slice_blocks, self._slice_bytes = 1, 0
+        has_several = world.backend.name == "host" or here > self._grid * (self._threads // 32)
+        self._warp_blocks = self._tuning.warp_blocks or _WARP_BLOCKS[0 if has_several else -1]
+        self._slice_bytes = 0
         return most
 
     def _plan_slices(self, blocks: int) -> int:
@@ -338,26 +340,26 @@ class AllReducePlan(Plan):
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
         places = _slice_places(team.size, _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS)
 
-        def blocks_of_step(slice_blocks: int) -> int:
-            return team.size * warps * slice_blocks
+        def blocks_of_step(warp_blocks: int) -> int:
+            return team.size * warps * warp_blocks
 
-        def fits(slice_blocks: int) -> int:
+        def fits(warp_blocks: int) -> int:
             """Return for how many WGs there is room."""
-            return room // (places * warps * slice_blocks * constants["kBlockBytes"])
+            return room // (places * warps * warp_blocks * constants["kBlockBytes"])
 
-        suitable = (v for v in _SLICE_BLOCKS if blocks >= most_wgs * blocks_of_step(v) and fits(v) >= most_wgs)
-        self._slice_blocks = self._tuning.slice_blocks or (
-            _SLICE_BLOCKS[0] if is_host else next(suitable, _SLICE_BLOCKS[-1])
+        suitable = (v for v in _WARP_BLOCKS if blocks >= most_wgs * blocks_of_step(v) and fits(v) >= most_wgs)
+        self._warp_blocks = self._tuning.warp_blocks or (
+            _WARP_BLOCKS[0] if is_host else next(suitable, _WARP_BLOCKS[-1])
         )
-        if fits(self._slice_blocks) == 0:
-            self._slice_blocks = _SLICE_BLOCKS[-1]
-        if fits(self._slice_blocks) == 0:
+        if fits(self._warp_blocks) == 0:
+            self._warp_blocks = _WARP_BLOCKS[-1]
+        if fits(self._warp_blocks) == 0:
             raise ValueError(
                 f"threads, room_bytes: {room} bytes have no room for the slices of a WG of {self._threads} threads"
             )
-        step = blocks_of_step(self._slice_blocks)
-        self._grid = max(1, min(most_wgs, fits(self._slice_blocks), -(-blocks // step)))
-        self._slice_bytes = warps * self._slice_blocks * constants["kBlockBytes"]
+        step = blocks_of_step(self._warp_blocks)
+        self._grid = max(1, min(most_wgs, fits(self._warp_blocks), -(-blocks // step)))
+        self._slice_bytes = warps * self._warp_blocks * constants["kBlockBytes"]
         return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:
@@ -395,13 +397,14 @@ class AllReducePlan(Plan):
             key.norms,
             self._grid,
             32 * world.backend.warps_of(self._threads),
-            self._slice_blocks,
+            self._warp_blocks,
             first_element,
         )
         packets, flags, slices, turns = (self._areas[name] for name in (_PACKETS, _FLAGS, _SLICES, _TURNS))
         # The same in all plans: a PE may be one launch ahead, whatever that is.
         part = _part_bytes(team, packets.nbytes)
         way_bytes = _slice_places(team.size, 1) * self._grid * self._slice_bytes
+        per_row = -(-width * self._element // self._constants["kBlockBytes"])
         plan = self._structs["Plan"](
             team=world.workspace.team(contract),
             sums_offset=packets.offset,
@@ -410,18 +413,30 @@ class AllReducePlan(Plan):
             flags_bytes=flags.nbytes // 2,
             results_offset=packets.offset + 2 * part,
             results_bytes=part,
+            blocks_per_adder=-(-rows * per_row // (team.size if self.algorithm == "two_shot" else 1)),
             copies_offset=packets.offset + 4 * part,
             slices_offset=slices.offset,
             returned_offset=slices.offset + way_bytes,
             staging_offset=slices.offset + 2 * way_bytes,
             turns_offset=turns.offset,
+            size=self._divisor(team.size),
+            num_wgs=self._divisor(self._grid),
             all_reachable=int(team.all_reachable),
         )
         for pe, heap in enumerate(world.backend.peer_heaps):
             plan.heaps[pe] = heap
-        per_row = -(-width * self._element // self._constants["kBlockBytes"])
-        shape = self._structs["RowBlocks"](width=width, num_rows=rows if width else 0, blocks_per_row=per_row)
+        shape = self._structs["RowBlocks"](
+            width=width,
+            num_rows=rows if width else 0,
+            num_blocks=rows * per_row,
+            blocks_per_row=self._divisor(per_row),
+        )
         return first_element, plan, self._structs["Call"](rows=shape, local=plan.team.local)
+
+    def _divisor(self, value: int) -> Any:
+        """Return what the kernel divides by a number with."""
+        multiplier, shift = self._queries["divisor_multiplier"](value), self._queries["divisor_shift"](value)
+        return self._structs["Divisor"](multiplier=multiplier, shift=shift, value=value)
 
     def launch(
         self,

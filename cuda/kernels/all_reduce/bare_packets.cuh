@@ -18,29 +18,33 @@ PO_FN BarePacket bare_packet_of(const Vector<16>& chunk) {
   return packet;
 }
 
-// Where packets of several senders may lie.
+// Where packets may lie, in equal distances.
+template <int kCount>
 struct BarePlaces {
-  uint8_t* place;   // the first sender's
-  uint64_t stride;  // bytes to the next one's
+  uint8_t* place;   // the first one
+  uint64_t stride;  // bytes to the next one
   // Says whose packets they are: those of a launch with another contract are not taken. Null: nobody else's can come.
   const uint8_t* flag;
   uint64_t flag_stride;
+  int senders[kCount];  // -1: none is awaited
+  uint64_t index;       // of the first one, for the report
+  uint64_t index_stride;
 };
 
-// Waits until a packet of this launch lies in the place of each of `count` senders but `left_out`, reads them and empties the
-// places. `index`: for the report.
-template <int kSenders>
-PO_FN bool take_bare_packets(const Team& team, const BarePlaces& at, Phase phase, int first_sender, int count,
-                             int left_out, uint64_t index, bool has_given_up, BarePacket (&packets)[kSenders]) {
+// Waits until a packet of this launch lies in each of the places where one is awaited, reads them and empties the places.
+template <int kCount>
+PO_FN bool take_bare_packets(const Team& team, Phase phase, const BarePlaces<kCount>& at, bool has_given_up,
+                             BarePacket (&packets)[kCount]) {
   int missing = team.rank;
-  const auto is_awaited = [&](int i) { return i < count && first_sender + i != left_out; };
+  uint64_t index = at.index;
+  const auto is_awaited = [&](int i) { return at.senders[i] >= 0; };
   const uint64_t expected = packet_flag(team);
   const auto look = [&](uint64_t* seen) {
     const uint8_t* base = derived_anew(at.place);
     const uint8_t* flag = derived_anew(at.flag);
-    uint64_t flags[kSenders];
+    uint64_t flags[kCount];
     PO_UNROLL
-    for (int i = 0; i < kSenders; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       flags[i] = expected;
       if (!is_awaited(i)) continue;
       packets[i] =
@@ -53,17 +57,18 @@ PO_FN bool take_bare_packets(const Team& team, const BarePlaces& at, Phase phase
     *seen = expected;
     bool all = true;
     PO_UNROLL
-    for (int i = 0; i < kSenders; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (!is_awaited(i) || (packets[i].is_there() && flags[i] == expected)) continue;  // @bare-packet-is-there
       all = false;
-      missing = first_sender + i;
+      missing = at.senders[i];
+      index = at.index + static_cast<uint64_t>(i) * at.index_stride;
       *seen = flags[i] == expected ? flag_value(team.epoch - 1, 0) : flags[i];
     }
     return all;
   };
   if (!await(team, phase, missing, index, look, has_given_up)) return false;
   PO_UNROLL
-  for (int i = 0; i < kSenders; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     if (!is_awaited(i)) continue;
     bare_packet_empty_sys(reinterpret_cast<BarePacket*>(at.place + static_cast<uint64_t>(i) * at.stride));  // @emptied
   }

@@ -17,7 +17,16 @@ enum class Algorithm { kOneShot, kTwoShot, kSlices };
 struct Worker {
   int number;
   int count;
-  int num_wgs;
+};
+
+// Blocks that a warp has under way side by side: what is loaded in turn waits for memory in turn.
+template <int kCount>
+struct BlockBatch {
+  int numbers[kCount];  // -1: none
+
+  PO_FN int& operator[](int v) { return numbers[v]; }
+  PO_FN int operator[](int v) const { return numbers[v]; }
+  PO_FN bool has(int v) const { return numbers[v] >= 0; }
 };
 
 template <class Traits, class Plan, class Call>
@@ -87,11 +96,10 @@ class BlockOutput {
     packet_store_sys(plan_.squares + block, packet);
   }
 
-  // Norms `count` blocks from `first` on, whose results are in the output, or still in `held`, where all squares of their rows
-  // are there; with `waits`, when they are, and where they never come, poisons them. Returns false where they are left for
-  // later. All lanes.
+  // Norms blocks whose results are in the output, or still in `held`, where all squares of their rows are there; with `waits`,
+  // when they are, and where they never come, poisons them. Returns false where they are left for later. All lanes.
   template <int kCount>
-  PO_FN bool norm(int first, int count, bool waits, bool is_held, const Chunks (&held)[kCount]) {
+  PO_FN bool norm(const BlockBatch<kCount>& blocks, bool waits, int held_block, const Chunks& held) {
     if constexpr (!Traits::kNorms) return true;
     if (call_.weight == nullptr) return true;
     // On their way while the squares are. A lane reads what it has stored itself.
@@ -101,28 +109,22 @@ class BlockOutput {
     for (int v = 0; v < kCount; ++v) {
       PO_UNROLL
       for (int i = 0; i < kLaneChunks; ++i) {
-        if (v >= count) continue;
-        const ChunkPlace at = place(first + v, i);
+        if (!blocks.has(v)) continue;
+        const ChunkPlace at = place(blocks[v], i);
         weights[v][i] = Block::load(call_.weight, at.column, at.count);
-        results[v][i] = is_held ? held[v][i] : Block::load(call_.output, at.element, at.count);
+        results[v][i] = blocks[v] == held_block ? held[i] : Block::load(call_.output, at.element, at.count);
       }
     }
     const float scale = call_.scale == nullptr ? 1.0f : *call_.scale;
-    float factors[kCount] = {};
-    bool is_there[kCount] = {};
-    PO_UNROLL
-    for (int v = 0; v < kCount; ++v) {
-      if (v >= count) continue;
-      is_there[v] = find_factor(call_.rows.row_of(first + v), waits);
-      if (!is_there[v] && !waits) return false;
-      factors[v] = factor_;
-    }
+    float factors[kCount];
+    bool is_there[kCount];
+    if (!find_factors(blocks, waits, factors, is_there) && !waits) return false;
     PO_UNROLL
     for (int v = 0; v < kCount; ++v) {
       PO_UNROLL
       for (int i = 0; i < kLaneChunks; ++i) {
-        if (v >= count) continue;
-        const ChunkPlace at = place(first + v, i);
+        if (!blocks.has(v)) continue;
+        const ChunkPlace at = place(blocks[v], i);
         if (at.count == 0) continue;
         if (is_there[v]) {
           store_norm(at, results[v][i], weights[v][i], factors[v], scale);
@@ -135,31 +137,64 @@ class BlockOutput {
   }
 
  private:
-  // 1 / sqrt(mean of the row's squares + eps). Whether all of them are there.
-  PO_FN bool find_factor(int row, bool waits) {
-    if (row == row_) return true;
-    const int first = call_.rows.first_block_of(row);
+  // 1 / sqrt(mean of the row's squares + eps) of each block's row, and whether all of its squares are there. Returns whether
+  // all are. All lanes.
+  template <int kCount>
+  PO_FN bool find_factors(const BlockBatch<kCount>& blocks, bool waits, float (&factors)[kCount],
+                          bool (&is_there)[kCount]) {
     const uint64_t flag = launch_flag(plan_.team);
-    bool is_there = true;
-    float sums[kLaneChunks];
+    const auto has_come = [&](const Packet& packet) { return packet.flag == flag; };  // @squares-flag
+    int rows[kCount];
+    float sums[kCount][kLaneChunks] = {};
+    bool is_known = true;
+    PO_UNROLL
+    for (int v = 0; v < kCount; ++v) {
+      rows[v] = blocks.has(v) ? call_.rows.row_of(blocks[v]) : row_;
+      is_there[v] = true;
+      is_known = is_known && rows[v] == row_;
+    }
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      sums[i] = 0.0f;
-      for (int number = Block::chunk_of(warp_, i); number < call_.rows.blocks_per_row; number += kBlockChunks) {
-        Packet packet{};
+      const int num_blocks = is_known ? 0 : call_.rows.blocks_per_row.value;
+      for (int number = Block::chunk_of(warp_, i); number < num_blocks; number += kBlockChunks) {
+        Packet packets[kCount] = {};
         const auto look = [&] {
-          packet = packet_load_sys(plan_.squares + first + number, flag);
-          return packet.flag == flag;  // @squares-flag
+          bool all = true;
+          PO_UNROLL
+          for (int v = 0; v < kCount; ++v) {
+            if (rows[v] == row_) continue;
+            packets[v] = packet_load_sys(plan_.squares + call_.rows.first_block_of(rows[v]) + number, flag);
+          }
+          PO_UNROLL
+          for (int v = 0; v < kCount; ++v) all = (rows[v] == row_ || has_come(packets[v])) && all;
+          return all;
         };
-        is_there = (waits ? await_own(plan_.team, look) : look()) && is_there;
-        sums[i] += bits_float(packet.data[0]);
+        const bool all = waits ? await_own(plan_.team, look) : look();
+        PO_UNROLL
+        for (int v = 0; v < kCount; ++v) {
+          is_there[v] = (all || rows[v] == row_ || has_come(packets[v])) && is_there[v];
+          sums[v][i] += bits_float(packets[v].data[0]);
+        }
       }
     }
-    const float squares = tree_sum(warp_, sums);
-    if (warp_.count(is_there) != warp_.size()) return false;
-    row_ = row;
-    factor_ = 1.0f / square_root(squares / static_cast<float>(call_.rows.width) + call_.eps);
-    return true;
+    bool all = true;
+    int known = row_;
+    float known_factor = factor_;
+    PO_UNROLL
+    for (int v = 0; v < kCount; ++v) {
+      factors[v] = factor_;
+      if (rows[v] == row_) continue;
+      const float squares = tree_sum(warp_, sums[v]);
+      is_there[v] = warp_.count(is_there[v]) == warp_.size();
+      all = is_there[v] && all;
+      factors[v] = 1.0f / square_root(squares / static_cast<float>(call_.rows.width) + call_.eps);
+      if (!is_there[v]) continue;
+      known = rows[v];
+      known_factor = factors[v];
+    }
+    row_ = known;
+    factor_ = known_factor;
+    return all;
   }
 
   PO_FN void store_norm(const ChunkPlace& at, const Chunk& result, const Chunk& weights, float factor,
@@ -179,11 +214,15 @@ class BlockOutput {
     Block::store_elements(call_.norm_output + at.element, at.count, bytes);
   }
 
-  // All bits set: NaN in float8_e4m3fn too.
   PO_FN void poison_norm(const ChunkPlace& at) const {
-    uint8_t* target = call_.norm_output;
     const int bytes = call_.scale == nullptr ? static_cast<int>(sizeof(typename Block::Storage)) : 1;
-    for (int i = 0; i < at.count * bytes; ++i) target[at.element * bytes + i] = 0xff;
+    fill_ones(call_.norm_output + at.element * bytes, at.count * bytes);
+  }
+
+  // NaN in float8_e4m3fn too.
+  static PO_NOINLINE void fill_ones(uint8_t* target, int count) {
+    PO_NO_UNROLL
+    for (int i = 0; i < count; ++i) target[i] = 0xff;
   }
 
   const Plan& plan_;

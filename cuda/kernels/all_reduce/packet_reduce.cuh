@@ -27,6 +27,8 @@ class PacketReduce {
   using Chunks = typename Block::Chunks;
   static constexpr int kLaneChunks = Block::kLaneChunks;
   static constexpr bool kTwoShot = Traits::kAlgorithm == Algorithm::kTwoShot;
+  static constexpr int kVectors = Traits::kVectors;
+  using Batch = BlockBatch<kVectors>;
 
   PO_FN PacketReduce(const Plan& plan, const Call& call, const Worker& worker, bool takes_part)
       : plan_(plan), team_(plan.team), call_(call), worker_(worker), takes_part_(takes_part), output_(plan, call) {}
@@ -34,31 +36,45 @@ class PacketReduce {
   // `held`: the elements of this warp's first block. `serve`: called when all is sent.
   template <class Serve>
   PO_FN void run(const Chunks& held, const Serve& serve) {
-    for_each_block([&](int block) {
-      if (!(kTwoShot && is_own(block))) send(block, elements(block, held));
-    });
+    const auto is_sent = [&](int block) { return !kTwoShot || !is_own(block); };
+    const auto is_added_up = [&](int block) { return !kTwoShot || is_own(block); };
+    for_each_batch<kVectors>(is_sent, [&](const Batch& blocks) { send(blocks, held); });
     serve();
-    for_each_block([&](int block) {
-      if (!kTwoShot || is_own(block)) reduce(block, elements(block, held));
-    });
+    for_each_batch<1>(is_added_up, [&](const BlockBatch<1>& block) { reduce(block[0], elements(block[0], held)); });
     if constexpr (kTwoShot) {
-      for_each_block([&](int block) {
-        if (!is_own(block)) take(block);
-      });
+      for_each_batch<kVectors>(is_sent, [&](const Batch& blocks) { take(blocks); });
     }
     if constexpr (Traits::kNorms) {
-      for_each_block([&](int block) {
-        const Chunks held[1] = {results_};
-        output_.norm(block, 1, true, block == last_, held);
-      });
+      for_each_batch<kVectors>([](int) { return true; },
+                               [&](const Batch& blocks) { output_.norm(blocks, true, last_, results_); });
     }
   }
 
  private:
-  template <class Use>
-  PO_FN void for_each_block(const Use& use) const {
+  // use(blocks) for those of this warp's blocks that are wanted, so many at a time.
+  template <int kCount, class Wants, class Use>
+  PO_FN void for_each_batch(const Wants& wants, const Use& use) const {
+    if constexpr (kCount == 1) {
+      PO_NO_UNROLL
+      for (int block = worker_.number; block < call_.rows.num_blocks; block += worker_.count) {
+        if (wants(block)) use(BlockBatch<1>{{block}});
+      }
+      return;
+    }
+    int next = worker_.number;
     PO_NO_UNROLL
-    for (int block = worker_.number; block < call_.rows.num_blocks(); block += worker_.count) use(block);
+    for (;;) {
+      BlockBatch<kCount> blocks;
+      PO_UNROLL
+      for (int v = 0; v < kCount; ++v) {
+        PO_NO_UNROLL
+        while (next < call_.rows.num_blocks && !wants(next)) next += worker_.count;
+        blocks[v] = next < call_.rows.num_blocks ? next : -1;
+        next += worker_.count;
+      }
+      if (!blocks.has(0)) return;
+      use(blocks);
+    }
   }
 
   PO_FN Chunks elements(int block, const Chunks& held) const {
@@ -67,14 +83,13 @@ class PacketReduce {
 
   // ---- places --------------------------------------------------------------------------------------------------------
 
-  PO_FN int owner_of(int block) const { return RowBlocks::owner_of(block, worker_.num_wgs, team_.size); }
+  PO_FN int owner_of(int block) const { return RowBlocks::owner_of(block, plan_.num_wgs, plan_.size); }
   PO_FN bool is_own(int block) const { return owner_of(block) == team_.rank; }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
 
   // Of a block among those of all senders that are added up at the same PE.
   PO_FN int64_t sums_number(int sender, int block) const {
-    const int share = kTwoShot ? team_.size : 1;
-    return static_cast<int64_t>(sender) * ceil_div(call_.rows.num_blocks(), share) + block / share;
+    return sender * plan_.blocks_per_adder + (kTwoShot ? block / plan_.size : block);
   }
   // Of a block's packets, in every heap.
   PO_FN uint64_t sums_offset(int sender, int block) const {
@@ -99,7 +114,7 @@ class PacketReduce {
   };
   PO_FN Places sums_places(int block) const { return {sums_offset(team_.rank, block), copy_offset(block)}; }
   PO_FN Places results_places(int block) const {
-    return {results_offset(block), copy_offset(call_.rows.num_blocks() + block)};
+    return {results_offset(block), copy_offset(call_.rows.num_blocks + block)};
   }
   PO_FN uint64_t copy_offset(int number) const {
     return plan_.copies_offset + static_cast<uint64_t>(number) * kBlockBytes;
@@ -124,9 +139,21 @@ class PacketReduce {
     bare_packet_empty_sys(reinterpret_cast<BarePacket*>(copy_of(places) + chunk_offset(i)));  // @none-is-put
   }
 
-  PO_FN void send(int block, const Chunks& chunks) const {
+  PO_FN void send(const Batch& blocks, const Chunks& held) const {
     if (!takes_part_) return;  // @elements-take-part
     const TaskTrace trace(true);
+    Chunks loaded[kVectors];
+    PO_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if (blocks.has(v)) loaded[v] = elements(blocks[v], held);
+    }
+    PO_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if (blocks.has(v)) send_block(blocks[v], loaded[v]);
+    }
+  }
+
+  PO_FN void send_block(int block, const Chunks& chunks) const {
     const Places places = sums_places(block);
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
@@ -232,7 +259,7 @@ class PacketReduce {
     }
     // Where chunks failed nothing is put, as nothing lies there.
     if (kTwoShot && takes_part_ && plan_.all_reachable == 0) {  // @put-takes-part
-      put(results_places(block), call_.rows.num_blocks() + block, 0, [](int) { return true; });
+      put(results_places(block), call_.rows.num_blocks + block, 0, [](int) { return true; });
     }
     last_ = block;
     output_.tell_squares(block, results_, is_whole);
@@ -247,47 +274,76 @@ class PacketReduce {
     const Chunk sent = chunk_of(bare_packet_of(own));  // what the others have of it
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
-      const int count = min_of(kBatch, team_.size - first);
-      BarePacket packets[kBatch] = {};
-      const BarePlaces at = {team_.heap + sums_offset(first, block) + chunk_offset(i), stride,
-                             team_.heap + flag_offset(first, block), flag_stride};
-      if (!take_bare_packets(team_, at, kPhaseSums, first, count, team_.rank, static_cast<uint64_t>(block),
-                             has_given_up_, packets)) {
-        return false;
-      }
+      BarePlaces<kBatch> at = {team_.heap + sums_offset(first, block) + chunk_offset(i),
+                               stride,
+                               team_.heap + flag_offset(first, block),
+                               flag_stride,
+                               {},
+                               static_cast<uint64_t>(block),
+                               0};
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
-        if (k < count) Block::add_to(sums, first + k == team_.rank ? sent : chunk_of(packets[k]));
+        at.senders[k] = first + k < team_.size && first + k != team_.rank ? first + k : -1;
+      }
+      BarePacket packets[kBatch] = {};
+      if (!take_bare_packets(team_, kPhaseSums, at, has_given_up_, packets)) return false;
+      PO_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (first + k < team_.size) Block::add_to(sums, first + k == team_.rank ? sent : chunk_of(packets[k]));
       }
     }
     return true;
   }
 
-  // Takes the results that a block's owner sent.
-  PO_FN void take(int block) {
+  // Takes the results that the blocks' owners sent.
+  PO_FN void take(const Batch& blocks) {
     const TaskTrace trace(false);
-    const int owner = owner_of(block);
+    Chunks results[kVectors] = {};
     bool is_whole = true;
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      const ChunkPlace at = output_.place(block, i);
-      if (at.count == 0) continue;
-      BarePacket packets[1] = {};
-      const BarePlaces from = {team_.heap + results_offset(block) + chunk_offset(i), 0, nullptr, 0};
-      const int ready_index = call_.rows.num_blocks() + block;
-      if (!takes_part_ || !is_announced(owner, kPhaseResult, block, ready_index) ||
-          !take_bare_packets(team_, from, kPhaseResult, owner, 1, team_.rank, static_cast<uint64_t>(block),
-                             has_given_up_, packets)) {
-        has_given_up_ = true;
-        is_whole = false;
-        output_.poison(at);
-        continue;
+      const auto stride = static_cast<uint64_t>(blocks[kVectors - 1] - blocks[0]);  // 0 where there is one
+      BarePlaces<kVectors> from = {team_.heap + results_offset(blocks[0]) + chunk_offset(i),
+                                   stride * kBlockBytes,
+                                   nullptr,
+                                   0,
+                                   {},
+                                   static_cast<uint64_t>(blocks[0]),
+                                   stride};
+      ChunkPlace at[kVectors] = {};
+      bool is_there = takes_part_;
+      PO_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        from.senders[v] = -1;
+        if (!blocks.has(v)) continue;
+        at[v] = output_.place(blocks[v], i);
+        if (at[v].count == 0) continue;
+        from.senders[v] = owner_of(blocks[v]);
+        const int ready_index = call_.rows.num_blocks + blocks[v];
+        is_there = is_there && is_announced(from.senders[v], kPhaseResult, blocks[v], ready_index);
       }
-      results_[i] = chunk_of(packets[0]);
-      output_.store(at, results_[i]);
+      BarePacket packets[kVectors] = {};
+      is_there = is_there && take_bare_packets(team_, kPhaseResult, from, has_given_up_, packets);
+      PO_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        if (at[v].count == 0) continue;
+        if (is_there) {
+          results[v][i] = chunk_of(packets[v]);
+          output_.store(at[v], results[v][i]);
+        } else {
+          has_given_up_ = true;
+          is_whole = false;
+          output_.poison(at[v]);
+        }
+      }
     }
-    last_ = block;
-    output_.tell_squares(block, results_, is_whole);
+    PO_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if (!blocks.has(v)) continue;
+      last_ = blocks[v];
+      results_ = results[v];
+      output_.tell_squares(last_, results_, is_whole);
+    }
   }
 
   const Plan& plan_;

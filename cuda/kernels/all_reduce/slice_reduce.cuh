@@ -68,12 +68,12 @@ class SliceReduce {
   // In which this WG has blocks.
   PO_FN int num_steps() const {
     const int per_step = wg_.count() * team_.size * blocks_per_slice();
-    return ceil_div(max_of(call_.rows.num_blocks() - first_block(0, 0, 0), 0), per_step);
+    return ceil_div(max_of(call_.rows.num_blocks - first_block(0, 0, 0), 0), per_step);
   }
 
   // This warp's blocks of a slice.
   PO_FN int num_blocks(int step, int owner) const {
-    return max_of(min_of(kVectors, call_.rows.num_blocks() - first_block(step, owner)), 0);
+    return max_of(min_of(kVectors, call_.rows.num_blocks - first_block(step, owner)), 0);
   }
 
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
@@ -175,7 +175,7 @@ class SliceReduce {
         continue;
       }
       const auto put_slice = [&](int step, int owner, uint64_t target, uint64_t source) {
-        if (step < 0 || first_block(step, owner, 0) >= call_.rows.num_blocks()) return;
+        if (step < 0 || first_block(step, owner, 0) >= call_.rows.num_blocks) return;
         put_nbi(team_, pe, place(target, step, team_.rank), team_.heap + source, slice_bytes());
       };
       put_slice(turn, pe, plan_.slices_offset, place(plan_.staging_offset, turn, pe));
@@ -295,11 +295,13 @@ class SliceReduce {
   // Norms what is left of the steps up to one. With `waits` all of it, else what needs no waiting: another WG may have to come
   // to its next turn first, and its peers wait for it there.
   PO_FN void norm_through(int last_step, bool waits) {
-    const Chunks none[kVectors] = {};
     for (; norm_step_ <= last_step; ++norm_step_) {
       for (; norm_owner_ < team_.size; ++norm_owner_) {
         const int count = num_blocks(norm_step_, norm_owner_);
-        if (!output_.norm(first_block(norm_step_, norm_owner_), count, waits, false, none)) return;
+        BlockBatch<kVectors> blocks;
+        PO_UNROLL
+        for (int v = 0; v < kVectors; ++v) blocks[v] = v < count ? first_block(norm_step_, norm_owner_) + v : -1;
+        if (!output_.norm(blocks, waits, -1, {})) return;
       }
       norm_owner_ = 0;
     }
