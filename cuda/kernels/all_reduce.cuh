@@ -33,12 +33,12 @@ struct Config {
 template <Config kConfig>
 struct Traits {
   using Scalar = ScalarOf<kConfig.scalar>;
-  using Block = RowBlock<Scalar, kConfig.aligned>;
   static constexpr Algorithm kAlgorithm = kConfig.algorithm;
   static constexpr bool kNorms = kConfig.norms;
   static constexpr int kVectors = kConfig.vectors;
   static constexpr int kThreads = kConfig.threads;
   static constexpr bool kSendsPackets = kAlgorithm != Algorithm::kSlices;
+  using Block = RowBlock<Scalar, kConfig.aligned, kSendsPackets>;  // slices take all registers
   // With its successor, which begins when this launch lets it in, or with another WG. Larger ones have too many registers.
   static constexpr bool kSharesSm = kThreads <= 256;
   // There may be more blocks than warps, so that only one of them has none.

@@ -7,8 +7,9 @@
 
 namespace po {
 
-// `kIsAligned`: all rows of all tensors begin at multiples of 16 bytes.
-template <class ScalarType, bool kIsAligned>
+// `kIsAligned`: all rows of all tensors begin at multiples of 16 bytes. `kHasEndsApart`: what a row's last chunk has of elements
+// is loaded and stored out of line, as code that is fetched in vain takes time; but calls take registers.
+template <class ScalarType, bool kIsAligned, bool kHasEndsApart>
 struct RowBlock {
   using Scalar = ScalarType;
   using Storage = typename Scalar::Storage;
@@ -29,8 +30,9 @@ struct RowBlock {
 
   static PO_FN Chunk load(const uint8_t* tensor, int64_t element, int count) {
     const auto* source = reinterpret_cast<const Storage*>(tensor) + element;
-    if constexpr (!kIsAligned) return load_elements(source, count);
-    return count == kElements ? load_shared_vector<kChunkBytes>(source) : load_end(source, count);
+    if (kIsAligned && count == kElements) return load_shared_vector<kChunkBytes>(source);
+    if constexpr (kIsAligned && kHasEndsApart) return load_end(source, count);
+    return load_first(source, count);
   }
 
   // A whole block, of which each lane gets its chunks.
@@ -55,12 +57,9 @@ struct RowBlock {
   static PO_FN void store_elements(Element* target, int count, const Element (&values)[kElements]) {
     Vector<sizeof(values)> vector;
     __builtin_memcpy(&vector, values, sizeof(values));
-    if constexpr (!kIsAligned) return store_first(target, count, vector);
-    if (count == kElements) {
-      store_vector<sizeof(values)>(target, vector);
-    } else {
-      store_end(target, count, vector);
-    }
+    if (kIsAligned && count == kElements) return store_vector<sizeof(values)>(target, vector);
+    if constexpr (kIsAligned && kHasEndsApart) return store_end(target, count, vector);
+    store_first(target, count, vector);
   }
 
   static PO_FN void to_floats(const Chunk& chunk, float (&floats)[kElements]) {
@@ -99,8 +98,8 @@ struct RowBlock {
   }
 
  private:
-  // What a row's last chunk has of elements, one by one. Out of line where it is rare: code that is fetched in vain takes time.
-  static PO_FN Chunk load_elements(const Storage* source, int count) {
+  // The first `count` elements of a chunk, one by one.
+  static PO_FN Chunk load_first(const Storage* source, int count) {
     Storage values[kElements] = {};
     PO_UNROLL
     for (int i = 0; i < kElements; ++i) {
@@ -110,7 +109,7 @@ struct RowBlock {
     __builtin_memcpy(&chunk, values, sizeof(chunk));
     return chunk;
   }
-  static PO_NOINLINE Chunk load_end(const Storage* source, int count) { return load_elements(source, count); }
+  static PO_NOINLINE Chunk load_end(const Storage* source, int count) { return load_first(source, count); }
 
   template <class Element>
   static PO_FN void store_first(Element* target, int count, const Vector<kElements * sizeof(Element)>& vector) {
