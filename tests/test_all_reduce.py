@@ -470,15 +470,19 @@ def test_a_row_without_room_for_its_packets(backend: str) -> None:
 def _unfit_tunings() -> list[tuple[str, str]]:
     world, x = po.runtime.world.current(), torch.ones(1000, device=po.device())
     found = []
-    for tuning in (Tuning(threads=100), Tuning(room_bytes=1000)):
+    for tuning in (Tuning(threads=100), Tuning(room_bytes=1000), Tuning(warp_blocks=3)):
         OPERATOR.tune(world, tuning)
-        found.append(error_of(lambda: po.all_reduce(x, algorithm="slices"))[:2])
+        for algorithm in ("slices", "two_shot"):
+            found.append(error_of(lambda algorithm=algorithm: po.all_reduce(x, algorithm=algorithm))[:2])
     return found
 
 
 def test_tunings_without_room_are_refused(backend: str) -> None:
-    for kind, text in in_world(_unfit_tunings, 1, backend)[0]:
-        assert kind == "ValueError" and text.startswith("threads")
+    found = in_world(_unfit_tunings, 1, backend)[0]
+    assert {kind for kind, _ in found} == {"ValueError"}
+    starts = ["threads", "threads", "threads, room_bytes", "room_bytes", "warp_blocks: expected 1 or 2, got 3"]
+    for (_, text), start in zip(found, [*starts, starts[-1]], strict=True):
+        assert text.startswith(start)
 
 
 def test_use_before_init_and_keywords() -> None:

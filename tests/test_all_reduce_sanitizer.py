@@ -293,8 +293,8 @@ def _build(algorithm: str, vectors: int = 1, threads: int = 128) -> Build:
 class TestAllReduce(SanitizerSuite):
     builds: ClassVar = {
         "one_shot": _build("kOneShot"),
-        "two_shot": _build("kTwoShot"),
-        "two_shot_large": _build("kTwoShot", threads=512),  # last warps have blocks too
+        "two_shot": _build("kTwoShot", vectors=2),
+        "two_shot_large": _build("kTwoShot", vectors=2, threads=512),  # last warps have blocks too
         "slices": _build("kSlices", vectors=2),
     }
     cases: ClassVar = {**dict.fromkeys(builds, CASES), "two_shot_large": {name: CASES[name] for name in LARGE}}

@@ -121,12 +121,12 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t&
   const uint32_t eighths = phase >> kCodeBits;
   const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
-  WaitTrace trace(phase, index);
+  WaitTrace trace(phase);
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
     if (look(&seen)) return trace.came();
     if (has_given_up) return false;
-    trace.looked_in_vain(peer);
+    trace.looked_in_vain(peer, index);
     if (looks_up(spins)) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
@@ -145,9 +145,9 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t&
 // and what a peer is late with is not to be blamed on this PE.
 template <class Look>
 PO_FN bool await_own(const Team& team, const Look& look) {
-  WaitTrace trace(0, 0);
+  WaitTrace trace(0);
   for (uint32_t spins = 1; !look(); ++spins) {
-    trace.looked_in_vain(team.rank);
+    trace.looked_in_vain(team.rank, 0);
     if (looks_up(spins) && is_aborted(team)) return false;
     spin_pause(spins);
   }

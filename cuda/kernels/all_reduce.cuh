@@ -105,6 +105,7 @@ struct Kernel {
   static constexpr int kThreads = Traits::kThreads;
   static constexpr int kBlocksPerSm = Traits::kSharesSm ? 2 : 1;
   static_assert(sizeof(Plan) / sizeof(uint64_t) <= kThreads, "the plan comes with one load of each thread");
+  static_assert(Traits::kVectors <= 2, "what a warp takes together lies in equal distances");
 
   struct Begun {
     typename Block::Chunks held;  // of this warp's first block

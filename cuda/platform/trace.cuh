@@ -205,8 +205,8 @@ struct Traces {
   static PO_FN void send(int, uint64_t) {}
 
   struct Wait {
-    PO_FN Wait(uint32_t, uint64_t) {}
-    PO_FN void looked_in_vain(int) {}
+    PO_FN explicit Wait(uint32_t) {}
+    PO_FN void looked_in_vain(int, uint64_t) {}
     PO_FN bool came() { return true; }
   };
 
@@ -221,14 +221,16 @@ struct Traces<true> {
 
   class Wait {
    public:
-    PO_FN Wait(uint32_t phase, uint64_t index) : phase_(phase), index_(index) {}
+    PO_FN explicit Wait(uint32_t phase) : phase_(phase) {}
     PO_FN ~Wait() {
       if (begin_ != 0) trace_wait(phase_, peer_, index_, begin_, end_);
     }
 
-    PO_FN void looked_in_vain(int peer) {
+    // For what of which peer; the last look tells.
+    PO_FN void looked_in_vain(int peer, uint64_t index) {
       if (begin_ == 0) begin_ = trace_ticks();
       peer_ = peer;
+      index_ = index;
     }
 
     PO_FN bool came() {
@@ -240,8 +242,8 @@ struct Traces<true> {
     uint64_t begin_ = 0;
     uint64_t end_ = 0;
     int peer_ = 0;
+    uint64_t index_ = 0;
     const uint32_t phase_;
-    const uint64_t index_;
   };
 
   class Task {

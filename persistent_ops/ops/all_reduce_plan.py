@@ -278,6 +278,8 @@ class AllReducePlan(Plan):
         self._tuning: Tuning = key.tuning or OPERATOR.default_tuning
         if (self._tuning.threads or 32) % 32:
             raise ValueError(f"threads: expected a multiple of 32, got {self._tuning.threads}")
+        if (self._tuning.warp_blocks or 1) > max(_WARP_BLOCKS):
+            raise ValueError(f"warp_blocks: expected 1 or 2, got {self._tuning.warp_blocks}")
         self._areas = OPERATOR.state(world).areas
         self._element = key.dtype.itemsize
         self.algorithm = key.algorithm

@@ -302,7 +302,7 @@ class PacketReduce {
     bool is_whole = true;
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      const auto stride = static_cast<uint64_t>(blocks[kVectors - 1] - blocks[0]);  // 0 where there is one
+      const auto stride = static_cast<uint64_t>(blocks[kVectors - 1] - blocks[0]);  // if there is a second one
       BarePlaces<kVectors> from = {team_.heap + results_offset(blocks[0]) + chunk_offset(i),
                                    stride * kBlockBytes,
                                    nullptr,

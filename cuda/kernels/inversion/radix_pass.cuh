@@ -222,10 +222,10 @@ class RadixPass {
       }
       return false;
     };
-    WaitTrace trace(0, 0);
+    WaitTrace trace(0);
     for (uint32_t spins = 1; !look(); ++spins) {  // await_own, whose waits of all threads would fill a timeline
       if (wg_.rank() == 0) {
-        trace.looked_in_vain(team.rank);
+        trace.looked_in_vain(team.rank, 0);
       }
       if (looks_up(spins) && is_aborted(team)) return false;
       spin_pause(spins);
