@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = load_shim("slots_shim.cpp", Path(tmp_path_factory.mktemp("slots")))
-    library.blocks_of_worker.argtypes = [ctypes.c_int64] * 5 + [ctypes.c_void_p]
+    library.blocks_of_worker.argtypes = [ctypes.c_uint32] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
     library.owner.argtypes = [ctypes.c_uint64, ctypes.c_int64]
     return library
 

@@ -75,6 +75,7 @@ class _Server:
         environment: dict[str, str],
         folder: str,
         new_session: bool = False,
+        leaves_early: bool = False,
     ) -> int:
         """Start a program, and return the number of its process.
 
@@ -85,6 +86,7 @@ class _Server:
             environment: its variables.
             folder: its working directory.
             new_session: whether it leads a session.
+            leaves_early: whether it ends behind its exit handlers, without releasing its modules.
         """
         request = {
             "program": program,
@@ -93,6 +95,7 @@ class _Server:
             "environment": environment,
             "folder": folder,
             "new_session": new_session,
+            "leaves_early": leaves_early,
         }
         reader, writer = os.pipe()
         with _lock, open(reader, "rb") as report:
@@ -156,7 +159,7 @@ def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
         return int(_spawn(path, arguments, descriptors))
     program = arguments[arguments.index("-c") + 1]
     given = {int(number): int(number) for number in (0, 1, 2, *descriptors)}
-    return server.start(program, arguments[-1:], given, environment=environment, folder=os.getcwd())
+    return server.start(program, arguments[-1:], given, environment=environment, folder=os.getcwd(), leaves_early=True)
 
 
 def servers() -> set[int]:

@@ -2,11 +2,13 @@
 
 Called with the number of a socket, over which requests come: JSON, and the file descriptors that it speaks of. The
 process that is to run a program leaves the loop and comes to the end of this file, so that it begins with one thread
-and ends as an interpreter does, exit handlers and all.
+and ends as an interpreter does, exit handlers and all. A PE of multiprocessing's leaves out what comes behind them, as
+multiprocessing's own forks do: to release every module of torch takes longer than most PEs' programs.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import fcntl
 import gc
@@ -16,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 from typing import Any
@@ -84,5 +87,23 @@ def _become(request: dict[str, Any], descriptors: list[int], installed: list[str
     os.close(report)
 
 
-_program = _next_program(socket.socket(fileno=int(sys.argv[1])))["program"]
-exec(compile(_program, "<string>", "exec"), sys.modules["__main__"].__dict__)
+def _leave(code: int) -> None:
+    """End this process behind its threads, exit handlers and output, without releasing what it has."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+_request = _next_program(socket.socket(fileno=int(sys.argv[1])))
+_code = 0
+try:
+    exec(compile(_request["program"], "<string>", "exec"), sys.modules["__main__"].__dict__)
+except SystemExit as end:
+    if not isinstance(end.code, (int, type(None))):
+        raise
+    _code = end.code or 0
+if _request["leaves_early"]:
+    _leave(_code)
+sys.exit(_code)

@@ -47,12 +47,14 @@ struct Traits {
   using Entries = RowEntries<Index>;
 };
 
+inline constexpr int kNumPhases = 4;
+
 // Host-visible.
 struct Report {
   uint64_t state;  // the host clears it before a launch; set last
   int64_t num_rows;
-  int64_t num_shares;    // rows of all PEs together, those that several have counted for each
-  uint64_t phase_ns[4];  // when WG 0 began, knew all row sets, had the rows listed, was done
+  int64_t num_shares;             // rows of all PEs together, those that several have counted for each
+  uint64_t phase_ns[kNumPhases];  // when WG 0 began, knew all row sets, had the rows listed, was done
 };
 PO_DESCRIBE(Report, state, num_rows, num_shares, phase_ns)
 
@@ -93,6 +95,7 @@ struct Shared {
   UnionShared rows;
   typename RowExchange<Traits, Plan>::Shared exchange;
   uint64_t is_last;
+  uint64_t phase_ns[kNumPhases];  // of the report; what a thread releases would wait for a store to the host
 };
 
 // ---- input ----------------------------------------------------------------------------------------------------------
@@ -103,17 +106,21 @@ PO_CONSTANT(kBadCount)
 PO_CONSTANT(kTooManyRows)
 PO_CONSTANT(kNotAscending)
 
-// How many of the entries are valid. They are sorted, so rows out of range are the first or the last ones.
-template <class Traits>
-PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& call) {
-  const auto* rows = static_cast<const typename Traits::Index*>(call.rows);
-  const bool reports = wg.index() == 0 && wg.rank() == 0;
-  int64_t count = call.num_entries;
-  if (call.num_valid != nullptr) {
-    const int64_t given = *call.num_valid;
-    count = min_of(max_of<int64_t>(given, 0), call.num_entries);
-    if (reports && given != count) report_input_error(plan.team, kBadCount, 0, 0, given, call.num_entries);
+// How many of the entries are valid.
+PO_FN int64_t count_entries(const WorkGroup& wg, const Plan& plan, const Call& call) {
+  if (call.num_valid == nullptr) return call.num_entries;
+  const int64_t given = *call.num_valid;
+  const int64_t count = min_of(max_of<int64_t>(given, 0), call.num_entries);
+  if (wg.index() == 0 && wg.rank() == 0 && given != count) {
+    report_input_error(plan.team, kBadCount, 0, 0, given, call.num_entries);
   }
+  return count;
+}
+
+// Of valid entries. They are sorted, so rows out of range are the first or the last ones.
+template <class Traits>
+PO_FN void check_entries(const WorkGroup& wg, const Plan& plan, const Call& call, int64_t count) {
+  const auto* rows = static_cast<const typename Traits::Index*>(call.rows);
   // Nobody has sorted them: a wrong promise must not become a wrong sum.
   const auto stride = static_cast<int64_t>(wg.count()) * wg.size();
   for (int64_t entry = 1 + static_cast<int64_t>(wg.index()) * wg.size() + wg.rank();
@@ -122,14 +129,13 @@ PO_FN int64_t check_entries(const WorkGroup& wg, const Plan& plan, const Call& c
     if (row > static_cast<int64_t>(rows[entry - 1])) continue;
     report_input_error(plan.team, kNotAscending, 0, entry, row, static_cast<int64_t>(rows[entry - 1]));
   }
-  if (!reports || count == 0) return count;
+  if (wg.index() != 0 || wg.rank() != 0 || count == 0) return;
   for (const int64_t entry : {int64_t{0}, count - 1}) {
     const auto row = static_cast<int64_t>(rows[entry]);
     if (row >= 0 && row < plan.sets.num_rows) continue;
     report_input_error(plan.team, kBadRow, 0, call.order == nullptr ? entry : call.order[entry], row,
                        plan.sets.num_rows);
   }
-  return count;
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -150,14 +156,14 @@ struct Kernel {
     const Team& team = plan.team;
     for (int i = wg.rank(); i < kNumChecks; i += wg.size()) shared.rows.failed[i] = 0;
     begin_launch(shared.plan.team, wg);
-    mark(wg, plan, 0);
+    mark(wg, shared, 0);
     if (wg.index() == 0) grant_credit(team, wg, call.output_offset);
-    const int64_t num_entries = check_entries<Traits>(wg, plan, call);
-    exchange(wg, shared, call, num_entries);
-    mark(wg, plan, 3);
+    exchange(wg, shared, call, count_entries(wg, plan, call));
+    mark(wg, shared, 3);
     // @rows-quiet
     if (plan.all_reachable == 0) put_quiet(team);  // what was put from may be written again
     leave_launch(team, wg, &shared.is_last, call.output_offset, static_cast<uint64_t>(plan.capacity * plan.row_bytes));
+    if (wg.index() == 0 && wg.rank() == 0) tell_phases(shared);
   }
 
  private:
@@ -167,19 +173,23 @@ struct Kernel {
     const Team& team = plan.team;
     const auto* numbers = static_cast<const typename Traits::Index*>(call.rows);
     RowUnion<typename Traits::Index> rows(wg, shared.rows, team, plan.sets, numbers, num_entries);
-    // Behind a launch that was given up: its peers may not be in this one.
-    if (!rows.all_threads(kCheckAborted, wg.rank() != 0 || !is_aborted(team))) return;
+    rows.prepare();
     if (!rows.all_threads(kCheckCredits, find_outputs(wg, shared, call))) return;
     rows.tell(plan.splits_partials != 0 ? plan.low_offset : 0);
+    check_entries<Traits>(wg, plan, call, num_entries);  // while the peers' sets are on their way
     if (!rows.count() || !rows.place()) return;
-    mark(wg, plan, 1);
-    if (wg.index() == 0 && wg.rank() == 0) tell_host(plan, call, rows.num_union(), rows.num_shares());
-    if (rows.num_union() > plan.capacity) return;  // on every PE
+    mark(wg, shared, 1);
     int64_t* listed = call.rows_out;
     if (listed == nullptr) listed = reinterpret_cast<int64_t*>(team.heap + call.output_offset + values_bytes(plan));
     if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);  // @hot-clear
-    if (!rows.list(listed)) return;
-    mark(wg, plan, 2);
+    const bool has_room = rows.num_union() <= plan.capacity;  // on every PE, or on none
+    if (has_room) rows.list(listed);
+    if (!rows.meet(kMeetListed)) return;
+    mark(wg, shared, 2);
+    // A thread of the warp with the fewest rows: to release something to the host takes long.
+    const bool tells_host = wg.index() == wg.count() - 1 && wg.rank() == wg.size() - 1;
+    if (tells_host) tell_host(plan, call, rows.num_union(), rows.num_shares());
+    if (!has_room) return;
     const typename Traits::Entries entries{numbers, call.order, call.values, num_entries};
     const int64_t hot_entries = Hot::least_entries(plan, entries);
     if (hot_entries != Hot::kNever) {
@@ -200,7 +210,8 @@ struct Kernel {
   // Waits for every peer's credit and notes where its result is.
   static PO_FN bool find_outputs(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Team& team = shared.plan.team;
-    bool is_granted = true;
+    // Behind a launch that was given up: its peers may not be in this one.
+    bool is_granted = wg.rank() != wg.size() - 1 || !is_aborted(team);
     for (int pe = wg.rank(); pe < team.size; pe += wg.size()) {
       if (pe != team.rank && !await_credit(team, pe)) is_granted = false;  // @rows-credit
       const uint64_t offset = pe == team.rank ? call.output_offset : granted_output(team, pe);
@@ -221,9 +232,16 @@ struct Kernel {
     flag_store_release_sys(&plan.report->state, 1);
   }
 
-  static PO_FN void mark(const WorkGroup& wg, const Plan& plan, int phase) {
-    if (wg.index() != 0 || wg.rank() != 0 || plan.report == nullptr) return;
-    plan.report->phase_ns[phase] = clock_ns();
+  // A phase of WG 0 begins, and, where the launch is given up in it, so do those behind it.
+  static PO_FN void mark(const WorkGroup& wg, Shared& shared, int phase) {
+    if (wg.index() != 0 || wg.rank() != 0) return;
+    const uint64_t now = clock_ns();
+    for (int i = phase; i < kNumPhases; ++i) shared.phase_ns[i] = now;
+  }
+
+  static PO_FN void tell_phases(const Shared& shared) {
+    if (shared.plan.report == nullptr) return;
+    for (int i = 0; i < kNumPhases; ++i) shared.plan.report->phase_ns[i] = shared.phase_ns[i];
   }
 };
 

@@ -245,6 +245,26 @@ PO_FN void flag_store_release_sys(uint64_t* flag, uint64_t value) {
 #endif
 }
 
+// Between WGs of one PE: what a thread has acquired from other PEs is released with what it has written, and what it has
+// stored to the host or to them is not waited for.
+PO_FN uint64_t flag_load_acquire_gpu(const uint64_t* flag) {
+#if PO_ON_DEVICE
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return flag_load_acquire_sys(flag);
+#endif
+}
+
+PO_FN void flag_store_release_gpu(uint64_t* flag, uint64_t value) {
+#if PO_ON_DEVICE
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+#else
+  flag_store_release_sys(flag, value);
+#endif
+}
+
 PO_FN void flag_store_relaxed_sys(uint64_t* flag, uint64_t value) {
 #if PO_ON_DEVICE
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");

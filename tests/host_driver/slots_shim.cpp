@@ -3,7 +3,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void blocks_of_worker(int64_t worker, int64_t num_workers, int64_t num_slots, int64_t num_shares,
+EXPORT void blocks_of_worker(uint32_t worker, uint32_t num_workers, uint32_t num_slots, int64_t num_shares,
                              int64_t row_bytes, int64_t* found) {
   const auto blocks = po::SlotBlocks::of_worker(worker, num_workers, num_slots, num_shares, row_bytes);
   found[0] = blocks.first;

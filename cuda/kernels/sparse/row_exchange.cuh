@@ -39,8 +39,9 @@ class RowExchange {
         num_union_(num_union),
         windows_(shared.windows[wg.warp_index()]),
         number_(wg.warp_index() * wg.count() + wg.index()),
-        blocks_(SlotBlocks::of_worker(number_, static_cast<int64_t>(wg.count()) * wg.num_warps(), num_union, num_shares,
-                                      plan.row_bytes)) {}
+        blocks_(SlotBlocks::of_worker(static_cast<uint32_t>(number_),
+                                      static_cast<uint32_t>(wg.count() * wg.num_warps()),
+                                      static_cast<uint32_t>(num_union), num_shares, plan.row_bytes)) {}
 
   // A block behind: what peers have left of it, they have left by then.
   PO_FN bool run() {
@@ -107,11 +108,12 @@ class RowExchange {
 
   PO_FN Slot slot_of(int64_t number) const {
     const int64_t row = rows_of_slots_[number];
-    const RowPlace place = find_row(team_, plan_.sets, entries_.rows, entries_.count, row);
-    Slot slot{place.contributors, place.first_entry, 0};
-    if (slot.is_of(team_.rank)) {
-      const int64_t end = lower_bound_near(entries_.rows, slot.first_entry + 1, entries_.count, row + 1);
-      slot.num_entries = end - slot.first_entry;
+    const RowPlace place = find_row(team_, plan_.sets, row);
+    Slot slot{place.contributors, min_of(place.first_entry, entries_.count - 1), 1};  // where this PE has it
+    if (entries_.order != nullptr && slot.is_of(team_.rank)) {                        // else each row has one entry
+      slot.first_entry = lower_bound_near(entries_.rows, slot.first_entry, entries_.count, row);
+      slot.num_entries =
+          lower_bound_near(entries_.rows, slot.first_entry + 1, entries_.count, row + 1) - slot.first_entry;
     }
     return slot;
   }

@@ -32,7 +32,7 @@ struct RowSets {
 };
 PO_DESCRIBE(RowSets, num_rows, num_words, planes_offset, headers_offset, first_entry, totals, met)
 
-enum Check { kCheckAborted, kCheckCredits, kCheckSets, kCheckTotals, kCheckMet, kNumChecks = kCheckMet + 3 };
+enum Check { kCheckCredits, kCheckSets, kCheckTotals, kCheckMet, kNumChecks = kCheckMet + 3 };
 enum Meeting { kMeetListed, kMeetFound, kMeetSummed, kNumMeetings };
 PO_CONSTANT(kNumMeetings)
 static_assert(static_cast<int>(kNumChecks) - static_cast<int>(kCheckMet) == static_cast<int>(kNumMeetings),
@@ -53,15 +53,25 @@ class RowUnion {
   PO_FN RowUnion(const WorkGroup& wg, UnionShared& shared, const Team& team, const RowSets& sets, const Index* rows,
                  int64_t num_entries)
       : wg_(wg), shared_(shared), team_(team), sets_(sets), rows_(rows), num_entries_(num_entries) {
-    first_word_ = sets.num_words * wg.index() / wg.count();
-    last_word_ = sets.num_words * (wg.index() + 1) / wg.count();
+    const auto num_words = static_cast<uint32_t>(sets.num_words);  // of 2^31 rows
+    const auto num_wgs = static_cast<uint32_t>(wg.count());
+    const auto index = static_cast<uint32_t>(wg.index());
+    const uint32_t share = num_words / num_wgs;
+    const uint32_t longer = num_words - share * num_wgs;  // WGs that have a word more
+    first_word_ = int64_t{index} * share + min_of(index, longer);
+    last_word_ = first_word_ + share + (index < longer ? 1 : 0);
+  }
+
+  // What can be done before the receivers have granted credit.
+  PO_FN void prepare() {
+    if (first_word_ < last_word_) assemble(first_word_, chunk_from(first_word_));
   }
 
   // Sets this PE's bits in all PEs' planes. Every receiver has granted credit. `header`: what WG 0 tells all.
   PO_FN void tell(uint64_t header) {
     for (int64_t first = first_word_; first < last_word_; first += kChunkWords) {
-      const auto count = static_cast<int>(min_of<int64_t>(kChunkWords, last_word_ - first));
-      assemble(first, count);
+      const int count = chunk_from(first);
+      if (first != first_word_) assemble(first, count);
       send(first, count);
     }
     if (wg_.index() == 0) send_header(header);
@@ -87,8 +97,14 @@ class RowUnion {
     uint64_t rows = 0;
     uint64_t shares = 0;
     for (int64_t word = first_word_ + wg_.rank(); word < last_word_; word += wg_.size()) {
-      rows += static_cast<uint64_t>(count_bits(union_word(word)));
-      for (int pe = 0; pe < team_.size; ++pe) shares += static_cast<uint64_t>(count_bits(plane_word(pe, word)));
+      uint64_t bits = 0;
+      for (int pe = 0; pe < team_.size; ++pe) {
+        const uint64_t own = plane_word(pe, word);
+        bits |= own;
+        shares += static_cast<uint64_t>(count_bits(own));
+      }
+      rows += static_cast<uint64_t>(count_bits(bits));
+      if (word == first_word_ + wg_.rank()) first_bits_ = bits;
     }
     uint64_t total_rows;
     uint64_t total_shares;
@@ -135,12 +151,13 @@ class RowUnion {
   PO_FN int64_t num_union() const { return num_union_; }
   PO_FN int64_t num_shares() const { return num_shares_; }  // rows of all PEs together
 
-  // Lists the rows of this WG's range and waits until all are listed. False: gave up.
-  PO_FN bool list(int64_t* listed_rows) {
+  // Lists the rows of this WG's range.
+  PO_FN void list(int64_t* listed_rows) {
     int64_t slot = first_slot_;
     for (int64_t first = first_word_; first < last_word_; first += wg_.size()) {
       const int64_t word = first + wg_.rank();
-      uint64_t bits = word < last_word_ ? union_word(word) : 0;
+      uint64_t bits = first == first_word_ ? first_bits_ : 0;
+      if (first != first_word_ && word < last_word_) bits = union_word(word);
       uint64_t count;
       int64_t* place =
           listed_rows + slot +
@@ -148,25 +165,23 @@ class RowUnion {
       for (; bits != 0; bits &= bits - 1) *place++ = word * kRowsPerWord + lowest_bit(bits);
       slot += static_cast<int64_t>(count);
     }
-    return meet(kMeetListed);
   }
 
   // Waits for all WGs of this PE, each of which sees then what all have written, and what they have seen of peers. False:
   // gave up.
   PO_FN bool meet(Meeting meeting) const {
-    uint64_t* flags = sets_.met + meeting * wg_.count();
+    uint64_t* flags = sets_.met + static_cast<int>(meeting) * wg_.count();
     // @meet-sync
     wg_.sync();  // what all threads have written and seen is before the flag
-    if (wg_.rank() == 0) flag_store_release_sys(flags + wg_.index(), launch_flag(team_));
+    if (wg_.rank() == 0) flag_store_release_gpu(flags + wg_.index(), launch_flag(team_));
     bool is_there = true;
     for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
       is_there =
           // @meet-await
-          await_own(team_, [&] { return epoch_of(flag_load_acquire_sys(flags + other)) >= team_.epoch; }) && is_there;
+          await_own(team_, [&] { return epoch_of(flag_load_acquire_gpu(flags + other)) >= team_.epoch; }) && is_there;
     }
     return all_threads(static_cast<Check>(static_cast<int>(kCheckMet) + static_cast<int>(meeting)), is_there);
   }
-
   // Whether all threads of the WG pass `is_good`.
   PO_FN bool all_threads(Check check, bool is_good) const {
     if (!is_good) flag_store_relaxed_wg(&shared_.failed[check], 1);
@@ -175,6 +190,11 @@ class RowUnion {
   }
 
  private:
+  // How many words of this WG's range are assembled at a time, from `first` on.
+  PO_FN int chunk_from(int64_t first) const {
+    return static_cast<int>(min_of<int64_t>(kChunkWords, last_word_ - first));
+  }
+
   PO_FN uint64_t word_offset(int pe, int64_t word) const {
     return sets_.planes_offset + static_cast<uint64_t>(pe * sets_.num_words + word) * sizeof(uint64_t);
   }
@@ -257,32 +277,28 @@ class RowUnion {
   int64_t num_union_ = 0;
   int64_t num_shares_ = 0;
   int64_t first_slot_ = 0;
+  uint64_t first_bits_ = 0;  // of the union, in the first word that this thread counts
 };
 
 // What the planes say about one row.
 struct RowPlace {
   uint64_t contributors;  // a bit per PE
-  int64_t first_entry;    // of this PE, where it is one of them
+  int64_t first_entry;    // of this PE, where it is one of them: this one, if no row below it in its word has several
 };
 
-template <class Index>
-PO_FN RowPlace find_row(const Team& team, const RowSets& sets, const Index* rows, int64_t num_entries, int64_t row) {
+PO_FN RowPlace find_row(const Team& team, const RowSets& sets, int64_t row) {
   const int64_t word = row / kRowsPerWord;
   const auto bit = static_cast<int>(row % kRowsPerWord);
   const uint64_t* plane = local_word(team, sets.planes_offset) + word;
-  RowPlace place{0, 0};
+  const int64_t first_of_word = sets.first_entry[word];  // read before it is known whether it says anything
+  uint64_t contributors = 0;
   uint64_t own = 0;
   for (int pe = 0; pe < team.size; ++pe) {
     const uint64_t bits = plane[pe * sets.num_words];
     if (pe == team.rank) own = bits;
-    place.contributors |= (bits >> bit & 1) << pe;
+    contributors |= (bits >> bit & 1) << pe;
   }
-  if (place.contributors >> team.rank & 1) {
-    // Each row of this PE below it in the word has an entry or more.
-    const int64_t from = sets.first_entry[word] + count_bits(own & bits_below(bit));
-    place.first_entry = min_of(lower_bound_near(rows, from, num_entries, row), num_entries - 1);
-  }
-  return place;
+  return {contributors, first_of_word + count_bits(own & bits_below(bit))};
 }
 
 }  // namespace po
