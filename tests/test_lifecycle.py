@@ -127,6 +127,32 @@ def test_a_forked_child_has_no_world_and_ends(size: int, transport: str) -> None
         assert told["parent"] == "finalized"
 
 
+# --- a world that is left open ---
+
+LEFT_OPEN = """
+import torch
+import persistent_ops as po
+
+po.init("host", timeout=20.0, heap_size=16 << 20)
+rank = po.rank()
+rows = torch.sparse_coo_tensor([[rank, 5]], torch.ones(2, 3), (9, 3), check_invariants=True).coalesce()
+kept = [
+    po.all_reduce(torch.ones(4)),
+    po.gemv_all_reduce(torch.ones(4, 4), torch.ones(4)),
+    po.sparse_all_reduce(rows),
+    po.sparse_all_reduce(rows, async_op=True),
+    po.embedding_all_to_all([torch.ones(8, 4)], torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 4])),
+]
+print(float(kept[0].sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_exit_is_clean_where_a_world_and_its_results_are_left(size: int) -> None:
+    """Behind `atexit` the interpreter releases them, in any order, and torch with them."""
+    assert run_pes(LEFT_OPEN, size) == [(0, f"{4.0 * size}\n", "")] * size
+
+
 # --- an init that fails ---
 
 FAILS = """

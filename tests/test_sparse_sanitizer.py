@@ -19,6 +19,8 @@ CASES = {
     "four_share_none": "--pes=4 --overlap=0",
     "capacity_too_small": "--pes=2 --capacity=100",
     "one_has_none": "--pes=3 --empty-pe=1",
+    "coalesced": "--pes=3 --threads=2 --repeats=1",
+    "coalesced_staged": "--pes=2 --repeats=1 --staged=1 --delay-us=100",
     "many_occurrences": "--pes=2 --repeats=9 --wgs=3",
     "many_occurrences_of_shared_rows": "--pes=3 --repeats=9 --threads=2 --overlap=8 --columns=72",
     "many_occurrences_staged": "--pes=2 --repeats=9 --staged=1 --delay-us=100",
@@ -28,7 +30,7 @@ CASES = {
     "staged_late": "--pes=3 --threads=2 --staged=1 --delay-us=100 --slow-pe=0",
     "staged_epoch_passes_2^32": "--pes=2 --staged=1 --delay-us=100 --first-epoch=4294967293",
 }
-FOR_OTHER_BUILDS = {name: CASES[name] for name in ("three", "many_occurrences", "staged_late")}
+FOR_OTHER_BUILDS = {name: CASES[name] for name in ("three", "coalesced", "many_occurrences", "staged_late")}
 
 PLAIN = "--pes=3 --threads=2 --epochs=12"
 ONE_WG = "--pes=2 --wgs=1 --threads=4 --epochs=12"

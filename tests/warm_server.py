@@ -91,9 +91,10 @@ def _leave(code: int) -> None:
     """End this process behind its threads, exit handlers and output, without releasing what it has."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 _request = _next_program(socket.socket(fileno=int(sys.argv[1])))

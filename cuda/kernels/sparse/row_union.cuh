@@ -182,6 +182,7 @@ class RowUnion {
     }
     return all_threads(static_cast<Check>(static_cast<int>(kCheckMet) + static_cast<int>(meeting)), is_there);
   }
+
   // Whether all threads of the WG pass `is_good`.
   PO_FN bool all_threads(Check check, bool is_good) const {
     if (!is_good) flag_store_relaxed_wg(&shared_.failed[check], 1);
@@ -227,7 +228,7 @@ class RowUnion {
       const int64_t before = entry > shared_.first_entry ? static_cast<int64_t>(rows_[entry - 1]) : -1;
       if (row == before) continue;
       const int64_t word = row / kRowsPerWord;
-      if (row < first_row || row >= end_row) continue;  // not sorted, which has been reported
+      if (row < first_row || row >= end_row) continue;  // not sorted, which is reported
       atomic_or_relaxed_wg(&shared_.words[word - first], 1ull << row % kRowsPerWord);
       if (before < 0 || before / kRowsPerWord != word) sets_.first_entry[word] = static_cast<uint32_t>(entry);
     }
