@@ -42,11 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         import rehearsal
 
         rehearsal.register(config)
-    if config.getoption("--backend") == "cuda":
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else torch may start CUDA at its import
-        if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):
-            os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
-    warm_python.fork_launches()
+    if config.getoption("--backend") != "cuda":
+        # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
+        warm_python.fork_launches()
+    elif (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
 
 
 def _is_rehearsal(config: pytest.Config) -> bool:
