@@ -20,7 +20,7 @@ import harness.experiment
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import figure
-from harness.record import select, unique
+from harness.record import pes_text, select, unique
 from harness.report import method_tables
 from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
 from harness.tuning import tuned
@@ -278,7 +278,7 @@ class AllReduce(Experiment[str]):
                     if _norms(method) == norms:
                         style, label = "-" if is_own(method) else "--", rows[0]["label"]
                         axes.plot([row["bytes"] for row in rows], [row["us"] for row in rows], style, label=label)
-                title = f"{times[0]['pes']} PEs, bf16"
+                title = f"{pes_text(times[0]['pes'])}, bf16"
                 axes.set(xscale="log", yscale="log", xlabel="bytes of x", ylabel="us", title=title)
                 if axes.lines:
                     axes.legend(fontsize=7)

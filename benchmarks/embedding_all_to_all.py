@@ -28,7 +28,7 @@ from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import draw_bars, figure, legend
 from harness.pes import gather
-from harness.record import select, unique, us_text
+from harness.record import pes_text, select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
 from harness.timing import Subject, time_aligned
 from harness.tuning import refusal, tuned
@@ -217,7 +217,7 @@ class EmbeddingAllToAll(Experiment[_Case]):
     def tables(cls, lines: Sequence[_Line]) -> Iterable[Any]:
         for line in select(lines, "host_cost"):
             costs = ", ".join(f"{name}: {us:.1f}" for name, us in line["us_per_call"].items())
-            yield f"host time of a plain call, {line['pes']} PEs (us): {costs}"
+            yield f"host time of a plain call, {pes_text(line['pes'])} (us): {costs}"
         if select(lines, "skew"):
             yield _schedule_table(lines)
         pes = max(unique(select(lines, "run"), "pes"))
@@ -255,7 +255,7 @@ def _time_table(lines: Sequence[_Line], distribution: str, pes: int) -> Any:
             )
         blocks.append(([config, f"{us_text(rows[0]['limit_us'])} us {rows[0]['limit_by']}"], cells))
     return case_table(
-        f"{distribution} indices, {pes} PEs: time per call, sent per PE, and the limit of this run's ceilings"
+        f"{distribution} indices, {pes_text(pes)}: time per call, sent per PE, and the limit of this run's ceilings"
         + (" and of those measured on 8x H200" if is_gpu else ""),
         ("config", "method"),
         ("us", "p95", "MB sent", "x limit", *(("x H200's",) if is_gpu else ()), "x best\nunfused"),
@@ -303,7 +303,7 @@ def _draw_times(axes: Any, groups: Mapping[tuple[str, str, int], dict[str, _Line
     for place, base in enumerate(bases):
         axes.hlines(base["limit_us"] / base["us"], place - 0.4, place + 0.4, "black", "dotted")
     axes.set_ylabel("time / unfused with the same kernel")
-    axes.set_title(f"Fused and unfused on {pes} PEs (dotted: limit of the hardware)")
+    axes.set_title(f"Fused and unfused on {pes_text(pes)} (dotted: limit of the hardware)")
     legend(axes)
 
 
@@ -319,7 +319,7 @@ def _draw_schedules(axes: Any, groups: Mapping[tuple[str, str, int], dict[str, _
                 height = series[label][place] = rows[name]["us"] / base
                 whiskers[label][0].append(max(0.0, height - min(by_pe)))
                 whiskers[label][1].append(max(0.0, max(by_pe) - height))
-    places = [f"{config}\n{distribution}, {pes} PEs" for config, distribution, pes in groups]
+    places = [f"{config}\n{distribution}, {pes_text(pes)}" for config, distribution, pes in groups]
     draw_bars(axes, places, series, width=0.8, errors=whiskers, rotation=0 if len(groups) < 13 else 90)
     axes.set_ylabel("time / oblivious order")
     axes.set_title("Order of the tasks; whiskers: the fastest and the slowest PE of a launch that all begin together")

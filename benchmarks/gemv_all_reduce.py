@@ -23,7 +23,7 @@ from harness.check import replay_differs
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import draw_bars, figure, legend
-from harness.record import select, unique, us_text
+from harness.record import pes_text, select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
 from harness.symmetric_memory import symmetric_buffer
 from harness.timing import Subject
@@ -240,7 +240,7 @@ class GemvAllReduce(Experiment[str]):
                     continue
                 pes, methods = (worlds[-1], ("fused", "prefetch", *UNFUSED)) if kind == "fused" else (1, ALONE)
                 _draw_times(axes, select(times, "time", pes=pes), methods)
-                place = f"{pes} PEs" if kind == "fused" else "one PE, nothing to exchange"
+                place = pes_text(pes) if kind == "fused" else "one PE, nothing to exchange"
                 axes.set_title(f"GEMV + AllReduce, bf16, {place} (dotted: time to read the weight)")
 
 
@@ -267,7 +267,7 @@ def _time_table(lines: Sequence[_Line], pes: int) -> Any:
         blocks.append(([name, f"limit {us_text(rows[0]['limit_us'])}"], cells))
     products = [PRODUCTS[line["chosen"]] for line in select(lines, "product", pes=pes) if line["us"]]
     return case_table(
-        f"{pes} PEs" if pes > 1 else "1 PE: nothing to exchange",
+        pes_text(pes) if pes > 1 else "1 PE: nothing to exchange",
         ("M x K per PE", "method"),
         ("us", "p95", "% of\nlimit", "x best\nunfused" if pes > 1 else "x cuBLAS", "single:\nmedian", "p99"),
         blocks,
@@ -305,7 +305,7 @@ def _draw_worlds(axes: Any, lines: Sequence[_Line], worlds: Sequence[int]) -> No
             rows = select(lines, "time", pes=pes, shape_name=name)
             base, own = _base(rows), fastest(rows, FUSED)
             if base and own:
-                series.setdefault(f"{pes} PEs", {})[place] = base["us"] / own["us"]
+                series.setdefault(pes_text(pes), {})[place] = base["us"] / own["us"]
     draw_bars(axes, names, series, fontsize=8)
     axes.axhline(1.0, color="black", linestyle="dotted")
     axes.set_ylabel("best unfused / best fused")

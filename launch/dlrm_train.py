@@ -35,7 +35,7 @@ from dlrm.summary import print_summary, problems
 from dlrm.training import History
 from dlrm.workload import run_pe
 from early_checks import check_arguments
-from harness.record import append_line, what_ran
+from harness.record import append_line, pes_text, what_ran
 
 import persistent_ops as po
 from persistent_ops.runtime import launchers
@@ -93,7 +93,7 @@ def _tell(options: Options, report: dict[str, Any]) -> None:
     """Draw and print what the training gave."""
     if "losses" in report:
         history = History(report["losses"], report["evaluations"])
-        title = f"DLRM, {options.model}, {report['source']}, {report['pes']} PEs on {report['backend']}"
+        title = f"DLRM, {options.model}, {report['source']}, {pes_text(report['pes'])} on {report['backend']}"
         draw_if_possible(history, options.folder / "curves.png", title=title, best_auc=report["best_auc"])
     print_summary(report, Console())
 

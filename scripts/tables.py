@@ -36,7 +36,7 @@ import gemv.methods  # noqa: E402
 import row_parallel_linear  # noqa: E402
 import sparse.methods  # noqa: E402
 from embedding_step.methods import PHASES  # noqa: E402
-from harness.record import select, unique, us_text  # noqa: E402
+from harness.record import pes_text, select, unique, us_text  # noqa: E402
 from run_records import (  # noqa: E402
     OWN_TABLES,
     REPOSITORY,
@@ -163,8 +163,7 @@ def _backward_tables(run: Run) -> list[str]:
                     what = f"`{config}`, {optimizer}" + ("" if distribution == "uniform" else f", {distribution}")
                     rows.append([what, _us(own), us_text(limit), _times(own["us"], limit), *times, ahead])
         labels = [embedding_backward.LABELS[name].format(collective="NCCL") for name in methods]
-        plural = "PE" if run.pes == 1 else "PEs"
-        head = [f"us, {run.pes} {plural}", labels[0], "limit", "x limit", *labels[1:], "x best peer"]
+        head = [f"us, {pes_text(run.pes)}", labels[0], "limit", "x limit", *labels[1:], "x best peer"]
         if rows:
             tables.append(_table(head, rows))
     return tables
@@ -181,7 +180,7 @@ def _dlrm_embedding_tables(run: Run) -> list[str]:
         times = [_us(by_method.get(name)) for name in methods]
         rows.append([f"`{case}`", *times, us_text(limit), _times(own, limit), _times(_fastest(by_method, peers), own)])
     labels = {name: text.format(collective="NCCL") for name, text in dlrm_embedding.LABELS.items()}
-    head = [f"us, {run.pes} PEs", *[labels[name] for name in methods], "limit", "x limit", "x best peer"]
+    head = [f"us, {pes_text(run.pes)}", *[labels[name] for name in methods], "limit", "x limit", "x best peer"]
     found = [_table(head, rows)]
     phases = [
         [
@@ -191,7 +190,7 @@ def _dlrm_embedding_tables(run: Run) -> list[str]:
         ]
         for line in select(run.lines, "phases")
     ]
-    return [*found, _table([f"us of the phases, {run.pes} PEs", "", *PHASES], phases)] if phases else found
+    return [*found, _table([f"us of the phases, {pes_text(run.pes)}", "", *PHASES], phases)] if phases else found
 
 
 def _dlrm_train_tables(run: Run) -> list[str]:
@@ -206,7 +205,7 @@ def _dlrm_train_tables(run: Run) -> list[str]:
         rows.append(
             [name, f"{1e3 * seconds:.2f}", f"{seconds / own:.2f}", f"{losses[0]:.6f}", f"{losses[-1]:.6f}", far]
         )
-    head = [f"tables by, {run.pes} PEs", "ms per step", "x time", "first loss", "last loss", "largest difference"]
+    head = [f"tables by, {pes_text(run.pes)}", "ms per step", "x time", "first loss", "last loss", "largest difference"]
     what = f"Model {most}, {options['optimizer']}, dense part in {options['precision']}."
     return [_table(head, rows), what, *[f"{line}." for line in compared["left_out"]]]
 
@@ -233,7 +232,7 @@ def _gemv_tables(run: Run) -> list[str]:
             ]
         )
     against = "x best unfused" if run.pes > 1 else "x cuBLAS"
-    head = [f"us, {run.pes} PE{'s' if run.pes > 1 else ''}", *[labels[name] for name in ours], "weight", "x weight"]
+    head = [f"us, {pes_text(run.pes)}", *[labels[name] for name in ours], "weight", "x weight"]
     return [_table([*head, *[labels[name] for name in peers], against, f"{against}, prefetch"], rows)]
 
 
@@ -250,7 +249,7 @@ def _row_parallel_tables(run: Run) -> list[str]:
         times = [_us(by_method.get(name)) for name in methods]
         rows.append([f"`{shape}`", *times, us_text(limit), _times(best, own["us"] if own else None)])
     labels = [row_parallel_linear.LABELS[name].format(collective="NCCL", product="cuBLAS") for name in methods]
-    return [_table([f"us, {run.pes} PEs", *labels, "limit", "x best peer"], rows)]
+    return [_table([f"us, {pes_text(run.pes)}", *labels, "limit", "x best peer"], rows)]
 
 
 def _sums_table(run: Run, *, norms: bool) -> str:
@@ -271,7 +270,7 @@ def _sums_table(run: Run, *, norms: bool) -> str:
         )
     labels = [all_reduce.LABELS[name].format(collective="NCCL") for name in peers]
     what = "us, sum + residual + RMS norm" if norms else "us, sum"
-    return _table([f"{what}, {run.pes} PEs", *all_reduce.ALGORITHMS, "limit", *labels, "x best peer, auto"], rows)
+    return _table([f"{what}, {pes_text(run.pes)}", *all_reduce.ALGORITHMS, "limit", *labels, "x best peer, auto"], rows)
 
 
 def _sparse_tables(run: Run) -> list[str]:
@@ -295,7 +294,7 @@ def _sparse_tables(run: Run) -> list[str]:
             ]
         )
     if rows:
-        head = [f"us, {run.pes} PEs", "operator", "into, in a graph", "host time of the operator, without its wait"]
+        head = [f"us, {pes_text(run.pes)}", "operator", "into, in a graph", "host time of the operator, without its wait"]
         head += ["limit", "unicast", "x unicast"]
         tables.append(_table([*head, *_PEERS_SPARSE, "x best peer"], rows))
     for sweep, name in (("sparsity", "rows on each PE"), ("overlap", "rows that all PEs share")):
@@ -323,14 +322,14 @@ def _decode_tables(run: Run) -> list[str]:
     best = min((seconds for label, seconds in steps.items() if not label.startswith("fused")), default=None)
     model = f"{run.about['model']['name']}, {run.about['layers']} layers"
     row = [model, *per_layer, _times(best, steps.get("fused"))]
-    return [_table([f"us per layer, {run.pes} PEs", *steps, "x best unfused, whole step"], [row])]
+    return [_table([f"us per layer, {pes_text(run.pes)}", *steps, "x best unfused, whole step"], [row])]
 
 
 def _train_tables(run: Run) -> list[str]:
     passes = {name: 1e3 * seconds for name, seconds in run.about["passes"].items()}
     cells = [1e3 * run.about["seconds"] / run.about["timed_steps"], passes["hook"], passes["none"]]
     row = [f"{run.about['options']['batch']} words", *[f"{ms:.2f}" for ms in cells]]
-    head = [f"ms, {run.pes} PEs", "step", "forward and backward pass, with the hook", "without an exchange"]
+    head = [f"ms, {pes_text(run.pes)}", "step", "forward and backward pass, with the hook", "without an exchange"]
     return [_table([*head, "all PEs' tables have the same bits"], [[*row, "yes" if run.about["same_bits"] else "no"]])]
 
 

@@ -705,7 +705,7 @@ def test_the_backends_choice_is_logged(caplog: pytest.LogCaptureFixture, monkeyp
 
     with caplog.at_level("INFO", "persistent_ops"):
         po.init("auto", heap_size=4 * MB)
-    assert "1 PEs on backend 'host'" in caplog.text
+    assert "1 PE on backend 'host'" in caplog.text
     po.finalize()
 
 

@@ -133,7 +133,7 @@ def test_an_error_still_prints_what_was_measured(
     assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
     printed = capsys.readouterr()
     assert "no skew today" in printed.err
-    assert "uniform indices, 1 PEs" in printed.out
+    assert "uniform indices, 1 PE:" in printed.out
 
 
 def test_tuning_sorts_and_reports_what_does_not_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

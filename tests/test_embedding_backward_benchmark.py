@@ -121,7 +121,7 @@ def test_without_fbgemm_its_methods_are_left_out(
     assert [line["method"] for line in lines_of(tmp_path, "time")] == ["fused"]
     (line,) = lines_of(tmp_path, "left_out")
     assert line["what"] == "FBGEMM" and "fbgemm_gpu" in line["problem"]
-    assert "left out, 1 PEs: FBGEMM" in capsys.readouterr().out
+    assert "left out, 1 PE: FBGEMM" in capsys.readouterr().out
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------

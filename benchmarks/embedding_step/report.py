@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.figures import draw_bars, figure, legend
-from harness.record import select, unique, us_text
+from harness.record import pes_text, select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
 
 from .methods import PHASES
@@ -27,12 +27,12 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
     for line in select(lines, "library"):
         yield f"{line['name']} {line['version']}"
     for line in select(lines, "placement"):
-        yield f"placement, {line['pes']} PEs, {line['tables_of']}: {line['text']}"
+        yield f"placement, {pes_text(line['pes'])}, {line['tables_of']}: {line['text']}"
     for pes in unique(select(lines, "time"), "pes"):
         cases = timed_by_case(lines, pes)
         yield case_table(
-            f"{pes} PEs: time per step, least bytes of HBM and NVLink of the PE with the most, and the bound at this "
-            "run's ceilings",
+            f"{pes_text(pes)}: time per step, least bytes of HBM and NVLink of the PE with the most, and the bound at "
+            "this run's ceilings",
             ("case", "method"),
             ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", "x best\npeer"),
             [(_heads(case, rows), [_cells(row, rows, peers) for row in rows.values()]) for case, rows in cases.items()],
@@ -45,7 +45,7 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
         ]
         if blocks:
             yield case_table(
-                f"{pes} PEs: us of the phases of eager steps, one behind the other",
+                f"{pes_text(pes)}: us of the phases of eager steps, one behind the other",
                 ("case", "method"),
                 PHASES,
                 blocks,

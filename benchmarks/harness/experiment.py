@@ -28,7 +28,7 @@ from persistent_ops.runtime.world import World
 from .ceilings import H200, Ceilings, measure_ceilings
 from .check import everyones
 from .pes import agree, gather
-from .record import Recorder, describe_run, progress
+from .record import Recorder, describe_run, pes_text, progress
 from .timing import Subject, quantile, time_interleaved, time_replays
 from .tracing import timeline_of, timeline_path, tracing_cost, write_timeline
 from .trial import LeftOut, Trial
@@ -231,7 +231,7 @@ class Experiment(ABC, Generic[_Case]):
             options=dataclasses.asdict(options),
             **describe_run(world.rank, command=options.command, backend=self.backend, device=self.device),
         )
-        self.progress(f"{world.size} PEs on {self.backend}: {self.preparing}")
+        self.progress(f"{pes_text(world.size)} on {self.backend}: {self.preparing}")
         self.set_up()
         passed = True
         if options.tune:

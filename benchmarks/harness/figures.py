@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .record import select
+from .record import pes_text, select
 
 __all__ = ["draw_bars", "draw_sweep", "figure", "legend", "pyplot", "why_none"]
 
@@ -42,7 +42,7 @@ def draw_sweep(lines: Sequence[dict[str, Any]], path: Path, *, field: str) -> No
     series: dict[str, list[dict[str, Any]]] = {}
     for line in tried:
         names = [value for key, value in line.items() if isinstance(value, str) and key != "kind"]
-        series.setdefault(", ".join([*names, f"{line['pes']} PEs"]), []).append(line)
+        series.setdefault(", ".join([*names, pes_text(line["pes"])]), []).append(line)
     with figure(lines, path, size=(7, 5)) as (_, (axes,)):
         for name, points in series.items():
             default = points[0]  # which comes first

@@ -22,6 +22,7 @@ __all__ = [
     "Recorder",
     "append_line",
     "describe_run",
+    "pes_text",
     "progress",
     "read_lines",
     "select",
@@ -85,6 +86,11 @@ def select(lines: Sequence[dict[str, Any]], kind: str, **wanted: Any) -> list[di
 def unique(lines: Sequence[dict[str, Any]], field: str) -> list[Any]:
     """Return the values of a field, each once, in the order of the lines."""
     return list(dict.fromkeys(line[field] for line in lines))
+
+
+def pes_text(count: int) -> str:
+    """Return so many PEs in words."""
+    return "1 PE" if count == 1 else f"{count} PEs"
 
 
 def us_text(value: float) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from .record import select, unique, us_text
+from .record import pes_text, select, unique, us_text
 
 if TYPE_CHECKING:
     from .experiment import Experiment
@@ -32,11 +32,11 @@ def print_report(experiment: type[Experiment[Any]], lines: Sequence[_Line], cons
     for line in select(lines, "ceilings"):
         store = f"store to all peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else "no peer to store to"
         update = f"update {line['update'] / 1e12:.3f} TB/s, " if line.get("update") else ""
-        console.print(f"ceilings per PE, {line['pes']} PEs: read {line['read'] / 1e12:.3f} TB/s, {update}{store}")
+        console.print(f"ceilings per PE, {pes_text(line['pes'])}: read {line['read'] / 1e12:.3f} TB/s, {update}{store}")
     for line in select(lines, "left_out"):
-        console.print(f"left out, {line['pes']} PEs: {line['what']}: {line['problem']}", soft_wrap=True)
+        console.print(f"left out, {pes_text(line['pes'])}: {line['what']}: {line['problem']}", soft_wrap=True)
     checks = select(lines, "check")
-    failures = [f"{c['pes']} PEs, {c[experiment.case_field]}: {text}" for c in checks for text in c["failures"]]
+    failures = [f"{pes_text(c['pes'])}, {c[experiment.case_field]}: {text}" for c in checks for text in c["failures"]]
     console.print(
         f"WRONG: {len(failures)} checks failed; the first: {failures[0]}"
         if failures
@@ -110,7 +110,7 @@ def method_tables(
         for case in unique(select(lines, "time", pes=pes), case_field):
             rows = select(lines, "time", pes=pes, **{case_field: case})
             blocks.append(([case], [cells(row, rows) for row in rows]))
-        yield case_table(f"{pes} PEs, {note}", (header, "method"), ("us", "p95", "limit", "x best other"), blocks)
+        yield case_table(f"{pes_text(pes)}, {note}", (header, "method"), ("us", "p95", "limit", "x best other"), blocks)
 
 
 def fastest(rows: Iterable[_Line], methods: Iterable[str]) -> _Line | None:
@@ -128,7 +128,7 @@ def print_tunings(lines: Sequence[_Line], console: Console) -> None:
     """Print the best combinations of each case and method, and how many did not run and why."""
     groups: dict[tuple[str, ...], list[_Line]] = {}
     for line in select(lines, "tune"):
-        naming = (*[str(value) for field, value in line.items() if field not in _NAMING], f"{line['pes']} PEs")
+        naming = (*[str(value) for field, value in line.items() if field not in _NAMING], pes_text(line["pes"]))
         groups.setdefault(naming, []).append(line)
     for naming, rows in groups.items():
         _print_tuning(rows, ", ".join(naming), console)

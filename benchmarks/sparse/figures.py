@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.figures import draw_bars, figure
-from harness.record import select, unique, us_text
+from harness.record import pes_text, select, unique, us_text
 from harness.report import fastest
 
 from .cases import CASES
@@ -51,7 +51,9 @@ def _draw_cases(axes: Any, lines: Sequence[_Line], pes: int) -> None:
                 axes.hlines(case[limit] / base, place - 0.45, place + 0.45, "black", style)
     axes.set_yscale("log")
     axes.set_ylabel("time / best peer")
-    axes.set_title(f"Sparse all-reduce, fp32, {pes} PEs (dotted: limit of the hardware; dashed: without multicast)")
+    axes.set_title(
+        f"Sparse all-reduce, fp32, {pes_text(pes)} (dotted: limit of the hardware; dashed: without multicast)"
+    )
 
 
 def _draw_sparsity(axes: Any, lines: Sequence[_Line], pes: int) -> None:
@@ -111,5 +113,5 @@ def _finish_sweep(axes: Any, points: Sequence[tuple[_Line, dict[str, _Line]]], p
     shape = points[0][0]["shape"]
     axes.set_yscale("log")
     axes.set_ylabel("us")
-    axes.set_title(f"{title}: {shape['rows']} rows of {shape['dim']} fp32, {pes} PEs")
+    axes.set_title(f"{title}: {shape['rows']} rows of {shape['dim']} fp32, {pes_text(pes)}")
     axes.grid(visible=True, alpha=0.3)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness.record import select, unique, us_text
+from harness.record import pes_text, select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
 from rich.table import Table
 
@@ -68,7 +68,7 @@ def _case_table(lines: Sequence[_Line], pes: int) -> Any:
             cells = [[row["label"], *_cells(lines, row, case, best)] for row in rows]
             blocks.append(([name, *_summary(case)], cells + [[line["label"], "skipped"] for line in skipped]))
     columns = ("us", "p99", "x\nlimit", "x uni-\ncast", "MB\nsent", "mem", "x best\npeer")
-    return case_table(f"{pes} PEs", ("rows x width, rows per PE", "method"), columns, blocks)
+    return case_table(pes_text(pes), ("rows x width, rows per PE", "method"), columns, blocks)
 
 
 def _summary(case: _Line) -> list[str]:
@@ -107,7 +107,7 @@ def _phases_table(lines: Sequence[_Line], pes: int) -> Iterator[Any]:
         if cells:
             blocks.append(([name], cells))
     if blocks:
-        title = f"phases of single launches, {pes} PEs: us"
+        title = f"phases of single launches, {pes_text(pes)}: us"
         yield case_table(title, ("case", "method", "algorithm used"), (*found[0]["us"], "host"), blocks)
         if select(lines, "host", pes=pes):
             yield "host: of an eager call, beside its wait for the number of rows; of a call that is alone on the GPU."
@@ -122,7 +122,7 @@ def _sweep_table(lines: Sequence[_Line], sweep: str, pes: int) -> Iterator[Any]:
     points = swept_lines(lines, sweep, pes)
     if not points:
         return
-    table = Table(title=f"{sweep}, {pes} PEs: us", title_justify="left", pad_edge=False)
+    table = Table(title=f"{sweep}, {pes_text(pes)}: us", title_justify="left", pad_edge=False)
     methods = [name for name in _SHORT if any(name in times for _, times in points)]
     for header in (_AXES[sweep], "union", "limit", "uni-\ncast", *[_SHORT[name] for name in methods]):
         table.add_column(header, justify="right")

@@ -453,7 +453,8 @@ def init(
         atexit.register(finalize)
     if backend == "auto":
         level = logging.INFO if world.rank == 0 else logging.DEBUG
-        _log.log(level, "persistent_ops: %d PEs on backend '%s'", world.size, world.backend.name)
+        plural = "" if world.size == 1 else "s"
+        _log.log(level, "persistent_ops: %d PE%s on backend '%s'", world.size, plural, world.backend.name)
 
 
 def finalize() -> None:
