@@ -294,7 +294,12 @@ def _sparse_tables(run: Run) -> list[str]:
             ]
         )
     if rows:
-        head = [f"us, {pes_text(run.pes)}", "operator", "into, in a graph", "host time of the operator, without its wait"]
+        head = [
+            f"us, {pes_text(run.pes)}",
+            "operator",
+            "into, in a graph",
+            "host time of the operator, without its wait",
+        ]
         head += ["limit", "unicast", "x unicast"]
         tables.append(_table([*head, *_PEERS_SPARSE, "x best peer"], rows))
     for sweep, name in (("sparsity", "rows on each PE"), ("overlap", "rows that all PEs share")):
