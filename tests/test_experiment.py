@@ -141,8 +141,33 @@ def test_a_record_is_replaced_by_what_is_measured_alone(
         assert run(2.0, "--pes", "2", "--quick") == (1, [old])
     told = capsys.readouterr()
     assert "ZeroDivisionError" in told.err and "of an earlier run" not in told.out
+    assert told.out == "NOT FINISHED: nothing was measured\n"
     code, lines = run(2.0, "--worlds", "2,1", "--quick")
     assert code == 0 and [line["pes"] for line in lines if line["kind"] == "run"] == [2, 1]
+
+
+@pytest.mark.parametrize(("failing", "told"), [(5, "nothing was checked"), (7, "correct")])
+def test_a_run_that_is_cut_off_says_so(
+    failing: int,
+    told: str,
+    run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    experiment = importlib.import_module("harness.experiment").Experiment
+    measure_case = experiment._measure_case
+
+    def fail(self: Any, case: int) -> bool:
+        if case == failing:
+            raise OSError("cut off")
+        return bool(measure_case(self, case))
+
+    monkeypatch.setattr(experiment, "_measure_case", fail)
+    code, _ = run(2.0, "--pes", "1", "--quick")
+    printed = capsys.readouterr().out
+    assert code == 1 and told in printed
+    assert printed.endswith(f"NOT FINISHED: what was measured before is in {tmp_path / 'toy.jsonl'}\n")
 
 
 def test_failures_name_pe_and_method(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,14 +74,14 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     before, is_written = _state_of(path), False
     options = dataclasses.replace(options, record_path=str(path.resolve()))
     fresh = experiment.is_fresh and len(worlds) > 1
-    passed = True
+    passed = is_whole = True
     for num_pes in worlds:
         options = dataclasses.replace(options, replaces_record=not is_written)
         try:
             passed &= run_on_pes(measure, num_pes, experiment, options, timeout=arguments.limit, fresh=fresh)
         except Exception:  # what has been measured is worth its table
             traceback.print_exc()
-            passed = False
+            passed = is_whole = False
             break
         finally:
             is_written = is_written or _state_of(path) != before
@@ -97,6 +97,9 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     elif lines:
         _draw(experiment.draw, lines, path.with_suffix(".png"))
         print_report(experiment, lines, console)
+    if is_printer and not is_whole:
+        kept = f"what was measured before is in {path}" if lines else "nothing was measured"
+        console.print(f"NOT FINISHED: {kept}", soft_wrap=True)
     return 0 if passed else 1
 
 

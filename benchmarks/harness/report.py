@@ -37,12 +37,11 @@ def print_report(experiment: type[Experiment[Any]], lines: Sequence[_Line], cons
         console.print(f"left out, {pes_text(line['pes'])}: {line['what']}: {line['problem']}", soft_wrap=True)
     checks = select(lines, "check")
     failures = [f"{pes_text(c['pes'])}, {c[experiment.case_field]}: {text}" for c in checks for text in c["failures"]]
-    console.print(
-        f"WRONG: {len(failures)} checks failed; the first: {failures[0]}"
-        if failures
-        else experiment.correct.format_map(_largest(checks)),
-        soft_wrap=True,
-    )
+    if failures:
+        told = f"WRONG: {len(failures)} checks failed; the first: {failures[0]}"
+    else:
+        told = experiment.correct.format_map(_largest(checks)) if checks else "nothing was checked"
+    console.print(told, soft_wrap=True)
     if run["backend"] == "host":
         console.print("Host PEs share this machine's cores, and tensors are small: the times say nothing about GPUs.")
     for part in experiment.tables(lines):
