@@ -249,7 +249,12 @@ def _sums_before_the_tables() -> list[Any]:
             works: list[Any] = []
             seen: list[Any] = []
             pooled = table * 2
-            pooled.register_hook(lambda _: works.extend(gradients._works))
+
+            def look(_: torch.Tensor) -> None:
+                gradients.order(table)  # as in a region that torch.utils.checkpoint makes anew
+                works.extend(gradients._works)
+
+            pooled.register_hook(look)
             gradients.order(pooled)
             pooled.register_hook(lambda _: seen.extend([len(gradients._works), all(w.is_completed() for w in works)]))
             module(pooled).sum().backward()

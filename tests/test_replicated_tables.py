@@ -223,6 +223,26 @@ def _called() -> dict[str, tuple[str, str]]:
     return {name: error_of(action)[:2] for name, action in tried.items()}
 
 
+def _in_another_world(placement: str) -> list[tuple[str, str]]:
+    po.init("host", heap_size=64 << 20)
+    module = replace(_SHARED, placement=placement).make()
+    values, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    pooled = module(values, lengths)
+    po.finalize()
+    po.init("host", heap_size=64 << 20)
+    tried = (lambda: module(values, lengths), lambda: module.input_dist(values, lengths), pooled.sum().backward)
+    told = [error_of(action)[:2] for action in tried]
+    po.finalize()
+    return told
+
+
+@pytest.mark.parametrize("placement", ["replicated", "table_wise"])
+def test_a_module_of_another_world_is_refused(placement: str) -> None:
+    """Its gradients would be divided by the PEs of the world that it was made in."""
+    for kind, told in _in_another_world(placement):
+        assert kind == "RuntimeError" and "a world that has been left" in told
+
+
 def test_what_it_refuses() -> None:
     (seen,) = in_world(_called, 1, "host")
     wanted = {

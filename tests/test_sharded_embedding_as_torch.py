@@ -125,6 +125,31 @@ def test_rows_that_were_updated_are_not_read_anew(placement: str) -> None:
         assert kind == "RuntimeError" and "leave all but the last one out of checkpointed regions" in text
 
 
+def _sent_and_made_anew(placement: str) -> list[tuple[str, str]]:
+    """Make a region anew while other lookups wait, and one that pools what was sent."""
+    told = []
+    for pools_sent in (False, True):
+        module, (given, lengths) = _module(placement), _lookups(3, 1, 3)
+        given, lengths = given.long(), lengths.long()
+
+        def region(factor: torch.Tensor, sent: Any = None) -> torch.Tensor:
+            pooled = module(given, lengths) if sent is None else module(sent)  # noqa: B023  # it is called in this turn
+            return (pooled * factor).tanh()  # type: ignore[no-any-return]
+
+        sent = module.input_dist(given, lengths) if pools_sent else None
+        result = checkpoint(region, torch.ones(8, requires_grad=True), sent, use_reentrant=False)
+        if not pools_sent:
+            sent = module.input_dist(given, lengths)
+        told.append(error_of(result.sum().backward)[:2])
+    return told
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_what_was_sent_is_not_pooled_anew(placement: str) -> None:
+    for kind, text in in_world(_sent_and_made_anew, 1, "host", placement)[0]:
+        assert kind == "RuntimeError" and "a region that torch.utils.checkpoint makes anew can neither take" in text
+
+
 # ---- rates, and rows of a collection ---------------------------------------------------------------------------------
 
 

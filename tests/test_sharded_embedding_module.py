@@ -285,6 +285,11 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "rows of no number": ({"tables": [("a", 2.5, 4, ["x"])]}, "ValueError", "rows: expected a whole number"),
     "columns": ({"tables": [("a", 2, True, ["x"])]}, "ValueError", "columns: expected a whole number of at least 1"),
     "a module's name": ({"tables": [("type", 2, 4, ["x"])]}, "ValueError", "'type' is an attribute of torch.nn.Module"),
+    "a module's state": (
+        {"tables": [("training", 2, 4, ["x"])]},
+        "ValueError",
+        "'training' is an attribute of torch.nn.Module",
+    ),
     "range": ({"tables": [("a", 2, 4, ["x"], "sum", torch.float32, (1.0, -1.0))]}, "ValueError", "init_range"),
     "features": ({"tables": [("a", 2, 4, "xy")]}, "ValueError", "names of features"),
     "pooling": ({"tables": [_config("a", 2, 4, ["x"], pooling=PoolingType.NONE)]}, "ValueError", "pooling"),

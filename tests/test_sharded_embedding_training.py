@@ -100,6 +100,22 @@ def test_whole_numbers_are_those_of_one_process_exactly(backend: str, name: str)
 _SHARED = next(case for case in CASES if case.name == "slices")
 
 
+def _wrong_rates() -> list[tuple[str, str]]:
+    module, told = _SHARED.make(), []
+    for rate in (torch.tensor(0.5), None, "0.1", torch.ones(2)):
+        module.optimizer.param_groups[0]["lr"] = rate
+        told.append(error_of(module.optimizer.step)[:2])
+    return told
+
+
+def test_rates_that_are_none_are_refused() -> None:
+    """Also the one behind a rate in a tensor."""
+    (told,) = in_world(_wrong_rates, 1, "host")
+    assert told[0][0] == "" and told[1] == ("TypeError", "lr: expected a number, got None")
+    assert told[2] == ("TypeError", "lr: expected a number, got '0.1'")
+    assert told[3] == ("ValueError", "lr: expected a tensor of one element, got shape [2]")
+
+
 def _scheduled(zeroes_behind: bool, as_tensor: bool) -> list[str]:
     """Train under a scheduler, with the gradients' mean over the PEs; return the tables that differ from torch's."""
     module, reference = _SHARED.make(), Reference(_SHARED)

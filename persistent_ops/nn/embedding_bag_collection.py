@@ -48,9 +48,13 @@ _RECOMPUTED = (
     "a forward pass that torch.utils.checkpoint makes anew would read rows that another backward pass of this module "
     "has updated since: of its calls in a step leave all but the last one out of checkpointed regions"
 )
+_NOT_ANEW = (
+    "; a region that torch.utils.checkpoint makes anew can neither take what was sent nor be called while it waits"
+)
 _TWO_WAIT = (
     "of a module's forward passes, those that torch.utils.checkpoint makes anew among them, at most two may wait for "
-    "their backward passes where batch_per_rank is given: leave it out, or make the first one's backward pass sooner"
+    "their backward passes where batch_per_rank is given, or weights require a gradient: make the first one's backward "
+    "pass sooner, or leave batch_per_rank out"
 )
 
 
@@ -409,11 +413,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Collective, on the current stream. Where forward passes wait for their backward passes, the last one alone keeps
         its lookups.
         """
+        self._check_world()
         is_from_before = self._ahead_since != self._world.num_recoveries
         ahead = None if self._ahead is None else self._ahead()
         if ahead is not None and not ahead.is_over and not is_from_before:
             raise RuntimeError(
                 "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
+                + _NOT_ANEW * (backward_pass() >= 0)
             )
         is_keyed = lengths is None
         if lengths is not None:
@@ -465,7 +471,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 sample by sample; or a KeyedJaggedTensor; or, alone, what `input_dist` returned for either.
             lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
             per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone. They, or a
-                KeyedJaggedTensor's, may require a gradient.
+                KeyedJaggedTensor's, may require a gradient; call the module once for each backward pass then, since
+                that gradient is made of the rows as they were.
             batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
                 for what has come and, unless weights require a gradient, copies it.
 
@@ -486,6 +493,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call,
         and in the same order on all PEs where there are several.
         """
+        self._check_world()
         for table in self._tables:
             table.check_memory()
         if backward_pass() < 0:
@@ -499,11 +507,20 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         elif any(each is not None for each in (lengths, per_sample_weights, batch_per_rank)):
             raise ValueError("lengths, per_sample_weights, batch_per_rank: they were given to input_dist")
         elif self._ahead is None or features is not self._ahead():
-            raise RuntimeError("features: expected what the last call of this module's input_dist returned")
+            raise RuntimeError(
+                "features: expected what the last call of this module's input_dist returned"
+                + _NOT_ANEW * (backward_pass() >= 0)
+            )
         pooled = self._pooled(features)
         if not features.is_keyed:
             return pooled
         return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled)
+
+    def _check_world(self) -> None:
+        if _world.for_call() is not self._world:
+            raise RuntimeError(
+                "ShardedEmbeddingBagCollection: it was made in a world that has been left; make another one"
+            )
 
     def _pooled(self, features: SentFeatures) -> torch.Tensor:
         with self._world.workspace.whole_call():

@@ -69,7 +69,7 @@ def table_configs(given: Iterable[Any]) -> tuple[TableConfig, ...]:
     for name in names:
         if not name or "." in name or names.count(name) > 1:
             raise ValueError(f"tables: expected names without dots that occur once, got {name!r} among {names}")
-        if hasattr(torch.nn.ModuleDict, name):
+        if hasattr(torch.nn.ModuleDict(), name):
             raise ValueError(f"tables: {name!r} is an attribute of torch.nn.ModuleDict, so it cannot be a table's name")
     return configs
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..runtime.process_group import only_tensor
+from ..runtime.torch_private import backward_pass
 
 __all__ = ["OrderedAllReduce"]
 
@@ -49,7 +50,8 @@ class OrderedAllReduce:
         Returns:
             The same tensor.
         """
-        self._works.clear()
+        if backward_pass() < 0:  # else a region that torch.utils.checkpoint makes anew, while sums are under way
+            self._works.clear()
         if pooled.requires_grad:
             pooled.register_hook(self._wait)
         return pooled

@@ -393,11 +393,13 @@ class _Recorded(torch.autograd.Function):
                 "a second backward pass of one forward pass would update the replicated tables twice; call the module "
                 "again"
             )
+        if _world.for_call() is not context.tables._world:
+            raise RuntimeError("the replicated tables: this backward pass is of a world that has been left")
         saved = context.saved_tensors
         if context.begins is not None and context.versions != context.tables._versions():
             raise RuntimeError(
                 "the replicated tables have changed since the forward pass, so the gradient of per_sample_weights "
-                "cannot be computed; make the backward pass first"
+                "cannot be computed; make the backward pass first, one for each call"
             )
         context.is_done = True
         chosen = [LocalLookups(*saved[first : first + 3]) for first in range(0, len(saved), 3)]

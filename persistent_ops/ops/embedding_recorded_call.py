@@ -202,7 +202,7 @@ class _Recorded(torch.autograd.Function):
         if wants_factors and context.versions != [weight._version for weight in context.weights]:
             raise RuntimeError(
                 "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "
-                "per_sample_weights cannot be computed; make the backward pass first"
+                "per_sample_weights cannot be computed; make the backward pass first, one for each call"
             )
         of_tables, of_factors = context.passes_back(
             gradient,
