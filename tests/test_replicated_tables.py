@@ -217,6 +217,8 @@ def _called() -> dict[str, tuple[str, str]]:
         "features": lambda: module(values, lengths[:2]),
         "samples": lambda: module(values.repeat(30), lengths.repeat(30)),
         "weights": lambda: module(values, lengths, per_sample_weights=values.float()),
+        "split": lambda: module(values, lengths, batch_per_rank=[2]),
+        "two PEs": lambda: module(values, lengths, batch_per_rank=[1, 1]),
         "float16": lambda: po.nn.ShardedEmbeddingBagCollection(one, max_batch=4, placement="replicated"),
         "twice": lambda: (result := module(values, lengths).sum(), result.backward(), result.backward()),
     }
@@ -251,6 +253,8 @@ def test_what_it_refuses() -> None:
         "features": ("ValueError", "F * B elements for F = 3"),
         "samples": ("ValueError", "max_batch is 16"),
         "weights": ("ValueError", "is_weighted"),
+        "split": ("ValueError", "batch_per_rank: entry 0 is 2, but lengths has 1 samples"),
+        "two PEs": ("ValueError", "batch_per_rank: expected 1 numbers of 0 to max_batch = 16, got [1, 1]"),
         "float16": ("NotImplementedError", "a is float16"),
         "twice": ("RuntimeError", "second"),
     }

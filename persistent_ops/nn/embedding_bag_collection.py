@@ -12,7 +12,7 @@ import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_checks import BOUNDS, check_derivatives
-from ..ops.embedding_inputs import EmbeddingInputs
+from ..ops.embedding_inputs import EmbeddingInputs, checked_split
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
 from ..runtime.arguments import as_number
@@ -432,6 +432,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         check_features(given, len(self.feature_names), self._max_batch, device, is_weighted=self._is_weighted)
         if given.weights is not None:
             check_derivatives(given.weights)
+        if batch_per_rank is not None:  # also where all tables are replicated, and it is not asked for
+            samples = given.lengths.numel() // len(self.feature_names)
+            checked_split(batch_per_rank, self._world, self._max_batch, samples, "lengths")
         if self._ahead is not None and ahead is None:
             for lookups in self._ahead_lookups:
                 lookups.release()

@@ -30,7 +30,7 @@ from .embedding_inputs_plan import (
     launches_beside,
 )
 
-__all__ = ["EmbeddingInputs"]
+__all__ = ["EmbeddingInputs", "checked_split"]
 
 _REGIONS = 2
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
@@ -271,16 +271,7 @@ class EmbeddingInputs:
                 raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
         split = None
         if batch_per_rank is not None:
-            split = _whole_numbers(batch_per_rank)
-            if split is None or len(split) != world.size or not all(0 <= n <= layout.max_batch for n in split):
-                raise ValueError(
-                    f"batch_per_rank: expected {world.size} numbers of 0 to max_batch = {layout.max_batch}, got "
-                    f"{batch_per_rank}"
-                )
-            if split[world.rank] != samples:
-                raise ValueError(
-                    f"batch_per_rank: entry {world.rank} is {split[world.rank]}, but {name} has {samples} samples"
-                )
+            split = checked_split(batch_per_rank, world, layout.max_batch, samples, name)
         gives_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
         return Given(values, bounds, weights, gives_gradients, lengths is not None, samples, split)
 
@@ -332,6 +323,16 @@ class EmbeddingInputs:
         self._next = 0
         for region in self._regions:
             region.forget()
+
+
+def checked_split(given: Any, world: _world.World, max_batch: int, samples: int, name: str) -> tuple[int, ...]:
+    """Return `batch_per_rank` as numbers; ValueError where it is none, or is not true of this PE's `name`."""
+    split = _whole_numbers(given)
+    if split is None or len(split) != world.size or not all(0 <= n <= max_batch for n in split):
+        raise ValueError(f"batch_per_rank: expected {world.size} numbers of 0 to max_batch = {max_batch}, got {given}")
+    if split[world.rank] != samples:
+        raise ValueError(f"batch_per_rank: entry {world.rank} is {split[world.rank]}, but {name} has {samples} samples")
+    return split
 
 
 def _whole_numbers(given: Any) -> tuple[int, ...] | None:
