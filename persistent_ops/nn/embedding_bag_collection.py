@@ -432,7 +432,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         check_features(given, len(self.feature_names), self._max_batch, device, is_weighted=self._is_weighted)
         if given.weights is not None:
             check_derivatives(given.weights)
-        if batch_per_rank is not None:  # also where all tables are replicated, and it is not asked for
+        if batch_per_rank is not None and not self._inputs:  # else the exchanges check it
             samples = given.lengths.numel() // len(self.feature_names)
             checked_split(batch_per_rank, self._world, self._max_batch, samples, "lengths")
         if self._ahead is not None and ahead is None:

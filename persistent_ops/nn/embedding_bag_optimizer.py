@@ -27,7 +27,7 @@ _OF_MODULE = (
 )  # of a saved group; not taken over as they are
 _FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
 _OF_SLICES = "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
-_NONE = object()  # no rate that a group can name
+_UNKNOWN = object()  # a rate that no group can have
 
 _States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and its states
 
@@ -74,7 +74,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self._saves_param_groups = True
         self._workspace = _world.current().workspace
         self._fixed = {name: _plain(options[name]) for name in _FIXED if name in options}
-        self._pushed: Any = _NONE
+        self._pushed: Any = _UNKNOWN
         super().__init__([parameter for parameter, *_ in tables.values()], dict(options))
         self.push_rate()
         self._push_seeds()
@@ -131,7 +131,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         elif rate != self._pushed:
             for optimizer in self._optimizers:
                 optimizer.lr.fill_(_rate("lr", rate))
-        self._pushed = _NONE if isinstance(rate, torch.Tensor) else rate
+        self._pushed = _UNKNOWN if isinstance(rate, torch.Tensor) else rate
 
     def _is_on_device(self, rate: Any) -> bool:
         return isinstance(rate, torch.Tensor) and all(rate.device == each.lr.device for each in self._optimizers)
@@ -286,7 +286,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             changes.loaded(*optimizer._own)
         for of_table in self._shards.values():
             changes.loaded(*(block for shards in of_table for _, block in shards.shards))
-        self._pushed = _NONE
+        self._pushed = _UNKNOWN
         self.push_rate()
         self._push_seeds()
 
