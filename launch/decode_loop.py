@@ -12,13 +12,9 @@ Exits with 1 where results do not agree, with 2 where an option or the model is 
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -28,15 +24,12 @@ from decode.config import SIZES
 from decode.loop import run_pe, without_multicast
 from decode.options import DTYPES, Options
 from decode.report import passed, print_report
-from early_checks import check_arguments
-from harness.record import append_line, what_ran
-
-import persistent_ops as po
-from persistent_ops.runtime import launchers
+from program import add_common_options, append_record, check_arguments, command, run_on_pes
 
 _HOST_PES = 4
 
 
+@command
 def main(argv: list[str]) -> int:
     """Run the decode loop.
 
@@ -44,40 +37,21 @@ def main(argv: list[str]) -> int:
         argv: the options, without the program's name.
 
     Returns:
-        0, 1 where results do not agree, 2 where an option or the model is wrong.
+        0, 1 where results do not agree, 2 where an option or the model is wrong; others see `program.command`.
     """
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
+    arguments = _parser().parse_args(argv)
     without_multicast()
-    try:
-        options = _options(arguments)
-        check_arguments(arguments)
-        report, is_printer = _run(options, arguments.pes, arguments.limit)
-    except (ValueError, po.BackendUnavailableError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = _options(arguments)
+    check_arguments(arguments)
+
+    def check(gpus: int, _: int) -> None:
+        options.prompts(options.model_config("cuda" if gpus else "host").vocab)
+
+    report, is_printer = run_on_pes(run_pe, options, arguments, host_pes=_HOST_PES, check=check)
     if is_printer:
         print_report(report, Console())
-        if arguments.json is not None:
-            command = shlex.join(["python", "launch/decode_loop.py", *argv])
-            append_line(arguments.json, {**what_ran(command), **report})
+        append_record(arguments.json, "decode_loop", argv, report)
     return 0 if passed(report) else 1
-
-
-def _run(options: Options, pes: int | None, limit: float) -> tuple[dict[str, Any], bool]:
-    """Be one of a launcher's PEs, or start them; returns the report and whether this process prints it."""
-    environment = launchers.detect(os.environ)
-    if environment.launcher != "single":
-        if pes not in (None, environment.world_size):
-            raise ValueError(f"--pes: {environment.launcher} started {environment.world_size} processes; leave it out")
-        return run_pe(options), environment.rank == 0
-    gpus = torch.cuda.device_count() if options.backend != "host" else 0
-    num_pes = pes or gpus or _HOST_PES
-    # Before any PE is started: what is wrong here is then one error, not one per PE.
-    options.prompts(options.model_config("cuda" if gpus else "host").vocab)
-    return po.launch(run_pe, num_pes, options, timeout=limit)[0], True
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,8 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=1, help="sequences, 1 to 16 (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="times that each method generates them (default 5)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on GPUs, fp32 on the host")
-    parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
-    parser.add_argument("--pes", type=int, help="PEs to start without a launcher (default: one per GPU; host 4)")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and prompts")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the small kernels (default: on GPUs)")
     parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_phase"), default="auto")
@@ -102,9 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--reference", action=argparse.BooleanOptionalAction, help="one PE alone, too (default: tiny only)"
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that PEs wait for each other")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the whole, where PEs are started here")
-    parser.add_argument("--json", type=Path, help="file to which one line with all results is appended")
-    parser.add_argument("--trace", help="file for a timeline of all launches (docs/timelines.md)")
+    add_common_options(parser, limit=1800.0, host_pes=str(_HOST_PES))
     return parser
 
 

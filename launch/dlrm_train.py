@@ -14,18 +14,18 @@ where an option, the data or the checkpoint is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from dlrm import checkpoint
 from dlrm.captured_step import check_machine
 from dlrm.data import check_data
 from dlrm.options import ALGORITHMS, BESIDE_NCCL, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
@@ -34,15 +34,11 @@ from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import History
 from dlrm.workload import run_pe
-from early_checks import check_arguments
-from harness.record import append_line, pes_text, what_ran
-
-import persistent_ops as po
-from persistent_ops.runtime import launchers
-
-_MAX_HOST_PES = 4
+from harness.record import pes_text
+from program import add_common_options, append_record, check_arguments, command, own_folder, run_on_pes
 
 
+@command
 def main(argv: list[str]) -> int:
     """Run the training, or the comparison.
 
@@ -50,43 +46,33 @@ def main(argv: list[str]) -> int:
         argv: the options, without the program's name.
 
     Returns:
-        0, 1 where a result is wrong, 2 where an option, the data or the checkpoint is.
+        0, 1 where a result is wrong, 2 where an option, the data or the checkpoint is; others see `program.command`.
     """
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
+    arguments = _parser().parse_args(argv)
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
-    try:
-        options = _options(arguments)
-        if options.num_sms_of_nccl is not None:
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see po.nn.leave_room
-        check_arguments(arguments, output=None if options.compare_steps else options.output)
-        report, is_printer = _run(options, arguments.pes, arguments.limit)
-    except (ValueError, po.BackendUnavailableError, po.SymmetricHeapError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if is_printer:
-        _tell(options, report)
-        if arguments.json is not None:
-            command = shlex.join(["python", "launch/dlrm_train.py", *argv])
-            append_line(arguments.json, {**what_ran(command), **report})
+    options = _options(arguments)
+    if options.num_sms_of_nccl is not None:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see po.nn.leave_room
+    check_arguments(arguments, output=None if options.compare_steps else options.output)
+
+    def check(gpus: int, num_pes: int) -> None:
+        check_data(options)
+        if options.is_captured:
+            check_machine(has_gpus=gpus > 0, shares_gpu=num_pes > gpus)
+
+    with _folder(options):
+        report, is_printer = run_on_pes(run_pe, options, arguments, check=check)
+        if is_printer:
+            _tell(options, report)
+            append_record(arguments.json, "dlrm_train", argv, report)
     return 1 if problems(report) else 0
 
 
-def _run(options: Options, pes: int | None, limit: float) -> tuple[dict[str, Any], bool]:
-    """Be one of a launcher's PEs, or start them; returns the report and whether this process prints it."""
-    environment = launchers.detect(os.environ)
-    if environment.launcher != "single":
-        if pes not in (None, environment.world_size):
-            raise ValueError(f"--pes: {environment.launcher} started {environment.world_size} processes; leave it out")
-        return run_pe(options), environment.rank == 0
-    check_data(options)
-    gpus = torch.cuda.device_count() if options.backend != "host" else 0
-    num_pes = pes or gpus or min(max(os.cpu_count() or 2, 2), _MAX_HOST_PES)
-    if options.is_captured:
-        check_machine(has_gpus=gpus > 0, shares_gpu=num_pes > gpus)
-    return po.launch(run_pe, num_pes, options, timeout=limit)[0], True
+def _folder(options: Options) -> contextlib.AbstractContextManager[None]:
+    """Return what keeps the folder to this run; a comparison writes to none."""
+    if options.compare_steps:
+        return contextlib.nullcontext()
+    return own_folder(options.folder, checkpoint=None if options.is_resumed else checkpoint.pointer(options.folder))
 
 
 def _tell(options: Options, report: dict[str, Any]) -> None:
@@ -125,11 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", type=int, default=0, metavar="STEPS", help="steps of each way, and no training")
     parser.add_argument("--output", default=Options.output, help=f"folder (default {Options.output})")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
-    parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
-    parser.add_argument("--pes", type=int, help="PEs to start without a launcher (default: one per GPU; host 2 to 4)")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the whole, where PEs are started here")
-    parser.add_argument("--json", type=Path, help="file to which one line with all results is appended")
-    parser.add_argument("--trace", help="file for a timeline of all launches (docs/timelines.md)")
+    add_common_options(parser, limit=3600.0, host_pes="2 to 4")
     return parser
 
 

@@ -68,11 +68,11 @@ def demo(
     """Run a DLRM embedding exchange over several PEs and check it against torch.
 
     Exits with 1 where a result is out of tolerance, with 2 where the input, an option or a launcher's variable is
-    wrong.
+    wrong, or the backend cannot run here.
     """
     from .demo.options import DemoOptions
     from .demo.run import run_demo
-    from .runtime.errors import PersistentOpsError
+    from .runtime.errors import BackendUnavailableError, PersistentOpsError
 
     try:
         options = DemoOptions(
@@ -88,7 +88,7 @@ def demo(
             trace=trace,
         )
         raise typer.Exit(run_demo(options))
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, BackendUnavailableError) as error:
         _fail(error, 2)
     except PersistentOpsError as error:
         _fail(error, 1)

@@ -98,7 +98,7 @@ def test_demo_without_a_gpu_refuses_the_cuda_backend() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     code, output = run("demo", "--backend", "cuda", "--pes", "1", "--steps", "1")
-    assert code == 1
+    assert code == 2
     assert "error: " in output
     assert "torch.cuda.is_available() is False" in output
 
@@ -190,6 +190,12 @@ def test_wrong_variables_of_a_launcher_to_commands(
     else:
         assert code == 2 and told.startswith(f"error: {problem}") and told.count("\n") == 1
     assert sorted(path.name for path in here.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize("data", ["nowhere", "."])
+def test_a_demo_without_its_data(here: Path, data: str) -> None:
+    told = f"error: data: expected a file, got {data!r}\n"
+    assert run("demo", "--backend", "host", "--data", data) == (2, told)
 
 
 def test_a_demo_of_more_pes_than_a_world_may_have(here: Path) -> None:

@@ -21,7 +21,7 @@ from persistent_ops.runtime.world import most_pes
 
 from .experiment import Experiment, measure
 from .figures import draw_sweep, pyplot, why_none
-from .pes import is_first_process, run_on_pes, started_pes, without_multicast
+from .pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
 from .record import read_lines
 from .report import print_report, print_tunings
 from .tracing import timeline_tables
@@ -71,7 +71,7 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         except OSError as error:
             print(f"error: --out: {str(path)!r} cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    before, is_written = _state_of(path), False
+    before, is_written, files_before = _state_of(path), False, _states_beside(path)
     options = dataclasses.replace(options, record_path=str(path.resolve()))
     fresh = experiment.is_fresh and len(worlds) > 1
     passed = is_whole = True
@@ -79,8 +79,11 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         options = dataclasses.replace(options, replaces_record=not is_written)
         try:
             passed &= run_on_pes(measure, num_pes, experiment, options, timeout=arguments.limit, fresh=fresh)
-        except Exception:  # what has been measured is worth its table
-            traceback.print_exc()
+        except Exception as error:  # what has been measured is worth its table
+            if (num_pes > 1 or fresh) and is_said_by_launch(error):
+                print(f"error: {error}", file=sys.stderr)
+            else:
+                traceback.print_exc()
             passed = is_whole = False
             break
         finally:
@@ -97,6 +100,9 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     elif lines:
         _draw(experiment.draw, lines, path.with_suffix(".png"))
         print_report(experiment, lines, console)
+    if lines:
+        written = sorted(file.name for file, state in _states_beside(path).items() if files_before.get(file) != state)
+        console.print(f"Written to {path.parent}: {', '.join(written)}", soft_wrap=True, highlight=False)
     if is_printer and not is_whole:
         kept = f"what was measured before is in {path}" if lines else "nothing was measured"
         console.print(f"NOT FINISHED: {kept}", soft_wrap=True)
@@ -119,6 +125,11 @@ def _state_of(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _states_beside(path: Path) -> dict[Path, tuple[int, ...]]:
+    """Return those of the files in its folder."""
+    return {file: _state_of(file) for file in path.parent.glob("*") if file.is_file()}
 
 
 def _draw(draw: Callable[[list[dict[str, Any]], Path], None], lines: list[dict[str, Any]], path: Path) -> None:

@@ -11,7 +11,7 @@ import persistent_ops as po
 from persistent_ops.runtime import launchers
 from persistent_ops.runtime.bootstrap import Bootstrap
 
-__all__ = ["agree", "gather", "is_first_process", "run_on_pes", "started_pes", "without_multicast"]
+__all__ = ["agree", "gather", "is_first_process", "is_said_by_launch", "run_on_pes", "started_pes", "without_multicast"]
 
 
 def without_multicast() -> None:
@@ -33,6 +33,11 @@ def started_pes() -> int | None:
 def is_first_process() -> bool:
     """Return whether this process is the one that prints: rank 0 of a launcher's, or the only one."""
     return launchers.detect(os.environ).rank == 0
+
+
+def is_said_by_launch(error: BaseException) -> bool:
+    """Return whether `po.launch` raised it for PEs that were killed or ran out of time: no traceback says more."""
+    return isinstance(error, po.PersistentOpsError) and error.__cause__ is None and started_pes() is None
 
 
 def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float, fresh: bool = False) -> Any:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from .embedding import EmbeddingModule
 
-__all__ = ["Progress", "load", "save"]
+__all__ = ["Progress", "load", "pointer", "save"]
 
 _POINTER = "latest"
 _ADDED = {"contents"}  # of identities: checkpoints of before do not tell
@@ -59,6 +59,11 @@ class Progress:
     optimizer: dict[str, Any]
 
 
+def pointer(folder: Path) -> Path:
+    """Return the file that names a folder's complete checkpoint, where it has one."""
+    return folder / _POINTER
+
+
 def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
     """Write a checkpoint and remove the one before; collective, in a folder that all PEs see.
 
@@ -81,7 +86,7 @@ def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
         writing.rename(done)
         beside = folder / f"{_POINTER}.part"
         beside.write_text(done.name)
-        os.replace(beside, folder / _POINTER)
+        os.replace(beside, pointer(folder))
         for other in folder.iterdir():
             has_parts = any((other / part).exists() for part in (_FILE, _EMBEDDING))  # perhaps not all, if interrupted
             if other != done and _COMPLETE.fullmatch(other.name) and has_parts:
@@ -106,11 +111,11 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule) -> 
     import torch.distributed.checkpoint as dcp  # as above
 
     try:
-        found = folder / (folder / _POINTER).read_text().strip()
+        found = folder / pointer(folder).read_text().strip()
     except FileNotFoundError as error:
         raise ValueError(f"there is no checkpoint in {folder}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder / _POINTER} cannot be read: {error}") from error
+        raise ValueError(f"{pointer(folder)} cannot be read: {error}") from error
     try:
         progress = Progress(**torch.load(found / _FILE, map_location="cpu", weights_only=True))
     except Exception as error:

@@ -78,6 +78,8 @@ def _num_pes(options: DemoOptions) -> int:
 
 
 def _check_data(path: Path, options: DemoOptions) -> None:
+    if not path.is_file():
+        raise ValueError(f"data: expected a file, got {str(path)!r}")
     backend = "cuda" if options.backend != "host" and torch.cuda.is_available() else "host"
     batches = read_batches(path, batch_size=options.batch_for(backend), num_rows=DLRM_ROWS)
     for _, _ in zip(range(options.steps), batches, strict=False):

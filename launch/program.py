@@ -1,0 +1,177 @@
+"""What the programs of this folder share: common options, what is looked at first, how PEs start and a run may end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.pes import is_said_by_launch
+from harness.record import append_line, what_ran
+from rich.console import Console
+
+import persistent_ops as po
+from persistent_ops.output_files import check_outputs
+from persistent_ops.runtime import launchers
+from persistent_ops.runtime.errors import BootstrapError
+from persistent_ops.runtime.file_lock import lock_within
+from persistent_ops.runtime.world import most_pes
+
+__all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_on_pes"]
+
+_INTERRUPTED = 130  # of a command that Ctrl-C ended, as shells count
+_HOST_PES = (2, 4)  # at least and at most
+
+
+def command(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Let a program end with an exit code and a line, whatever ends it.
+
+    A wrong option, unusable data and a backend that cannot run are 2, Ctrl-C is 130, PEs that were killed or ran out of
+    time are 1. What else goes wrong in a PE is raised, with its traceback.
+    """
+
+    @functools.wraps(main)
+    def run(argv: list[str]) -> int:
+        try:
+            return main(argv)
+        except SystemExit as leaving:  # of the parser
+            return int(leaving.code or 0)
+        except KeyboardInterrupt:
+            Console(stderr=True).show_cursor()  # which a progress bar hides, and its PE is gone
+            print("interrupted", file=sys.stderr)
+            return _INTERRUPTED
+        except (ValueError, po.BackendUnavailableError, po.SymmetricHeapError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except po.PersistentOpsError as error:
+            if not is_said_by_launch(error):
+                raise
+            Console(stderr=True).show_cursor()
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    return run
+
+
+def add_common_options(parser: argparse.ArgumentParser, *, limit: float, host_pes: str) -> None:
+    """Add the options that all programs have.
+
+    Args:
+        parser: of the program.
+        limit: default of --limit.
+        host_pes: how many PEs are started on the host backend, for the help.
+    """
+    parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
+    parser.add_argument("--pes", type=int, help=f"to start without a launcher (default: one per GPU; host {host_pes})")
+    parser.add_argument("--limit", type=float, default=limit, help="seconds for the whole, where PEs are started here")
+    parser.add_argument("--json", type=Path, help="file to which one line with all results is appended")
+    parser.add_argument("--trace", help="file for a timeline of all launches (docs/timelines.md)")
+
+
+def check_arguments(arguments: argparse.Namespace, *, output: str | None = None) -> None:
+    """Raise where PEs cannot be started, or a result could not be written: that is one line then, not one per PE.
+
+    Args:
+        arguments: of the command line: the common ones, and `seed`.
+        output: folder that is written, or None.
+
+    Raises:
+        ValueError: it names the option, or the launcher's variable, what was expected and what came.
+    """
+    if arguments.pes is not None and arguments.pes < 1:
+        raise ValueError(f"--pes: expected at least 1, got {arguments.pes}")
+    if arguments.pes is not None and arguments.pes > most_pes():
+        raise ValueError(f"--pes: expected at most {most_pes()}, got {arguments.pes}")
+    if arguments.seed is not None and not 0 <= arguments.seed < 1 << 32:
+        raise ValueError(f"--seed: expected 0 to {(1 << 32) - 1}, got {arguments.seed}")
+    if not 0 < arguments.limit < math.inf:
+        raise ValueError(f"--limit: expected seconds above 0 and below infinity, got {arguments.limit:g}")
+    try:
+        check_outputs(files={"--json": arguments.json, "--trace": arguments.trace}, folders={"--output": output})
+    except BootstrapError as error:
+        raise ValueError(str(error)) from error
+
+
+@contextlib.contextmanager
+def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None]:
+    """Keep other runs from writing to a folder meanwhile. It is made, and goes again where nothing is written to it.
+
+    Of a launcher's processes the first one does it, because that one writes.
+
+    Args:
+        folder: of --output.
+        checkpoint: in it, which the run would replace; a line says so.
+
+    Raises:
+        ValueError: another run writes to the folder.
+    """
+    if launchers.detect(os.environ).rank != 0:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            is_free = lock_within(0.0, descriptor)
+        except OSError:  # a file system that has no locks
+            is_free = True
+        if not is_free:
+            raise ValueError(
+                f"--output: another run writes to {str(folder)!r}; pass another folder, or wait for its end"
+            )
+        if checkpoint is not None and checkpoint.exists():
+            told = "is replaced by this run's first checkpoint; --resume goes on from it"
+            print(f"note: {checkpoint} {told}", file=sys.stderr)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        os.close(descriptor)
+
+
+def run_on_pes(
+    run_pe: Callable[..., dict[str, Any]],
+    options: Any,
+    arguments: argparse.Namespace,
+    *,
+    check: Callable[[int, int], object],
+    host_pes: int | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """Be one of a launcher's PEs, or start them.
+
+    Args:
+        run_pe: called with the options on every PE; calls `po.init()` itself.
+        options: with `backend`.
+        arguments: with `pes` and `limit`.
+        check: called with the numbers of GPUs and PEs before any is started: what is wrong is one error then, not one
+            per PE.
+        host_pes: PEs to start on the host backend where --pes does not say; None for 2 to 4, as there are cores.
+
+    Returns:
+        The report of rank 0, or of this PE; and whether this process prints it.
+    """
+    environment = launchers.detect(os.environ)
+    if environment.launcher != "single":
+        if arguments.pes not in (None, environment.world_size):
+            raise ValueError(f"--pes: {environment.launcher} started {environment.world_size} processes; leave it out")
+        return run_pe(options), environment.rank == 0
+    gpus = torch.cuda.device_count() if options.backend != "host" else 0
+    least, most = _HOST_PES
+    num_pes = arguments.pes or gpus or host_pes or min(max(os.cpu_count() or least, least), most)
+    check(gpus, num_pes)
+    return po.launch(run_pe, num_pes, options, timeout=arguments.limit)[0], True
+
+
+def append_record(path: Path | None, program: str, argv: list[str], report: dict[str, Any]) -> None:
+    """Append a line with everything to the file of --json, if there is one."""
+    if path is not None:
+        ran = shlex.join(["python", f"launch/{program}.py", *argv])
+        append_line(path, {**what_ran(ran), **report})
