@@ -102,7 +102,7 @@ def check_arguments(arguments: argparse.Namespace, *, output: str | None = None)
 
 @contextlib.contextmanager
 def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None]:
-    """Keep other runs from writing to a folder meanwhile. It is made, and goes again where nothing is written to it.
+    """Keep other runs from writing to a folder meanwhile. One that is made goes again where nothing is written to it.
 
     Of a launcher's processes the first one does it, because that one writes.
 
@@ -116,6 +116,7 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
     if launchers.detect(os.environ).rank != 0:
         yield
         return
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -132,8 +133,9 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
             print(f"note: {checkpoint} {told}", file=sys.stderr)
         yield
     finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         os.close(descriptor)
 
 
