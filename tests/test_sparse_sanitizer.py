@@ -59,8 +59,11 @@ MUTATIONS = {
     "shares_are_not_awaited": Mutation(
         (Swap("shares-await", "static_cast<uint64_t>(block) + 1", "static_cast<uint64_t>(block)"),), SHARED, RACE
     ),
+    # Peers read in between, whatever the order of threads.
     "shares_are_announced_before_they_are_left": Mutation(
-        (After("shares-contribute", "tell_progress(all_pes(), static_cast<uint64_t>(block) + 1);"),), SHARED, RACE
+        (After("shares-contribute", "tell_progress(all_pes(), static_cast<uint64_t>(block) + 1); usleep(300);"),),
+        SHARED,
+        RACE,
     ),
     "rows_are_not_awaited": Mutation(
         (Swap("rows-await", "await_progress(all_pes(), kAllBlocks, kPhaseRows)", "true"),), LATE, RACE
