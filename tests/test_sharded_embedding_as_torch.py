@@ -188,6 +188,37 @@ def test_replicas_of_a_collection_are_those_of_one_pe() -> None:
     assert torch.equal(first, wanted) and torch.equal(second, wanted) and torch.equal(of_owner, whole)
 
 
+def _from_own_generators(begin: str) -> list[torch.Tensor]:
+    """Let each PE draw the rows that it has; return those of a replica before and behind what makes them alike."""
+    names = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32}
+    module = po.nn.ShardedEmbeddingBagCollection(
+        [po.nn.TableConfig(name, 13, 8, [f"of {name}"], data_type=dtype) for name, dtype in names.items()],
+        max_batch=4,
+        placement={"a": "replicated", "b": "replicated", "c": po.nn.TablePlacement(ranks=(1,))},
+    )
+    torch.manual_seed(po.rank())
+    rows = list(module.parameters())
+    for each in rows:
+        torch.nn.init.normal_(each)
+    rows[0].view(-1)[0] = -0.0
+    before = [each.clone() for each in rows]
+    if begin == "module":
+        module.sync_replicas()
+    else:
+        po.nn.ignore_sharded_tables(torch.nn.Sequential(torch.nn.Linear(8, 8), module))
+    return [*before, *(each.clone() for each in rows)]
+
+
+@pytest.mark.parametrize("begin", ["module", "parallel"])
+def test_replicas_begin_as_those_of_pe_0(begin: str) -> None:
+    first, second = in_world(_from_own_generators, 2, "host", begin)
+    for number in (0, 1):
+        assert not torch.equal(first[number], second[number])
+        for pe in (first, second):
+            assert torch.equal(pe[3 + number].view(torch.int16), first[number].view(torch.int16))
+    assert torch.equal(second[5], second[2])  # of an owner
+
+
 def _from_meta() -> list[bool]:
     config = [po.nn.TableConfig(name, 13, 8, [f"of {name}"]) for name in "ab"]
     drawn = po.nn.ShardedEmbeddingBagCollection(config, max_batch=4)

@@ -293,8 +293,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         with _world.for_call().workspace.whole_call():
             made = cls(collection.embedding_bag_configs(), **{"is_weighted": is_weighted, **options})
             made.load_state_dict(there, strict=len(there) == len(given))
-            if made._replicas is not None:
-                made._replicas.take_first()
+            made.sync_replicas()
         return made
 
     def placements(self) -> dict[str, TablePlacement]:
@@ -327,6 +326,18 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Draw all rows anew, those of a table from a generator of its own: the same for any placement and world."""
         for number, table in enumerate(self._tables):
             table.draw((seed * 1_000_003 + 1 + number) % 2**64)
+
+    def sync_replicas(self) -> None:
+        """Give every PE the rows of replicated tables that PE 0 has; collective where there are any.
+
+        For rows that each PE has written by itself, such as ``torch.nn.init`` draws from its own generator: replicas
+        must begin alike. `ignore_sharded_tables` does it before DistributedDataParallel does so with the dense part.
+        """
+        if self._replicas is None:
+            return
+        self._check_world()
+        with self._world.workspace.whole_call():
+            self._replicas.take_first()
 
     # ---- making ------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,10 @@ _COMPILED = "_orig_mod."  # torch.compile's name of the module that it has compi
 def ignore_sharded_tables(model: torch.nn.Module) -> None:
     """Let DistributedDataParallel leave the tables of all `ShardedEmbeddingBagCollection`s in a model alone.
 
-    Otherwise it would write rank 0's part over the others'. Call it before ``DistributedDataParallel(model)``, or
-    ``DistributedDataParallel(torch.compile(model))``; where the collection itself is wrapped, it is not needed.
+    Otherwise it would write rank 0's part over the others'. Of replicated tables every PE gets PE 0's rows, as it gets
+    PE 0's dense part from DistributedDataParallel (`sync_replicas`). Call it before ``DistributedDataParallel(model)``,
+    or ``DistributedDataParallel(torch.compile(model))``, on all PEs; where the collection itself is wrapped, it is not
+    needed.
 
     Raises:
         NotImplementedError: the model is in DistributedModelParallel.
@@ -28,12 +30,12 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
                 "model: DistributedModelParallel spreads tables by itself; put the dense part under "
                 "DistributedDataParallel instead"
             )
-    names = [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, ShardedEmbeddingBagCollection)
-        for name in module.table_names()
+    sharded = [
+        (path, module) for path, module in model.named_modules() if isinstance(module, ShardedEmbeddingBagCollection)
     ]
+    for _, module in sharded:
+        module.sync_replicas()
+    names = [f"{path}.{name}" if path else name for path, module in sharded for name in module.table_names()]
     compiled = [f"{_COMPILED}{name}" for name in names]  # where torch.compile(model) is what is wrapped
     ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names, *compiled})  # type: ignore[assignment]
