@@ -33,7 +33,7 @@ DTYPE = torch.bfloat16
 WIDTH = 8192  # elements of a row: 16 KiB
 SIZES = ("16K", "64K", "256K", "1M", "2M", "8M", "32M", "128M", "256M")
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
-_HOST_BYTES = 64 << 10  # the most that a size is on CPUs
+_HOST_SIZES = SIZES[:2]  # what CPUs are timed with, unless --sizes says more
 ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "slices": "slices"}
 # Sums alone; then the same with residual and norm.
 LABELS = {
@@ -73,7 +73,7 @@ class Options(harness.experiment.Options):
 
     methods: tuple[str, ...] = METHODS
     calls: int = 20
-    sizes: tuple[str, ...] = SIZES
+    sizes: tuple[str, ...] | None = None  # for those of the backend
 
 
 class Sums(Trial):
@@ -84,7 +84,7 @@ class Sums(Trial):
     """
 
     def __init__(self, world: World, options: Options, size: str, symmetric: Sequence[torch.Tensor]) -> None:
-        nbytes = _bytes_on(world.backend.name, size)
+        nbytes = bytes_named(size)
         self.fields = {"size": size, "bytes": nbytes}
         # Each PE sends what it has of the others' shares, and its own share's sum to all.
         self.moved = (2 * nbytes, 2 * nbytes * (world.size - 1) / world.size)
@@ -213,10 +213,6 @@ def _fused_add_and_norm(
     out.copy_(summed)
 
 
-def _bytes_on(backend: str, size: str) -> int:
-    return bytes_named(size) if backend == "cuda" else min(bytes_named(size), _HOST_BYTES)
-
-
 class AllReduce(Experiment[str]):
     """Sums, and sums with residual and norm, by size."""
 
@@ -232,7 +228,9 @@ class AllReduce(Experiment[str]):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--sizes", help=f"comma-separated bytes of x (default: {','.join(SIZES)})")
+        parser.add_argument(
+            "--sizes", help=f"comma-separated bytes of x (default: {','.join(SIZES)}; host {','.join(_HOST_SIZES)})"
+        )
         parser.add_argument(
             "--calls", type=int, default=20, help="calls in a graph, chained by their data (default 20)"
         )
@@ -240,13 +238,13 @@ class AllReduce(Experiment[str]):
     @classmethod
     def read_options(cls, arguments: argparse.Namespace, worlds: Sequence[int], common: dict[str, Any]) -> Options:
         at_least("--calls", [arguments.calls])
-        sizes = tuple(arguments.sizes.split(",")) if arguments.sizes else SIZES
-        for size in sizes:
+        sizes = tuple(arguments.sizes.split(",")) if arguments.sizes else None
+        for size in sizes or ():
             bytes_named(size)
         return Options(**common, sizes=sizes, calls=arguments.calls)
 
     def set_up(self) -> None:
-        most = max(_bytes_on(self.backend, size) for size in self.options.sizes) // DTYPE.itemsize
+        most = max(map(bytes_named, self.cases())) // DTYPE.itemsize
         made = [symmetric_buffer(self.world, most, DTYPE) for _ in range(2)]
         self._symmetric = [buffer for buffer, _ in made if buffer is not None]
         problem = made[0][1] or made[1][1]
@@ -254,8 +252,8 @@ class AllReduce(Experiment[str]):
             self._symmetric = []
             self.write("left_out", what="torch symmetric memory", problem=problem)
 
-    def cases(self) -> Iterable[str]:
-        return tuple(self.options.sizes)
+    def cases(self) -> Sequence[str]:
+        return self.options.sizes or (SIZES if self.backend == "cuda" else _HOST_SIZES)
 
     def prepare(self, case: str) -> Sums:
         return Sums(self.world, self.options, case, self._symmetric)
