@@ -143,6 +143,16 @@ class Summary(NamedTuple):
     slowest_wg: int
     skew_us: float | None
 
+    def __str__(self) -> str:
+        shares = f"{self.own:.0%} own tasks, {self.others:.0%} for others, {self.waiting:.0%} waiting"
+        hidden = "" if self.hidden is None else f", {self.hidden:.0%} of the exchange hidden"
+        skew = "" if self.skew_us is None else f"; PEs begin within {self.skew_us:.1f} us"
+        waits = [f"\n  {us:.1f} us for PE {peer}: {what}" for peer, what, us in self.waits]
+        return (
+            f"PE {self.pe}, {self.operator}: {self.us:.1f} us, the mean of {self.launches}; {shares}{hidden}; "
+            f"WG {self.slowest_wg} of {self.work_groups} mostly ends last{skew}{''.join(waits)}"
+        )
+
 
 _Key = tuple[str, int, int, int, int]  # operator, team, epoch, grid, and which with those
 

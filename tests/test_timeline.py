@@ -255,6 +255,13 @@ def test_summary() -> None:
     assert first.waits == [(1, "block ...", pytest.approx(26.0))] and second.waits == []
     assert first.hidden == pytest.approx(1 - 13 / 40, rel=1e-3) and second.hidden == 1.0
     assert first.slowest_wg == 1
+    assert str(first) == (
+        "PE 0, sum: 20.0 us, the mean of 1; 12% own tasks, 5% for others, 32% waiting, 68% of the exchange hidden; "
+        "WG 1 of 2 mostly ends last; PEs begin within 10.0 us\n  26.0 us for PE 1: block ..."
+    )
+    assert str(second._replace(hidden=None, skew_us=None)) == (
+        "PE 1, sum: 20.0 us, the mean of 1; 12% own tasks, 5% for others, 0% waiting; WG 1 of 2 mostly ends last"
+    )
 
 
 def test_a_launch_that_was_cut_off_is_not_counted() -> None:
