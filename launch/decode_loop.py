@@ -47,11 +47,12 @@ def main(argv: list[str]) -> int:
     def check(gpus: int, _: int) -> None:
         options.prompts(options.model_config("cuda" if gpus else "host").vocab)
 
+    is_written = True
     report, is_printer = run_on_pes(run_pe, options, arguments, host_pes=_HOST_PES, check=check)
     if is_printer:
         print_report(report, Console())
-        append_record(arguments.json, "decode_loop", argv, report)
-    return 0 if passed(report) else 1
+        is_written = append_record(arguments.json, "decode_loop", argv, report)
+    return 0 if is_written and passed(report) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

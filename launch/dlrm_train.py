@@ -60,12 +60,13 @@ def main(argv: list[str]) -> int:
         if options.is_captured:
             check_machine(has_gpus=gpus > 0, shares_gpu=num_pes > gpus)
 
+    is_written = True
     with _folder(options):
         report, is_printer = run_on_pes(run_pe, options, arguments, check=check)
         if is_printer:
             _tell(options, report)
-            append_record(arguments.json, "dlrm_train", argv, report)
-    return 1 if problems(report) else 0
+            is_written = append_record(arguments.json, "dlrm_train", argv, report)
+    return 0 if is_written and not problems(report) else 1
 
 
 def _folder(options: Options) -> contextlib.AbstractContextManager[None]:

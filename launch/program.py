@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import math
 import os
 import shlex
@@ -25,7 +26,7 @@ from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.file_lock import lock_within
 from persistent_ops.runtime.world import most_pes
 
-__all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_on_pes"]
+__all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_on_pes", "traced"]
 
 _INTERRUPTED = 130  # of a command that Ctrl-C ended, as shells count
 _HOST_PES = (2, 4)  # at least and at most
@@ -102,7 +103,7 @@ def check_arguments(arguments: argparse.Namespace, *, output: str | None = None)
 
 @contextlib.contextmanager
 def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None]:
-    """Keep other runs from writing to a folder meanwhile. One that is made goes again where nothing is written to it.
+    """Keep other runs from writing to a folder meanwhile. What is made of its path goes again if nothing is written.
 
     Of a launcher's processes the first one does it, because that one writes.
 
@@ -116,7 +117,7 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
     if launchers.detect(os.environ).rank != 0:
         yield
         return
-    is_new = not folder.exists()
+    made = list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -133,9 +134,9 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
             print(f"note: {checkpoint} {told}", file=sys.stderr)
         yield
     finally:
-        if is_new:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
         os.close(descriptor)
 
 
@@ -172,8 +173,28 @@ def run_on_pes(
     return po.launch(run_pe, num_pes, options, timeout=arguments.limit)[0], True
 
 
-def append_record(path: Path | None, program: str, argv: list[str], report: dict[str, Any]) -> None:
-    """Append a line with everything to the file of --json, if there is one."""
-    if path is not None:
-        ran = shlex.join(["python", f"launch/{program}.py", *argv])
-        append_line(path, {**what_ran(ran), **report})
+@contextlib.contextmanager
+def traced(path: str | None) -> Iterator[None]:
+    """Record a timeline into the file of --trace, if there is one; a file that cannot be written costs no results."""
+    if path is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(po.trace(path))
+        yield
+        try:
+            stack.pop_all().close()
+        except OSError as error:
+            print(f"no timeline: {error}", file=sys.stderr)
+
+
+def append_record(path: Path | None, program: str, argv: list[str], report: dict[str, Any]) -> bool:
+    """Append a line with everything to the file of --json, if there is one; return whether it took it, and tell."""
+    ran = shlex.join(["python", f"launch/{program}.py", *argv])
+    try:
+        if path is not None:
+            append_line(path, {**what_ran(ran), **report})
+    except OSError as error:  # the run behind it may have taken hours
+        print(f"error: --json: {error}", file=sys.stderr)
+        return False
+    return True

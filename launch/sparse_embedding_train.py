@@ -45,12 +45,13 @@ def main(argv: list[str]) -> int:
     options = _options(arguments)
     check_arguments(arguments, output=options.output)
     replaced = None if options.is_resumed else options.checkpoint_path
+    is_written = True
     with own_folder(Path(options.output), checkpoint=replaced):
         report, is_printer = run_on_pes(run_pe, options, arguments, check=lambda *_: read_text(options))
         if is_printer:
             _tell(options, report)
-            append_record(arguments.json, "sparse_embedding_train", argv, report)
-    return 0 if passed(report) else 1
+            is_written = append_record(arguments.json, "sparse_embedding_train", argv, report)
+    return 0 if is_written and passed(report) else 1
 
 
 def _tell(options: Options, report: dict[str, Any]) -> None:

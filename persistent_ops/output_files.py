@@ -32,8 +32,14 @@ def check_outputs(
     if launchers.detect(os.environ).rank != 0:
         return
     made = [Path(os.path.realpath(folder)) for folder in (folders or {}).values() if folder is not None]
+    taken: dict[str, str] = {}
     for option, file in files.items():
-        if file is not None and (problem := _problem_of_file(Path(file), made)):
+        if file is None:
+            continue
+        is_kept = not os.path.lexists(file) or os.path.isfile(file)  # and no device, such as /dev/null
+        if is_kept and (other := taken.setdefault(os.path.realpath(file), option)) != option:
+            raise ValueError(f"{option}: expected another file than that of {other}, got {os.fspath(file)!r}")
+        if problem := _problem_of_file(Path(file), made):
             raise ValueError(f"{option}: expected a file that can be written, got {os.fspath(file)!r}: {problem}")
     for option, folder in (folders or {}).items():
         if folder is not None and (problem := _problem_of_folder(Path(folder))):

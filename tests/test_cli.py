@@ -117,6 +117,7 @@ WRONG = {
     "--json nowhere/x": f"--json: {MISSING}",
     "--json .": "--json: expected a file that can be written, got '.': that is a folder",
     "--json link": "--json: expected a file that can be written, got 'link': there is no folder '{here}/nowhere'",
+    "--json x --trace ./x": "--trace: expected another file than that of --json, got './x'",
     "--output file": "--output: expected a folder that can be written, got 'file': 'file' is no folder",
     "--output file/in/it": "--output: expected a folder that can be written, got 'file/in/it': 'file' is no folder",
     "--output link": "--output: expected a folder that can be written, got 'link': 'link' is no folder",

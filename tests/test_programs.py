@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import persistent_ops as po
 
@@ -94,6 +96,36 @@ def test_ctrl_c_ends_a_training_with_a_line(tmp_path: Path) -> None:
     assert (training.returncode, out, told) == (130, "", "interrupted\n")
 
 
+def test_a_record_that_cannot_be_written_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not program.append_record(Path("/dev/full"), "x", [], {"losses": [1.0]})
+    assert capsys.readouterr().err == "error: --json: [Errno 28] No space left on device\n"
+
+
+def _traced(path: str) -> int:
+    po.init("host")
+    try:
+        with program.traced(path):
+            po.all_reduce(torch.ones(8))
+        return 7
+    finally:
+        po.finalize()
+
+
+def test_a_timeline_that_cannot_be_written_costs_no_results(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert po.launch(_traced, 2, "/dev/full", timeout=120) == [7, 7]
+    assert "no timeline: [Errno 28] No space left on device" in capfd.readouterr().err
+    assert po.launch(_traced, 2, str(tmp_path / "t.json"), timeout=120) == [7, 7]
+    assert (tmp_path / "t.json").stat().st_size > 0
+
+
+def test_a_training_that_diverges_keeps_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL.split(), "--output", str(tmp_path), "--checkpoint-every", "1", "--learning-rate"]
+    assert sparse_embedding_train.main([*arguments, "1e30"]) == 2
+    assert "the training has diverged; lower the learning rate" in capsys.readouterr().err
+    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert all(math.isfinite(loss) for loss in kept["losses"])
+
+
 def test_a_folder_is_one_run_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a" / "b"
     with program.own_folder(folder):
@@ -101,7 +133,7 @@ def test_a_folder_is_one_run_s(tmp_path: Path, capsys: pytest.CaptureFixture[str
             pass
         with program.own_folder(tmp_path / "c"):
             pass
-    assert not folder.exists() and not (tmp_path / "c").exists()
+    assert list(tmp_path.iterdir()) == []
     kept = folder / "latest"
     with program.own_folder(folder, checkpoint=kept):
         kept.write_text("")

@@ -83,15 +83,16 @@ class DelayedNetwork final : public Network {
 
   // Any pending operation that no older generation to the same peer precedes may be next.
   size_t choose() {
-    std::vector<size_t> eligible;
-    for (size_t i = 0; i < pending_.size(); ++i) {
-      bool first = true;
-      for (const Operation& other : pending_) {
-        first = first && !(other.peer == pending_[i].peer && other.generation < pending_[i].generation);
-      }
-      if (first) eligible.push_back(i);
+    oldest_.assign(generation_.size(), UINT64_MAX);
+    for (const Operation& operation : pending_) {
+      uint64_t& oldest = oldest_[static_cast<size_t>(operation.peer)];
+      oldest = operation.generation < oldest ? operation.generation : oldest;
     }
-    return eligible[random_() % eligible.size()];
+    eligible_.clear();
+    for (size_t i = 0; i < pending_.size(); ++i) {
+      if (pending_[i].generation == oldest_[static_cast<size_t>(pending_[i].peer)]) eligible_.push_back(i);
+    }
+    return eligible_[random_() % eligible_.size()];
   }
 
   void run() {
@@ -134,6 +135,8 @@ class DelayedNetwork final : public Network {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Operation> pending_;
+  std::vector<uint64_t> oldest_;  // generation of each peer's pending operations
+  std::vector<size_t> eligible_;
   bool busy_ = false;
   bool stopping_ = false;
   std::thread proxy_;

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from harness.pes import gather
 from harness.timing import in_turn
+from program import traced
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
@@ -364,7 +365,7 @@ def run_pe(options: Options) -> dict[str, Any]:
             # The PEs share the cores: more threads than cores would slow all of them down.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.bootstrap.local_world_size))
         pe = _Pe(options, world)
-        with _group(pe), contextlib.nullcontext() if options.trace is None else po.trace(options.trace):
+        with _group(pe), traced(options.trace):
             return _measure(pe)
     finally:
         po.finalize()

@@ -10,6 +10,7 @@ import torch
 from embedding_step.exchanged_fbgemm import fbgemm_version
 from harness.pes import gather
 from machine_share import machine_share
+from program import traced
 from rich.console import Console
 from training_progress import progress_bar
 
@@ -57,13 +58,12 @@ def run_pe(options: Options) -> dict[str, Any]:
         if options.is_captured:
             check_machine(has_gpus=world.backend.name == "cuda", shares_gpu=shares_gpu)
             stream = own_stream(world.backend.device)
-        trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
         device = world.backend.device
         data = open_data(options)
         sums = process_group(
             world.bootstrap, backend=group, device=device, timeout=options.timeout, max_ctas=options.num_sms_of_nccl
         )
-        with sums, trace, stream:
+        with sums, traced(options.trace), stream:
             collection = make_collection(options, data, world)
             if options.placement == "auto" and world.rank == 0:
                 Console().print(collection.placement_table())

@@ -34,7 +34,7 @@ class Checkpoint:
 def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint; whoever interrupts it finds the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}.part")
+    beside = path.with_suffix(".part")  # of a run that was killed there, the next one's takes its place
     try:
         torch.save(dict(vars(checkpoint)), beside)
         os.replace(beside, path)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness.pes import gather
 from machine_share import machine_share
+from program import traced
 from torch.nn.parallel import DistributedDataParallel
 from training_progress import progress_bar
 
@@ -128,7 +129,7 @@ class _Pe:
             if is_last or len(shares) == _LOSS_STEPS or self.step % options.checkpoint_every == 0:
                 sums = torch.stack(shares).double()
                 dist.all_reduce(sums)
-                self.losses += sums.tolist()
+                self._keep(sums.tolist())
                 shares.clear()
                 show(self.step, self.losses[-1])
                 if num_untimed and self.step - first_timed >= num_untimed and not is_last:
@@ -137,6 +138,15 @@ class _Pe:
                 self.save()
         self.world.check()
         return self.step - first_timed, time.perf_counter() - begin
+
+    def _keep(self, losses: list[float]) -> None:
+        """Take losses into the history; raise for one that is not finite, before a checkpoint replaces a good one."""
+        for step, loss in enumerate(losses, start=len(self.losses) + 1):
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"the loss of step {step} is {loss}: the training has diverged; lower the learning rate"
+                )
+        self.losses += losses
 
     def one_process(self) -> dict[str, list[float]]:
         """Let rank 0 go the next steps alone, with the whole batch: without DDP, and without the operator.
@@ -195,11 +205,10 @@ def run_pe(options: Options) -> dict[str, Any]:
     try:
         world = po_world.current()
         group, shares_gpu = machine_share(world)
-        trace = contextlib.nullcontext() if options.trace is None else po.trace(options.trace)
         process_group_of = process_group(
             world.bootstrap, backend=group, device=world.backend.device, timeout=options.timeout
         )
-        with process_group_of, trace:
+        with process_group_of, traced(options.trace):
             report = _run(_Pe(options, world, read_text(options)))
         return {**report, "shares_gpu": shares_gpu, "group": group}
     finally:

@@ -6,6 +6,7 @@ communication, `RowParallelLinear` takes that share in and sums the PEs' results
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -16,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import ops as _ops
-from ..ops.gemv_plan import MAX_VECTORS, kernel_vectors_of
+from ..ops.gemv_plan import ALGORITHMS, MAX_VECTORS, kernel_vectors_of
 from ..runtime import world as _world
 from ..runtime.arguments import as_whole_number, as_whole_numbers
 from ..runtime.dtypes import SCALARS
@@ -33,9 +34,25 @@ _ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is nearly as fast (two H20
 _log = logging.getLogger("persistent_ops")
 
 
-def _without_autocast(x: torch.Tensor) -> torch.autocast:
+def _is_under_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which products are of their operands' dtype, as the sums of a row-parallel layer must be."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+def _check_dense(name: str, tensor: object) -> torch.Tensor:
+    """Return what a layer takes; raise for what is no dense tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
+    return tensor
 
 
 def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[int, ...]:
@@ -165,10 +182,12 @@ class _ParallelLinear(torch.nn.Module):
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             found = state_dict.get(prefix + name)
-            if parameter is None or not isinstance(found, torch.Tensor) or found.shape == parameter.shape:
+            if parameter is None or not isinstance(found, torch.Tensor) or found.layout != torch.strided:
                 continue
-            if tuple(found.shape) == shapes[name]:
-                # load_state_dict works on a copy of the caller's dictionary. Contiguous, because assign=True keeps it.
+            # load_state_dict works on a copy of the caller's dictionary. Contiguous, because assign=True keeps it.
+            if found.shape == parameter.shape:
+                state_dict[prefix + name] = found if found.is_contiguous() else found.detach().contiguous()
+            elif tuple(found.shape) == shapes[name]:
                 state_dict[prefix + name] = self.shard_of(name, found.detach()).contiguous()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -216,11 +235,10 @@ class _ParallelLinear(torch.nn.Module):
                 f"{type(self).__name__}: this layer is PE {rank}'s of {size}, and this is PE {world.rank} of "
                 f"{world.size}: make a new one, and load the whole layer's state dict"
             )
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+        _check_dense("x", x)
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"x: expected [..., {features}], this PE's features, got {list(x.shape)}")
-        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != self.weight.dtype and not _is_under_autocast(x.device):
             raise TypeError(f"x: expected the weight's dtype {self.weight.dtype}, got {x.dtype}")
 
     def _like_weight(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -293,9 +311,7 @@ class ColumnParallelLinear(_ParallelLinear):
         is_recorded = (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or dual_level() >= 0
         device = _world.current().backend.device
         is_here = x.device == device and self.weight.device == device and self.weight.is_contiguous()
-        return (
-            self.weight.dtype in SCALARS and is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
-        )
+        return self.weight.dtype in SCALARS and is_here and not is_recorded and not _is_under_autocast(device)
 
     def path(self, num_vectors: int) -> str:
         """Return the path that a number of vectors takes where nothing else speaks against "gemv"; else "linear"."""
@@ -341,7 +357,7 @@ class RowParallelLinear(_ParallelLinear):
     Args:
         in_features: K of the whole layer.
         out_features: M.
-        bias: whether there is one, `[M]`, the same on every PE; it is added once.
+        bias: whether there is one, `[M]`, on all PEs or on none, and the same on every PE; it is added once.
         splits: input features of each PE, K_r, in rank order, 0 allowed; None for equal shares, which K must allow.
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
@@ -359,7 +375,7 @@ class RowParallelLinear(_ParallelLinear):
         last_path: "fused", "all_reduce" or "unfused", what the last call took; None before the first.
 
     Raises:
-        ValueError: the splits do not fit.
+        ValueError: the splits do not fit; there is no such algorithm.
         RuntimeError: `po.init()` has not been called; in a call, the layer was made by another PE, or in a world of
             another size.
 
@@ -383,6 +399,8 @@ class RowParallelLinear(_ParallelLinear):
         prefetch_weight: bool = False,
         group: Any = None,
     ) -> None:
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
         super().__init__(in_features, out_features, bias, splits, device, dtype)
         self.algorithm = algorithm
         self.comm_dtype = comm_dtype
@@ -420,12 +438,13 @@ class RowParallelLinear(_ParallelLinear):
         self._check_input(x, self.weight.shape[1])
         shape = (*x.shape[:-1], self.out_features)
         if residual is not None:
-            if not isinstance(residual, torch.Tensor):
-                raise TypeError(f"residual: expected a tensor, got {type(residual).__name__}")
+            _check_dense("residual", residual)
             if tuple(residual.shape) != shape:
                 raise ValueError(f"residual: expected the result's shape {list(shape)}, got {list(residual.shape)}")
-            if residual.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            if residual.dtype != self.weight.dtype and not _is_under_autocast(x.device):
                 raise TypeError(f"residual: expected the weight's dtype {self.weight.dtype}, got {residual.dtype}")
+            if residual.device != x.device:
+                raise ValueError(f"residual: expected a tensor on {x.device}, as x is, got one on {residual.device}")
         num_vectors = math.prod(x.shape[:-1])
         # reshape(-1, 0) does not know how many vectors there are, so a PE without features needs the number.
         vectors = self._like_weight(x).reshape(num_vectors, x.shape[-1])

@@ -41,9 +41,9 @@ def gemv_all_reduce(
         weight: `[M, K_r]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. M is the same on every
             PE, K_r may differ and may be 0. Rows of a multiple of 16 bytes take the fast path.
         x: `[K_r]`, or `[N, K_r]` with N from 1 to 16, contiguous, dtype of the weight.
-        bias: `[M]`, dtype of the weight; added once. A captured graph keeps reading it.
-        residual: of the result's shape and dtype; added once. In two phases a row's owner adds its own bias and
-            residual, so all PEs get its sum.
+        bias: `[M]`, dtype of the weight; added once. The PEs pass one all or none. A captured graph keeps reading it.
+        residual: of the result's shape and dtype; added once. The PEs pass one all or none. In two phases a row's owner
+            adds its own bias and residual, so all PEs get its sum.
         out: of the result's shape, contiguous, any memory of the device; it may be `residual`, and overlaps
             nothing else that is passed.
         algorithm: "one_shot" sends each PE's sums to every PE, "two_phase" to the owner of a row, which sends every PE
