@@ -396,7 +396,8 @@ def block_program(backend: str) -> list[str]:
         for is_assigned in (False, True):
             device = "meta" if is_assigned else None
             part = Block(lambda kind, i, o, device=device: kinds[kind](i, o, splits=splits, device=device))
-            given = {name: tensor.to(po.device()) for name, tensor in state.items()} if is_assigned else state
+            strided = {name: tensor.to(po.device()).t().contiguous().t() for name, tensor in state.items()}
+            given = strided if is_assigned else state  # which an assignment would keep as they lie
             missing = part.load_state_dict(given, assign=is_assigned)
             if missing.missing_keys or missing.unexpected_keys:
                 problems.append(f"assign={is_assigned}: {missing}")
@@ -470,6 +471,7 @@ def errors_program(backend: str) -> dict[str, str]:
         x = torch.ones(3, 4, device=device)
         big = torch.ones(17, 4, device=device)
         rounded = Row(8, 4, dtype=torch.float16, comm_dtype=torch.bfloat16)
+        absent = torch.ones(17, 8, device="meta")
         found = {
             "indivisible": message_of(ValueError, lambda: Row(9, 4)),
             "indivisible outputs": message_of(ValueError, lambda: Column(8, 5)),
@@ -484,6 +486,12 @@ def errors_program(backend: str) -> dict[str, str]:
             "residual list": message_of(TypeError, lambda: row(x, residual=[1.0] * 4)),
             "residual": message_of(ValueError, lambda: row(x, residual=torch.ones(4, device=device))),
             "residual dtype": message_of(TypeError, lambda: row(x, residual=torch.ones(3, 4, device=device).half())),
+            "residual elsewhere": message_of(ValueError, lambda: row(x, residual=x.to("meta"))),
+            "sparse": message_of(TypeError, lambda: row(x.to_sparse())),
+            "nested": message_of(TypeError, lambda: column(torch.nested.nested_tensor([x[0], x[1]]))),
+            "dtype elsewhere": message_of(TypeError, lambda: Column(8, 4, device="meta")(absent.half())),
+            "elsewhere": message_of(ValueError, lambda: Row(8, 4, device="meta")(absent[:, :4])),
+            "algorithm": message_of(ValueError, lambda: Row(8, 4, algorithm="ring")),
             "no group": message_of(RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half())),
             "gradient": message_of(NotImplementedError, lambda: row(big.clone().requires_grad_())),
             "comm_dtype": message_of(ValueError, lambda: rounded(big.half())),
@@ -491,6 +499,7 @@ def errors_program(backend: str) -> dict[str, str]:
                 RuntimeError, lambda: row.load_state_dict({"weight": torch.ones(4, 7), "bias": torch.ones(4)})
             ),
         }
+        found["device"] = str(device)
         with torch.enable_grad():
             result = row(x.clone().requires_grad_())
         found["backward"] = message_of(NotImplementedError, lambda: result.sum().backward())
@@ -513,6 +522,12 @@ EXPECTED_ERRORS = {
     "residual list": "residual: expected a tensor, got list",
     "residual": "residual: expected the result's shape [3, 4], got [4]",
     "residual dtype": "residual: expected the weight's dtype torch.float32, got torch.float16",
+    "residual elsewhere": "residual: expected a tensor on {device}, as x is, got one on meta",
+    "sparse": "x: expected a dense tensor, got layout torch.sparse_coo",
+    "nested": "x: expected a dense tensor, got a nested one",
+    "dtype elsewhere": "x: expected the weight's dtype torch.float32, got torch.float16",
+    "elsewhere": "x: expected a tensor on {device}, got one on meta",
+    "algorithm": "algorithm: expected one of 'auto', 'one_shot', 'two_phase', got 'ring'",
     "no group": "call init_process_group on every PE",
     "gradient": "RowParallelLinear is forward only",
     "comm_dtype": "comm_dtype: expected None, torch.float32 or the weight's dtype torch.float16, got torch.bfloat16",
@@ -524,9 +539,9 @@ EXPECTED_ERRORS = {
 
 def test_what_does_not_fit_is_refused(backend: str) -> None:
     for found in launched(errors_program, 2, backend):
-        assert set(found) == set(EXPECTED_ERRORS)
+        assert set(found) == {*EXPECTED_ERRORS, "device"}
         for name, text in EXPECTED_ERRORS.items():
-            assert text in found[name], f"{name}: {found[name]}"
+            assert text.format(device=found["device"]) in found[name], f"{name}: {found[name]}"
 
 
 @torch.no_grad()

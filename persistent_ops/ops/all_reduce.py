@@ -44,7 +44,7 @@ def all_reduce(
 
     ``sum = round(x_0 + x_1 + ... + x_{P-1} + bias + residual)``, on every PE, added in fp32 in this order and rounded
     once. Where bias and residual agree, all PEs get the same bits; so do repeated calls and all algorithms, and an
-    element has the same bits whatever others it travels with.
+    element has the same bits whatever others it travels with. Of a sum that is NaN algorithms may give different NaNs.
 
     Args:
         x: `[...]`, contiguous, float32, float16 or bfloat16, any memory of the device; the same shape on every PE.
@@ -102,7 +102,8 @@ def all_reduce_rms_norm(
         x: `[..., D]`, as for `all_reduce`.
         weight: `[D]`, dtype of x.
         residual, bias, algorithm: as for `all_reduce`.
-        eps: 0 or more; it may differ from call to call.
+        eps: 0 or more; it may differ from call to call. Each PE takes norms by itself, with its own weight, eps,
+            weight_bias and scale: that these agree is not compared.
         weight_bias: added to the weight, in fp32 (1 for Gemma's norm).
         out: for the sum; of x's shape and dtype, contiguous; it may be x or residual, and overlaps nothing else that is
             passed.
