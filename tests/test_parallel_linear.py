@@ -605,6 +605,24 @@ def test_a_layer_with_a_group_is_copied_and_not_pickled(backend: str) -> None:
         assert equal and is_apart and "process group cannot be pickled" in text and "save its state_dict()" in text
 
 
+@torch.no_grad()
+def mapped_program(backend: str) -> list[bool]:
+    with world_of(backend):
+        linear = whole_layer(CASES[0])
+        layer = po_nn.RowParallelLinear.from_linear(linear)
+        first, last = layer.shard_range
+        equal = []
+        for count in (3, 20):  # of which the last one takes po.all_reduce
+            x = values(CASES[0], "x", 2, count, CASES[0].inputs)[..., first:last].to(po.device())
+            mapped = torch.func.vmap(layer)(x)
+            equal.append(torch.equal(mapped, torch.stack([layer(each) for each in x])))
+        return equal
+
+
+def test_row_parallel_is_mapped_over_a_batch(backend: str) -> None:
+    assert launched(mapped_program, 2, backend) == [[True, True]] * 2
+
+
 # ---- torch.compile -------------------------------------------------------------------------------------------------
 
 

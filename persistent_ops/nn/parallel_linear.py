@@ -22,7 +22,7 @@ from ..runtime import world as _world
 from ..runtime.arguments import as_whole_number, as_whole_numbers
 from ..runtime.dtypes import SCALARS
 from ..runtime.forward_mode import refuse_tangents
-from ..runtime.torch_private import dual_level
+from ..runtime.torch_private import dual_level, function_transform
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -478,7 +478,9 @@ class RowParallelLinear(_ParallelLinear):
         with _without_autocast(x):
             product = F.linear(x, self.weight)
         addend = None if residual is None else residual.contiguous()
-        return _ops.all_reduce(product, residual=addend, bias=self.bias, out=product)
+        is_transformed = not torch.compiler.is_compiling() and function_transform() is not None
+        out = None if is_transformed else product  # torch.func.vmap has no place for results
+        return _ops.all_reduce(product, residual=addend, bias=self.bias, out=out)
 
     def _unfused(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         with _without_autocast(x):
