@@ -291,3 +291,128 @@ def test_what_torch_takes_is_taken() -> None:
 
 def test_a_context_that_is_not_entered_holds_no_lookups() -> None:
     assert in_world(_bad_batches, 1, "host") == [["IndexError"] * 3 + [""] * 2]
+
+
+def _batches_without_room() -> list[str]:
+    """Send batches, each in a context of its own, of which the first ones find no room in the heap; then small ones."""
+    inputs = po.EmbeddingInputs([[(0, 9)]], num_features=1, max_batch=1, lookups_per_sample=2)
+    seen = []
+    for count in (3_000_000, 3_000_000, 3_000_000, 2, 2):
+        try:
+            with inputs.exchange(torch.zeros(count).long(), lengths=torch.tensor([count]), batch_per_rank=[1]):
+                seen.append("")
+        except po.SymmetricHeapError:
+            seen.append("SymmetricHeapError")
+    return seen
+
+
+def test_a_batch_that_finds_no_room_holds_none() -> None:
+    assert in_world(_batches_without_room, 1, "host", heap_size=12 << 20) == [["SymmetricHeapError"] * 3 + [""] * 2]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_lookups_are_not_copied(way: Callable[[object], object]) -> None:
+    assert in_world(_copied, 1, "host", way) == [("TypeError", _NO_COPY)]
+
+
+_NO_COPY = "embedding_inputs: lookups lie in a region of this PE's heap; they are not copied or pickled"
+
+
+def _copied(way: Callable[[object], object]) -> tuple[str, str]:
+    inputs = po.EmbeddingInputs([[(0, 9)]], num_features=1, max_batch=1, lookups_per_sample=2)
+    with inputs.exchange(torch.tensor([1]), lengths=torch.tensor([1])) as lookups:
+        name, text, *_ = error_of(lambda: way(lookups))
+    return name, text
+
+
+def _changed_tables() -> list[str]:
+    """Make two forward passes, and the second one's backward pass first, which updates the tables of PE 0 alone."""
+    tables = [torch.ones(9, 2)] if po.rank() == 0 else []
+    optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=0.5)
+    inputs = po.EmbeddingInputs([[(0, 9)], []], num_features=1, max_batch=1, lookups_per_sample=1, is_weighted=True)
+    passes = []
+    for _ in range(2):
+        weights = torch.ones(1, requires_grad=True)
+        lookups = inputs.exchange(
+            torch.tensor([1]), lengths=torch.tensor([1]), per_sample_weights=weights, batch_per_rank=[1, 1]
+        )
+        lookups.wait()
+        kinds = {"dim_per_rank": (2, 0), "dtype": torch.float32}
+        passes.append((po.embedding_all_to_all(tables, lookups, optimizer=optimizer, **kinds), lookups))  # type: ignore[arg-type]
+    passes[1][0].sum().backward()
+    name, text, *_ = error_of(lambda: passes[0][0].sum().backward())
+    for _, lookups in passes:
+        lookups.release()
+    po.barrier()  # the world is as it was
+    po.check()
+    return [name, text]
+
+
+def test_pes_without_tables_know_that_tables_have_changed() -> None:
+    for name, text in in_world(_changed_tables, 2, "host"):
+        assert name == "RuntimeError" and "the tables have changed since the forward pass" in text
+
+
+# ---- what the caller writes between the passes -----------------------------------------------------------------------
+
+
+def _between(way: str, name: str) -> list[torch.Tensor]:
+    """Return the gradient where a list of the call stays, and where it is filled anew ahead of the backward pass."""
+    given = {"batch_per_rank": [3, 1], "dim_per_rank": [2, 2], "columns": [2, 0]}
+    found = []
+    for is_filled in (False, True):
+        (table,), how = _tables(way)
+        before, lists = table.detach().clone(), {key: list(values) for key, values in given.items()}
+        pooled = po.embedding_all_to_all([table], torch.arange(4), torch.arange(5), **lists, **how)
+        if is_filled:
+            lists[name][:] = lists[name][::-1] if name != "dim_per_rank" else [7, 0]
+        pooled.backward(torch.arange(float(pooled.numel())).view_as(pooled) + 100 * po.rank())
+        found.append(_gradient(way, table.detach() if how else table, before))
+    return found
+
+
+@pytest.mark.parametrize("name", ["batch_per_rank", "dim_per_rank", "columns"])
+@pytest.mark.parametrize("way", _WAYS)
+def test_a_list_that_is_filled_anew_changes_no_backward_pass(way: str, name: str) -> None:
+    for stayed, filled in in_world(_between, 2, "host", way, name):
+        assert stayed.any() and torch.equal(stayed, filled)
+
+
+def _moved_table() -> tuple[str, str]:
+    table = torch.ones(4, 2)
+    optimizer = po.EmbeddingOptimizer([table])
+    po.embedding_all_to_all([table], torch.arange(4), torch.arange(5), optimizer=optimizer).sum().backward()
+    table.data = table.data.clone()
+    name, text, *_ = error_of(
+        lambda: po.embedding_all_to_all([table], torch.arange(4), torch.arange(5), optimizer=optimizer)
+    )
+    return name, text
+
+
+def test_a_table_that_has_moved_is_refused_ahead_of_the_exchange() -> None:
+    ((name, text),) = in_world(_moved_table, 1, "host")
+    assert name == "ValueError" and "where they lay when it was made" in text
+
+
+WRONG_OF_OPTIMIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "one seed": (
+        lambda optimizer: setattr(optimizer, "seeds", 5),
+        "seeds: expected a whole number for each table, got 5",
+    ),
+    "text as seed": (lambda optimizer: setattr(optimizer, "seeds", ["a"]), "seed: expected whole numbers, got ['a']"),
+    "half a seed": (lambda optimizer: setattr(optimizer, "seeds", [1.5]), "seed: expected whole numbers, got [1.5]"),
+    "seeds": (lambda optimizer: setattr(optimizer, "seeds", [1, 2]), "seed: expected one for each of 1 tables, got 2"),
+    "no table": (lambda optimizer: optimizer.state(3), "table: expected a tensor, got int"),
+}
+
+
+def _wrong_of_optimizers() -> dict[str, str]:
+    optimizer = po.EmbeddingOptimizer([torch.ones(2, 2)])
+    optimizer.seeds = torch.tensor([7])
+    assert optimizer.seeds.tolist() == [7]
+    return {name: error_of(lambda call=call: call(optimizer))[1] for name, (call, _) in WRONG_OF_OPTIMIZERS.items()}
+
+
+def test_wrong_seeds_and_tables_of_an_optimizer() -> None:
+    (found,) = in_world(_wrong_of_optimizers, 1, "host")
+    assert found == {name: text for name, (_, text) in WRONG_OF_OPTIMIZERS.items()}

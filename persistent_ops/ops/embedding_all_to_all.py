@@ -24,7 +24,16 @@ from ..runtime.torch_private import (
 )
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
 from .embedding_inputs_lookups import Lookups
-from .embedding_plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling, dtypes_of
+from .embedding_plan import (
+    OPERATOR,
+    Choices,
+    EmbeddingKey,
+    EmbeddingPlan,
+    LookupKind,
+    average_pooling,
+    dtypes_of,
+    numbers_of,
+)
 from .table_set import TableSet, TableSets
 
 if TYPE_CHECKING:
@@ -87,7 +96,8 @@ def embedding_all_to_all(
             and states updated, in fp32. The same on every PE.
         bounds: "fatal" raises IndexError for an index outside its table, or offsets that do not begin at 0, fall, or do
             not end at n, on the PE that passed it, while the exchange completes (such entries are skipped); "ignore"
-            skips silently.
+            skips silently. Which entries the bags around an offset that falls have is not defined, and may differ
+            between result, gradient and worlds; nothing outside of the tables is read or written.
         schedule: "communication_aware", or "oblivious", the order of the logical grid, for comparison.
         columns: where the columns of each table begin in the result, of all PEs' tables, PE by PE, each one's in its
             order; the same on every PE. Together they fill a row, so that a table's columns end where the next ones
@@ -154,12 +164,13 @@ def embedding_all_to_all(
             raise NotImplementedError("optimizer: not inside of torch.func, which has no backward pass that updates")
         refuse_tangents([weights, differentiated], "embedding_all_to_all: no derivative in forward mode")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
+        # The backward pass reads what it was called with, also where the caller's lists are filled anew meanwhile.
         split = {
-            "batch_per_rank": batch_per_rank,
-            "dim_per_rank": dim_per_rank,
+            "batch_per_rank": numbers_of("batch_per_rank", batch_per_rank),
+            "dim_per_rank": numbers_of("dim_per_rank", dim_per_rank),
             "dtype": dtype,
             "wire_dtype": wire_dtype,
-            "columns": columns,
+            "columns": numbers_of("columns", columns),
         }
         record = _record_sparse() if optimizer is None else optimizer.record
         return record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..runtime import world as _world
-from ..runtime.arguments import as_number, as_whole_number, as_whole_numbers
+from ..runtime.arguments import as_number, as_whole_number
 from ..runtime.literals import vector_bytes
 from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
@@ -27,11 +27,12 @@ from .embedding_backward_plan import (
     check_rounding,
     identity,
 )
-from .embedding_checks import check_gradient
+from .embedding_checks import check_gradient, seeds_of
 from .embedding_columns import columns_of
 from .embedding_inputs_lookups import Lookups
 from .embedding_recorded_call import Inputs, OfBatch, record
 from .embedding_widths import agree_on_widths
+from .table_set import TableSet
 
 __all__ = ["EmbeddingOptimizer", "aligned", "backward_key", "in_float32", "num_tables", "tables_named"]
 
@@ -136,7 +137,9 @@ class EmbeddingOptimizer:
         self._step_count = torch.zeros(1, dtype=torch.int64, device=device)
         self._beta_powers = torch.ones(2, dtype=torch.float32, device=device)  # to as many steps
         self._counted = self._step_count._version  # as of which the powers are
-        self._seeds = torch.tensor(_seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
+        self._seeds = torch.tensor(seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
+        self._num_passes = 0  # backward, begun by all PEs alike
+        self._seen: TableSet | None = None  # what the tables were in the last call
         # What it holds in device memory.
         self._own = (
             self._lr,
@@ -192,11 +195,16 @@ class EmbeddingOptimizer:
 
     @seeds.setter
     def seeds(self, values: Sequence[int] | torch.Tensor) -> None:
-        seeds = _seeds_of([int(value) for value in values], len(self._tables))
+        given = values.tolist() if isinstance(values, torch.Tensor) else values
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise TypeError(f"seeds: expected a whole number for each table, got {values!r}")
+        seeds = seeds_of(list(given), len(self._tables))
         self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
 
     def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
+        if not isinstance(table, torch.Tensor):
+            raise TypeError(f"table: expected a tensor, got {type(table).__name__}")
         found = self._states.get(identity(table))
         if found is None:
             raise ValueError("table: it is not one of the optimizer's")
@@ -241,10 +249,15 @@ class EmbeddingOptimizer:
     ) -> torch.Tensor:
         """Call `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
         world = _world.for_call()
-        if table_set(world, weights) is not table_set(world, self._tables):
-            raise ValueError(
-                "weights: expected the optimizer's tables, in their order; make an optimizer for each list"
-            )
+        found = table_set(world, weights)
+        if found is not self._seen:
+            is_known = all(identity(table) in self._states for table in self._tables)
+            if found is not table_set(world, self._tables) or not is_known:
+                raise ValueError(
+                    "weights: expected the optimizer's tables, in their order and where they lay when it was made; "
+                    "make an optimizer for each list"
+                )
+            self._seen = found
         return record(
             self._backward,
             self._placeholder,
@@ -258,7 +271,11 @@ class EmbeddingOptimizer:
             calls=world.workspace.calls,
             name=self._name or self._first_named(world),
             once="would update the tables twice",
+            version=self._version,
         )
+
+    def _version(self) -> int:
+        return self._num_passes
 
     def name_tables(self, names: Sequence[str]) -> None:
         """Let errors name the tables; of all PEs, where they are a module's."""
@@ -282,6 +299,7 @@ class EmbeddingOptimizer:
         forward_pass: int,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world = _world.for_call()
+        self._num_passes += 1
         key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode, forward_pass)
         return self._launch(
             world, key, gradient, weights, inputs, wants_factors=wants_factors, forward_pass=forward_pass
@@ -475,18 +493,6 @@ def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:
     for t, table in enumerate(tables):
         if rounding == "stochastic" and table.dtype.itemsize != 2:
             raise ValueError(f"rounding: 'stochastic' is for tables of 16 bits, but tables[{t}] has {table.dtype}")
-
-
-def _seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
-    if not isinstance(seed, int) and not hasattr(seed, "__iter__"):
-        raise TypeError(f"seed: expected a whole number, or one for each table, got {seed!r}")
-    seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
-    if len(seeds) != count:
-        raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")
-    seeds = list(as_whole_numbers(seeds, f"seed: expected whole numbers, got {seeds}"))
-    if not all(0 <= each < 2**63 for each in seeds):
-        raise ValueError(f"seed: expected numbers of at least 0 and below 2^63, got {seeds}")
-    return seeds
 
 
 def _check_overlap(tables: Sequence[torch.Tensor]) -> None:

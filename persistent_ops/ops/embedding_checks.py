@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..runtime.arguments import as_whole_numbers
 from ..runtime.dtypes import SCALARS
 from ..runtime.forward_mode import refuse_tangents
 from ..runtime.literals import literal
@@ -29,6 +30,7 @@ __all__ = [
     "check_tables",
     "check_tables_and_split",
     "check_types",
+    "seeds_of",
     "check_wire",
     "most_rows",
 ]
@@ -218,3 +220,16 @@ def check_gradient(gradient: torch.Tensor, weights: Sequence[torch.Tensor]) -> N
     columns = sum(weight.shape[1] for weight in weights)
     if gradient.dim() != 2 or gradient.shape[1] != columns:
         raise ValueError(f"gradient: expected [B, {columns}], got {list(gradient.shape)}")
+
+
+def seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
+    """Return a seed of stochastic rounding for each of so many tables; raise for what is none."""
+    if not isinstance(seed, int) and not hasattr(seed, "__iter__"):
+        raise TypeError(f"seed: expected a whole number, or one for each table, got {seed!r}")
+    seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != count:
+        raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")
+    seeds = list(as_whole_numbers(seeds, f"seed: expected whole numbers, got {seeds}"))
+    if not all(0 <= each < 2**63 for each in seeds):
+        raise ValueError(f"seed: expected numbers of at least 0 and below 2^63, got {seeds}")
+    return seeds

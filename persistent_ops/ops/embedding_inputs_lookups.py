@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..runtime import world as _world
-from ..runtime.errors import CapacityError, PeerTimeoutError
+from ..runtime.errors import PeerTimeoutError
 from ..runtime.stream_order import capture_of, is_foreign
 from ..runtime.workspace import InputRecord
 from ..runtime.world import World
@@ -270,10 +270,14 @@ class Lookups:
         self._given = self.per_sample_weights = None
         self._region.release()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied, and pickled."""
+        raise TypeError("embedding_inputs: lookups lie in a region of this PE's heap; they are not copied or pickled")
+
     def __enter__(self) -> Lookups:
         try:
             self.wait()
-        except (IndexError, CapacityError):
+        except Exception:
             self._is_not_entered = True
             raise
         return self

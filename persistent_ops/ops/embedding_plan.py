@@ -33,6 +33,7 @@ __all__ = [
     "Tuning",
     "average_pooling",
     "dtypes_of",
+    "numbers_of",
 ]
 
 _STAGING = "staging"  # an area: room from which rows are put; one for all plans, since one launch at a time uses it
@@ -156,12 +157,13 @@ class Choices(NamedTuple):
         columns: Sequence[int] | None = None,
     ) -> Choices:
         """Return what a call has chosen, with sequences as tuples, and both dtypes."""
-        dims, batches = _numbers("dim_per_rank", dim_per_rank), _numbers("batch_per_rank", batch_per_rank)
+        dims, batches = numbers_of("dim_per_rank", dim_per_rank), numbers_of("batch_per_rank", batch_per_rank)
         dtypes = dtypes_of(weights, dtype, wire_dtype)
-        return cls(dims, batches, *dtypes, mode, bounds, schedule, _numbers("columns", columns))
+        return cls(dims, batches, *dtypes, mode, bounds, schedule, numbers_of("columns", columns))
 
 
-def _numbers(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+def numbers_of(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return a sequence as a tuple, which the caller's own changes do not reach."""
     try:
         return None if values is None else tuple(values)
     except TypeError:

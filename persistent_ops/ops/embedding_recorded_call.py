@@ -92,6 +92,10 @@ class _OfExchange:
 Inputs = OfBatch | _OfExchange
 
 
+def _never_changed() -> int:
+    return 0
+
+
 def record(
     backward: Callable[..., tuple[Sequence[torch.Tensor | None], torch.Tensor | None]],
     placeholder: torch.Tensor,
@@ -106,6 +110,7 @@ def record(
     calls: CallNumbers,
     name: str | Callable[[], str],
     once: str | None = None,
+    version: Callable[[], int] = _never_changed,
 ) -> torch.Tensor:
     """Call `embedding_all_to_all`, and keep what its backward pass needs.
 
@@ -119,6 +124,7 @@ def record(
         calls: of the world's workspace.
         name: whose pass it is, as errors say it.
         once: what a second backward pass would do, where that is refused.
+        version: of the tables of all PEs, as far as this PE knows without having any; it changes where they do.
     """
     # Autograd sees the tables that a gradient may come for.
     tables = () if once else tuple(weights)
@@ -130,7 +136,7 @@ def record(
         placeholder,
         per_sample_weights,
         (backward, once),
-        (calls, name),
+        (calls, name, version),
         forward,
         tuple(weights),
         indices,
@@ -155,7 +161,7 @@ class _Recorded(torch.autograd.Function):
         placeholder: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
         backward: tuple[Callable[..., Any], str | None],
-        caller: tuple[CallNumbers, str | Callable[[], str]],
+        caller: tuple[CallNumbers, str | Callable[[], str], Callable[[], int]],
         forward: Callable[..., torch.Tensor],
         weights: Sequence[torch.Tensor],
         indices: torch.Tensor | Lookups,
@@ -174,9 +180,9 @@ class _Recorded(torch.autograd.Function):
         context.split, context.mode = split, choices["mode"]
         context.is_done = False
         context.world = _world.for_call()
-        context.versions = [weight._version for weight in weights]
+        calls, name, context.version = caller
+        context.versions = _versions(context)
         result = forward(weights, indices, offsets, per_sample_weights, **split, **choices)
-        calls, name = caller
         context.number = calls.last
         calls.name(context.number, name)
         return result.detach()  # a view that is made in here could not be changed in place
@@ -199,7 +205,7 @@ class _Recorded(torch.autograd.Function):
         context.is_done = True
         # Those that travel concern all PEs, whatever is asked for here.
         wants_factors = context.needs_input_grad[1] if context.lookups is None else context.lookups.gives_gradients
-        if wants_factors and context.versions != [weight._version for weight in context.weights]:
+        if wants_factors and context.versions != _versions(context):
             raise RuntimeError(
                 "embedding_all_to_all: the tables have changed since the forward pass, so the gradient of "
                 "per_sample_weights cannot be computed; make the backward pass first, one for each call"
@@ -214,6 +220,10 @@ class _Recorded(torch.autograd.Function):
             forward_pass=context.number,
         )
         return None, of_factors, *[None] * _NUM_OTHERS, *of_tables
+
+
+def _versions(context: Any) -> list[int]:
+    return [context.version(), *(weight._version for weight in context.weights)]
 
 
 def _memory_of(gradient: torch.Tensor) -> torch.Tensor:
