@@ -17,11 +17,17 @@
 #undef Warp
 #undef tree_sum
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -35,37 +41,54 @@ inline constexpr int kWarpSize = 32;
 
 namespace lanes {
 
-// Where so many lanes of a warp meet.
+// Where so many lanes of a warp meet: each is behind what the others did before. Asleep meanwhile, all on one word, since a mutex
+// would be handed on from one to the next.
 class Meeting {
  public:
+  // Of those who have not come to it, which ends with the last of them.
+  uint32_t round() const { return round_.load(std::memory_order_relaxed); }
+
   // Returns when all have come, and fails where they do not.
   void arrive_and_wait(int count) {
-    std::unique_lock lock(mutex_);
-    const uint32_t round = round_;
-    if (++arrived_ == count) {
-      arrived_ = 0;
-      ++round_;
-      all_here_.notify_all();
-    } else if (!all_here_.wait_for(lock, kPatience, [&] { return round_ != round; })) {
+    const uint32_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      futex(FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);
+      return;
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    while (round_.load(std::memory_order_acquire) == round) {
+      constexpr timespec kPatience{20, 0};
+      futex(FUTEX_WAIT_PRIVATE, static_cast<int>(round), &kPatience);
+      if (std::chrono::steady_clock::now() - begin < std::chrono::seconds(kPatience.tv_sec)) continue;
+      if (round_.load(std::memory_order_acquire) != round) break;
       std::fprintf(stderr, "a lane waits for others that do not come to its collective\n");
       std::_Exit(driver::kTimedOut);
     }
   }
 
  private:
-  static constexpr std::chrono::seconds kPatience{20};
+  void futex(int operation, int value, const timespec* patience) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&round_), operation, value, patience, nullptr, 0);
+  }
 
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-  int arrived_ = 0;
-  uint32_t round_ = 0;
+  std::atomic<int> arrived_{0};
+  std::atomic<uint32_t> round_{0};
 };
 
-// What the lanes of a tile, or of a whole warp, show one another.
+// What the lanes of a tile, or of a whole warp, show one another. They meet once for each collective: what they have shown stays
+// until the one behind the next, to which nobody comes who has not looked.
 struct Board {
+  struct Shown {
+    uint8_t values[kWarpSize][16];
+    int kinds[kWarpSize];
+  };
+
+  Shown& shown() { return turns[meeting.round() % 2]; }
+
   Meeting meeting;
-  uint8_t values[kWarpSize][16];
-  int kinds[kWarpSize];
+  Shown turns[2];
 };
 
 struct WarpState {
@@ -158,34 +181,26 @@ struct Lanes {
   lanes::Board& board() const { return lanes::self.warp->boards[kLevel][index()]; }
 
   // Returns when all lanes have come, each to the same collective.
-  void meet(Kind kind) const {
-    lanes::Board& own = board();
-    own.kinds[rank()] = kind;
-    own.meeting.arrive_and_wait(kWidth);
-    for (int lane = 0; lane < kWidth; ++lane) {
-      if (own.kinds[lane] != kind) {
-        std::fprintf(stderr, "lanes of a warp have come to different collectives\n");
-        std::_Exit(driver::kTimedOut);
-      }
-    }
-    own.meeting.arrive_and_wait(kWidth);  // all have looked
-  }
+  void meet(Kind kind) const { come(kind, board().shown()); }
 
   template <class T>
   void gather(Kind kind, T value, T (&values)[kWidth]) const {
-    static_assert(sizeof(T) <= sizeof(lanes::Board::values[0]));
-    lanes::Board& own = board();
-    std::memcpy(own.values[rank()], &value, sizeof(T));
-    own.kinds[rank()] = kind;
-    own.meeting.arrive_and_wait(kWidth);
+    static_assert(sizeof(T) <= sizeof(lanes::Board::Shown::values[0]));
+    lanes::Board::Shown& shown = board().shown();
+    std::memcpy(shown.values[rank()], &value, sizeof(T));
+    come(kind, shown);
+    for (int lane = 0; lane < kWidth; ++lane) std::memcpy(&values[lane], shown.values[lane], sizeof(T));
+  }
+
+  void come(Kind kind, lanes::Board::Shown& shown) const {
+    shown.kinds[rank()] = kind;
+    board().meeting.arrive_and_wait(kWidth);
     for (int lane = 0; lane < kWidth; ++lane) {
-      std::memcpy(&values[lane], own.values[lane], sizeof(T));
-      if (own.kinds[lane] != kind) {
+      if (shown.kinds[lane] != kind) {
         std::fprintf(stderr, "lanes of a warp have come to different collectives\n");
         std::_Exit(driver::kTimedOut);
       }
     }
-    own.meeting.arrive_and_wait(kWidth);  // all have looked
   }
 };
 
