@@ -135,8 +135,9 @@ def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
-        kind = "nested one" if tensor.is_nested else f"{tensor.device.type} tensor of layout {tensor.layout}"
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        kind = f"{tensor.device.type} tensor of layout {tensor.layout}"
+        kind = "nested one" if tensor.is_nested else "quantized one" if tensor.is_quantized else kind
         raise TypeError(f"tensor: expected a dense tensor with memory, got a {kind}")
     copy = empty(*tensor.shape, dtype=tensor.dtype)
     copy.copy_(tensor.detach())

@@ -214,6 +214,10 @@ def _wrong_outputs(backend: str) -> dict[str, str]:
     errors = {name: _error_of(lambda tensor=tensor: _call(1, out=tensor)) for name, tensor in wrong.items()}
     errors["free ordinary"] = _error_of(lambda: po.free(wrong["ordinary"]))
     errors["free twice"] = _error_of(lambda: po.free(other))
+    errors["free one in whose place another lies"] = _error_of(lambda: po.free(freed))  # `live`
+    errors["copy of a quantized one"] = _error_of(
+        lambda: po.to_symmetric(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    )
     errors["free a view"] = _error_of(lambda: po.free(live[1:]))
     errors["free peer's"] = _error_of(lambda: po.free(po.peer_view(live, 1 - rank)))
     errors["view of ordinary"] = _error_of(lambda: po.peer_view(wrong["ordinary"], 0))
@@ -243,6 +247,8 @@ def test_tensors_that_are_not_symmetric(backend: str) -> None:
         for name in ("free ordinary", "view of ordinary"):
             assert errors[name].startswith("NotSymmetricError: tensor: expected a tensor in the symmetric heap")
         assert "was given back with po.free()" in errors["free twice"]
+        assert "another one has its place" in errors["free one in whose place another lies"]
+        assert errors["copy of a quantized one"].endswith("expected a dense tensor with memory, got a quantized one")
         assert errors["free a view"].startswith("NotSymmetricError: tensor: expected a whole tensor")
         assert f"got PE {1 - rank}'s copy" in errors["free peer's"]
         assert "output of an operator" in errors["view of a result"]
@@ -540,6 +546,37 @@ def test_results_that_are_held_can_fill_the_heap_and_idle_ones_make_room(backend
         held = re.search(r"(\d+) in results", error)
         assert held is not None and int(held.group(1)) in (6 * MB, 7 * MB, 8 * MB)
         assert "drop results" in error and "heap_size" in error
+
+
+def _holds_unlike_results(backend: str) -> str:
+    """Let PE 0 hold results that PE 1 drops, so that what is free begins at other offsets; then drop them, too."""
+    po.init(backend, operator_timeout=20.0, heap_size=64 * MB)
+    large, small = po.empty(16 * MB // 4), po.empty(MB // 4)
+    po.free(large)
+
+    def call(rows: int) -> torch.Tensor:
+        indices, values = torch.arange(rows, device=po.device()), torch.ones(rows, 1024, device=po.device())
+        return po.sparse_all_reduce(torch.sparse_coo_tensor(indices[None], values, (4096, 1024), is_coalesced=True))
+
+    held = []
+    for number in range(50):
+        result = call(256)  # 1 MB
+        if po.rank() == 0 and number < 48:
+            held.append(result)
+        del result
+    if po.rank() == 0:
+        del held[:30]
+    call(1000)
+    held.clear()
+    po.check()
+    error = _error_of(lambda: po.free(po.empty(14 * MB // 4)))
+    po.free(small)
+    po.finalize()
+    return error
+
+
+def test_what_one_pe_keeps_for_later_is_no_reason_to_refuse(backend: str) -> None:
+    assert _run(_holds_unlike_results, 2, backend) == ["no error"] * 2
 
 
 # ---- the allocator -------------------------------------------------------------------------------------------------

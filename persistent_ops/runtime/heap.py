@@ -80,6 +80,7 @@ class SymmetricHeap:
         self.reclaim: Callable[[], None] = lambda: None
         """Gives room back that is only kept for later; the output pool's, once there is one."""
         self._live: dict[int, int] = {}
+        self._storages: dict[int, int] = {}  # of those: what tells them from others that had their places
         self._freed: dict[int, int] = {}
 
     @torch.inference_mode(False)  # who writes to it need not be in the mode in which it is made
@@ -87,49 +88,73 @@ class SymmetricHeap:
         """Allocate a symmetric tensor; collective."""
         nbytes = math.prod(size) * dtype.itemsize
         offset = self._take(nbytes)
-        mine = f"{-1 if offset is None else offset} {size} {dtype}"
-        everyone = [raw.decode().split(" ", 1) for raw in self._bootstrap.exchange("empty", mine.encode())]
-        if offset is None or len(set(map(tuple, everyone))) > 1:
-            if offset is not None and nbytes:
-                self.free_list.give(offset, _rounded(nbytes))
-            full = [str(pe) for pe, (place, _) in enumerate(everyone) if place == "-1"]
+        places = self._places(offset, size, dtype)
+        if None not in places and len(set(places)) > 1:  # by what one PE keeps for later, perhaps
+            self._give(offset, nbytes)
+            offset = self._take_of_all(nbytes)
+            places = self._places(offset, size, dtype)
+        if None in places or len(set(places)) > 1:
+            self._give(offset, nbytes)
+            full = [str(pe) for pe, place in enumerate(places) if place is None]
             if full:
                 raise SymmetricHeapError(
                     f"the symmetric heap of PE {', '.join(full)} has no room for {nbytes} bytes "
                     f"(heap_size {self.free_list.size} bytes, {self.free_list.free_bytes} free on this PE): free "
                     "tensors that are no longer needed, or pass a larger heap_size to po.init()"
                 )
-            if len({shape for _, shape in everyone}) == 1:
-                raise SymmetricHeapError(
-                    f"the PEs' heaps are too full for {nbytes} bytes at one offset: drop results that are no longer "
-                    "needed, or pass a larger heap_size to po.init()"
-                )
+            raise SymmetricHeapError(
+                f"the PEs' heaps are too full for {nbytes} bytes at one offset: drop results that are no longer "
+                "needed, or pass a larger heap_size to po.init()"
+            )
+        if not nbytes:
+            return torch.empty(size, dtype=dtype, device=self._backend.device)  # takes no room
+        assert offset is not None
+        memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
+        self._live[offset] = nbytes
+        self._storages[offset] = memory.untyped_storage()._cdata
+        self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
+        return memory.view(dtype).view(size)
+
+    def _places(self, offset: int | None, size: tuple[int, ...], dtype: torch.dtype) -> list[int | None]:
+        """Return where each PE has found room, None for nowhere; raise where PEs have asked for different tensors."""
+        mine = f"{-1 if offset is None else offset} {size} {dtype}"
+        everyone = [raw.decode().split(" ", 1) for raw in self._bootstrap.exchange("empty", mine.encode())]
+        if len({shape for _, shape in everyone}) > 1:
+            self._give(offset, math.prod(size) * dtype.itemsize)
             shapes = "; ".join(f"PE {pe}: {shape}" for pe, (_, shape) in enumerate(everyone))
             raise SymmetricHeapError(
                 f"po.empty() needs the same call on every PE, in the same order, but the PEs asked for {shapes}"
             )
-        if not nbytes:
-            return torch.empty(size, dtype=dtype, device=self._backend.device)  # takes no room
-        self._live[offset] = nbytes
-        self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
-        return self._backend.tensor_at(self._backend.heap_base + offset, nbytes).view(dtype).view(size)
+        return [None if place == "-1" else int(place) for place, _ in everyone]
 
     def _take(self, nbytes: int) -> int | None:
         if not nbytes:
             return 0
         offset = self.free_list.take(_rounded(nbytes), from_top=False)
-        if offset is None:
-            self._backend.synchronize()  # peers may write at once to what kernels in flight still read
-            self.reclaim()
-            offset = self.free_list.take(_rounded(nbytes), from_top=False)
-        return offset
+        return self._take_of_all(nbytes) if offset is None else offset
+
+    def _take_of_all(self, nbytes: int) -> int | None:
+        """The same, of what is only kept for later, too."""
+        self._backend.synchronize()  # peers may write at once to what kernels in flight still read
+        self.reclaim()
+        return self.free_list.take(_rounded(nbytes), from_top=False)
+
+    def _give(self, offset: int | None, nbytes: int) -> None:
+        if offset is not None and nbytes:
+            self.free_list.give(offset, _rounded(nbytes))
 
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Give a tensor from `empty` back; collective. `meet`: called where nothing is wrong with this PE's tensor."""
         offset = self.offset_of(tensor, "tensor")
-        is_whole = self._live.get(offset) == tensor.nbytes if tensor.numel() else not tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        is_whole = self._live.get(offset) == tensor.nbytes if tensor.numel() else not storage.nbytes()
         if not is_whole:
             raise NotSymmetricError("tensor: expected a whole tensor as po.empty() returned it, got a part of one")
+        if tensor.numel() and self._storages[offset] != storage._cdata:
+            raise NotSymmetricError(
+                "tensor: this tensor was given back with po.free(), and another one has its place; or it is one that "
+                "something else made over that one's memory"
+            )
         meet()
         offsets = self._bootstrap.exchange("free", str(offset).encode())
         if len(set(offsets)) > 1:
@@ -137,6 +162,7 @@ class SymmetricHeap:
         if not tensor.numel():
             return
         nbytes = self._live.pop(offset)
+        del self._storages[offset]
         self._freed[offset] = nbytes
         self.free_list.give(offset, _rounded(nbytes))
 
