@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def test_time_outs_that_kernels_do_not_count(monkeypatch: pytest.MonkeyPatch, na
         find(None)
     with pytest.raises(ValueError, match=f"^{name}: expected seconds above 0"):
         po.init("host", **{name: seconds})
+
+
+@pytest.mark.parametrize("seconds", [True, "5"])
+@pytest.mark.parametrize("find", [timeouts.for_joining, timeouts.for_operators])
+def test_what_is_no_number_of_seconds(find: Callable[[Any], float], seconds: Any) -> None:
+    with pytest.raises(TypeError, match=f"timeout: expected seconds, got {seconds!r}"):
+        find(seconds)
 
 
 def _late(seconds: float) -> str:
@@ -80,9 +88,10 @@ def test_what_is_no_function_or_no_time_is_not_started(threads: bool) -> None:
     no_function: Any = "_seven"
     with pytest.raises(TypeError, match="fn: expected a function, got str"):
         po.launch(no_function, 1, threads=threads)
-    no_time: Any = "1"
-    with pytest.raises(ValueError, match="timeout must be a positive number of seconds or None, got '1'"):
-        po.launch(_seven, 1, timeout=no_time, threads=threads)
+    no_time: Any
+    for no_time in ("1", True):
+        with pytest.raises(ValueError, match=f"timeout must be a positive number of seconds or None, got {no_time!r}"):
+            po.launch(_seven, 1, timeout=no_time, threads=threads)
 
 
 @pytest.mark.parametrize("pes", ["abc", "0", "-1", "2x", "python", ""])

@@ -77,7 +77,8 @@ def launch(
 
         if num_pes > most_pes():
             raise ValueError(f"num_pes must be at most {most_pes()}, got {num_pes}")
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+    is_time = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_time and timeout > 0):
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
     if threads:
         return launch_threads(fn, num_pes, args, timeout)

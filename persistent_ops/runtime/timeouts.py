@@ -30,7 +30,7 @@ def _seconds(name: str, given: float | None, default: float) -> float:
             given, name = float(text), variable
         except ValueError:
             raise ValueError(f"{variable}: expected seconds, got {text!r}") from None
-    if not isinstance(given, (int, float)):
+    if not isinstance(given, (int, float)) or isinstance(given, bool):
         raise TypeError(f"{name}: expected seconds, got {given!r}")
     if not 0 < given <= _MOST_S:
         raise ValueError(f"{name}: expected seconds above 0, {_MOST_S:.0f} (30 years) at most, got {given}")
