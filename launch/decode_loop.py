@@ -24,7 +24,7 @@ from decode.config import SIZES
 from decode.loop import run_pe, without_multicast
 from decode.options import DTYPES, Options
 from decode.report import passed, print_report
-from program import add_common_options, append_record, check_arguments, command, run_on_pes
+from program import add_common_options, append_record, check_arguments, command, run_as_asked
 
 _HOST_PES = 4
 
@@ -47,11 +47,10 @@ def main(argv: list[str]) -> int:
     def check(gpus: int, _: int) -> None:
         options.prompts(options.model_config("cuda" if gpus else "host").vocab)
 
-    is_written = True
-    report, is_printer = run_on_pes(run_pe, options, arguments, host_pes=_HOST_PES, check=check)
+    report, is_printer = run_as_asked(run_pe, options, arguments, host_pes=_HOST_PES, check=check)
     if is_printer:
         print_report(report, Console())
-        is_written = append_record(arguments.json, "decode_loop", argv, report)
+    is_written = append_record(arguments.json if is_printer else None, "decode_loop", argv, report)
     return 0 if is_written and passed(report) else 1
 
 

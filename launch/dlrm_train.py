@@ -35,7 +35,7 @@ from dlrm.summary import print_summary, problems
 from dlrm.training import History
 from dlrm.workload import run_pe
 from harness.record import pes_text
-from program import add_common_options, append_record, check_arguments, command, own_folder, run_on_pes
+from program import add_common_options, append_record, check_arguments, command, own_folder, run_as_asked
 
 
 @command
@@ -60,12 +60,11 @@ def main(argv: list[str]) -> int:
         if options.is_captured:
             check_machine(has_gpus=gpus > 0, shares_gpu=num_pes > gpus)
 
-    is_written = True
     with _folder(options):
-        report, is_printer = run_on_pes(run_pe, options, arguments, check=check)
+        report, is_printer = run_as_asked(run_pe, options, arguments, check=check)
         if is_printer:
             _tell(options, report)
-            is_written = append_record(arguments.json, "dlrm_train", argv, report)
+        is_written = append_record(arguments.json if is_printer else None, "dlrm_train", argv, report)
     return 0 if is_written and not problems(report) else 1
 
 

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.pes import is_said_by_launch
+from harness.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes
 from harness.record import append_line, what_ran
 from rich.console import Console
 
 import persistent_ops as po
 from persistent_ops.output_files import check_outputs
-from persistent_ops.runtime import launchers
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.file_lock import lock_within
 from persistent_ops.runtime.world import most_pes
 
-__all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_on_pes", "traced"]
+__all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_as_asked", "traced"]
 
 _INTERRUPTED = 130  # of a command that Ctrl-C ended, as shells count
 _HOST_PES = (2, 4)  # at least and at most
@@ -114,7 +113,7 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
     Raises:
         ValueError: another run writes to the folder.
     """
-    if launchers.detect(os.environ).rank != 0:
+    if not is_first_process():
         yield
         return
     made = list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
@@ -140,7 +139,7 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
         os.close(descriptor)
 
 
-def run_on_pes(
+def run_as_asked(
     run_pe: Callable[..., dict[str, Any]],
     options: Any,
     arguments: argparse.Namespace,
@@ -161,16 +160,16 @@ def run_on_pes(
     Returns:
         The report of rank 0, or of this PE; and whether this process prints it.
     """
-    environment = launchers.detect(os.environ)
-    if environment.launcher != "single":
-        if arguments.pes not in (None, environment.world_size):
-            raise ValueError(f"--pes: {environment.launcher} started {environment.world_size} processes; leave it out")
-        return run_pe(options), environment.rank == 0
-    gpus = torch.cuda.device_count() if options.backend != "host" else 0
-    least, most = _HOST_PES
-    num_pes = arguments.pes or gpus or host_pes or min(max(os.cpu_count() or least, least), most)
-    check(gpus, num_pes)
-    return po.launch(run_pe, num_pes, options, timeout=arguments.limit)[0], True
+    num_pes = started_pes()
+    if num_pes is None:
+        gpus = torch.cuda.device_count() if options.backend != "host" else 0
+        least, most = _HOST_PES
+        num_pes = arguments.pes or gpus or host_pes or min(max(os.cpu_count() or least, least), most)
+        check(gpus, num_pes)
+    elif arguments.pes not in (None, num_pes):
+        raise ValueError(f"--pes: a launcher started {num_pes} PEs; leave it out")
+    report: dict[str, Any] = run_on_pes(run_pe, num_pes, options, timeout=arguments.limit, fresh=True)
+    return report, is_first_process()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness.figures import why_none
-from program import add_common_options, append_record, check_arguments, command, own_folder, run_on_pes
+from program import add_common_options, append_record, check_arguments, command, own_folder, run_as_asked
 from sparse_training.loop import read_text, run_pe
 from sparse_training.options import Options
 from sparse_training.report import passed, plot, print_report
@@ -45,12 +45,11 @@ def main(argv: list[str]) -> int:
     options = _options(arguments)
     check_arguments(arguments, output=options.output)
     replaced = None if options.is_resumed else options.checkpoint_path
-    is_written = True
     with own_folder(Path(options.output), checkpoint=replaced):
-        report, is_printer = run_on_pes(run_pe, options, arguments, check=lambda *_: read_text(options))
+        report, is_printer = run_as_asked(run_pe, options, arguments, check=lambda *_: read_text(options))
         if is_printer:
             _tell(options, report)
-            is_written = append_record(arguments.json, "sparse_embedding_train", argv, report)
+        is_written = append_record(arguments.json if is_printer else None, "sparse_embedding_train", argv, report)
     return 0 if is_written and passed(report) else 1
 
 

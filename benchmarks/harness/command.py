@@ -71,7 +71,7 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         except OSError as error:
             print(f"error: --out: {str(path)!r} cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    before, is_written, files_before = _state_of(path), False, _states_beside(path)
+    before, is_written = _states_beside(path), False
     options = dataclasses.replace(options, record_path=str(path.resolve()))
     fresh = experiment.is_fresh and len(worlds) > 1
     passed = is_whole = True
@@ -87,7 +87,7 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
             passed = is_whole = False
             break
         finally:
-            is_written = is_written or _state_of(path) != before
+            is_written = is_written or _state_of(path) != before.get(path, ())
     lines = read_lines(path) if is_printer and is_written else []
     console = Console(width=120)
     if lines and options.tune:
@@ -101,7 +101,7 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         _draw(experiment.draw, lines, path.with_suffix(".png"))
         print_report(experiment, lines, console)
     if lines:
-        written = sorted(file.name for file, state in _states_beside(path).items() if files_before.get(file) != state)
+        written = sorted(file.name for file, state in _states_beside(path).items() if before.get(file) != state)
         console.print(f"Written to {path.parent}: {', '.join(written)}", soft_wrap=True, highlight=False)
     if is_printer and not is_whole:
         kept = f"what was measured before is in {path}" if lines else "nothing was measured"

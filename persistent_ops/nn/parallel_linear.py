@@ -45,14 +45,13 @@ def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[obje
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _check_dense(name: str, tensor: object) -> torch.Tensor:
-    """Return what a layer takes; raise for what is no dense tensor."""
+def _check_dense(name: str, tensor: object) -> None:
+    """Raise for what is no dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name}: expected a dense tensor, got {kind}")
-    return tensor
 
 
 def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[int, ...]:
@@ -311,7 +310,9 @@ class ColumnParallelLinear(_ParallelLinear):
         is_recorded = (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or dual_level() >= 0
         device = _world.current().backend.device
         is_here = x.device == device and self.weight.device == device and self.weight.is_contiguous()
-        return self.weight.dtype in SCALARS and is_here and not is_recorded and not _is_under_autocast(device)
+        return (
+            self.weight.dtype in SCALARS and is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
+        )
 
     def path(self, num_vectors: int) -> str:
         """Return the path that a number of vectors takes where nothing else speaks against "gemv"; else "linear"."""

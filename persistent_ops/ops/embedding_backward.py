@@ -196,7 +196,7 @@ class EmbeddingOptimizer:
     @seeds.setter
     def seeds(self, values: Sequence[int] | torch.Tensor) -> None:
         given = values.tolist() if isinstance(values, torch.Tensor) else values
-        if not isinstance(given, Iterable) or isinstance(given, str):
+        if not isinstance(given, Iterable):
             raise TypeError(f"seeds: expected a whole number for each table, got {values!r}")
         seeds = seeds_of(list(given), len(self._tables))
         self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64, device="cpu"))

@@ -30,9 +30,9 @@ __all__ = [
     "check_tables",
     "check_tables_and_split",
     "check_types",
-    "seeds_of",
     "check_wire",
     "most_rows",
+    "seeds_of",
 ]
 
 MODES = ("sum", "mean")

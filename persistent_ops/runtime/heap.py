@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -70,6 +71,16 @@ def _rounded(nbytes: int) -> int:
     return max(_ALIGNMENT, (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT)
 
 
+class _Block(NamedTuple):
+    """A tensor of `SymmetricHeap.empty`: its bytes, and its storage, which tells it from others that had its place."""
+
+    nbytes: int
+    storage: int
+
+
+_NO_BLOCK = _Block(-1, 0)
+
+
 class SymmetricHeap:
     """This PE's view of the heap and of its peers' heaps."""
 
@@ -79,8 +90,7 @@ class SymmetricHeap:
         self.free_list = _FreeList(backend.heap_bytes)
         self.reclaim: Callable[[], None] = lambda: None
         """Gives room back that is only kept for later; the output pool's, once there is one."""
-        self._live: dict[int, int] = {}
-        self._storages: dict[int, int] = {}  # of those: what tells them from others that had their places
+        self._live: dict[int, _Block] = {}  # by offset
         self._freed: dict[int, int] = {}
 
     @torch.inference_mode(False)  # who writes to it need not be in the mode in which it is made
@@ -110,8 +120,7 @@ class SymmetricHeap:
             return torch.empty(size, dtype=dtype, device=self._backend.device)  # takes no room
         assert offset is not None
         memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
-        self._live[offset] = nbytes
-        self._storages[offset] = memory.untyped_storage()._cdata
+        self._live[offset] = _Block(nbytes, memory.untyped_storage()._cdata)
         self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
         return memory.view(dtype).view(size)
 
@@ -146,11 +155,11 @@ class SymmetricHeap:
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Give a tensor from `empty` back; collective. `meet`: called where nothing is wrong with this PE's tensor."""
         offset = self.offset_of(tensor, "tensor")
-        storage = tensor.untyped_storage()
-        is_whole = self._live.get(offset) == tensor.nbytes if tensor.numel() else not storage.nbytes()
+        storage, block = tensor.untyped_storage(), self._live.get(offset, _NO_BLOCK)
+        is_whole = block.nbytes == tensor.nbytes if tensor.numel() else not storage.nbytes()
         if not is_whole:
             raise NotSymmetricError("tensor: expected a whole tensor as po.empty() returned it, got a part of one")
-        if tensor.numel() and self._storages[offset] != storage._cdata:
+        if tensor.numel() and block.storage != storage._cdata:
             raise NotSymmetricError(
                 "tensor: this tensor was given back with po.free(), and another one has its place; or it is one that "
                 "something else made over that one's memory"
@@ -161,10 +170,9 @@ class SymmetricHeap:
             raise SymmetricHeapError("po.free() needs the same tensor on every PE, but the PEs passed different ones")
         if not tensor.numel():
             return
-        nbytes = self._live.pop(offset)
-        del self._storages[offset]
-        self._freed[offset] = nbytes
-        self.free_list.give(offset, _rounded(nbytes))
+        del self._live[offset]
+        self._freed[offset] = block.nbytes
+        self._give(offset, block.nbytes)
 
     @torch.inference_mode(False)
     def peer_view(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
@@ -191,7 +199,7 @@ class SymmetricHeap:
         address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes
         if base <= address < base + size:
             offset = address - base
-            for start, nbytes in self._live.items():
+            for start, (nbytes, _) in self._live.items():
                 if start <= offset < start + max(nbytes, 1):
                     return offset
             for start, nbytes in self._freed.items():
