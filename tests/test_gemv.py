@@ -100,9 +100,8 @@ def _places() -> list[str]:
     """A team of one must own what it writes: nothing of it may be the world's."""
     world = po.runtime.world.current()
     workspace = world.workspace
-    contracts = (
-        OPERATOR.contract(team, 8, 1, torch.float32, torch.float32, False, 1, 0) for team in (world.team, world.alone)
-    )
+    shape = (8, 1, torch.float32, torch.float32, False, False, False, 1, 0)
+    contracts = (OPERATOR.contract(team, *shape) for team in (world.team, world.alone))
     grant_bytes = ctypes.sizeof(describe("comm/team.cuh").structs["Grant"])
     ours, own = map(workspace.team, contracts)
     problems = []

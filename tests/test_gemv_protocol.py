@@ -26,7 +26,7 @@ def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:
     inputs, device = make_inputs(case, po.world_size(), iteration), po.device()
     bias, residual = (None if t is None else t.to(device) for t in (inputs.bias, inputs.residual))
     weight, x = inputs.weights[po.rank()].to(device), inputs.xs[po.rank()].to(device)
-    return po.gemv_all_reduce(weight, x, bias=bias, residual=residual, **{"comm_dtype": case.comm, **options})
+    return po.gemv_all_reduce(weight, x, **{"bias": bias, "residual": residual, "comm_dtype": case.comm, **options})
 
 
 def _is_right(output: torch.Tensor, iteration: int, case: Case = _CASE) -> bool:
@@ -133,8 +133,13 @@ def test_shapes_algorithms_and_operators_take_turns(backend: str, options: dict[
 _OTHER = Case("protocol, others", 32, lambda rank: 16, 2)
 
 
-def _other(case: Case, *told: str, algorithm: str = "one_shot") -> Mismatch:
-    return Mismatch(lambda: _call(1, case, algorithm=algorithm), told)
+def _other(case: Case, *told: str, **options: Any) -> Mismatch:
+    return Mismatch(lambda: _call(1, case, **{"algorithm": "one_shot", **options}), told)
+
+
+def _with_residual() -> torch.Tensor:
+    residual = torch.zeros(_OTHER.shape, dtype=_OTHER.dtype, device=po.device())
+    return _call(1, _OTHER, algorithm="one_shot", residual=residual)
 
 
 class TestFaults(ProtocolSuite):
@@ -151,6 +156,8 @@ class TestFaults(ProtocolSuite):
         "dtype": _other(Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "dtype="),
         "comm_dtype": _other(Case("comm", 32, lambda rank: 16, 2, comm_dtype="own"), "comm_dtype="),
         "algorithm": _other(_OTHER, "two_phase=True", "two_phase=False", algorithm="two_phase"),
+        "no bias": _other(_OTHER, "bias=False", "bias=True", bias=None),
+        "a residual": Mismatch(_with_residual, ["residual=True", "residual=False"]),
         "barrier": Mismatch(po.barrier, ["barrier"]),
         "embedding_all_to_all": Mismatch(lambda: _exchange(1), ["embedding_all_to_all"]),
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +46,7 @@ _MAX_AREA_BYTES = 32 << 20
 _LITTLE_BYTES = 160 << 10
 _LINE_BYTES = 128
 _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
+_ADDENDS = tuple(itertools.product((False, True), repeat=2))  # whether a call brings a bias, and a residual
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ OPERATOR = Operator(
         Field.dtype("dtype", list(SCALARS)),
         Field.dtype("comm_dtype", list(SCALARS)),
         Field.flag("two_phase"),
+        Field.flag("bias"),
+        Field.flag("residual"),
         "work_groups",
         "first_row",
     ),
@@ -254,12 +259,18 @@ def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> Ker
 
 @dataclass
 class _Launch:
-    """One launch: a range of rows."""
+    """One launch: a range of rows.
+
+    Attributes:
+        plans: one beside the other for each of _ADDENDS, whose contracts differ: a capture may be the first to bring a
+            bias.
+        addresses: of each of them.
+    """
 
     first_row: int
     call: Any
-    plan: torch.Tensor
-    address: int
+    plans: torch.Tensor
+    addresses: list[int]
     asked: torch.Tensor
 
 
@@ -286,24 +297,29 @@ class GemvPlan(Plan):
         self._grid = grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
         self._kernel: Kernel = world.load(_request_of(world, key, tuning, -(-tiles_each // grid) * tile_rows))
         check_resident(world.backend, self._kernel, grid, choices="warps, depth, work_groups")
-        chosen = (rows, num_vectors, key.dtype, _comm_dtype(key), self.is_two_phase, grid)
+        chosen = (rows, num_vectors, key.dtype, _comm_dtype(key), self.is_two_phase)
         pack = OPERATOR.description.queries["packed_shape"]
         self._launches: list[_Launch] = []
         for first_tile in range(0, total_tiles, tiles_each):
             first_row = first_tile * tile_rows
             num_rows = min(tiles_each * tile_rows, rows - first_row)
             asked = world.backend.private_words(_LINE_BYTES // 8)  # a line that no other word is on
-            plan = structs["Plan"](
-                team=world.workspace.team(OPERATOR.contract(team, *chosen, first_row)),
-                output=structs["OutputPlan"](num_tiles=-(-num_rows // tile_rows), stride=rows),
-                packets=packets,
-                asked=asked.data_ptr(),
-            )
-            words = upload(world.backend, plan)
+            output = structs["OutputPlan"](num_tiles=-(-num_rows // tile_rows), stride=rows)
+            plans = [
+                structs["Plan"](
+                    team=world.workspace.team(OPERATOR.contract(team, *chosen, *added, grid, first_row)),
+                    output=output,
+                    packets=packets,
+                    asked=asked.data_ptr(),
+                )
+                for added in _ADDENDS
+            ]
+            words = upload(world.backend, *plans)
             call = structs["Call"](
                 shape=structs["Shape"](packed=pack(num_rows, team.rank, team.size, num_vectors, columns))
             )
-            self._launches.append(_Launch(first_row, call, words, words.data_ptr(), asked))
+            addresses = [words.data_ptr() + place * ctypes.sizeof(plan) for place, plan in enumerate(plans)]
+            self._launches.append(_Launch(first_row, call, words, addresses, asked))
 
     def launch(self, world: World, weight: int, x: int, bias: int, residual: int, out: torch.Tensor) -> None:
         """Launch on the current stream. Arguments before `out` are addresses; 0 where there is none.
@@ -311,6 +327,7 @@ class GemvPlan(Plan):
         Rows that no launch comes to any more become NaN.
         """
         output = out.data_ptr()
+        added = 2 * (bias != 0) + (residual != 0)  # of _ADDENDS
         world.workspace.raise_failure()  # of before
         for number, launch in enumerate(self._launches, start=1):
             skipped = launch.first_row * self._element
@@ -322,8 +339,9 @@ class GemvPlan(Plan):
             call.bias = bias + skipped if bias else 0
             # What earlier operators left behind is raised once the peers have all launches of this call.
             is_last = number == len(self._launches)
+            plan = launch.addresses[added]
             try:
-                world.workspace.launch(self._kernel, self._grid, launch.address, call, raises_input_errors=is_last)
+                world.workspace.launch(self._kernel, self._grid, plan, call, raises_input_errors=is_last)
             except PersistentOpsError:
                 fill_nan(out[..., launch.first_row :])
                 raise
