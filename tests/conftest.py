@@ -45,8 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--backend") != "cuda":
         # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
         warm_python.fork_launches()
-    elif (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):
-        os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
+    elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_of(worker, are_all=_is_apart(config)))
 
 
 def _is_rehearsal(config: pytest.Config) -> bool:
@@ -55,7 +55,7 @@ def _is_rehearsal(config: pytest.Config) -> bool:
 
 def _is_apart(config: pytest.Config) -> bool:
     """Return whether this run is of what is worth a GPU for each PE."""
-    return "apart" in str(config.option.markexpr)
+    return str(config.option.markexpr).strip() == "apart"
 
 
 def _gpus() -> list[str]:
@@ -73,10 +73,14 @@ def _gpu_mib() -> int:
     return min(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
 
 
-def _gpu_of(worker: str) -> str:
-    """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share."""
+def _gpus_of(worker: str, *, are_all: bool) -> list[str]:
+    """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share; `are_all`: that and the others.
+
+    Each worker begins with another one: worlds of two PEs would leave all but the first two idle.
+    """
     devices = _gpus()
-    return devices[int(worker.removeprefix("gw")) % len(devices)]
+    first = int(worker.removeprefix("gw")) % len(devices)
+    return [*devices[first:], *devices[:first]] if are_all else [devices[first]]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,8 +90,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return max(1, (os.cpu_count() or 2) // 2)  # the compilers want cores too
     if config.getoption("--backend") != "cuda":
         return None
-    per_gpu = _WORKERS_PER_GPU_APART if _is_apart(config) else min(_WORKERS_PER_GPU, _gpu_mib() // _WORKER_MIB)
-    return max(1, min(per_gpu * len(_gpus()), (os.cpu_count() or 2) // 2))
+    gpus = len(_gpus())
+    is_apart = _is_apart(config) and gpus > 1
+    per_gpu = _WORKERS_PER_GPU_APART if is_apart else min(_WORKERS_PER_GPU, _gpu_mib() // _WORKER_MIB)
+    return max(1, min(per_gpu * gpus, (os.cpu_count() or 2) // 2))
 
 
 def _fixtures_of(item: pytest.Item) -> list[str]:
@@ -239,10 +245,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {f"test_{name}": place for place, name in enumerate(_LONG)}
     items.sort(key=_place_on_gpus if on_gpu else lambda item: places.get(item.path.stem, len(places)))
     if on_gpu:
-        again = _is_apart(config) and len(_gpus()) < 2  # nothing would be new
-        others = [
-            item for item in items if again or ("gpu" not in item.keywords and "backend" not in _fixtures_of(item))
-        ]
+        others = [item for item in items if "gpu" not in item.keywords and "backend" not in _fixtures_of(item)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
     for item in items:

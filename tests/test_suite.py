@@ -32,8 +32,9 @@ def _commands() -> list[list[str]]:
 def test_what_runs_on_gpus_is_collected() -> None:
     """An option that pytest does not know, or takes for a folder, would stop it at once."""
     rehearsal, side_by_side, apart = _commands()
-    assert rehearsal == [argument.replace("cuda", "rehearsal") for argument in side_by_side]
-    assert apart == [*side_by_side[:4], "-m", "apart", *side_by_side[4:]]
+    assert rehearsal[3] == "--backend=rehearsal"
+    for command, marks in ((side_by_side, "not apart"), (apart, "apart")):
+        assert command == [*rehearsal[:3], "--backend=cuda", "-m", marks, *rehearsal[4:]], "each test once"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [*side_by_side, "-n", "0", "--collect-only", "-q"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
