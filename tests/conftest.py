@@ -7,11 +7,12 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import warm_python
+from gpu_turns import turn
 from setup_time import bounded
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -19,7 +20,8 @@ from xdist.workermanage import WorkerController
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
 _WORKERS_PER_GPU = 8
 _WORKER_MIB = 16 << 10  # of a GPU's memory: the worker's PEs, four at most, which are kept between tests
-_WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
+_WORKERS_PER_GPU_SPREAD = 4  # whose PEs are on all GPUs
+_MOST_PES = 4  # of a world; three on two GPUs are refused
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
         warm_python.fork_launches()
     elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_of(worker, are_all=_is_apart(config)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_of(worker, are_all=_are_spread(config)))
+        if not _is_apart(config):
+            # A thread of each PE that spins on a core, of which there are fewer than PEs; a host's own puts need none.
+            os.environ.setdefault("NVSHMEM_DISABLE_LOCAL_ONLY_PROXY", "1")
 
 
 def _is_rehearsal(config: pytest.Config) -> bool:
@@ -56,6 +61,11 @@ def _is_rehearsal(config: pytest.Config) -> bool:
 def _is_apart(config: pytest.Config) -> bool:
     """Return whether this run is of what is worth a GPU for each PE."""
     return str(config.option.markexpr).strip() == "apart"
+
+
+def _are_spread(config: pytest.Config) -> bool:
+    """Return whether each worker's PEs have as many GPUs as there are, and not one for all."""
+    return _is_apart(config) or len(_gpus()) >= _MOST_PES
 
 
 def _gpus() -> list[str]:
@@ -74,7 +84,7 @@ def _gpu_mib() -> int:
 
 
 def _gpus_of(worker: str, *, are_all: bool) -> list[str]:
-    """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share; `are_all`: that and the others.
+    """Return the GPU of one of pytest-xdist's workers, which its PEs share; `are_all`: that one and the others.
 
     Each worker begins with another one: worlds of two PEs would leave all but the first two idle.
     """
@@ -91,13 +101,25 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if config.getoption("--backend") != "cuda":
         return None
     gpus = len(_gpus())
-    is_apart = _is_apart(config) and gpus > 1
-    per_gpu = _WORKERS_PER_GPU_APART if is_apart else min(_WORKERS_PER_GPU, _gpu_mib() // _WORKER_MIB)
+    most = _WORKERS_PER_GPU_SPREAD if gpus > 1 and _are_spread(config) else _WORKERS_PER_GPU
+    per_gpu = min(most, _gpu_mib() // _WORKER_MIB)
     return max(1, min(per_gpu * gpus, (os.cpu_count() or 2) // 2))
 
 
 def _fixtures_of(item: pytest.Item) -> list[str]:
     return list(getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(autouse=True)
+def _turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave the GPUs to a test that is marked alone, where several workers use them all."""
+    config = request.config
+    if config.getoption("--backend") != "cuda" or not hasattr(config, "workerinput") or not _are_spread(config):
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent / "turns"  # of all workers
+    with turn(folder, alone=request.node.get_closest_marker("alone") is not None):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -142,16 +164,18 @@ _LONG = (
 
 # Files and functions, likewise; half a minute and more with eight workers on a GPU.
 _LONG_ON_GPUS = (
-    "test_bits",
+    "test_beside_nccl",
+    "test_dlrm_graph",
     "test_gpu_staged",
-    "test_a_thousand_replays_with_changing_inputs",
+    "test_gpu",
+    "test_sparse_embedding_train",
+    "test_bits",
     "test_tokens_are_those_of_a_plain_decoder",
     "test_gradients_are_those_of_one_process",
     "test_shapes_algorithms_and_operators_take_turns",
     "test_compiling_is_not_counted_as_waiting",
     "test_random_cases",
     "test_row_parallel_is_the_whole_layer",
-    "test_launches_that_take_each_other_s_results",
     "test_world",
     "test_jobs_side_by_side",
     "test_sparse_protocol",
@@ -163,6 +187,8 @@ _LONG_ON_GPUS = (
 
 
 def _place_on_gpus(item: pytest.Item) -> int:
+    if "alone" in item.keywords:
+        return len(_LONG_ON_GPUS) + 1  # when all workers' PEs have started
     names = (item.path.stem, getattr(item, "originalname", ""))
     return next((place for place, name in enumerate(_LONG_ON_GPUS) if name in names), len(_LONG_ON_GPUS))
 

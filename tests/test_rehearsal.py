@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import all_reduce_cases
@@ -173,7 +174,8 @@ def test_nothing_of_a_test_goes_on_behind_it(tmp_path: Path, monkeypatch: pytest
             time.sleep(0.01)
 
     monkeypatch.setattr(rehearsal, "PATIENCE_S", 0.5)
-    hook = rehearsal.Rehearsal(Gpu(), Notes(tmp_path / "notes")).pytest_pyfunc_call()
+    test = SimpleNamespace(name="test_that_waits")
+    hook = rehearsal.Rehearsal(Gpu(), Notes(tmp_path / "notes")).pytest_pyfunc_call(test)  # type: ignore[arg-type]
     next(hook)
     try:
         po.launch(be_pe, 2, threads=True)
