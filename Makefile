@@ -34,7 +34,7 @@ test: $(ready) ## run the tests that need no GPU
 
 # First a rehearsal without GPUs, which compiles on all cores what the tests will load (tests/rehearsal.py): what does
 # not compile there, or what it has missed, the tests compile themselves. Then many worlds side by side, the PEs of each
-# on one GPU where there are fewer than four; then those that are worth a GPU for each PE, where there are several.
+# on one GPU; then those whose PEs have one each, where there are several.
 test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
 	-$(py) -m pytest --backend=rehearsal -n auto --no-loadscope-reorder $(PYTEST_ARGS)
 	$(py) -m pytest --backend=cuda -m "not apart" -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: no test is left

@@ -7,12 +7,11 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import warm_python
-from gpu_turns import turn
 from setup_time import bounded
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -20,8 +19,7 @@ from xdist.workermanage import WorkerController
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
 _WORKERS_PER_GPU = 8
 _WORKER_MIB = 16 << 10  # of a GPU's memory: the worker's PEs, four at most, which are kept between tests
-_WORKERS_PER_GPU_SPREAD = 4  # whose PEs are on all GPUs
-_MOST_PES = 4  # of a world; three on two GPUs are refused
+_WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,11 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--backend") != "cuda":
         # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
         warm_python.fork_launches()
-    elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_of(worker, are_all=_are_spread(config)))
-        if not _is_apart(config):
-            # A thread of each PE that spins on a core, of which there are fewer than PEs; a host's own puts need none.
-            os.environ.setdefault("NVSHMEM_DISABLE_LOCAL_ONLY_PROXY", "1")
+    elif (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
 
 
 def _is_rehearsal(config: pytest.Config) -> bool:
@@ -61,11 +56,6 @@ def _is_rehearsal(config: pytest.Config) -> bool:
 def _is_apart(config: pytest.Config) -> bool:
     """Return whether this run is of what is worth a GPU for each PE."""
     return str(config.option.markexpr).strip() == "apart"
-
-
-def _are_spread(config: pytest.Config) -> bool:
-    """Return whether each worker's PEs have as many GPUs as there are, and not one for all."""
-    return _is_apart(config) or len(_gpus()) >= _MOST_PES
 
 
 def _gpus() -> list[str]:
@@ -83,14 +73,10 @@ def _gpu_mib() -> int:
     return min(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
 
 
-def _gpus_of(worker: str, *, are_all: bool) -> list[str]:
-    """Return the GPU of one of pytest-xdist's workers, which its PEs share; `are_all`: that one and the others.
-
-    Each worker begins with another one: worlds of two PEs would leave all but the first two idle.
-    """
+def _gpu_of(worker: str) -> str:
+    """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share."""
     devices = _gpus()
-    first = int(worker.removeprefix("gw")) % len(devices)
-    return [*devices[first:], *devices[:first]] if are_all else [devices[first]]
+    return devices[int(worker.removeprefix("gw")) % len(devices)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -101,25 +87,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if config.getoption("--backend") != "cuda":
         return None
     gpus = len(_gpus())
-    most = _WORKERS_PER_GPU_SPREAD if gpus > 1 and _are_spread(config) else _WORKERS_PER_GPU
-    per_gpu = min(most, _gpu_mib() // _WORKER_MIB)
+    is_apart = _is_apart(config) and gpus > 1
+    per_gpu = _WORKERS_PER_GPU_APART if is_apart else min(_WORKERS_PER_GPU, _gpu_mib() // _WORKER_MIB)
     return max(1, min(per_gpu * gpus, (os.cpu_count() or 2) // 2))
 
 
 def _fixtures_of(item: pytest.Item) -> list[str]:
     return list(getattr(item, "fixturenames", ()))
-
-
-@pytest.fixture(autouse=True)
-def _turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Leave the GPUs to a test that is marked alone, where several workers use them all."""
-    config = request.config
-    if config.getoption("--backend") != "cuda" or not hasattr(config, "workerinput") or not _are_spread(config):
-        yield
-        return
-    folder = tmp_path_factory.getbasetemp().parent / "turns"  # of all workers
-    with turn(folder, alone=request.node.get_closest_marker("alone") is not None):
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -170,12 +144,14 @@ _LONG_ON_GPUS = (
     "test_gpu",
     "test_sparse_embedding_train",
     "test_bits",
+    "test_a_thousand_replays_with_changing_inputs",
     "test_tokens_are_those_of_a_plain_decoder",
     "test_gradients_are_those_of_one_process",
     "test_shapes_algorithms_and_operators_take_turns",
     "test_compiling_is_not_counted_as_waiting",
     "test_random_cases",
     "test_row_parallel_is_the_whole_layer",
+    "test_launches_that_take_each_other_s_results",
     "test_world",
     "test_jobs_side_by_side",
     "test_sparse_protocol",
@@ -187,8 +163,6 @@ _LONG_ON_GPUS = (
 
 
 def _place_on_gpus(item: pytest.Item) -> int:
-    if "alone" in item.keywords:
-        return len(_LONG_ON_GPUS) + 1  # when all workers' PEs have started
     names = (item.path.stem, getattr(item, "originalname", ""))
     return next((place for place, name in enumerate(_LONG_ON_GPUS) if name in names), len(_LONG_ON_GPUS))
 

@@ -381,7 +381,6 @@ class GraphSuite:
     def _assert_right(cls, program: Callable[..., Any], pes: int, backend: str, *args: Any) -> None:
         assert in_world(program, pes, backend, *args, heap_size=cls.heap_bytes) == [[]] * pes
 
-    @pytest.mark.alone
     @pytest.mark.apart
     def test_a_thousand_replays_with_changing_inputs(self, backend: str) -> None:
         pes = num_pes(backend)
@@ -475,7 +474,6 @@ class ChainSuite(GraphSuite):
         if "chain" in metafunc.fixturenames:
             metafunc.parametrize("chain", cls.chains)
 
-    @pytest.mark.alone
     @pytest.mark.apart
     @pytest.mark.gpu
     def test_launches_that_take_each_other_s_results(self, backend: str, chain: str) -> None:

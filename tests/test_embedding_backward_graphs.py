@@ -128,7 +128,6 @@ def _replayed(way: str, replays: int) -> list[str]:
     return problems
 
 
-@pytest.mark.alone
 @pytest.mark.apart
 @pytest.mark.parametrize("way", ["global batch", "exchange"])
 def test_a_thousand_replays_with_changing_inputs(backend: str, way: str) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +15,6 @@ from typing import Any
 import kept_pes
 import pytest
 from conftest import _Scopes
-from gpu_turns import turn
 
 import persistent_ops as po
 
@@ -47,50 +43,6 @@ def test_what_runs_on_gpus_is_collected() -> None:
     expected = {"tests/test_protocol.py", "tests/test_gemv_protocol.py", "tests/test_sparse_protocol.py"}
     assert expected <= found, sorted(found)
     assert "tests/test_jit.py" not in found, "the same on every backend"
-
-
-def test_who_is_to_be_alone_waits_for_others_and_is_not_overtaken(tmp_path: Path) -> None:
-    order: list[str] = []
-    begins = {name: threading.Event() for name in ("first", "alone", "late")}
-    may_end = threading.Event()
-
-    def run(name: str, alone: bool) -> None:
-        begins[name].set()
-        with turn(tmp_path, alone=alone):
-            order.append(f"{name} begins")
-            if name == "first":
-                assert may_end.wait(60)
-            order.append(f"{name} ends")
-
-    threads = []
-    for name in begins:
-        threads.append(threading.Thread(target=run, args=(name, name == "alone")))
-        threads[-1].start()
-        assert begins[name].wait(60)
-        while name == "first" and not order:  # it holds the GPUs
-            time.sleep(0.001)
-        while name == "alone" and not _is_held(tmp_path / "gate"):  # it waits for them
-            time.sleep(0.001)
-    time.sleep(0.2)
-    assert order == ["first begins"]
-    may_end.set()
-    for thread in threads:
-        thread.join(60)
-    assert order == ["first begins", "first ends", "alone begins", "alone ends", "late begins", "late ends"]
-
-
-def test_others_have_the_gpus_side_by_side(tmp_path: Path) -> None:
-    with turn(tmp_path, alone=False), turn(tmp_path, alone=False):
-        assert _is_held(tmp_path / "gpus") and not _is_held(tmp_path / "gate")
-
-
-def _is_held(path: Path) -> bool:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 _CONFTEST = """
