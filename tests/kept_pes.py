@@ -2,6 +2,8 @@
 
 For programs that leave nothing behind: each has its own world, which it finalizes, as under `po.launch`. Tests of how
 processes begin, fail or end start them with `po.launch`. torch.distributed's default group and GPUs need processes.
+
+On GPUs worlds of each size have PEs of their own, in which NVSHMEM stays started (kept_nvshmem.py).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from kept_nvshmem import keep
 
 import persistent_ops as po
 from persistent_ops.runtime import world as worlds
@@ -33,7 +36,8 @@ __all__ = ["in_processes"]
 
 _NOT_STARTED = "NVSHMEM did not initialise"
 _JOINED = "joined"  # what a PE says when it has opened a world
-_kept: list[tuple[BaseProcess, Connection]] = []
+_Pes = list[tuple[BaseProcess, Connection]]
+_kept: dict[int, _Pes] = {}  # on GPUs by the world's size
 
 
 def in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
@@ -64,12 +68,13 @@ def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: 
     worker = Worker()
     store, port = serve_store("127.0.0.1", worker, deadline)
     job = secrets.token_hex(16)
+    kept = _kept.setdefault(world if torch.cuda.is_available() else 0, [])
     is_whole = False
     task = pickle.dumps((program, args))
     try:
-        while len(_kept) < world:
-            _kept.append(_started())
-        for rank, (_, connection) in enumerate(_kept[:world]):
+        while len(kept) < world:
+            kept.append(_started())
+        for rank, (_, connection) in enumerate(kept[:world]):
             environment = {
                 "PERSISTENT_OPS_RANK": str(rank),
                 "PERSISTENT_OPS_WORLD_SIZE": str(world),
@@ -77,18 +82,19 @@ def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: 
                 "PERSISTENT_OPS_JOB": job,
             }
             connection.send((environment, sys.path, task))
-        results = _collected(world, deadline, timeout)
+        results = _collected(kept[:world], deadline, timeout)
         is_whole = not any(is_worn for _, is_worn in results)
         return [result for result, _ in results]
     finally:
         if not is_whole:
-            _end()
+            _end(kept)
         del store
         worker.close()
 
 
-def _collected(world: int, deadline: float, timeout: float) -> list[tuple[Any, bool]]:
-    ranks = {connection: rank for rank, (_, connection) in enumerate(_kept[:world])}
+def _collected(pes: _Pes, deadline: float, timeout: float) -> list[tuple[Any, bool]]:
+    world = len(pes)
+    ranks = {connection: rank for rank, (_, connection) in enumerate(pes)}
     results: dict[int, tuple[Any, bool]] = {}
     joined = set()
     while len(results) < world:
@@ -99,7 +105,7 @@ def _collected(world: int, deadline: float, timeout: float) -> list[tuple[Any, b
             try:
                 told = connection.recv()  # type: ignore[union-attr]
             except EOFError:
-                process = _kept[rank][0]
+                process = pes[rank][0]
                 process.join(10)  # its end of the connection is closed a moment before
                 ended = f"PE {rank} of {world} ended with {process.exitcode}"
                 if rank not in joined and process.exitcode == -signal.SIGSEGV:
@@ -123,12 +129,12 @@ def _started() -> tuple[BaseProcess, Connection]:
     return process, here
 
 
-def _end() -> None:
-    for process, connection in _kept:
+def _end(pes: _Pes) -> None:
+    for process, connection in pes:
         process.kill()
         process.join()
         connection.close()
-    _kept.clear()
+    pes.clear()
 
 
 def _serve(connection: Connection) -> None:
@@ -141,10 +147,13 @@ def _serve(connection: Connection) -> None:
         connection.send(_JOINED)
 
     worlds.init = init
+    has_nvshmem = keep()
     while True:
         try:
             environment, sys.path[:], task = connection.recv()
         except EOFError:
+            if has_nvshmem():
+                os._exit(0)  # its own end would wait for the other PEs
             return
         os.environ.update(environment)
         try:

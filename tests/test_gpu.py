@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 from graphs import num_pes
-from kept_pes import in_processes
 
 import persistent_ops as po
 
@@ -50,7 +49,7 @@ def _devices(reverse: bool) -> tuple[int, int]:
 
 def test_each_world_has_the_heap_size_that_it_asked_for() -> None:
     pes = num_pes("cuda")
-    assert in_processes(_heap_after_heap, pes, timeout=200) == [[]] * pes
+    assert po.launch(_heap_after_heap, pes, timeout=200) == [[]] * pes
 
 
 @pytest.mark.parametrize("reverse", [False, True])
