@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from harness.figures import figure
 from harness.record import pes_text, select, unique
 from harness.report import method_tables
 from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
+from harness.timing import Subject
 from harness.tuning import tuned
 
 import persistent_ops as po
@@ -111,6 +113,12 @@ class Sums(Trial):
     def measured(self, name: str, calls: int) -> dict[str, Any]:
         return {"calls_per_graph": calls}
 
+    def _poison(self) -> None:
+        """Take away what methods before have left in any buffer; collective."""
+        for buffer in (*self._sums, *self._norms, *self._symmetric):
+            buffer.fill_(math.nan)
+        self._world.barrier()  # peers may write into them as soon as they launch
+
     def prepare(self, name: str) -> None:
         """Lay the inputs where the first call of a chain finds them."""
         for buffer in self._buffers(name):
@@ -150,6 +158,7 @@ class Sums(Trial):
         for name in self.methods:
             norms = name.startswith("norm_")
             want = exact + self.residual.double() if norms else exact
+            self._poison()
             self.prepare(name)
             total, norm = self.run(name, 0)
             world.check()
@@ -172,10 +181,27 @@ class Sums(Trial):
                     failures.append(f"{name}, other bits than the algorithm before it")
         return {"failures": failures}
 
+    def check_replays(self, subjects: Mapping[str, Subject]) -> list[str]:
+        """Compare what the operator's chains leave with what their calls do, one by one."""
+        failures: list[str] = []
+        for name, subject in subjects.items():
+            if not is_own(name):
+                continue
+            left = []
+            for run_all in (subject.replay, lambda name=name: [call() for call in self.calls(name)]):
+                self._poison()
+                run_all()
+                self._world.check()
+                left.append(_bits(*(torch.stack(buffers) for buffers in (self._sums, self._norms))))
+            if not torch.equal(*left):
+                failures.append(f"{name}, a replay leaves other bits than its calls")
+        return failures
+
     def check_tuned(self, name: str) -> list[str]:
         """Compare the bits with those under the default Tuning."""
 
         def found() -> torch.Tensor:
+            self._poison()
             self.prepare(name)
             bits = _bits(*self.run(name, 0))
             self._world.check()

@@ -297,11 +297,12 @@ class Backward(Trial):
     def measured(self, name: str, calls: int) -> dict[str, Any]:
         config, size = self._case.config, self._world.size
         found: dict[str, Any] = {"unique_rows": self._touched.rows, "lookups": config.lookups}
+        exchanging = 1 if name == "kernel_alone" else size
         backward = backward_moves(
-            config, self._case.optimizer, size, rows=self._touched.rows, sectors=self._touched.sectors
+            config, self._case.optimizer, exchanging, rows=self._touched.rows, sectors=self._touched.sectors
         )
         if name in BACKWARD:
-            parts = [dataclasses.replace(backward, sent=0.0) if name == "kernel_alone" else backward]
+            parts = [backward]
         elif name in STEP:  # one pass begins when the other has ended
             parts = [forward_moves(config, size, rows=self._touched.rows), backward]
         else:

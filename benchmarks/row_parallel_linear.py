@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,10 @@ class Products(Trial):
                 dist.all_reduce(terms)
             for name in self.methods:
                 want = part if name == "product" else terms[0]
+                for left in (self._out, self._symmetric):
+                    if left is not None:
+                        left.fill_(math.nan)
+                self._world.barrier()  # peers may read or write it as soon as they run
                 result = self.run(name, number).double()
                 self._world.check()
                 # Each PE's product is rounded, and the sum once; other libraries round behind each PE. Products are

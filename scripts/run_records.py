@@ -81,10 +81,25 @@ class Run:
     def cases(self) -> frozenset[tuple[str, ...]]:
         """What was measured, so that a later run of the same can be told."""
         times = select(self.lines, "time")
-        keys = ("config", "distribution", "shape_name", "group", "case", "size", "method")
-        return frozenset(tuple(str(line.get(key)) for key in keys) for line in times) or frozenset(
+        keys = (
+            "config",
+            "distribution",
+            "optimizer",
+            "shape",
+            "shape_name",
+            "vectors",
+            "group",
+            "case",
+            "size",
+            "method",
+        )
+        return frozenset(tuple(_text(line.get(key)) for key in keys) for line in times) or frozenset(
             [tuple(str(self.about.get(name)) for name in ("model", "layers", "num_rows")) + _choices(self.about)]
         )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _choices(about: _Line) -> tuple[str, ...]:

@@ -105,6 +105,28 @@ def test_a_wrong_result_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.Mo
     assert "PE 0, slices, other bits than the algorithm before it" in check["failures"]
 
 
+def test_a_method_that_does_nothing_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the method before it has left is no result."""
+    right = po.all_reduce
+
+    def idle(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return options["out"] if options["algorithm"] == "slices" else right(x, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(po, "all_reduce", idle)
+    sizes = ("--sizes", "16K", "--pes", "1", "--methods", "auto,slices", "--out", str(tmp_path))
+    assert run(*sizes) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert "PE 0, slices, farther from the fp64 sum than rounding explains" in check["failures"]
+
+
+def test_a_graph_that_differs_from_its_calls_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing, trial = (importlib.import_module(f"harness.{name}") for name in ("timing", "trial"))
+    monkeypatch.setattr(trial, "record", lambda world, calls: timing.Subject(lambda: None, len(calls)))
+    assert run("--sizes", "16K", "--pes", "1", "--methods", "auto", "--calls", "3", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert check["failures"] == ["PE 0, auto, a replay leaves other bits than its calls"]
+
+
 @pytest.mark.parametrize("arguments", [("--sizes", "17K"), ("--sizes", "x"), ("--methods", "ring"), ("--rounds", "0")])
 def test_wrong_options_give_exit_code_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2

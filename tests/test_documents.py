@@ -221,3 +221,25 @@ def test_of_runs_that_measured_the_same_the_newest_is_shown(results: Path) -> No
     assert "| 12.0 |" in shown
     assert "| 11.0 |" not in shown
     assert "| 13.0 |" not in shown
+
+
+@pytest.mark.parametrize(
+    ("field", "one", "other"),
+    [("optimizer", "sgd", "adagrad"), ("vectors", 17, 32), ("shape", {"rows": [4]}, {"rows": [8]})],
+)
+def test_runs_of_other_shapes_are_not_the_same(field: str, one: object, other: object) -> None:
+    def run(value: object) -> Any:
+        line = {"kind": "time", "pes": 2, "method": "fused", field: value}
+        return tables.Run("a.jsonl", "bench", 2, {}, [line], {})
+
+    assert run(one).cases == run(one).cases != run(other).cases
+
+
+@pytest.mark.parametrize(("peers", "ratio"), [((), None), (("fbgemm_step",), "3.00")])
+def test_a_graph_is_not_compared_with_eager_calls_alone(peers: tuple[str, ...], ratio: str | None) -> None:
+    us = {"forward_backward": 10.0, "fbgemm_step_eager": 40.0, "fbgemm_step": 30.0}
+    about = {"kind": "time", "pes": 2, "distribution": "uniform", "optimizer": "sgd", "config": "B", "limit_us": 8.0}
+    lines = [{**about, "method": name, "us": us[name]} for name in ("forward_backward", "fbgemm_step_eager", *peers)]
+    (table,) = tables._backward_tables(tables.Run("a.jsonl", "embedding_backward", 2, {}, lines, {}))
+    head, _, row = table.splitlines()
+    assert ("x best peer" in head) == (ratio is not None) and (ratio is None or f"| {ratio} |" in row)

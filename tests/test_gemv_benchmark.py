@@ -156,8 +156,7 @@ def test_pes_that_differ_give_exit_code_1(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_unfused_method_that_drops_work_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     methods = module("gemv.methods")
-    monkeypatch.setattr(module("gemv.check"), "UNFUSED", ("cublas_alone",))
-    monkeypatch.setattr(methods.Methods, "cublas_alone", lambda self, weight: torch.zeros_like(self.out))
+    monkeypatch.setattr(methods.Methods, "cublas_alone", lambda self, weight: self.out)  # as others have left it
     assert run(*QUICK, "--pes", "1", "--methods", "cublas_alone", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
     assert len(check["failures"]) == 1

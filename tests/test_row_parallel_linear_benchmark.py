@@ -62,6 +62,17 @@ def test_a_wrong_result_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.Mo
     assert "PE 0, layer, weight 0, farther from the fp64 result than rounding explains" in check["failures"]
 
 
+def test_a_method_that_does_nothing_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = importlib.import_module("row_parallel_linear").Products
+    right = products.run
+    monkeypatch.setattr(
+        products, "run", lambda self, name, number: self._out if name == "product" else right(self, name, number)
+    )
+    assert run("--layers", "2048x1024", "--vectors", "17", "--pes", "1", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert "PE 0, product, weight 0, farther from the fp64 result than rounding explains" in check["failures"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--layers", "17K"), ("--layers", "8x0"), ("--vectors", "x"), ("--vectors", "0"), ("--methods", "ring")],

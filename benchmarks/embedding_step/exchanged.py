@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,12 @@ class Bags(NamedTuple):
 
     Attributes:
         values, lengths: of each slot; `[n]` and `[samples]`.
+        whole: both of all slots, where they lie side by side.
     """
 
     values: list[torch.Tensor]
     lengths: list[torch.Tensor]
+    whole: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _Arrived(NamedTuple):
@@ -45,9 +48,9 @@ class ExchangedEmbedding(nn.Module):
     """Tables on the PEs that have them in another module, pooled by `embedding_bag`.
 
     Lengths, lookups, pooled rows and their gradients travel through `all_to_all_single`, as TorchRec has it: how many
-    lookups come is read on the host. Replicated tables are TorchRec's data_parallel ones: pooled where the samples are,
-    with dense gradients that one `all_reduce` sums; they are float32 whatever the others are, as sums of 16 bits stop
-    growing.
+    lookups come is read on the host, and what travels is copied once more, into order. Replicated tables are TorchRec's
+    data_parallel ones: pooled where the samples are, with dense gradients that one `all_reduce` sums; they are float32
+    whatever the others are, as sums of 16 bits stop growing.
 
     Args:
         collection: whose placement this takes, and whose rows and states it begins with.
@@ -100,13 +103,16 @@ class ExchangedEmbedding(nn.Module):
         self._slots, self._copied = own_slots(layout, self._rank)
         self._features = [[slot.feature for slot in of_pe] for of_pe in slots]
         self._widths = [slot.width for of_pe in slots for slot in of_pe]
-        self._dims = [sum(slot.width for slot in of_pe) for of_pe in slots]
         firsts = [0]
         for group in [*layout.groups, *layout.replicated]:
             firsts.append(firsts[-1] + len(group.columns))
-        self._order = [firsts[group] + column for group, column in layout.outputs]
         self._dtype = layout.configs[0].data_type
-        self._wire_dtype = wire_dtype or self._dtype
+        self._columns = _Columns(
+            widths=[*([slot.width for slot in of_pe] for of_pe in slots), [slot.width for slot in self._copied]],
+            order=[firsts[group] + column for group, column in layout.outputs],
+            rank=self._rank,
+            wire_dtype=wire_dtype or self._dtype,
+        )
 
     def take_over(self, collection: po.nn.ShardedEmbeddingBagCollection) -> None:
         """Take over the rows of a collection of the same placement, and its optimizer's states; rates stay."""
@@ -142,40 +148,33 @@ class ExchangedEmbedding(nn.Module):
 
     def _sent(self, of_feature: Sequence[torch.Tensor], per_feature: torch.Tensor, split: tuple[int, ...]) -> Bags:
         """Send the lookups of this PE's samples to the tables, and return those that come to this PE's."""
-        num_slots = len(self._slots)
+        num_slots, sent = len(self._slots), [feature for of_pe in self._features for feature in of_pe]
         # Rows one by one: numbers in a list would be copied to the GPU, and no graph captures that.
         came = _exchanged(
-            [torch.cat([per_feature[0][:0], *(per_feature[feature] for feature in of_pe)]) for of_pe in self._features],
+            torch.cat([per_feature[feature] for feature in sent]),
+            [len(of_pe) * split[self._rank] for of_pe in self._features],
             [num_slots * each for each in split],
         )
         of_source = [part.view(num_slots, samples) for part, samples in zip(came, split, strict=True)]
         counts = self.read(torch.stack([each.sum(1) for each in of_source]))
-        nothing = of_feature[0][:0]
         came = _exchanged(
-            [torch.cat([nothing, *(of_feature[feature] for feature in of_pe)]) for of_pe in self._features],
+            torch.cat([of_feature[feature] for feature in sent]),
+            [sum(of_feature[feature].numel() for feature in of_pe) for of_pe in self._features],
             [sum(of_pe) for of_pe in counts],
         )
         pieces = [part.split(own) for part, own in zip(came, counts, strict=True)]
-        values = [torch.cat([of_pe[slot] for of_pe in pieces]) for slot in range(num_slots)]
-        return Bags(values, list(torch.cat(of_source, dim=1)))
+        values = torch.cat([came[0][:0], *(of_pe[slot] for slot in range(num_slots) for of_pe in pieces)])
+        lengths = torch.cat(of_source, dim=1)
+        sizes = [sum(of_pe[slot] for of_pe in counts) for slot in range(num_slots)]
+        return Bags(list(values.split(sizes)), list(lengths), whole=(values, lengths.view(-1)))
 
     def forward(self, features: _Arrived) -> torch.Tensor:
         """Return the pooled rows of this PE's samples, `[B, sum of D]`, in the order of features."""
-        blocks: list[torch.Tensor] = []
-        if self._widths:
-            blocks += self._from_owners(features.spread, features.batch_per_rank).split(self._widths, dim=1)
-        if self._copied:
-            pooled = self._pooled_here(features.replicated).to(self._wire_dtype)
-            blocks += pooled.split([slot.width for slot in self._copied], dim=1)
-        return torch.cat([blocks[column] for column in self._order], dim=1)
-
-    def _from_owners(self, bags: Bags, split: tuple[int, ...]) -> torch.Tensor:
-        """Return the pooled rows of this PE's samples, in the order of PEs and their slots."""
-        pooled = self._pooled(bags, sum(split))
-        rows: torch.Tensor = _RowsToSamples.apply(pooled, split, self._dims, self._rank, self._wire_dtype)
-        samples = split[self._rank]
-        of_pes = rows.split([samples * dim for dim in self._dims])
-        return torch.cat([part.view(samples, dim) for part, dim in zip(of_pes, self._dims, strict=True)], dim=1)
+        split = features.batch_per_rank
+        pooled = self._pooled(features.spread, sum(split)) if self._widths else None
+        copied = self._pooled_here(features.replicated) if self._copied else None
+        rows: torch.Tensor = _RowsToSamples.apply(pooled, copied, split, self._columns)
+        return rows
 
     def _pooled(self, bags: Bags, num_samples: int) -> torch.Tensor:
         """Return the pooled rows of the global batch, `[B, D here]`."""
@@ -214,7 +213,7 @@ def sums(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torc
 
 def _each_pooled(tables: Iterable[torch.Tensor], bags: Bags, *, is_sparse: bool) -> list[torch.Tensor]:
     pooled = []
-    for table, values, lengths in zip(tables, *bags, strict=True):
+    for table, values, lengths in zip(tables, bags.values, bags.lengths, strict=True):
         offsets = F.pad(lengths.cumsum(0, dtype=values.dtype), (1, 0))
         pooled.append(F.embedding_bag(values, table, offsets, mode="sum", sparse=is_sparse, include_last_offset=True))
     return pooled
@@ -239,37 +238,90 @@ def means_over_pes(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return found
 
 
+class _Columns:
+    """The columns of pooled rows: PE by PE where they come from owners, and as the result has them.
+
+    Args:
+        widths: of the columns of each PE's slots, and last of those of replicated tables.
+        order: of the result's columns: numbers among all of those.
+        rank: of this PE.
+        wire_dtype: in which rows and gradients travel.
+    """
+
+    def __init__(self, widths: list[list[int]], order: list[int], rank: int, wire_dtype: torch.dtype) -> None:
+        self.dims = [sum(each) for each in widths[:-1]]
+        self.own_dim, self.wire_dtype = self.dims[rank], wire_dtype
+        self._widths, self._order = widths, order
+
+    def views(self, flat: torch.Tensor, samples: int) -> list[torch.Tensor]:
+        """Return what comes from each PE, or goes there, `[samples, D there]`."""
+        parts = flat.split([samples * dim for dim in self.dims])
+        return [part.view(samples, dim) for part, dim in zip(parts, self.dims, strict=True)]
+
+    def joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the rows of all PEs and of replicated tables, where there are any, in the result's order."""
+        columns = [
+            column
+            for part, widths in zip(parts, self._widths, strict=True)
+            if part is not None
+            for column in part.split(widths, dim=1)
+        ]
+        return torch.cat([columns[column] for column in self._order], dim=1)
+
+    def write_parts(self, result: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
+        """Write the columns of a result to the parts that `joined` takes."""
+        widths = [width for of_part in self._widths for width in of_part]
+        pieces = result.split([widths[column] for column in self._order], dim=1)
+        columns = iter([piece for _, piece in sorted(zip(self._order, pieces, strict=True), key=lambda each: each[0])])
+        for part, of_part in zip(parts, self._widths, strict=True):
+            own = list(itertools.islice(columns, len(of_part)))
+            if part is not None and own:
+                torch.cat(own, dim=1, out=part)
+
+
 class _RowsToSamples(torch.autograd.Function):
     """Sends pooled rows `[B, D here]` to the PEs that have the samples; gradients come back as the mean.
 
-    Returns what this PE gets, PE by PE, `[samples here * sum of D]`, of the dtype in which both travel.
+    Returns what this PE gets, and its own rows of replicated tables, in the result's order and the wire's dtype.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        pooled: torch.Tensor,
-        split: Sequence[int],
-        dims: Sequence[int],
-        rank: int,
-        wire_dtype: torch.dtype,
+        ctx: Any, pooled: torch.Tensor | None, copied: torch.Tensor | None, split: Sequence[int], columns: _Columns
     ) -> torch.Tensor:
-        ctx.split, ctx.width, ctx.counts = split, dims[rank], [split[rank] * dim for dim in dims]
-        ctx.dtype = pooled.dtype
-        sent = pooled.to(wire_dtype).contiguous().view(-1).split([samples * dims[rank] for samples in split])
-        return torch.cat(_exchanged(sent, ctx.counts))
+        ctx.split, ctx.columns = split, columns
+        ctx.dtypes = [None if rows is None else rows.dtype for rows in (pooled, copied)]
+        samples = split[dist.get_rank()]
+        came: list[torch.Tensor | None] = [None] * len(split)
+        if pooled is not None:
+            sent = pooled.to(columns.wire_dtype).contiguous().view(-1)
+            sizes = [each * columns.own_dim for each in split]
+            flat = _flat_exchanged(sent, sizes, [samples * dim for dim in columns.dims])
+            came[:] = columns.views(flat, samples)
+        return columns.joined([*came, None if copied is None else copied.to(columns.wire_dtype)])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        sent = gradient.contiguous().split(ctx.counts)
-        came = torch.cat(_exchanged(sent, [samples * ctx.width for samples in ctx.split])).to(ctx.dtype)
-        return came.view(sum(ctx.split), ctx.width).div_(len(ctx.split)), None, None, None, None
+        columns, split = ctx.columns, ctx.split
+        samples, (dtype, copied_dtype) = split[dist.get_rank()], ctx.dtypes
+        flat = gradient.new_empty(samples * sum(columns.dims))
+        copied = None if copied_dtype is None else gradient.new_empty(samples, gradient.shape[1] - sum(columns.dims))
+        columns.write_parts(gradient, [*columns.views(flat, samples), copied])
+        own = None
+        if dtype is not None:
+            sizes = [each * columns.own_dim for each in split]
+            came = _flat_exchanged(flat, [samples * dim for dim in columns.dims], sizes).to(dtype)
+            own = came.view(sum(split), columns.own_dim).div_(len(split))
+        return own, None if copied is None else copied.to(copied_dtype), None, None
 
 
-def _exchanged(sent: Sequence[torch.Tensor], counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Send a vector to each PE; return what comes, so many elements from each."""
-    whole = torch.cat(list(sent))
-    came = whole.new_empty(sum(counts))
-    dist.all_to_all_single(came, whole, list(counts), [part.numel() for part in sent])
-    parts: tuple[torch.Tensor, ...] = came.split(list(counts))
+def _exchanged(sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Send so many elements of a vector to each PE; return what comes, so many from each."""
+    parts: tuple[torch.Tensor, ...] = _flat_exchanged(sent, sizes, counts).split(list(counts))
     return parts
+
+
+def _flat_exchanged(sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+    came = sent.new_empty(sum(counts))
+    dist.all_to_all_single(came, sent, list(counts), list(sizes))
+    return came

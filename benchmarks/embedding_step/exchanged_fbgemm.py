@@ -198,8 +198,8 @@ def _dense(tables: list[torch.Tensor]) -> Any:
 
 def _flat(bags: Bags) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lookups of all slots, and where bags begin and end."""
-    lengths = torch.cat(bags.lengths)
-    return torch.cat(bags.values).long(), F.pad(lengths.long().cumsum(0), (1, 0))
+    values, lengths = bags.whole or (torch.cat(bags.values), torch.cat(bags.lengths))
+    return values.long(), F.pad(lengths.long().cumsum(0), (1, 0))
 
 
 class _FusedRate:

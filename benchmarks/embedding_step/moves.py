@@ -91,12 +91,13 @@ def step_moves(world: World, case: Case, sizes: Sizes, tables: StepTables, batch
     rows, lookups, updated, sums = rows / count, lookups / count, updated / count, sums / count
     read_once = sum(touched.read[slot.table, slot.slice] for slot in (*spread, *copied)) / count
     own = here * sum(hotness for table, hotness in enumerate(sizes.hotness) if not tables.layout.is_replicated(table))
-    elsewhere = here * sum(
-        sizes.hotness[slot.table]
+    of_others = {  # each PE has a table's lookups once, however many slices of it
+        (rank, slot.table)
         for rank, of_pe in enumerate(tables.layout.groups[0].slots if tables.layout.groups else ())
         for slot in of_pe
         if rank != world.rank
-    )
+    }
+    elsewhere = here * sum(sizes.hotness[table] for _, table in of_others)
     away = (size - 1) / size
     return StepMoves(
         exchange=Moved(

@@ -123,7 +123,8 @@ def _check_unfused(world: World, methods: Methods, chosen: tuple[str, ...]) -> l
     expected = reference(world, methods, 0)
     failures = []
     for name in chosen:
-        if name in UNFUSED:
+        if name in UNFUSED or (name == "cublas_alone" and world.size == 1):
+            methods.poison()
             result = methods.run(name, 0).view(expected.value.shape).double()
             worst = float((result - expected.value).abs().max())
             if not worst <= expected.loose_bound:

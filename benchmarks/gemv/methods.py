@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ class Methods:
     ) -> None:
         self.shape = shape
         self.product = "mm"
+        self._world = world
         device = world.backend.device
         size = shape.rows * shape.columns
         self.weights = [
@@ -111,6 +113,13 @@ class Methods:
             return tuple(name for name in chosen if name in ALONE)
         missing = SYMMETRIC if self._symmetric is None else ()
         return tuple(name for name in chosen if not name.startswith("gemv_alone") and name not in missing)
+
+    def poison(self) -> None:
+        """Take away what methods have left in any result; collective."""
+        for result in (self.out, self._symmetric):
+            if result is not None:
+                result.fill_(math.nan)
+        self._world.barrier()  # peers may read or write it as soon as they run
 
     def run(self, name: str, copy: int) -> torch.Tensor:
         """Run one of METHODS on the current stream; the result is valid until the next one."""
