@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
-_WORKERS_PER_GPU = 8
+_WORKERS_PER_GPU = 4
 _WORKER_MIB = 20 << 10  # of a GPU's memory: the worker's PEs, ten at most, which are kept between tests
 _WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
 
