@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.metadata
 import json
 import os
@@ -435,11 +436,17 @@ def _cache() -> list[Finding]:
         findings.append(Finding(section, "sources", "ok", str(root)))
     except Exception as error:
         findings.append(Finding(section, "sources", "missing", str(error), _pip("persistent-ops"), ("cuda", "host")))
-    remedy = "set PERSISTENT_OPS_CACHE to a folder of your own"
+    remedy, entries = "set PERSISTENT_OPS_CACHE to a folder of your own", 0
     try:
         folder = compile_cache.cache_folder()
+        entries = len(list(folder.glob("entries/*")))
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES) and entries:
+            text = f"{folder} cannot be written: only the {entries} kernels in it can be used"
+            return [*findings, Finding(section, "compile cache", "warning", text, remedy)]
+        findings.append(Finding(section, "compile cache", "missing", str(error), remedy, ("cuda", "host")))
     except Exception as error:
         findings.append(Finding(section, "compile cache", "missing", str(error), remedy, ("cuda", "host")))
     else:
@@ -447,7 +454,6 @@ def _cache() -> list[Finding]:
             text = f"{folder} is mounted noexec: what is compiled cannot be loaded from there"
             findings.append(Finding(section, "compile cache", "missing", text, remedy, ("cuda", "host")))
             return findings
-        entries = len(list(folder.glob("entries/*")))
         findings.append(Finding(section, "compile cache", "ok", f"{folder}, writable, {entries} kernels"))
     return findings
 

@@ -246,6 +246,7 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         raise RuntimeError("trace: there is a trace already; contexts cannot be nested")
     if world.workspace.is_capturing():
         raise RuntimeError("trace: begin it outside of a CUDA-graph capture, and capture inside")
+    path = None if path is None else os.path.abspath(path)  # the working folder may be another one at the end
     timeline, tracer = Timeline(), _tracer(world, capacity, path)
     before = align_clocks(world)
     world.set_tracer(tracer)

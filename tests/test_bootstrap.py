@@ -675,6 +675,34 @@ def test_launch_ends_processes_that_bring_no_result(how: str, text: str) -> None
     assert children() <= before | helpers()
 
 
+class NamelessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raises_nameless() -> None:
+    raise NamelessError
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_an_error_without_a_text_is_raised(threads: bool) -> None:
+    with pytest.raises(NamelessError):
+        spawn.launch(raises_nameless, 2, threads=threads, timeout=60)
+
+
+def returns_a_generator() -> Any:
+    return (number for number in range(3))
+
+
+def test_a_result_that_cannot_be_pickled_is_named() -> None:
+    text = r"what fn returned, a generator, cannot be pickled \(.*generator.*\): return what can be, or pass threads="
+    with pytest.raises(PersistentOpsError, match=text) as caught:
+        spawn.launch(returns_a_generator, 1, timeout=60)
+    assert "PE 0 of 1 raised it" in str(caught.value.__cause__)
+    (result,) = spawn.launch(returns_a_generator, 1, threads=True, timeout=60)
+    assert list(result) == [0, 1, 2]
+
+
 def helpers() -> set[int]:
     """The children that stay: multiprocessing's resource tracker, and what PEs are forked from."""
     from multiprocessing.resource_tracker import _resource_tracker

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,26 @@ def test_a_cache_that_cannot_be_written_stops_both_backends(monkeypatch: pytest.
     assert "PERSISTENT_OPS_CACHE" in named(report, "compile cache").remedy
     assert not report.can_run("host")
     assert not report.can_run("cuda")
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_cache_that_is_read_only_is_good_for_what_is_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_kernels: bool
+) -> None:
+    (tmp_path / "entries").mkdir()
+    (tmp_path / "entries" / "a kernel").mkdir()
+    if not has_kernels:
+        (tmp_path / "entries" / "a kernel").rmdir()
+
+    def refuse(**options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    report = doctor.examine()
+    found = named(report, "compile cache")
+    assert (found.status, report.can_run("host")) == (("warning", True) if has_kernels else ("missing", False))
+    assert has_kernels == ("only the 1 kernels in it" in found.value)
 
 
 def test_a_cache_from_which_nothing_can_be_loaded_stops_both_backends(

@@ -148,6 +148,10 @@ def test_environment_is_read_at_the_call(workshop: Workshop, tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert compile_host(workshop.source).is_relative_to(tmp_path / "home" / ".cache" / "persistent_ops")
+    monkeypatch.setenv("HOME", "")
+    jit.clear_memo()
+    with pytest.raises(CompileError, match="there is no home folder"):
+        compile_host(workshop.source)
 
 
 def test_import_starts_and_writes_nothing() -> None:

@@ -96,6 +96,7 @@ if child == 0:
     trial("operator", lambda: po.gemv_all_reduce(weight, x))
     trial("barrier", po.barrier)
     trial("empty", lambda: po.empty(4))
+    trial("init", lambda: po.init("host"))
     print("initialised:", po.is_initialized(), flush=True)
     po.finalize()
     sys.exit(3)
@@ -121,7 +122,7 @@ def test_a_forked_child_has_no_world_and_ends(size: int, transport: str) -> None
     for status, out, err in run_pes(FORKS, size, transport):
         assert (status, err) == (0, ""), out + err
         told = dict(line.split(": ", 1) for line in out.splitlines())
-        for name in ("operator", "barrier", "empty"):
+        for name in ("operator", "barrier", "empty", "init"):
             assert "forked after persistent_ops.init()" in told[name] and "is no PE" in told[name], out
         assert told["initialised"] == "False"
         assert told["parent"] == "finalized"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -145,6 +146,23 @@ def _alone_with_grids() -> list[Any]:
 
 def test_products_of_a_pe_alone_are_apart_though_they_have_one_epoch(backend: str) -> None:
     assert in_world(_alone_with_grids, 1, backend) == [[[0, 0, 0, 1, 1, 1, 2, 2], [(3, 3)]]]
+
+
+def _elsewhere(folder: Path) -> None:
+    before = Path.cwd()
+    try:
+        os.chdir(folder)
+        with po.trace("timeline.json"):
+            po.all_reduce(_x())
+            os.chdir(before)
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.host
+def test_a_path_is_that_of_the_folder_where_the_timeline_begins(backend: str, tmp_path: Path) -> None:
+    in_world(_elsewhere, 1, backend, tmp_path)
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
 
 
 def _one_cannot_begin(folder: Path) -> list[str]:

@@ -60,6 +60,19 @@ def test_cxx_may_begin_with_a_launcher(workshop: Workshop, monkeypatch: pytest.M
     assert workshop.compilations == 1
 
 
+def test_cxx_may_end_with_flags(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSISTENT_OPS_CXX", f"{workshop.state / 'c++'} -DOTHER -fno-strict-aliasing")
+    found = toolchain.find_cxx()
+    assert found.command == (str(workshop.state / "c++"),) and found.flags[-2:] == ("-DOTHER", "-fno-strict-aliasing")
+    assert value_of(workshop.build()) == 7
+    monkeypatch.setenv("PERSISTENT_OPS_CXX", str(workshop.state / "c++"))
+    assert value_of(workshop.build()) == 7
+    assert workshop.compilations == 2, "a library of other flags is another one"
+    monkeypatch.setenv("PERSISTENT_OPS_CXX", "-O2")
+    with pytest.raises(CompileError, match="-O2 is no executable file"):
+        toolchain.find_cxx()
+
+
 def no_nvcc(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.delenv("PERSISTENT_OPS_NVCC", raising=False)
     monkeypatch.setenv("PATH", str(path))

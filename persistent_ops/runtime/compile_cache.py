@@ -74,7 +74,7 @@ def _cache_path() -> Path:
     if os.path.isabs(base):
         return Path(base) / "persistent_ops"
     home = os.path.expanduser("~")
-    if not os.path.isabs(home):
+    if not os.path.isabs(home) or os.environ.get("HOME") == "":
         raise CompileError(
             "the compile cache has no place: there is no home folder. Set PERSISTENT_OPS_CACHE to a folder."
         )

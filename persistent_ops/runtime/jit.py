@@ -296,7 +296,7 @@ def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize:
         raise ValueError(f"sanitize must be None, 'thread' or 'address'; got {sanitize!r}.")
     root = _resolve(source)
     compiler = find_cxx()
-    flags = [*_HOST_FLAGS, *_HOST_ARITHMETIC, *compiler.native_flags]
+    flags = [*_HOST_FLAGS, *_HOST_ARITHMETIC, *compiler.flags]
     if root.name != _PACKAGED_FOLDER:
         # Warnings stop a developer; a user's newer compiler, with warnings that did not exist when this was written,
         # must not stop the installed package.

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 
 from persistent_ops.runtime.errors import BootstrapError, PeerTimeoutError
 
-__all__ = ["Failure", "RemoteTraceback", "first_cause"]
+__all__ = ["Failure", "RemoteTraceback", "first_cause", "text_of"]
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text, also where its own `__str__` raises: what else would tell of it must not be lost."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its text cannot be had: {type(problem).__name__})"
 
 
 class RemoteTraceback(Exception):

@@ -19,7 +19,7 @@ from typing import Any
 from persistent_ops.runtime import bootstrap
 from persistent_ops.runtime.bootstrap import Bootstrap
 from persistent_ops.runtime.errors import PersistentOpsError
-from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_cause
+from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_cause, text_of
 
 __all__ = ["launch_threads", "thread_bootstrap", "when_pe_ends"]
 
@@ -130,7 +130,7 @@ class _Threads:
             with contextlib.suppress(_Abandoned):  # It may be asked at the last moment. Nobody asks twice.
                 self._ask_no_more(rank)
         if raised:  # before the world is closed, which would wait for the others
-            self._boards[rank].fail(f"{type(raised[0]).__name__}: {raised[0]}")
+            self._boards[rank].fail(f"{type(raised[0]).__name__}: {text_of(raised[0])}")
         for action in _this_thread.at_end:
             try:
                 action()

@@ -23,7 +23,7 @@ from persistent_ops.runtime import bootstrap
 from persistent_ops.runtime.errors import PersistentOpsError
 from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
 from persistent_ops.runtime.mailbox import Worker, serve_store
-from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_cause
+from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_cause, text_of
 from persistent_ops.runtime.pe_threads import launch_threads
 from persistent_ops.runtime.task import Task, hidden_main, pack, pack_task
 
@@ -62,8 +62,9 @@ def launch(
     Raises:
         Exception: The exception of the PE that failed first, where its type can be imported here, with that PE's
             traceback as its cause.
-        PersistentOpsError: A PE was killed by a signal, ended without a result, raised an exception that cannot be
-            rebuilt here, or the time-out passed; the rank is named. Or this process is daemonic and may start none.
+        PersistentOpsError: A PE was killed by a signal, ended without a result, returned what cannot be pickled, raised
+            an exception that cannot be rebuilt here, or the time-out passed; the rank is named. Or this process is
+            daemonic and may start none.
         TypeError: `fn` is no function.
         ValueError: `num_pes` is less than 1 or more than 64, `timeout` is not positive, `fn` or `args` cannot be
             pickled, or they need cloudpickle, which is not installed.
@@ -215,9 +216,10 @@ class _Processes:
                 name = f"signal {-code}"
             remedy = " (out of memory?)" if -code == signal.SIGKILL else ""
             return PersistentOpsError(f"{who} was killed by {name}{remedy} before it returned a result")
+        # With which a process ends that imports a script without the guard; nobody knows of a PE that ended on its own.
+        guard = ', and guard the script\'s call of launch() with if __name__ == "__main__":' if code == 1 else ""
         return PersistentOpsError(
-            f"{who} exited with code {code} before it returned a result; look at its output, and guard the script's "
-            'call of launch() with if __name__ == "__main__":'
+            f"{who} exited with code {code} before it returned a result; look at its output{guard}"
         )
 
     def _end(self) -> None:
@@ -277,11 +279,11 @@ def _run_process(task: Task, environment: dict[str, str], writer: Connection, pa
     try:
         fn, args = _unpack(task)
         # Plain pickle, not multiprocessing's: that one would send a tensor as a handle of a shared memory segment.
-        message = pickle.dumps((pack(fn(*args), by_value=task.by_value), None, None, None, None))
+        message = pickle.dumps((_packed(fn(*args), by_value=task.by_value), None, None, None, None))
     except SystemExit:
         raise
     except BaseException as error:
-        bootstrap.fail_all(f"{type(error).__name__}: {error}")
+        bootstrap.fail_all(f"{type(error).__name__}: {text_of(error)}")
         message = _describe(error, by_value=task.by_value)
     with writer:
         view = memoryview(len(message).to_bytes(_HEADER_BYTES, "little") + message)
@@ -300,6 +302,16 @@ def _unpack(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return fn, args
 
 
+def _packed(result: Any, *, by_value: bool) -> bytes:
+    try:
+        return pack(result, by_value=by_value)
+    except Exception as error:
+        raise PersistentOpsError(
+            f"what fn returned, a {type(result).__name__}, cannot be pickled ({text_of(error)}): return what can be, "
+            "or pass threads=True where PEs may be threads"
+        ) from error
+
+
 def _describe(error: BaseException, *, by_value: bool) -> bytes:
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
@@ -308,4 +320,4 @@ def _describe(error: BaseException, *, by_value: bool) -> bytes:
     except Exception:
         pickled = b""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    return pickle.dumps((None, pickled, name, str(error), trace))
+    return pickle.dumps((None, pickled, name, text_of(error), trace))

@@ -71,14 +71,14 @@ class Cxx:
         version: first line of its --version.
         identity: text that differs between two compilers, or two processors, that may produce different code.
         command: the words that start it, the executable last (a launcher such as ccache may come first).
-        native_flags: the flags that tune for this machine's processor.
+        flags: those that tune for this machine's processor, then those that the variable has.
     """
 
     path: Path
     version: str
     identity: str
     command: tuple[str, ...]
-    native_flags: tuple[str, ...] = field(default=())
+    flags: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True)
@@ -329,12 +329,15 @@ def _native_flags() -> tuple[str, ...]:
 
 def _cxx_at(words: tuple[str, ...]) -> tuple[Cxx | None, str]:
     """Ask a command whether it is a C++20 compiler: (compiler, "") or (None, why not)."""
-    resolved = [shutil.which(word) for word in words]
-    for word, path in zip(words, resolved, strict=True):
+    num_programs = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+    resolved = [shutil.which(word) for word in words[:num_programs]]
+    for word, path in zip(words, resolved, strict=False):
         if path is None:
             return None, f"{word} is no executable file"
     command = tuple(os.path.abspath(path) for path in resolved if path is not None)
-    flags = _native_flags()
+    if not command:
+        return None, f"{words[0]} is no executable file"
+    flags = (*_native_flags(), *words[num_programs:])
     problem, version, identity = _probe_cxx(command, flags, *_stat_key(command[-1]))
     if problem:
         return None, f"{command[-1]} cannot be used: {problem}"
@@ -344,8 +347,8 @@ def _cxx_at(words: tuple[str, ...]) -> tuple[Cxx | None, str]:
 def find_cxx() -> Cxx:
     """Find the C++ compiler.
 
-    Order: PERSISTENT_OPS_CXX, then CXX (either may begin with a launcher such as ccache, and no other compiler is
-    tried where one is set), then c++, g++ and clang++ on PATH.
+    Order: PERSISTENT_OPS_CXX, then CXX (either may begin with a launcher such as ccache, and end with flags; no other
+    compiler is tried where one is set), then c++, g++ and clang++ on PATH.
 
     Returns:
         The first compiler of that order that accepts -std=c++20.

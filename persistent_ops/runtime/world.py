@@ -24,6 +24,7 @@ from .description import describe
 from .errors import BackendUnavailableError, BootstrapError
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
+from .pe_failure import text_of
 from .plans import OperatorState
 from .residency import Residency
 from .team import ALONE, WORLD, Team
@@ -365,15 +366,20 @@ def is_initialized() -> bool:
     return getattr(_thread_worlds, "world", None) is not None or _process_world is not None
 
 
+def _refuse_fork() -> None:
+    """Raise RuntimeError in a process that was forked from a PE: threads of torch's are missing there, for one."""
+    if _was_forked:
+        raise RuntimeError(
+            "this process was forked after persistent_ops.init() and is no PE: call operators in the process that "
+            "called init(), and start PEs with a launcher or persistent_ops.launch()"
+        )
+
+
 def current() -> World:
     """Return this PE's world; RuntimeError where there is none."""
     world = getattr(_thread_worlds, "world", None) or _process_world
     if world is None:
-        if _was_forked:
-            raise RuntimeError(
-                "this process was forked after persistent_ops.init() and is no PE: call operators in the process that "
-                "called init(), and start PEs with a launcher or persistent_ops.launch()"
-            )
+        _refuse_fork()
         raise RuntimeError("persistent_ops is not initialised in this process: call persistent_ops.init() first")
     return world
 
@@ -417,6 +423,7 @@ def init(
         )
     if is_initialized():
         raise RuntimeError("persistent_ops is already initialised here: call persistent_ops.finalize() first")
+    _refuse_fork()
     describe(COMM)  # before PEs meet: the first time it is compiled
     thread_bootstrap = pe_threads.thread_bootstrap()
     if thread_bootstrap is not None:
@@ -435,7 +442,7 @@ def init(
         made = _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options)
         world = World(bootstrap, made, operator_timeout)
     except BaseException as error:
-        message = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {text_of(error)}"
         try:
             if made is None:
                 bootstrap.fail(message)
