@@ -36,6 +36,7 @@ __all__ = ["in_processes"]
 
 _NOT_STARTED = "NVSHMEM did not initialise"
 _JOINED = "joined"  # what a PE says when it has opened a world
+_SIZES = (1, 2, 3, 4)  # of most worlds
 _Pes = list[tuple[BaseProcess, Connection]]
 _kept: dict[int, _Pes] = {}  # on GPUs by the world's size
 
@@ -68,7 +69,11 @@ def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: 
     worker = Worker()
     store, port = serve_store("127.0.0.1", worker, deadline)
     job = secrets.token_hex(16)
-    kept = _kept.setdefault(world if torch.cuda.is_available() else 0, [])
+    has_gpus = torch.cuda.is_available()
+    if has_gpus and not _kept and "PYTEST_XDIST_WORKER" in os.environ:
+        for size in _SIZES:  # all of them will be asked for, and import torch meanwhile
+            _kept[size] = [_started() for _ in range(size)]
+    kept = _kept.setdefault(world if has_gpus else 0, [])
     is_whole = False
     task = pickle.dumps((program, args))
     try:

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import kept_pes
 import pytest
+import torch
 from conftest import _Scopes
 
 import persistent_ops as po
@@ -179,6 +181,29 @@ def test_a_world_whose_nvshmem_has_not_started_is_started_again(monkeypatch: pyt
     with pytest.raises(AssertionError, match="did not initialise"):
         kept_pes.in_processes(run, 2, timeout=1.0)
     assert kept_pes.in_processes(run, 2, timeout=1.0) == ["done"]
+
+
+def test_on_gpus_worlds_of_each_size_have_pes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one worker start together; only what a world has left is ended when it fails."""
+    started: list[object] = []
+
+    def start() -> tuple[object, object]:
+        started.append(object())
+        return mock.Mock(), mock.Mock()
+
+    monkeypatch.setattr(kept_pes, "_kept", {})
+    monkeypatch.setattr(kept_pes, "_started", start)
+    monkeypatch.setattr(kept_pes, "_collected", lambda pes, *_: [(len(pes), len(pes) == 3)] * len(pes))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for worker, count in ((None, 2), ("gw0", 10)):
+        kept_pes._kept.clear()
+        started.clear()
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker) if worker else monkeypatch.delenv(
+            "PYTEST_XDIST_WORKER", False
+        )
+        assert kept_pes.in_processes(print, 2, timeout=60) == [2, 2] and len(started) == count
+    assert kept_pes.in_processes(print, 3, timeout=60) == [3] * 3 and len(started) == 10
+    assert {size: len(pes) for size, pes in kept_pes._kept.items()} == {1: 1, 2: 2, 3: 0, 4: 4}, "worn: ended"
 
 
 def _crashes_once(folder: str, *, before_it_joins: bool) -> int:
