@@ -18,6 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness.experiment
+from embedding.backward_configs import forward_moves
+from embedding.backward_inputs import count_touched
 from embedding.check import check_methods
 from embedding.configs import CONFIGS, Config
 from embedding.inputs import DISTRIBUTIONS, Tables, draw_lookups, num_sets
@@ -70,12 +72,13 @@ class Exchange(Trial):
         self._world = world
         self.fields = {"config": config.name, "shape": dataclasses.asdict(config), "distribution": distribution}
         self.methods = options.methods
-        self.moved = (config.read_bytes, config.sent_bytes(world.size))
         device = world.backend.device
         sets = [
             draw_lookups(config, distribution, seed=1_000_003 * world.rank + 101 * number + 7, device=device)
             for number in range(num_sets(config))
         ]
+        self._moves = forward_moves(config, world.size, rows=count_touched(config, sets).rows)
+        self.moved = (self._moves.read, self._moves.sent)
         out = po.empty(config.batch // world.size, world.size * config.tables * config.dim, dtype=config.wire_dtype)
         self._shaped = Methods(world, config, tables.of(config), sets, out)
 
@@ -95,7 +98,7 @@ class Exchange(Trial):
     def measured(self, name: str, calls: int) -> dict[str, Any]:
         config = self._shaped.config
         sent = config.sent_bytes(self._world.size) if name in EXCHANGING else 0
-        return {"sent_bytes": sent, "read_bytes": config.read_bytes}
+        return {"sent_bytes": sent, "read_bytes": config.read_bytes, "memory_bytes": self._moves.read}
 
     def problem_of(self, name: str, tuning: Any) -> str | None:
         shaped, world, schedule = self._shaped, self._world, _SCHEDULES[name].replace("-", "_")

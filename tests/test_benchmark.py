@@ -61,8 +61,12 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         pooled = shape["batch"] * shape["tables"] * shape["dim"] * 4
         assert line["sent_bytes"] == (0 if line["method"].startswith("pooling") else pooled / 2)
         assert line["read_bytes"] == pooled * shape["pooling"]
+        lookups = shape["batch"] * shape["tables"] * shape["pooling"]
+        rows = (line["memory_bytes"] - pooled - 8 * lookups) / (4 * shape["dim"])
+        assert 0 < rows <= min(lookups, shape["tables"] * shape["rows"])
+        assert rows < lookups or line["distribution"] == "uniform", "hot rows are counted once"
         assert line["limit_us"] == pytest.approx(
-            max(line["read_bytes"] / ceilings["read"], pooled / 2 / ceilings["store"]) * 1e6
+            max(line["memory_bytes"] / ceilings["read"], pooled / 2 / ceilings["store"]) * 1e6
         )
     skews = [line for line in lines if line["kind"] == "skew"]
     assert [line["method"] for line in skews] == ["fused", "oblivious"] * 2
