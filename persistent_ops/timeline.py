@@ -246,8 +246,7 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         raise RuntimeError("trace: there is a trace already; contexts cannot be nested")
     if world.workspace.is_capturing():
         raise RuntimeError("trace: begin it outside of a CUDA-graph capture, and capture inside")
-    path = None if path is None else os.path.abspath(path)  # the working folder may be another one at the end
-    timeline, tracer = Timeline(), _tracer(world, capacity, path)
+    timeline, (tracer, file) = Timeline(), _begun(world, capacity, path)
     before = align_clocks(world)
     world.set_tracer(tracer)
     is_whole = False
@@ -263,18 +262,22 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         timeline.pes = [own]
         if after is not None:  # else peers may be anywhere
             timeline.pes = _of_all(world, _aligned(own, before, after))
-    if path is not None and world.rank == 0:
-        Path(path).write_text(json.dumps(timeline.events()))
+    if file is not None:
+        file.write_text(json.dumps(timeline.events()))
 
 
-def _tracer(world: _world.World, capacity: int, path: str | os.PathLike[str] | None) -> Tracer:
-    """Set room aside and see whether the file can be written; where a PE cannot, none begins. Collective."""
+def _begun(world: _world.World, capacity: int, path: str | os.PathLike[str] | None) -> tuple[Tracer, Path | None]:
+    """Set room aside and see whether the file can be written; where a PE cannot, none begins. Collective.
+
+    Returns the file as well, on PE 0, wherever the working folder will be at the end.
+    """
     world.meet(_BEGINNING.contract(world.team))
-    problem = tracer = None
+    problem = tracer = file = None
     try:
         tracer = Tracer(world, capacity)
         if path is not None and world.rank == 0:
-            Path(path).write_text("")
+            file = Path(path).absolute()
+            file.write_text("")
     except Exception as error:
         problem = error
     told = [
@@ -288,7 +291,7 @@ def _tracer(world: _world.World, capacity: int, path: str | os.PathLike[str] | N
     if tracer is None or any(told):
         rank, text = next((rank, text) for rank, text in enumerate(told) if text)
         raise RuntimeError(f"trace: PE {rank} cannot begin: {text}")
-    return tracer
+    return tracer, file
 
 
 def _of_all(world: _world.World, own: PeTimeline) -> list[PeTimeline]:
