@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Generator
 from typing import Any
 
+import crash_reports
 import pytest
 import warm_python
 from setup_time import bounded
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # PEs are many and cores are few: torch's threads would spin
     # torch.compile would compile programs to learn which vector instructions work here; plain loops do for tests.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    crash_reports.register(config)
     if _is_rehearsal(config):
         import rehearsal
 

@@ -1,4 +1,4 @@
-"""What `make test-gpu` runs, as far as a machine without GPUs can tell; how long what tests share may take."""
+"""What `make test-gpu` runs, as far as a machine without GPUs can tell; how long what tests share may take; crashes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import kept_pes
 import pytest
 import torch
 from conftest import _Scopes
+from worlds import python_path
 
 import persistent_ops as po
 
@@ -204,6 +205,33 @@ def test_on_gpus_worlds_of_each_size_have_pes_of_their_own(monkeypatch: pytest.M
         assert kept_pes.in_processes(print, 2, timeout=60) == [2, 2] and len(started) == count
     assert kept_pes.in_processes(print, 3, timeout=60) == [3] * 3 and len(started) == 10
     assert {size: len(pes) for size, pes in kept_pes._kept.items()} == {1: 1, 2: 2, 3: 0, 4: 4}, "worn: ended"
+
+
+_CRASH = """
+import os, signal, threading
+
+def waits_beside():
+    threading.Event().wait(60)
+
+def test_it():
+    threading.Thread(target=waits_beside, daemon=True).start()
+    os.kill(os.getpid(), signal.{number})
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGSEGV", "SIGKILL"])
+def test_a_worker_that_crashes_says_how_and_where(tmp_path: Path, number: str) -> None:
+    (tmp_path / "conftest.py").write_text("from crash_reports import register as pytest_configure\n")
+    (tmp_path / "test_crash.py").write_text(_CRASH.format(number=number))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--max-worker-restart", "0", "-p", "no:cacheprovider"]
+    environment |= {"PYTHONPATH": python_path(), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    _, _, told = done.stdout.partition("test_crash.py::test_it'\n")
+    told, _, _ = told.partition("short test summary info")
+    assert told.startswith(f"it ended with {number}\n"), done.stdout
+    assert ("in waits_beside" in told and "in test_it" in told) is (number != "SIGKILL"), told
+    assert not list(tmp_path.glob("crashes*")), "left behind"
 
 
 def _crashes_once(folder: str, *, before_it_joins: bool) -> int:
