@@ -21,16 +21,19 @@ ready := $(VENV)/.ready
 endif
 cxx_sources = $(shell find cuda tests -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 
-.PHONY: help demo test test-gpu lint format clean
+.PHONY: help demo test test-memory test-gpu lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(ready) ## run the fused embedding exchange on all GPUs, or on 4 processes where there is none
 	@$(py) -m persistent_ops demo $(ARGS)
 
 test: $(ready) ## run the tests that need no GPU
 	$(py) -m pytest -m "not gpu" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-memory: $(ready) ## run the operators' tests on the host with kernels under AddressSanitizer, in guarded heaps
+	$(py) tests/guarded_heap.py -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # First a rehearsal without GPUs, which compiles on all cores what the tests will load (tests/rehearsal.py): what does
 # not compile there, or what it has missed, the tests compile themselves. Then many worlds side by side, the PEs of each
