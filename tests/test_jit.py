@@ -104,9 +104,8 @@ def test_key_follows_defines(workshop: Workshop) -> None:
 
 
 def test_key_follows_flags(workshop: Workshop) -> None:
-    paths = {workshop.build(), workshop.build(optimize=False), workshop.build(sanitize="address")}
-    assert len(paths) == 3
-    assert workshop.compilations == 3
+    assert workshop.build() != workshop.build(optimize=False)
+    assert workshop.compilations == 2
 
 
 def test_key_follows_the_compiler_version_and_its_variables(
@@ -262,8 +261,6 @@ def test_malformed_source_is_refused(workshop: Workshop, source: KernelSource, m
 
 
 def test_malformed_options_are_refused(workshop: Workshop) -> None:
-    with pytest.raises(ValueError, match="sanitize must be"):
-        workshop.build(sanitize="memory")
     with pytest.raises(ValueError, match="arch must be an architecture"):
         compile_cuda(workshop.source, arch="90")
     with pytest.raises(TypeError, match="extra_flags must be a sequence"):

@@ -269,7 +269,7 @@ _HOST_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-pthrea
 _HOST_ARITHMETIC = ("-ffp-contract=off",)
 
 
-def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize: bool = True) -> Path:
+def compile_host(source: KernelSource, *, optimize: bool = True) -> Path:
     """Compile a kernel for this machine's processor.
 
     Sources are taken as constant for the life of the process: a second call with the same arguments and environment
@@ -277,8 +277,6 @@ def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize:
 
     Args:
         source: the kernel.
-        sanitize: "thread" or "address" to build it with that sanitizer (the process that loads it must have the
-            sanitizer's runtime loaded first), None for a plain build.
         optimize: False builds with -O0 for a debugger.
 
     Returns:
@@ -288,12 +286,10 @@ def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize:
         CompileError: there is no compiler, the source does not compile, or the cache cannot be used.
         ValueError: an argument is malformed.
     """
-    memo_key = _memo_key("host", source, sanitize, optimize)
+    memo_key = _memo_key("host", source, optimize)
     hit = _memo.get(memo_key)
     if hit is not None and hit[0].exists():
         return hit[0]
-    if sanitize not in (None, "thread", "address"):
-        raise ValueError(f"sanitize must be None, 'thread' or 'address'; got {sanitize!r}.")
     root = _resolve(source)
     compiler = find_cxx()
     flags = [*_HOST_FLAGS, *_HOST_ARITHMETIC, *compiler.flags]
@@ -301,10 +297,7 @@ def compile_host(source: KernelSource, *, sanitize: str | None = None, optimize:
         # Warnings stop a developer; a user's newer compiler, with warnings that did not exist when this was written,
         # must not stop the installed package.
         flags.append("-Werror")
-    if sanitize is not None:
-        flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1" if optimize else "-O0"]
-    else:
-        flags += ["-O1"] if optimize else ["-O0", "-g"]  # -O3 takes twice as long to compile
+    flags += ["-O1"] if optimize else ["-O0", "-g"]  # -O3 takes twice as long to compile
     sources = _scan(root, source.entry)
     key = _key(source, sources, target="host", flags=flags, compiler=compiler.identity, launcher=compiler.command[:-1])
     stem = Path(source.entry).stem
