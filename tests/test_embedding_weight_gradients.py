@@ -18,7 +18,7 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_inputs_lookups import fields_of_source
-from persistent_ops.ops.embedding_weight_gradients import OPERATOR, Tuning, return_gradients
+from persistent_ops.ops.embedding_weight_gradients import OPERATOR, ReturnKey, ReturnPlan, Tuning, return_gradients
 
 _WIDTH = 4  # a chunk of 16 bytes: its products are added up in turn
 
@@ -510,3 +510,17 @@ def test_pieces_that_no_warp_can_send_are_refused(piece: int) -> None:
 
     ((name, told),) = in_world(run, 1, "host")
     assert name == "ValueError" and "piece_lookups" in told, told
+
+
+@pytest.mark.parametrize(("lookups", "error"), [(2**33 - 2**22, "ValueError"), (2**33 - 2**23, "SymmetricHeapError")])
+def test_more_pieces_than_can_be_counted_are_refused(lookups: int, error: str) -> None:
+    """With fewer of them it is the room that is missing."""
+
+    def run() -> tuple[str, str]:
+        layout = _exchange(_FAULTS.make(), _FAULTS, 0)[0].layout
+        world = po.runtime.world.current()
+        key = ReturnKey(world.team, layout, ((lookups, lookups),) * 2, Tuning(piece_lookups=4))
+        return error_of(lambda: ReturnPlan(world, key))[:2]
+
+    for name, told in in_world(run, 2, "host"):
+        assert name == error and ("piece_lookups" in told) is (error == "ValueError"), told

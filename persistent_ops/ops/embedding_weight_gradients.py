@@ -116,6 +116,9 @@ class ReturnPlan(Plan):
         piece, unit = tuning.piece_lookups, constants["kChunkFloats"]
         if not 1 <= piece <= MOST_PIECE_LOOKUPS or piece % unit:
             raise ValueError(f"piece_lookups: expected a multiple of {unit} up to {MOST_PIECE_LOOKUPS}, got {piece}")
+        returned = max((of[team.rank] for pe, of in enumerate(key.capacities) if pe != team.rank), default=0)
+        if -(-returned // piece) * (team.size - 1) >= 2**31 - 2**20:  # warps count them, PEs in turn
+            raise ValueError(f"piece_lookups: {returned} lookups are more than 2^31 pieces in all; use larger ones")
         self._kernel = world.load(kernel_request(constants["kThreads"]))
         self._grid = tuning.work_groups or backend.num_sms
         check_resident(backend, self._kernel, self._grid)
