@@ -33,7 +33,7 @@ test: $(ready) ## run the tests that need no GPU
 	$(py) -m pytest -m "not gpu" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-memory: $(ready) ## run the operators' tests on the host with kernels under AddressSanitizer, in guarded heaps
-	$(py) tests/guarded_heap.py -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(py) tests/guarded_heap.py -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # First a rehearsal without GPUs, which compiles on all cores what the tests will load (tests/rehearsal.py): what does
 # not compile there, or what it has missed, the tests compile themselves. Then many worlds side by side, the PEs of each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -208,13 +209,14 @@ def test_on_gpus_worlds_of_each_size_have_pes_of_their_own(monkeypatch: pytest.M
 
 
 _CRASH = """
-import os, signal, threading
+import os, resource, signal, threading
 
 def waits_beside():
     threading.Event().wait(60)
 
 def test_it():
     threading.Thread(target=waits_beside, daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.kill(os.getpid(), signal.{number})
 """
 
@@ -238,6 +240,7 @@ def _crashes_once(folder: str, *, before_it_joins: bool) -> int:
     first = Path(folder) / f"first{os.environ['PERSISTENT_OPS_RANK']}"
     is_first = not first.exists()
     first.touch()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would be gigabytes
     if is_first and before_it_joins:
         os.kill(os.getpid(), signal.SIGSEGV)
     po.init("host", heap_size=16 << 20)
