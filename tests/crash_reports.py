@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -41,6 +42,7 @@ class _Controller:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._killed_before = _killed_for_memory()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
@@ -48,7 +50,15 @@ class _Controller:
         name = worker.gateway.id
         with contextlib.suppress(OSError):
             trace = (self._folder / name).read_text(errors="replace")
-            report.longrepr = f"{report.longrepr}\n{_how_it_ended(worker)}\n{trace}"
+            killed = _killed_for_memory() - self._killed_before
+            memory = f"processes that the system has killed for want of memory since the tests began: {killed}"
+            report.longrepr = f"{report.longrepr}\n{_how_it_ended(worker)}\n{memory}\n{trace}"
+
+
+def _killed_for_memory() -> int:
+    counters = Path("/proc/vmstat")
+    found = re.search(r"^oom_kill (\d+)$", counters.read_text() if counters.exists() else "", re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _how_it_ended(worker: WorkerController) -> str:
