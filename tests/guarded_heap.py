@@ -14,18 +14,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from worlds import python_path
 
 from persistent_ops.runtime import heap, host
 from persistent_ops.runtime.toolchain import find_cxx
 
 __all__ = ["environment", "guard"]
-
-_TESTS = Path(__file__).resolve().parent
 
 
 def environment() -> dict[str, str]:
@@ -43,7 +41,7 @@ def environment() -> dict[str, str]:
         "LD_PRELOAD": " ".join(libraries),
         "PERSISTENT_OPS_CXX": f"{compiler.path} -fsanitize=address -fno-omit-frame-pointer",
         "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": os.pathsep.join([str(_TESTS.parent), str(_TESTS)]),
+        "PYTHONPATH": python_path(),
     }
 
 

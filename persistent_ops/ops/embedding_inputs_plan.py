@@ -23,6 +23,7 @@ from ..runtime.world import World, upload
 
 __all__ = [
     "MOST_LOOKUPS",
+    "MOST_PIECES",
     "MOST_PIECE_LOOKUPS",
     "OPERATOR",
     "THREADS",
@@ -47,6 +48,7 @@ THREADS = 256
 THREADS_BESIDE = 64
 MOST_PIECE_LOOKUPS = 1 << 20
 MOST_LOOKUPS = 2**31 - MOST_PIECE_LOOKUPS  # of a message, whose pieces are counted in 32 bits
+MOST_PIECES = 2**31 - 2**20  # of all messages, for warps that count them in 32 bits, in steps of all warps
 _MOST_CONTRACTS = 1024  # batches that vary without end must not collect
 _FIRST_FIELD = 2  # of a contract's words: operator and team come first
 
@@ -257,7 +259,7 @@ class InputsPlan(Plan):
             1 + len(of_pe) * chunks + -(-key.capacities[team.rank][pe] // tuning.piece_lookups)
             for pe, of_pe in enumerate(layout.slots)
         ]
-        if max(max(pieces) * team.size, layout.num_features * chunks) >= 2**31 - 2**20:
+        if max(max(pieces) * team.size, layout.num_features * chunks) >= MOST_PIECES:
             raise ValueError(
                 "slots, max_batch: messages of more than 2^31 pieces; use larger chunk_bags or piece_lookups"
             )

@@ -19,7 +19,7 @@ from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning
 from ..runtime.world import World, upload
 from .embedding_inputs_lookups import Lookups
-from .embedding_inputs_plan import MOST_PIECE_LOOKUPS, InputsLayout, aligned_bytes
+from .embedding_inputs_plan import MOST_PIECE_LOOKUPS, MOST_PIECES, InputsLayout, aligned_bytes
 
 __all__ = ["OPERATOR", "Tuning", "kernel_request", "return_gradients"]
 
@@ -117,7 +117,7 @@ class ReturnPlan(Plan):
         if not 1 <= piece <= MOST_PIECE_LOOKUPS or piece % unit:
             raise ValueError(f"piece_lookups: expected a multiple of {unit} up to {MOST_PIECE_LOOKUPS}, got {piece}")
         returned = max((of[team.rank] for pe, of in enumerate(key.capacities) if pe != team.rank), default=0)
-        if -(-returned // piece) * (team.size - 1) >= 2**31 - 2**20:  # warps count them, PEs in turn
+        if -(-returned // piece) * (team.size - 1) >= MOST_PIECES:
             raise ValueError(f"piece_lookups: {returned} lookups are more than 2^31 pieces in all; use larger ones")
         self._kernel = world.load(kernel_request(constants["kThreads"]))
         self._grid = tuning.work_groups or backend.num_sms
