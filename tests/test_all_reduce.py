@@ -303,6 +303,26 @@ def test_mismatch_of_slices(backend: str) -> None:
         assert seconds < 30.0 and is_right
 
 
+def _launches_mismatched(backend: str) -> tuple[str, str, float, bool]:
+    """PE 1 leaves another number of rows to each launch."""
+    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
+    world = po.runtime.world.current()
+    x = torch.ones(400, 1000, device=po.device())
+    OPERATOR.tune(world, Tuning(room_bytes=(400 if po.rank() == 1 else 600) << 10))
+    name, text, seconds = error_of(lambda: [po.all_reduce_rms_norm(x, x[0], algorithm="two_shot"), po.check()])
+    po.recover()
+    OPERATOR.tune(world, None)
+    is_right = TestFaults.checked(2, "two_shot")
+    po.finalize()
+    return name, text, seconds, is_right
+
+
+def test_mismatch_of_launches(backend: str) -> None:
+    for name, text, seconds, is_right in run_pes(_launches_mismatched, 3, backend, timeout=200):
+        assert name == "ContractMismatchError" and "PE 1" in text and "blocks is " in text, text
+        assert seconds < 30.0 and is_right
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 _DRIVER = r"""
 // Runs the host build of embedding_backward with all PEs as threads of one process, and checks every row.
 #include <cmath>
+#include <numeric>
 
 #include "driver.h"
 #include "kernels/embedding_backward.cuh"
@@ -27,6 +28,9 @@ using namespace po::embedding_backward;
 #ifndef DRIVER_LANES
 #define DRIVER_LANES 32
 #endif
+#ifndef DRIVER_POOLING
+#define DRIVER_POOLING kSum
+#endif
 #ifndef DRIVER_ALIGNED
 #define DRIVER_ALIGNED false
 #endif
@@ -34,10 +38,12 @@ using namespace po::embedding_backward;
 constexpr Config kConfig{.scalar = po::DType::kFloat32,
                          .wire = po::DType::DRIVER_WIRE,
                          .step = Step::STEP,
+                         .pooling = Pooling::DRIVER_POOLING,
                          .aligned = DRIVER_ALIGNED,
                          .lanes = DRIVER_LANES,
                          .wide_rows = false};
 constexpr bool kUpdates = kConfig.step != Step::kGradient;
+constexpr bool kHasFactors = kConfig.pooling == Pooling::kWeightedSum;
 using Wire = po::ScalarOf<kConfig.wire>;
 using Backward = Kernel<kConfig>;
 
@@ -53,6 +59,7 @@ driver::Options options({{"--tables", "2"},
                          {"--slice", "2"},
                          {"--empty-pe", "-1"},    // has no samples
                          {"--idle-table", "-1"},  // all its lookups are skipped
+                         {"--credit-ahead", "0"},  // behind a launch that was given up, as of PEs that have ended it
                          {"--alternate", "0"}},   // launches lie at other places in turn, as those of two plans do
                         {driver::kLaunches, driver::kWorld, driver::kTroubles});
 
@@ -165,6 +172,16 @@ class Pe final : public driver::BasePe<Plan> {
     call.chunks_done = chunks_done.data();
     call.rate = &rate;
     call.step_count = &step_count;
+    std::vector<float> factors(keys.size(), 1.0f);
+    std::vector<int32_t> places_of_factors(keys.size());
+    std::iota(places_of_factors.begin(), places_of_factors.end(), 0);
+    factor_gradients.assign(keys.size(), 0.0f);
+    if (kHasFactors) {
+      call.factors = factors.data();
+      call.lookups = places_of_factors.data();
+      call.factor_gradients = factor_gradients.data();
+      call.num_factors = static_cast<int64_t>(keys.size());
+    }
     call.beta_powers = beta_powers;
     // Sums of all rows, or, in every second launch, of those that lookups have.
     std::vector<float> sums(static_cast<size_t>(num_tables * num_rows * width), 0.0f);
@@ -176,9 +193,40 @@ class Pe final : public driver::BasePe<Plan> {
       call.sums = sums.data();
       call.places = launch % 2 == 1 ? places.data() : nullptr;
     }
-    launch_on_host<Backward>(used, call);
+    if (number("--credit-ahead") != 0 && error.state != 0) {
+      const uint64_t credit = credit_of(launch);
+      const std::vector<uint64_t> before = grant_ahead(credit);
+      launch_on_host<Backward>(used, call);
+      take_back(before, credit);
+    } else {
+      launch_on_host<Backward>(used, call);
+    }
     if (!kUpdates) make_step(keys, sums, call.places);
   }
+
+  // This launch's credit, as it would come of peers that had not given up. Returns what was there.
+  std::vector<uint64_t> grant_ahead(uint64_t credit) const {
+    std::vector<uint64_t> before;
+    for (int pe = 0; pe < size; ++pe) before.push_back(__atomic_exchange_n(grant_of(pe), credit, __ATOMIC_ACQ_REL));
+    return before;
+  }
+
+  // What has come since stays.
+  void take_back(const std::vector<uint64_t>& before, uint64_t credit) const {
+    for (int pe = 0; pe < size; ++pe) {
+      uint64_t expected = credit;
+      __atomic_compare_exchange_n(grant_of(pe), &expected, before[static_cast<size_t>(pe)], false, __ATOMIC_ACQ_REL,
+                                  __ATOMIC_ACQUIRE);
+    }
+  }
+
+  uint64_t credit_of(int64_t launch) const {
+    po::Team team = plan_of(launch).team;
+    po::name_call(team, call_of(launch));
+    return po::flag_value(local.epoch + 1, team.contract_hash);
+  }
+
+  uint64_t* grant_of(int pe) const { return reinterpret_cast<uint64_t*>(heap + po::grant_offset(plan.team, pe)); }
 
   // What a step with the kernel's sums makes of the rows.
   void make_step(const std::vector<int64_t>& keys, const std::vector<float>& sums, const int64_t* places) {
@@ -209,10 +257,22 @@ class Pe final : public driver::BasePe<Plan> {
   void check(int64_t launch) override {
     expect(launch);
     check_rows(launch);
+    check_factors(launch, false);
   }
 
   // A PE that has not come, or under another contract, has granted no credit: no row has changed.
-  void check_given_up(int64_t launch) override { check_rows(launch); }
+  void check_given_up(int64_t launch) override {
+    check_rows(launch);
+    check_factors(launch, kHasFactors);
+  }
+
+  void check_factors(int64_t launch, bool are_poisoned) const {
+    for (const float value : factor_gradients) {
+      if (std::isnan(value) != are_poisoned) {
+        driver::fail(driver::kWrongOutput, "PE %d, launch %ld: gradient of a factor: %g", rank, launch, value);
+      }
+    }
+  }
 
   void clear() override {
     std::fill(pushed.begin(), pushed.end(), 0);
@@ -254,6 +314,7 @@ class Pe final : public driver::BasePe<Plan> {
   std::vector<uint64_t> pushed;
   size_t num_slots = 0;
   std::vector<uint64_t> chunks_done;
+  std::vector<float> factor_gradients;
   int64_t step_count = 0;
   float beta_powers[2] = {1, 1};
 };
@@ -278,6 +339,7 @@ OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
 OTHER_CALL = f"{OTHER_CONTRACT} --other-call=1"
 # A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
+CREDIT_AHEAD = f"{TROUBLE} --credit-ahead=1"
 ABSENT_WITHOUT_SAMPLES = f"{TROUBLE} --empty-pe=1"
 CASES = {
     "alone": "--pes=1 --threads=3",
@@ -297,6 +359,7 @@ CASES = {
     "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
     "behind_an_aborted_launch": TROUBLE,
     "behind_an_aborted_launch_staged": f"{TROUBLE} --staged=1 --delay-us=100",
+    "credit_behind_an_aborted_launch": CREDIT_AHEAD,
     "absent_without_samples": ABSENT_WITHOUT_SAMPLES,
     "another_contract": OTHER_CONTRACT,
     "another_call": OTHER_CALL,
@@ -308,6 +371,12 @@ NARROW = ("alone", "plain", "rows_of_chunks", "a_pe_without_samples", "staged", 
 
 MUTATIONS = {
     "gradients_are_pushed_without_credit": Mutation((Condition("credit-before-pushes", "false"),), AHEAD, RACE),
+    "gradients_are_pushed_behind_an_aborted_launch": Mutation(
+        (Drop("pushes-unless-aborted"),), CREDIT_AHEAD, RACE | {Exit.TOOK_PART}
+    ),
+    "gradients_of_factors_of_an_aborted_launch_count": Mutation(
+        (Drop("factors-poison"),), TROUBLE, {Exit.WRONG_OUTPUT}, "weighted"
+    ),
     "gradients_are_not_awaited": Mutation((Drop("gradients-await"),), PLAIN, RACE),
     "a_table_is_told_with_its_first_piece": Mutation(
         (Swap("table-pushed", "static_cast<uint64_t>(plan_.num_slices)", "1"),), PIECES, RACE | {Exit.WRONG_REMAINS}
@@ -347,6 +416,7 @@ class TestEmbeddingBackward(SanitizerSuite):
         "sgd": Build(),
         "narrow": Build(("-DDRIVER_WIRE=kBFloat16",)),
         "gradient": Build(("-DSTEP=kGradient",)),
+        "weighted": Build(("-DDRIVER_POOLING=kWeightedSum",)),
     }
     cases: ClassVar = {
         "sgd": CASES,
@@ -354,5 +424,6 @@ class TestEmbeddingBackward(SanitizerSuite):
         "gradient": {
             name: CASES[name] for name in ("plain", "alone", "rows_in_several_ranges", "rows_of_chunks", "staged")
         },
+        "weighted": {name: CASES[name] for name in ("plain", "rows_of_chunks", "staged", "behind_an_aborted_launch")},
     }
     driver: ClassVar = Driver(_DRIVER, builds, cases, MUTATIONS, "sgd")

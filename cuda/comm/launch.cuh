@@ -245,6 +245,12 @@ PO_FN void await_all_credits(const Team& team, const Group& group) {
 
 // ---- leaving --------------------------------------------------------------------------------------------------------
 
+// Makes what a launch that was given up leaves no numbers: NaN in fp32, fp16 and bf16.
+template <class Word>
+PO_FN void poison(const WorkGroup& wg, Word* words, int64_t count) {
+  for (int64_t i = wg.rank(); i < count; i += wg.size()) words[i] = static_cast<Word>(~Word{0});
+}
+
 // Counts this WG out. The last one poisons the output if the launch was aborted, and closes the epoch.
 PO_FN void leave_launch(const Team& team, const WorkGroup& wg, uint64_t* last_flag, uint64_t output_offset,
                         uint64_t output_bytes) {
@@ -257,10 +263,7 @@ PO_FN void leave_launch(const Team& team, const WorkGroup& wg, uint64_t* last_fl
   wg.sync();  // @last-wg-known
   if (*last_flag == 0) return;
   if (is_aborted(team)) {  // @poison
-    auto* output = team.heap + output_offset;
-    for (uint64_t i = static_cast<uint64_t>(wg.rank()); i < output_bytes / 2; i += static_cast<uint64_t>(wg.size())) {
-      reinterpret_cast<uint16_t*>(output)[i] = 0xffff;  // NaN in fp32, fp16 and bf16
-    }
+    poison(wg, reinterpret_cast<uint16_t*>(team.heap + output_offset), static_cast<int64_t>(output_bytes / 2));
   }
   if (wg.rank() == 0) {
     team.local->ticket = 0;                                  // @ticket-reset

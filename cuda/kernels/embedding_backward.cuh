@@ -324,9 +324,15 @@ struct Kernel {
     if (wg.index() == 0) await_all_credits(plan.team, wg);
     if (wg.index() == 0) await_all_gradients(wg, plan);  // @all-gradients
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
-    if (shared.is_last == 0 || wg.rank() != 0) return;
+    if (shared.is_last == 0) return;
+    const bool has_given_up = is_aborted(plan.team);
+    if constexpr (Traits::kPooling == Pooling::kWeightedSum) {
+      if (has_given_up)
+        poison(wg, reinterpret_cast<uint32_t*>(call.factor_gradients), call.num_factors);  // @factors-poison
+    }
+    if (wg.rank() != 0) return;
     if (plan.num_pushes != 0) plan.pushed[plan.num_pushes] = 0;  // @pieces-reset
-    if (is_aborted(plan.team)) return;
+    if (has_given_up) return;
     if constexpr (Traits::kStep != Step::kGradient) {
       *call.step_count += 1;  // behind all who read them
       call.beta_powers[0] *= plan.beta1;

@@ -308,9 +308,7 @@ struct Kernel {
     if (wg.index() == 0) await_all_credits(plan.team, wg);
     leave_launch(plan.team, wg, &shared.is_last, 0, 0);
     if (shared.is_last == 0 || !is_aborted(plan.team)) return;
-    auto* words = reinterpret_cast<uint32_t*>(call.gradient);
-    // @returns-poison
-    for (int64_t i = wg.rank(); i < call.num_values; i += wg.size()) words[i] = 0xffffffffu;  // NaN
+    poison(wg, reinterpret_cast<uint32_t*>(call.gradient), call.num_values);  // @returns-poison
   }
 };
 

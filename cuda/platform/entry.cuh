@@ -102,8 +102,9 @@ constexpr size_t host_arena_bytes() {
 }
 
 // Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them. `sink`: null without a timeline.
+// Returns false where it ran none, as the system has no room for their threads.
 template <class Kernel>
-void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs, int wg_size,
+bool run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs, int wg_size,
                  const TraceSink* sink = nullptr) {
   struct WgState {
     typename Kernel::Shared shared{};
@@ -115,7 +116,7 @@ void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call&
   for (int i = 0; i < num_wgs; ++i) {
     pthread_barrier_init(&states[i].barrier, nullptr, static_cast<unsigned>(wg_size));
   }
-  run_threads(num_wgs * wg_size, [&](int thread) {
+  const bool has_run = run_threads(num_wgs * wg_size, [&](int thread) {
     const int wg_index = thread / wg_size, rank = thread % wg_size;
     WgState& state = states[wg_index];
     const WorkGroup wg{rank, wg_size, wg_index, num_wgs, &state.barrier, state.arena};
@@ -128,24 +129,25 @@ void run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call&
   });
   for (int i = 0; i < num_wgs; ++i) pthread_barrier_destroy(&states[i].barrier);
   delete[] states;
+  return has_run;
 }
 
 }  // namespace po
 
 #define PO_ENTRY(name, ...)                                                                               \
   using po_kernel_##name = __VA_ARGS__;                                                                   \
-  extern "C" __attribute__((visibility("default"))) void name(                                            \
+  extern "C" __attribute__((visibility("default"))) bool name(                                            \
       const po_kernel_##name::Plan* plan, const po_kernel_##name::Call* call, int num_wgs, int wg_size) { \
-    po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size);                                     \
+    return po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size);                              \
   }
 #define PO_ENTRY_HOLDING_CALL PO_ENTRY
 
 #define PO_ENTRY_TRACED(name, ...)                                                                             \
   using po_kernel_##name = __VA_ARGS__;                                                                        \
-  extern "C" __attribute__((visibility("default"))) void name(const po_kernel_##name::Plan* plan,              \
+  extern "C" __attribute__((visibility("default"))) bool name(const po_kernel_##name::Plan* plan,              \
                                                               const po_kernel_##name::Call* call, int num_wgs, \
                                                               int wg_size, const po::TraceSink* sink) {        \
-    po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size, sink);                                    \
+    return po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size, sink);                             \
   }
 #define PO_ENTRY_HOLDING_CALL_TRACED PO_ENTRY_TRACED
 

@@ -2,35 +2,60 @@
 #pragma once
 
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
+#include <stddef.h>
+#include <unistd.h>
 
 namespace po {
 
+// For a thread that the system has no room for at the moment: pauses that grow, and add up to some seconds.
+inline constexpr int kFirstPauseUs = 1000, kMostPausesUs = 8 * 1000 * 1000;
+
+inline bool create_thread(pthread_t* handle, void* (*start)(void*), void* given) {
+  for (int pause = kFirstPauseUs; pthread_create(handle, nullptr, start, given) != 0; pause *= 2) {
+    if (pause > kMostPausesUs / 2) return false;
+    usleep(static_cast<useconds_t>(pause));
+  }
+  return true;
+}
+
 // Calls `body(i)` for each i below `count`, each in a thread of its own, body(0) in the caller's; returns behind them all.
+// They wait for one another, so none is called before there are all threads; where these cannot be had it returns false.
 template <class Body>
-void run_threads(int count, const Body& body) {
+bool run_threads(int count, const Body& body) {
+  struct Gate {
+    pthread_mutex_t mutex;  // held by the caller until it is known whether the bodies are called
+    bool is_open;
+  };
   struct Thread {
     const Body* body;
+    Gate* gate;
     int index;
     pthread_t handle;
   };
+  Gate gate{PTHREAD_MUTEX_INITIALIZER, false};
   auto* threads = new Thread[static_cast<size_t>(count)];
-  for (int i = 1; i < count; ++i) {
-    threads[i] = {&body, i, {}};
-    const auto start = [](void* given) -> void* {
-      const auto* thread = static_cast<const Thread*>(given);
-      (*thread->body)(thread->index);
-      return nullptr;
-    };
-    if (pthread_create(&threads[i].handle, nullptr, start, &threads[i]) != 0) {
-      perror("a thread of a kernel on the host");
-      abort();
-    }
+  const auto start = [](void* given) -> void* {
+    const auto* thread = static_cast<const Thread*>(given);
+    pthread_mutex_lock(&thread->gate->mutex);
+    const bool is_open = thread->gate->is_open;
+    pthread_mutex_unlock(&thread->gate->mutex);
+    if (is_open) (*thread->body)(thread->index);
+    return nullptr;
+  };
+  pthread_mutex_lock(&gate.mutex);
+  int created = 1;
+  for (; created < count; ++created) {
+    Thread& thread = threads[created];
+    thread = {&body, &gate, created, {}};
+    if (!create_thread(&thread.handle, start, &thread)) break;
   }
-  body(0);
-  for (int i = 1; i < count; ++i) pthread_join(threads[i].handle, nullptr);
+  gate.is_open = created == count;
+  pthread_mutex_unlock(&gate.mutex);
+  if (gate.is_open) body(0);
+  for (int i = 1; i < created; ++i) pthread_join(threads[i].handle, nullptr);
+  pthread_mutex_destroy(&gate.mutex);
   delete[] threads;
+  return gate.is_open;
 }
 
 }  // namespace po

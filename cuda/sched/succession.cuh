@@ -16,7 +16,7 @@
 namespace po {
 
 enum class LetsIn {
-  kAtOnce,  // where it has room beside this launch
+  kAtOnce,  // where it has room beside this launch; or this one prefetches, and has little to do or no room beside it
   kLate,    // where it has, and makes use of it: see Succession
   kAtEnd    // where it has none: WGs of a smaller one would take in twos the first multiprocessors to be left
 };

@@ -103,13 +103,12 @@ OPERATOR = Operator(
         Field(
             "algorithm", ALGORITHMS.index, lambda word: ALGORITHMS[word] if 0 <= word < len(ALGORITHMS) else str(word)
         ),
-        Field.flag("bias"),
-        Field.flag("residual"),
-        Field.flag("norm"),
+        Field.flags("epilogue", ("bias", "residual", "norm")),
         "work_groups",
         "threads",
         "warp_blocks",
         "first_element",
+        "blocks",
     ),
     call="forward_pass",
     phases={
@@ -388,25 +387,24 @@ class AllReducePlan(Plan):
     def _part(self, first_element: int, rows: int, width: int) -> tuple[int, Any, Any]:
         """Return a launch's first element, its plan but for the squares, and what its call has for all calls."""
         key, team, world = self._key, self._key.team, self._world
+        per_row = -(-width * self._element // self._constants["kBlockBytes"])
         contract = OPERATOR.contract(
             team,
             key.rows,
             key.width,
             key.dtype,
             self.algorithm,
-            key.has_bias,
-            key.has_residual,
-            key.norms,
+            (key.has_bias, key.has_residual, key.norms),
             self._grid,
             32 * world.backend.warps_of(self._threads),
             self._warp_blocks,
             first_element,
+            rows * per_row,
         )
         packets, flags, slices, turns = (self._areas[name] for name in (_PACKETS, _FLAGS, _SLICES, _TURNS))
         # The same in all plans: a PE may be one launch ahead, whatever that is.
         part = _part_bytes(team, packets.nbytes)
         way_bytes = _slice_places(team.size, 1) * self._grid * self._slice_bytes
-        per_row = -(-width * self._element // self._constants["kBlockBytes"])
         plan = self._structs["Plan"](
             team=world.workspace.team(contract),
             sums_offset=packets.offset,

@@ -565,6 +565,7 @@ class BackwardPlan(Plan):
         call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()
         call.factors = 0 if factors is None else factors.data_ptr()
         call.factor_gradients = 0 if factor_gradients is None else factor_gradients.data_ptr()
+        call.num_factors = 0 if factor_gradients is None else factor_gradients.numel()
         call.forward_pass = forward_pass
         for name, tensor in of_step.items():
             setattr(call, name, 0 if tensor is None else tensor.data_ptr())

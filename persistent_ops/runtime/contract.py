@@ -39,6 +39,15 @@ class Field:
         return cls(name, int, lambda word: str(bool(word)))
 
     @classmethod
+    def flags(cls, name: str, of: Sequence[str]) -> Field:
+        """Return a field for a bool of each name, in one word."""
+
+        def show(word: int) -> str:
+            return "(" + ", ".join(f"{each}={bool(word >> bit & 1)}" for bit, each in enumerate(of)) + ")"
+
+        return cls(name, lambda values: sum(bool(value) << bit for bit, value in enumerate(values)), show)
+
+    @classmethod
     def dtype(cls, name: str, dtypes: Sequence[torch.dtype]) -> Field:
         """Return a field for one of some dtypes, in an order that is the same on all PEs."""
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]

@@ -20,13 +20,14 @@ import torch
 
 from .backend import KernelRequest
 from .bootstrap import Bootstrap
-from .errors import BootstrapError, SymmetricHeapError
+from .errors import BootstrapError, PersistentOpsError, SymmetricHeapError
 from .interruptible import Interruptible
 from .jit import KernelSource, load_host
 from .residency import Footprint, Sm
 
 __all__ = ["HostBackend"]
 
+_NO_THREADS = "the system has no room for more threads (ulimit -u, or the pids.max of a container)"
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EINVAL)
 
 
@@ -46,7 +47,10 @@ class _HostKernel:
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
         sink = 0 if self._sink is None else ctypes.addressof(self._sink)
-        self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink))
+        if not self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink)):
+            raise PersistentOpsError(
+                f"a launch of {grid * self._wg_size} threads on the host has not begun: {_NO_THREADS}"
+            )
 
     def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
         self._sink, self._memory = sink, memory
@@ -116,9 +120,12 @@ class HostBackend:
             self._runtime.po_network_destroy.argtypes = [ctypes.c_void_p]
             self._runtime.po_network_quiet.argtypes = [ctypes.c_void_p]
             table = (ctypes.c_uint64 * len(addresses))(*addresses)
-            self.network = self._runtime.po_network_create(
+            network = self._runtime.po_network_create(
                 table, len(addresses), ctypes.c_uint64(network_delay_us), ctypes.c_uint64(bootstrap.rank + 1)
             )
+            if network is None:
+                raise PersistentOpsError(f"transport='staged': {_NO_THREADS}")
+            self.network = network
 
     @torch.inference_mode(False)
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
@@ -148,7 +155,7 @@ class HostBackend:
     def load(self, request: KernelRequest) -> _HostKernel:
         library = load_host(request.source())
         function = getattr(library, request.name)
-        function.restype = None
+        function.restype = ctypes.c_bool
         # The last one is for kernels that trace; others do not look at it.
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         return _HostKernel(function, self._wg_size, self.waits)

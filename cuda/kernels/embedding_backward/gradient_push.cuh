@@ -18,6 +18,8 @@ class Pusher {
   // Takes pieces in turn: some WGs begin while lookups are still sorted, and others when that is done. What was put from may be
   // overwritten afterwards.
   PO_FN void run() {
+    // Behind a launch that was given up there may still be credit, of a PE that is ahead. One lane decides for the warp.
+    if (warp_.shuffle(is_aborted(team_), 0)) return;  // @pushes-unless-aborted
     const int64_t num_pieces = plan_.num_pushes * plan_.num_slices;
     int64_t piece = warp_.shuffle(ticket(), 0);
     PO_NO_UNROLL

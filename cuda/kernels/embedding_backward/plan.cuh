@@ -141,6 +141,7 @@ struct Call {
   const int32_t* lookups;  // which it was before; for what follows
   const float* factors;
   float* factor_gradients;  // null: not wanted
+  int64_t num_factors;      // of the gradients; 0 where these are not wanted
   const float* counts;      // by bag: its lookups that are not skipped
   const int64_t* count;     // of lookups
   const float* rate;
@@ -156,7 +157,7 @@ struct Call {
   float* touched;         // by key: 1 is written where a row has lookups; null: not wanted
   uint64_t forward_pass;  // its number; 0 where no peer takes part
 };
-PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, counts, count, rate, scale, step_count,
-            beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched, forward_pass)
+PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, num_factors, counts, count, rate, scale,
+            step_count, beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched, forward_pass)
 
 }  // namespace po::embedding_backward
