@@ -142,6 +142,33 @@ def test_tensors_without_elements(backend: str) -> None:
     assert _run(_empty_tensors, 2, backend) == [[]] * 2
 
 
+def _in_transforms() -> list[bool]:
+    """Return whether a tensor that is made in each transform is symmetric memory, there and behind it."""
+
+    def board_of(x: torch.Tensor) -> torch.Tensor:
+        board = po.empty(5)
+        seen.append(po.peer_view(board, po.rank()).data_ptr() == board.data_ptr())
+        boards.append(board)
+        return x.square().sum()
+
+    boards: list[torch.Tensor] = []
+    seen: list[bool] = []
+    x, before = torch.ones(3, 2, device=po.device()), _free_bytes()
+    torch.func.grad(board_of)(x)
+    torch.func.vmap(board_of)(x)
+    torch.func.jvp(board_of, (x,), (x,))
+    for board in boards:
+        board.fill_(po.rank())
+        po.barrier()
+        seen.append(po.peer_view(board, 1 - po.rank()).tolist() == [1.0 - po.rank()] * 5)
+        po.free(board)
+    return [*seen, _free_bytes() == before]
+
+
+def test_memory_that_is_allocated_in_a_transform(backend: str) -> None:
+    assert in_world(_in_transforms, 2, backend) == [[True] * 7] * 2
+
+
 def _full_on_one_pe(backend: str) -> list[str]:
     po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     rank = po.rank()

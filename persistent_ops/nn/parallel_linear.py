@@ -31,16 +31,17 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
 
 _GEMV_BYTES = 128 << 10  # of several vectors: with more, cuBLAS is faster (docs/what_was_tried.md)
 _ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is nearly as fast (two H200, docs/results.md)
+_WITH_AUTOCAST = ("cpu", "cuda")  # devices; torch.compile of torch 2.11 breaks the graph where torch is asked
 _log = logging.getLogger("persistent_ops")
 
 
 def _is_under_autocast(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
 
 
 def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which products are of their operands' dtype, as the sums of a row-parallel layer must be."""
-    if not torch.amp.is_autocast_available(x.device.type):
+    if x.device.type not in _WITH_AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 

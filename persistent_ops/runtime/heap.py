@@ -119,10 +119,11 @@ class SymmetricHeap:
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self._backend.device)  # takes no room
         assert offset is not None
-        memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
-        self._live[offset] = _Block(nbytes, memory.untyped_storage()._cdata)
         self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
-        return memory.view(dtype).view(size)
+        with without_transforms():  # what one wraps has no storage
+            memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
+            self._live[offset] = _Block(nbytes, memory.untyped_storage()._cdata)
+            return memory.view(dtype).view(size)
 
     def _places(self, offset: int | None, size: tuple[int, ...], dtype: torch.dtype) -> list[int | None]:
         """Return where each PE has found room, None for nowhere; raise where PEs have asked for different tensors."""
@@ -187,8 +188,9 @@ class SymmetricHeap:
             raise NotSymmetricError(f"PE {peer} is not load/store reachable from this PE, so it has no view here")
         if not tensor.is_contiguous():
             raise ValueError("tensor: expected a contiguous tensor")
-        view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
-        return view.view(tensor.dtype).view(tensor.shape)
+        with without_transforms():
+            view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
+            return view.view(tensor.dtype).view(tensor.shape)
 
     def offset_of(self, tensor: torch.Tensor, name: str) -> int:
         """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""

@@ -16,6 +16,9 @@ _OWN_BYTES = 64 << 20  # of the symmetric heap, for NVSHMEM itself
 class NvshmemVariables:
     """Sets what one start of NVSHMEM needs, and restores what was there on the way out, however that is.
 
+    NVSHMEM's thread, which spins on a core, has work only where there is a network, or for nvshmem_global_exit of device
+    code, which nothing here calls; without NVSHMEM_DISABLE_LOCAL_ONLY_PROXY it spins in every PE.
+
     What the user has set stands. NVSHMEM_DISABLE_NVLS alone is set whatever was there, and stays: NVLink multicast can
     take a shared host's GPUs out of service, nothing here needs it, and a start that has timed out may go on later.
 
@@ -25,7 +28,10 @@ class NvshmemVariables:
     """
 
     def __init__(self, heap_bytes: int, *, single_host: bool) -> None:
-        self._wanted = {"NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes + _OWN_BYTES)}
+        self._wanted = {
+            "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes + _OWN_BYTES),
+            "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
+        }
         if single_host:
             self._wanted["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] = "lo"
         self._before: dict[str, str | None] = {}
