@@ -121,6 +121,8 @@ _LONG = (
     "lifecycle",
     "kernel_resources",
     "bootstrap",
+    "spawn",
+    "real_launchers",
     "new_operator",
     "gemv_sanitizer",
     "sparse_all_reduce",

@@ -1,16 +1,14 @@
 """PEs find each other, and every way in which they cannot ends in an error on every PE, in time.
 
 The PEs of most tests are three processes that stay alive and are told what to do over pipes, because the import of
-torch takes far longer than a test. Real launchers, and `launch`, start their own.
+torch takes far longer than a test.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,23 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import Popen, afresh, servers
+from pe_processes import LOOPBACK, SLACK, clean_environment, host_address, listening, wait_for
+from warm_python import Popen
 
 from persistent_ops.runtime import spawn
 from persistent_ops.runtime.bootstrap import Bootstrap, connect, from_threads
 from persistent_ops.runtime.errors import BootstrapError, PersistentOpsError
-from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES, LaunchEnvironment, detect
+from persistent_ops.runtime.launchers import LaunchEnvironment, detect
 from persistent_ops.runtime.mailbox import ThreadMailbox, ThreadTable
-from persistent_ops.runtime.pe_threads import thread_bootstrap
 
-# Above the package: a checkout on sys.path is enough, nothing needs to be installed.
-ROOT = Path(sys.modules[Bootstrap.__module__].__file__ or "").parents[2]
-SLACK = 5.0  # seconds past a time-out that a busy machine with two cores may take
 JOB_NUMBERS = count(int(time.time() * 1000) % 10**9)
 
 WORKER = """
@@ -80,11 +73,6 @@ for line in sys.stdin:
     answer["seconds"] = time.monotonic() - began
     print(json.dumps(answer), flush=True)
 """
-
-
-def clean_environment(**more: str) -> dict[str, str]:
-    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    return {**environ, "PYTHONPATH": str(ROOT), **more}
 
 
 class Worker:
@@ -166,15 +154,6 @@ def by_hand(rank: int, size: int, job: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host_address(), "MASTER_PORT": str(port)}
 
 
-def host_address() -> str:
-    from persistent_ops.runtime.rendezvous import own_address
-
-    try:
-        return own_address()
-    except BootstrapError:
-        pytest.skip("this machine has no address but the loopback's")
-
-
 def all_do(workers: list[Worker], do: str, **order: Any) -> list[dict[str, Any]]:
     for worker in workers:
         worker.tell(do, **order)
@@ -197,35 +176,6 @@ def assert_all_failed(answers: list[dict[str, Any]], within: float, *words: str)
         assert answer["seconds"] < within, answer
         for word in words:
             assert word in answer["text"], answer
-
-
-def listening(pid: int) -> list[tuple[str, int]]:
-    """Return (kernel's hexadecimal address, port) of the TCP sockets on which a process listens."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(entry))
-        except OSError:
-            continue  # closed meanwhile
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                address, port = fields[1].split(":")
-                found.append((address, int(port, 16)))
-    return found
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return found
-
-
-LOOPBACK = "0100007F"
 
 
 @pytest.mark.parametrize("kind", [srun, openmpi, by_hand])
@@ -563,298 +513,3 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(PersistentOpsError, match=r"daemonic.*threads=True"):
         spawn.launch(print, 1)
-
-
-# --- launch ---
-
-
-class CustomError(Exception):
-    """Cannot be rebuilt from its pickle: the constructor wants two arguments."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(first + second)
-
-
-def pe_exchange(base: int) -> Any:
-    import torch
-
-    pe = connect(detect(os.environ), 20.0)
-    values = [int(value) for value in pe.exchange("t", str(base + pe.rank).encode())]
-    addresses = {address for address, _ in listening(os.getppid())}
-    pe.close()
-    return values, torch.full((3,), float(pe.rank)), addresses, os.environ.get("RANK")
-
-
-def pe_fails(kind: str) -> int:
-    if kind == "custom":
-        if os.environ["PERSISTENT_OPS_RANK"] == "1":
-            raise CustomError("left", "right")
-        return 0
-    pe = connect(detect(os.environ), 200.0)
-    if pe.rank == 1:
-        if kind == "raise":
-            raise KeyError("a table of rank 1")
-        os.kill(os.getpid(), signal.SIGKILL)
-    pe.exchange("never complete", b"")
-    return pe.rank
-
-
-def pe_ends(how: str) -> None:
-    if how == "exit":
-        os._exit(0)
-    if how == "sys.exit":
-        sys.exit(5)
-    if how == "slow exit":
-        for found in gc.get_objects():
-            if isinstance(found, Connection):
-                found.close()  # as the interpreter's end does, well before there is an exit status on a busy machine
-        time.sleep(2.5)
-        os._exit(6)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(1000)
-
-
-def children() -> set[int]:
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split() if entry.name.isdecimal() else None
-            if fields and int(fields[1]) == os.getpid():
-                found.add(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def test_launch_returns_results_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "7")  # another launcher's, which must not reach the PEs
-    assert spawn.launch(abs, 1, -3, timeout=60) == [3]  # multiprocessing's resource tracker stays from here on
-    before, files = children(), len(os.listdir("/proc/self/fd"))
-    with afresh():
-        results = spawn.launch(pe_exchange, 2, 40, timeout=60)
-    assert [values for values, *_ in results] == [[40, 41], [40, 41]]
-    assert [tensor.tolist() for _, tensor, *_ in results] == [[0.0] * 3, [1.0] * 3]
-    assert all(addresses == {LOOPBACK} for *_, addresses, _ in results)
-    assert all(rank is None for *_, rank in results)
-    assert children() == before
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= files)
-
-
-@pytest.mark.parametrize("kind", ["raise", "custom", "kill"])
-def test_launch_raises_what_went_wrong(kind: str) -> None:
-    before, began = children(), time.monotonic()
-    expected = {"raise": KeyError, "custom": PersistentOpsError, "kill": PersistentOpsError}[kind]
-    with pytest.raises(expected) as caught:
-        spawn.launch(pe_fails, 2, kind, timeout=250)
-    assert time.monotonic() - began < 100  # the other PE waits with a time-out of 200 s: it has been told, or ended
-    text = f"{caught.value} {caught.value.__cause__}"
-    words = {
-        "raise": ["a table of rank 1", "PE 1 of 2 raised it", "in pe_fails"],
-        "custom": ["PE 1 of 2 raised", "CustomError: leftright", "in pe_fails"],
-        "kill": ["PE 1 of 2 was killed by SIGKILL"],
-    }[kind]
-    for word in words:
-        assert word in text
-    assert children() <= before | helpers()
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("exit", "exited with code 0 before"),
-        ("sys.exit", "exited with code 5 before"),
-        ("slow exit", "exited with code 6 before"),
-        ("sleep", "longer than 3 s"),
-    ],
-)
-def test_launch_ends_processes_that_bring_no_result(how: str, text: str) -> None:
-    before = children()
-    with pytest.raises(PersistentOpsError, match=text) as caught:
-        spawn.launch(pe_ends, 1, how, timeout=3 if how == "sleep" else 60)
-    assert "PE 0" in str(caught.value)
-    assert children() <= before | helpers()
-
-
-class NamelessError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def raises_nameless() -> None:
-    raise NamelessError
-
-
-@pytest.mark.parametrize("threads", [True, False])
-def test_an_error_without_a_text_is_raised(threads: bool) -> None:
-    with pytest.raises(NamelessError):
-        spawn.launch(raises_nameless, 2, threads=threads, timeout=60)
-
-
-def returns_a_generator() -> Any:
-    return (number for number in range(3))
-
-
-def test_a_result_that_cannot_be_pickled_is_named() -> None:
-    text = r"what fn returned, a generator, cannot be pickled \(.*generator.*\): return what can be, or pass threads="
-    with pytest.raises(PersistentOpsError, match=text) as caught:
-        spawn.launch(returns_a_generator, 1, timeout=60)
-    assert "PE 0 of 1 raised it" in str(caught.value.__cause__)
-    (result,) = spawn.launch(returns_a_generator, 1, threads=True, timeout=60)
-    assert list(result) == [0, 1, 2]
-
-
-def helpers() -> set[int]:
-    """The children that stay: multiprocessing's resource tracker, and what PEs are forked from."""
-    from multiprocessing.resource_tracker import _resource_tracker
-
-    pid = getattr(_resource_tracker, "_pid", None)
-    return servers() if pid is None else servers() | {pid}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_processes_do_not_outlive_launch(tmp_path: Path, number: signal.Signals) -> None:
-    script = tmp_path / "hang.py"
-    script.write_text(
-        "import os, pathlib, sys, time\n"
-        "from persistent_ops.runtime import spawn\n"
-        "def hang():\n"
-        "    pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
-        "    time.sleep(1000)\n"
-        "if __name__ == '__main__':\n"
-        "    spawn.launch(hang, 2)\n"
-    )
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    with subprocess.Popen(
-        [sys.executable, str(script), str(pids)], stderr=subprocess.PIPE, env=clean_environment()
-    ) as parent:
-        try:
-            wait_for(lambda: len(list(pids.iterdir())) == 2, 150)
-            parent.send_signal(number)
-            _, log = parent.communicate(timeout=60)
-        finally:
-            parent.kill()
-    assert parent.returncode != 0
-    assert (b"KeyboardInterrupt" in log) == (number == signal.SIGINT)
-    wait_for(lambda: not any(Path("/proc", entry.name).exists() for entry in pids.iterdir()))
-
-
-def test_launch_with_threads() -> None:
-    def work(base: int) -> list[int]:
-        pe = thread_bootstrap()
-        assert pe is not None
-        return [int(value) for value in pe.exchange("t", str(base * pe.rank).encode())]
-
-    assert spawn.launch(work, 3, 5, threads=True) == [[0, 5, 10]] * 3
-    assert thread_bootstrap() is None
-
-    def fails() -> None:
-        pe = thread_bootstrap()
-        assert pe is not None
-        if pe.rank == 2:
-            raise KeyError("rank 2's own error")
-        pe.exchange("never complete", b"")
-
-    began = time.monotonic()
-    with pytest.raises(KeyError, match="rank 2's own error") as caught:
-        spawn.launch(fails, 3, threads=True)
-    assert "PE 2 of 3" in str(caught.value.__cause__)
-    assert time.monotonic() - began < SLACK
-
-    released = threading.Event()
-    with pytest.raises(PersistentOpsError, match=r"longer than 0\.5 s; still running: PE 0, 1"):
-        spawn.launch(released.wait, 2, threads=True, timeout=0.5)
-    released.set()
-
-
-# --- real launchers ---
-
-PROGRAM = """
-import os, sys
-from persistent_ops.runtime import bootstrap, launchers
-pe = bootstrap.connect(launchers.detect(os.environ), float(sys.argv[1]))
-values = pe.exchange("t", str(pe.rank * pe.rank).encode())
-assert values == [str(r * r).encode() for r in range(pe.world_size)], values
-local = f"local {pe.local_rank} of {pe.local_world_size}"
-os.write(1, f"PE {pe.rank} of {pe.world_size}, {local}, {pe.single_host} {pe.launcher}\\n".encode())
-if "leave" not in sys.argv:
-    pe.close()
-"""
-ABSENT = """
-import os, pathlib, sys, time
-if os.environ["PMI_RANK"] == "1":
-    time.sleep(1000)
-from persistent_ops.runtime import bootstrap, launchers
-import torch.distributed
-here = pathlib.Path(sys.argv[1])
-(here / os.environ["PMI_RANK"]).touch()
-while not ((here / "0").exists() and (here / "2").exists()):
-    time.sleep(0.01)
-try:
-    bootstrap.connect(launchers.detect(os.environ), 2.0)
-except bootstrap.BootstrapError as error:
-    os.write(1, f"{os.environ['PMI_RANK']}: {error}\\n".encode())
-    time.sleep(1)
-    sys.exit(3)
-"""
-
-
-def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=clean_environment(**more), capture_output=True, text=True, timeout=60)
-
-
-def hydra() -> str:
-    found = shutil.which("mpiexec.hydra", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec.hydra")
-    if found is None:
-        pytest.skip("mpiexec.hydra is not installed (pip install mpich)")
-    return found
-
-
-def test_hydra(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = run([hydra(), "-n", "3", sys.executable, str(program), "20"])
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 3, local {r} of 3, True hydra" for r in range(3)]
-
-
-def test_hydra_on_several_hosts(tmp_path: Path) -> None:
-    """Two names of this machine make two hosts of it, as far as Hydra knows. Without close(): the exit does it."""
-    host_address()
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    hosts = ["-launcher", "fork", "-hosts", "localhost,127.0.0.1", "-ppn", "1"]
-    done = run([hydra(), *hosts, "-n", "2", sys.executable, str(program), "20", "leave"])
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local 0 of 1, True hydra" for r in range(2)]
-
-
-def test_hydra_with_an_absent_rank(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(ABSENT)
-    done = run([hydra(), "-n", "3", sys.executable, str(program), str(tmp_path)])
-    assert done.returncode != 0
-    lines = sorted(line for line in done.stdout.splitlines() if line[:2] in ("0:", "2:"))
-    assert [line[:2] for line in lines] == ["0:", "2:"]
-    assert all("rank 1 of 3" in line for line in lines)
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = run([*torchrun, str(program), "20"])
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local {r} of 2, True torchrun" for r in range(2)]
-
-
-def test_openmpi(tmp_path: Path) -> None:
-    mpirun = next((found for name in ("mpirun.openmpi", "mpirun") if (found := shutil.which(name))), None)
-    if mpirun is None or "(Open" not in run([mpirun, "--version"]).stdout:
-        pytest.skip("Open MPI's mpirun is not installed (apt-get install openmpi-bin)")
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = run([mpirun, "--oversubscribe", "-n", "2", sys.executable, str(program), "20"], **root)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local {r} of 2, True openmpi" for r in range(2)]

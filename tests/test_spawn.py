@@ -1,0 +1,223 @@
+"""`po.launch`: what PEs return and raise, how they end, and that none outlives it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pe_processes import LOOPBACK, SLACK, clean_environment, listening, wait_for
+from warm_python import afresh, servers
+
+from persistent_ops.runtime import spawn
+from persistent_ops.runtime.bootstrap import connect
+from persistent_ops.runtime.errors import PersistentOpsError
+from persistent_ops.runtime.launchers import detect
+from persistent_ops.runtime.pe_threads import thread_bootstrap
+
+
+class CustomError(Exception):
+    """Cannot be rebuilt from its pickle: the constructor wants two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def pe_exchange(base: int) -> Any:
+    import torch
+
+    pe = connect(detect(os.environ), 20.0)
+    values = [int(value) for value in pe.exchange("t", str(base + pe.rank).encode())]
+    addresses = {address for address, _ in listening(os.getppid())}
+    pe.close()
+    return values, torch.full((3,), float(pe.rank)), addresses, os.environ.get("RANK")
+
+
+def pe_fails(kind: str) -> int:
+    if kind == "custom":
+        if os.environ["PERSISTENT_OPS_RANK"] == "1":
+            raise CustomError("left", "right")
+        return 0
+    pe = connect(detect(os.environ), 200.0)
+    if pe.rank == 1:
+        if kind == "raise":
+            raise KeyError("a table of rank 1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    pe.exchange("never complete", b"")
+    return pe.rank
+
+
+def pe_ends(how: str) -> None:
+    if how == "exit":
+        os._exit(0)
+    if how == "sys.exit":
+        sys.exit(5)
+    if how == "slow exit":
+        for found in gc.get_objects():
+            if isinstance(found, Connection):
+                found.close()  # as the interpreter's end does, well before there is an exit status on a busy machine
+        time.sleep(2.5)
+        os._exit(6)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def children() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split() if entry.name.isdecimal() else None
+            if fields and int(fields[1]) == os.getpid():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_launch_returns_results_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")  # another launcher's, which must not reach the PEs
+    assert spawn.launch(abs, 1, -3, timeout=60) == [3]  # multiprocessing's resource tracker stays from here on
+    before, files = children(), len(os.listdir("/proc/self/fd"))
+    with afresh():
+        results = spawn.launch(pe_exchange, 2, 40, timeout=60)
+    assert [values for values, *_ in results] == [[40, 41], [40, 41]]
+    assert [tensor.tolist() for _, tensor, *_ in results] == [[0.0] * 3, [1.0] * 3]
+    assert all(addresses == {LOOPBACK} for *_, addresses, _ in results)
+    assert all(rank is None for *_, rank in results)
+    assert children() == before
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+
+@pytest.mark.parametrize("kind", ["raise", "custom", "kill"])
+def test_launch_raises_what_went_wrong(kind: str) -> None:
+    before, began = children(), time.monotonic()
+    expected = {"raise": KeyError, "custom": PersistentOpsError, "kill": PersistentOpsError}[kind]
+    with pytest.raises(expected) as caught:
+        spawn.launch(pe_fails, 2, kind, timeout=250)
+    assert time.monotonic() - began < 100  # the other PE waits with a time-out of 200 s: it has been told, or ended
+    text = f"{caught.value} {caught.value.__cause__}"
+    words = {
+        "raise": ["a table of rank 1", "PE 1 of 2 raised it", "in pe_fails"],
+        "custom": ["PE 1 of 2 raised", "CustomError: leftright", "in pe_fails"],
+        "kill": ["PE 1 of 2 was killed by SIGKILL"],
+    }[kind]
+    for word in words:
+        assert word in text
+    assert children() <= before | helpers()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("exit", "exited with code 0 before"),
+        ("sys.exit", "exited with code 5 before"),
+        ("slow exit", "exited with code 6 before"),
+        ("sleep", "longer than 3 s"),
+    ],
+)
+def test_launch_ends_processes_that_bring_no_result(how: str, text: str) -> None:
+    before = children()
+    with pytest.raises(PersistentOpsError, match=text) as caught:
+        spawn.launch(pe_ends, 1, how, timeout=3 if how == "sleep" else 60)
+    assert "PE 0" in str(caught.value)
+    assert children() <= before | helpers()
+
+
+class NamelessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raises_nameless() -> None:
+    raise NamelessError
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_an_error_without_a_text_is_raised(threads: bool) -> None:
+    with pytest.raises(NamelessError):
+        spawn.launch(raises_nameless, 2, threads=threads, timeout=60)
+
+
+def returns_a_generator() -> Any:
+    return (number for number in range(3))
+
+
+def test_a_result_that_cannot_be_pickled_is_named() -> None:
+    text = r"what fn returned, a generator, cannot be pickled \(.*generator.*\): return what can be, or pass threads="
+    with pytest.raises(PersistentOpsError, match=text) as caught:
+        spawn.launch(returns_a_generator, 1, timeout=60)
+    assert "PE 0 of 1 raised it" in str(caught.value.__cause__)
+    (result,) = spawn.launch(returns_a_generator, 1, threads=True, timeout=60)
+    assert list(result) == [0, 1, 2]
+
+
+def helpers() -> set[int]:
+    """The children that stay: multiprocessing's resource tracker, and what PEs are forked from."""
+    from multiprocessing.resource_tracker import _resource_tracker
+
+    pid = getattr(_resource_tracker, "_pid", None)
+    return servers() if pid is None else servers() | {pid}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_do_not_outlive_launch(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "from persistent_ops.runtime import spawn\n"
+        "def hang():\n"
+        "    pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
+        "    time.sleep(1000)\n"
+        "if __name__ == '__main__':\n"
+        "    spawn.launch(hang, 2)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    with subprocess.Popen(
+        [sys.executable, str(script), str(pids)], stderr=subprocess.PIPE, env=clean_environment()
+    ) as parent:
+        try:
+            wait_for(lambda: len(list(pids.iterdir())) == 2, 150)
+            parent.send_signal(number)
+            _, log = parent.communicate(timeout=60)
+        finally:
+            parent.kill()
+    assert parent.returncode != 0
+    assert (b"KeyboardInterrupt" in log) == (number == signal.SIGINT)
+    wait_for(lambda: not any(Path("/proc", entry.name).exists() for entry in pids.iterdir()))
+
+
+def test_launch_with_threads() -> None:
+    def work(base: int) -> list[int]:
+        pe = thread_bootstrap()
+        assert pe is not None
+        return [int(value) for value in pe.exchange("t", str(base * pe.rank).encode())]
+
+    assert spawn.launch(work, 3, 5, threads=True) == [[0, 5, 10]] * 3
+    assert thread_bootstrap() is None
+
+    def fails() -> None:
+        pe = thread_bootstrap()
+        assert pe is not None
+        if pe.rank == 2:
+            raise KeyError("rank 2's own error")
+        pe.exchange("never complete", b"")
+
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="rank 2's own error") as caught:
+        spawn.launch(fails, 3, threads=True)
+    assert "PE 2 of 3" in str(caught.value.__cause__)
+    assert time.monotonic() - began < SLACK
+
+    released = threading.Event()
+    with pytest.raises(PersistentOpsError, match=r"longer than 0\.5 s; still running: PE 0, 1"):
+        spawn.launch(released.wait, 2, threads=True, timeout=0.5)
+    released.set()
