@@ -16,8 +16,8 @@ _OWN_BYTES = 64 << 20  # of the symmetric heap, for NVSHMEM itself
 class NvshmemVariables:
     """Sets what one start of NVSHMEM needs, and restores what was there on the way out, however that is.
 
-    NVSHMEM's thread, which spins on a core, has work only where there is a network, or for nvshmem_global_exit of device
-    code, which nothing here calls; without NVSHMEM_DISABLE_LOCAL_ONLY_PROXY it spins in every PE.
+    NVSHMEM's own thread spins on a core. It has work only where there is a network, or where device code calls
+    nvshmem_global_exit, which nothing here does: NVSHMEM_DISABLE_LOCAL_ONLY_PROXY leaves it out where there is none.
 
     What the user has set stands. NVSHMEM_DISABLE_NVLS alone is set whatever was there, and stays: NVLink multicast can
     take a shared host's GPUs out of service, nothing here needs it, and a start that has timed out may go on later.
