@@ -8,6 +8,8 @@ import torch
 
 from .runtime import world as _world
 from .runtime.arguments import as_whole_number
+from .runtime.heap import without_wrappers
+from .runtime.torch_private import is_wrapped
 from .runtime.world import finalize as finalize, is_initialized as is_initialized
 
 __all__ = [
@@ -139,6 +141,8 @@ def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
         kind = f"{tensor.device.type} tensor of layout {tensor.layout}"
         kind = "nested one" if tensor.is_nested else "quantized one" if tensor.is_quantized else kind
         raise TypeError(f"tensor: expected a dense tensor with memory, got a {kind}")
+    if is_wrapped(without_wrappers(tensor)):
+        raise TypeError("tensor: expected a dense tensor with memory, got one of torch.func.vmap's")
     copy = empty(*tensor.shape, dtype=tensor.dtype)
     copy.copy_(tensor.detach())
     return copy

@@ -17,7 +17,7 @@ from persistent_ops.runtime.nvshmem_variables import NvshmemVariables
 
 __all__ = ["LEAST_BYTES", "Keeper", "keep"]
 
-LEAST_BYTES = 256 << 20  # of a heap: most worlds find room in the first one
+LEAST_BYTES = 256 << 20  # of a heap. Most worlds find room in it; a larger one is not kept: many PEs share a GPU
 
 
 class Keeper:
@@ -33,7 +33,7 @@ class Keeper:
     def __init__(self, start: Callable[..., None], close: Callable[..., None]) -> None:
         self._start, self._close = start, close
         self._first: Any = None  # the backend that has started it
-        self._token, self._nbytes = "", 0
+        self._token, self._nbytes, self._most = "", 0, 0
 
     @property
     def is_started(self) -> bool:
@@ -46,9 +46,11 @@ class Keeper:
         """
         first, nbytes = self._first, backend.heap_bytes
         fits = first is not None and first.device == backend.device and nbytes <= self._nbytes
-        told = [json.loads(raw) for raw in bootstrap.exchange("kept", json.dumps([self._token, fits]).encode())]
-        assert all(token == self._token for token, _ in told), "they come from different worlds"
-        if all(fits for _, fits in told):
+        mine = json.dumps([self._token, fits, nbytes])
+        told = [json.loads(raw) for raw in bootstrap.exchange("kept", mine.encode())]
+        assert all(token == self._token for token, *_ in told), "they come from different worlds"
+        self._most = max(nbytes for *_, nbytes in told)
+        if all(fits for _, fits, _ in told):
             for name in ("_nvshmem", "_bindings", "_buffer"):
                 setattr(backend, name, getattr(first, name))
             backend.tensor_at(int(first._buffer.handle), nbytes).zero_()  # as a heap begins
@@ -65,8 +67,8 @@ class Keeper:
         self._token = bootstrap.exchange("kept-ready", self._token.encode())[0].decode()
 
     def close(self, backend: Any, *, is_alone: bool = False) -> None:
-        """Leave NVSHMEM started; end it where peers are missing."""
-        if is_alone or self._first is None:
+        """Leave NVSHMEM started; end it where peers are missing, or a PE's heap is large."""
+        if is_alone or self._first is None or self._most > LEAST_BYTES:
             self._first, self._token = None, ""
             self._close(backend, is_alone=is_alone)
             return

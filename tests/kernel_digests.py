@@ -7,12 +7,14 @@ import hashlib
 import re
 from pathlib import Path
 
-from persistent_ops.runtime.jit import KernelSource, _scan
+from persistent_ops.runtime.jit import KernelSource
 
 CUDA = Path(__file__).resolve().parents[1] / "cuda"
 
 # Numbers, whose separators begin no literal; literals, in which nothing is a comment; comments.
 _COMMENT_OR_NOT = re.compile(r"""\b\d[\w']*|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|//[^\n]*|/\*.*?\*/""", re.DOTALL)
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)  # of ours, from CUDA on
 
 
 def code_alone(text: str) -> str:
@@ -41,9 +43,15 @@ def for_gpus(text: str) -> str:
 
 @functools.cache
 def _headers(entry: str) -> str:
-    """Return the code of a kernel's header, and of all that it includes of ours, that is compiled for GPUs."""
-    texts = {name: (CUDA / name).read_text() for name in sorted(_scan(CUDA, entry))}
-    return "".join(f"{name}\n{code_alone(for_gpus(text))}\n" for name, text in texts.items())
+    """Return the code of a kernel's header, and of all that it includes of ours there, that is compiled for GPUs."""
+    texts: dict[str, str] = {}
+    waiting = [entry]
+    while waiting:
+        name = waiting.pop()
+        if name not in texts:
+            texts[name] = for_gpus((CUDA / name).read_text())
+            waiting += _INCLUDE.findall(texts[name])
+    return "".join(f"{name}\n{code_alone(text)}\n" for name, text in sorted(texts.items()))
 
 
 def digest(source: KernelSource, arch: str) -> str:

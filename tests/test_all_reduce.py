@@ -319,7 +319,7 @@ def _launches_mismatched(backend: str) -> tuple[str, str, float, bool]:
 
 def test_mismatch_of_launches(backend: str) -> None:
     for name, text, seconds, is_right in run_pes(_launches_mismatched, 3, backend, timeout=200):
-        assert name == "ContractMismatchError" and "PE 1" in text and "blocks is " in text, text
+        assert name == "ContractMismatchError" and "PE 1" in text and "blocks_of_launch is " in text, text
         assert seconds < 30.0 and is_right
 
 

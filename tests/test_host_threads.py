@@ -40,6 +40,10 @@ def test_a_thread_that_is_refused_is_tried_again(shim: ctypes.CDLL, accepted: in
     assert list(calls) == [1] * 9
 
 
+def test_all_threads_of_a_launch_share_the_time(shim: ctypes.CDLL) -> None:
+    assert 4e6 < -shim.run(9, 3, REFUSED, (ctypes.c_int * 9)()) < 4.2e6
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 7])
 def test_no_body_is_called_where_a_thread_stays_refused(shim: ctypes.CDLL, accepted: int) -> None:
     calls = (ctypes.c_int * 9)()

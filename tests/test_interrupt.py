@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from warm_python import Popen
@@ -204,3 +205,13 @@ def test_calls_at_exit(before: str) -> None:
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": python_path()}
     )
     assert (ended.stdout, ended.stderr, ended.returncode) == ("called\n", "", 0)
+
+
+def test_a_call_for_which_there_is_no_thread_is_made_once() -> None:
+    """The pool has queued it when it finds that there is none."""
+    waits, calls = Interruptible(), list[int]()
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        waits.call(lambda: calls.append(1))
+    waits.call(lambda: calls.append(2))
+    waits.close()
+    assert calls == [1, 2]

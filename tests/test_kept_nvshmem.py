@@ -55,7 +55,7 @@ class _Pe:
         backend._buffer.memory.fill_(1)  # type: ignore[attr-defined]
         backend._bindings.culibrary_finalize.reset_mock()
         self.keeper.close(backend, is_alone=is_alone)
-        if not is_alone:
+        if not is_alone and self.keeper.is_started:
             backend._bindings.culibrary_finalize.assert_called_once_with(7)
         assert backend.heap_bytes == heap_bytes
         return backend._nvshmem, was_empty  # type: ignore[attr-defined]
@@ -66,21 +66,24 @@ def _on_all(pes: list[_Pe], world: Callable[[_Pe, Bootstrap], Any]) -> list[Any]
         return list(pool.map(world, pes, from_threads(len(pes), 30.0)))
 
 
-def test_it_starts_again_for_a_larger_heap_alone() -> None:
-    pes = [_Pe(), _Pe()]
-    found = [_on_all(pes, lambda pe, each, size=size: pe.world(each, size)) for size in (32, 64, LEAST_BYTES + 1, 32)]  # type: ignore[misc]
+def test_it_starts_again_for_a_larger_heap_which_is_not_kept() -> None:
+    pes, sizes = [_Pe(), _Pe()], (32, 64, LEAST_BYTES + 1, 32, 64)
+    found = [_on_all(pes, lambda pe, each, size=size: pe.world(each, size)) for size in sizes]  # type: ignore[misc]
     assert all(was_empty for of_world in found for _, was_empty in of_world)
     for rank, pe in enumerate(pes):
-        first, second, third, fourth = (of_world[rank][0] for of_world in found)
-        assert first is second and second is not third and third is fourth
-        assert pe.asked == [LEAST_BYTES, "ended", LEAST_BYTES + 1] and pe.keeper.is_started
+        first, second, large, fourth, last = (of_world[rank][0] for of_world in found)
+        assert first is second and len({first, large, fourth}) == 3 and fourth is last
+        assert pe.asked == [LEAST_BYTES, "ended", LEAST_BYTES + 1, "ended", LEAST_BYTES] and pe.keeper.is_started
 
 
 def test_one_pe_without_room_is_enough() -> None:
     pes = [_Pe(), _Pe()]
     _on_all(pes, lambda pe, each: pe.world(each, 32))
     _on_all(pes, lambda pe, each: pe.world(each, 32 if each.rank else LEAST_BYTES + 1))
-    assert [pe.asked for pe in pes] == [[LEAST_BYTES, "ended", LEAST_BYTES + (rank == 0)] for rank in range(2)]
+    large = [[LEAST_BYTES, "ended", LEAST_BYTES + (rank == 0), "ended"] for rank in range(2)]
+    assert [pe.asked for pe in pes] == large
+    _on_all(pes, lambda pe, each: pe.world(each, 32))
+    assert [pe.asked for pe in pes] == [[*each, LEAST_BYTES] for each in large]
 
 
 def test_without_peers_it_is_left_to_the_backend() -> None:

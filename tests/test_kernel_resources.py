@@ -135,6 +135,12 @@ def test_a_digest_is_of_headers_without_comments(tmp_path: Path, monkeypatch: py
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_headers_of_the_host_alone_are_in_no_digest() -> None:
+    of_gpus = kernel_digests._headers("kernels/barrier.cuh")
+    assert "\nplatform/memory.cuh\n" in of_gpus and "host_threads.h" not in of_gpus
+    assert '#include "platform/host_threads.h"' in (CUDA / "platform" / "entry.cuh").read_text()
+
+
 def test_nothing_in_the_table_spills_or_has_a_stack(table: dict[str, Any]) -> None:
     for name, found in table["kernels"].items():
         _check(name, found)

@@ -66,6 +66,8 @@ def test_private_names_are_used_in_one_module() -> None:
         "torch._C._current_graph_task_id",
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
         "torch._C._dynamo.guards",
+        "torch._C._functorch.get_unwrapped",
+        "torch._C._functorch.is_gradtrackingtensor",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._get_tracing_state",

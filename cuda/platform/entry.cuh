@@ -104,8 +104,8 @@ constexpr size_t host_arena_bytes() {
 // Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them. `sink`: null without a timeline.
 // Returns false where it ran none, as the system has no room for their threads.
 template <class Kernel>
-bool run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs, int wg_size,
-                 const TraceSink* sink = nullptr) {
+[[nodiscard]] bool run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs,
+                               int wg_size, const TraceSink* sink = nullptr) {
   struct WgState {
     typename Kernel::Shared shared{};
     TraceState trace{};

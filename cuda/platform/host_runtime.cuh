@@ -4,16 +4,20 @@
 #include <system_error>
 
 #include "platform/host_network.h"
+#include "platform/host_threads.h"
 
 #define PO_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Returns null where the system has no room for its thread.
 PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int num_pes, uint64_t max_delay_us, uint64_t seed) {
-  try {
-    return static_cast<po::Network*>(new po::DelayedNetwork(peer_heaps, num_pes, max_delay_us, seed));
-  } catch (const std::system_error&) {
-    return nullptr;
-  }
+  po::Patience patience;
+  do {
+    try {
+      return static_cast<po::Network*>(new po::DelayedNetwork(peer_heaps, num_pes, max_delay_us, seed));
+    } catch (const std::system_error&) {
+    }
+  } while (patience.pause());
+  return nullptr;
 }
 
 PO_EXPORT void po_network_destroy(void* network) { delete static_cast<po::Network*>(network); }

@@ -7,21 +7,26 @@
 
 namespace po {
 
-// For a thread that the system has no room for at the moment: pauses that grow, and add up to some seconds.
-inline constexpr int kFirstPauseUs = 1000, kMostPausesUs = 8 * 1000 * 1000;
-
-inline bool create_thread(pthread_t* handle, void* (*start)(void*), void* given) {
-  for (int pause = kFirstPauseUs; pthread_create(handle, nullptr, start, given) != 0; pause *= 2) {
-    if (pause > kMostPausesUs / 2) return false;
-    usleep(static_cast<useconds_t>(pause));
+// For threads that the system has no room for at the moment: pauses that grow, and add up to four seconds.
+class Patience {
+ public:
+  // Returns false where there is none left.
+  bool pause() {
+    if (next_us_ > kLongestUs) return false;
+    usleep(static_cast<useconds_t>(next_us_));
+    next_us_ *= 2;
+    return true;
   }
-  return true;
-}
+
+ private:
+  static constexpr int kLongestUs = 2048 * 1000;
+  int next_us_ = 1000;
+};
 
 // Calls `body(i)` for each i below `count`, each in a thread of its own, body(0) in the caller's; returns behind them all.
 // They wait for one another, so none is called before there are all threads; where these cannot be had it returns false.
 template <class Body>
-bool run_threads(int count, const Body& body) {
+[[nodiscard]] bool run_threads(int count, const Body& body) {
   struct Gate {
     pthread_mutex_t mutex;  // held by the caller until it is known whether the bodies are called
     bool is_open;
@@ -43,11 +48,16 @@ bool run_threads(int count, const Body& body) {
     return nullptr;
   };
   pthread_mutex_lock(&gate.mutex);
+  Patience patience;
   int created = 1;
-  for (; created < count; ++created) {
+  while (created < count) {
     Thread& thread = threads[created];
     thread = {&body, &gate, created, {}};
-    if (!create_thread(&thread.handle, start, &thread)) break;
+    if (pthread_create(&thread.handle, nullptr, start, &thread) == 0) {
+      ++created;
+    } else if (!patience.pause()) {
+      break;
+    }
   }
   gate.is_open = created == count;
   pthread_mutex_unlock(&gate.mutex);

@@ -79,7 +79,7 @@ class Tuning(BoundedTuning):
 
     Attributes:
         room_bytes: of the heap, at most; what does not fit goes in rounds. More than what the first call of a world set
-            aside (64 MiB, or 1/8 of a smaller heap) has no effect.
+            aside (64 MiB, or 1/8 of a smaller heap) has no effect. Where it differs, `blocks_of_launch` do in an error.
         work_groups: None for one per SM, with slices as many as are resident, or as many as there is work for.
         threads: of a WG; None for what suits the size.
         warp_blocks: blocks (of 512 bytes) that a warp has under way together: 1 or 2; None for what suits the size.
@@ -108,7 +108,7 @@ OPERATOR = Operator(
         "threads",
         "warp_blocks",
         "first_element",
-        "blocks",
+        "blocks_of_launch",
     ),
     call="forward_pass",
     phases={

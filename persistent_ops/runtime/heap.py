@@ -22,9 +22,17 @@ from .backend import Backend
 from .bootstrap import Bootstrap
 from .errors import NotSymmetricError, SymmetricHeapError
 from .stream_order import capture_of
-from .torch_private import storage_use_count, without_dispatch_modes, without_functions, without_transforms
+from .torch_private import (
+    is_tracked,
+    is_wrapped,
+    storage_use_count,
+    unwrapped,
+    without_dispatch_modes,
+    without_functions,
+    without_transforms,
+)
 
-__all__ = ["OutputPool", "SymmetricHeap"]
+__all__ = ["OutputPool", "SymmetricHeap", "without_wrappers"]
 
 _ALIGNMENT = 512  # of every allocation, in bytes: a GPU sector boundary and more than any vector
 
@@ -81,6 +89,13 @@ class _Block(NamedTuple):
 _NO_BLOCK = _Block(-1, 0)
 
 
+def without_wrappers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with memory that transforms which differentiate have wrapped, or the tensor itself."""
+    while is_tracked(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
+
+
 class SymmetricHeap:
     """This PE's view of the heap and of its peers' heaps."""
 
@@ -116,14 +131,15 @@ class SymmetricHeap:
                 f"the PEs' heaps are too full for {nbytes} bytes at one offset: drop results that are no longer "
                 "needed, or pass a larger heap_size to po.init()"
             )
-        if not nbytes:
-            return torch.empty(size, dtype=dtype, device=self._backend.device)  # takes no room
         assert offset is not None
-        self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
         with without_transforms():  # what one wraps has no storage
             memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
-            self._live[offset] = _Block(nbytes, memory.untyped_storage()._cdata)
-            return memory.view(dtype).view(size)
+        view = memory.view(dtype).view(size)  # outside: what a transform has not made, it does not let be written
+        if not nbytes:
+            return view  # takes no room
+        self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
+        self._live[offset] = _Block(nbytes, memory.untyped_storage()._cdata)
+        return view
 
     def _places(self, offset: int | None, size: tuple[int, ...], dtype: torch.dtype) -> list[int | None]:
         """Return where each PE has found room, None for nowhere; raise where PEs have asked for different tensors."""
@@ -156,7 +172,7 @@ class SymmetricHeap:
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Give a tensor from `empty` back; collective. `meet`: called where nothing is wrong with this PE's tensor."""
         offset = self.offset_of(tensor, "tensor")
-        storage, block = tensor.untyped_storage(), self._live.get(offset, _NO_BLOCK)
+        storage, block = without_wrappers(tensor).untyped_storage(), self._live.get(offset, _NO_BLOCK)
         is_whole = block.nbytes == tensor.nbytes if tensor.numel() else not storage.nbytes()
         if not is_whole:
             raise NotSymmetricError("tensor: expected a whole tensor as po.empty() returned it, got a part of one")
@@ -190,12 +206,15 @@ class SymmetricHeap:
             raise ValueError("tensor: expected a contiguous tensor")
         with without_transforms():
             view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
-            return view.view(tensor.dtype).view(tensor.shape)
+        return view.view(tensor.dtype).view(tensor.shape)
 
     def offset_of(self, tensor: torch.Tensor, name: str) -> int:
         """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+        tensor = without_wrappers(tensor)
+        if is_wrapped(tensor):
+            raise NotSymmetricError(f"{name}: expected a tensor in the symmetric heap, got one of torch.func.vmap's")
         if not tensor.numel() and tensor.device == self._backend.device:
             return 0  # nothing to read or write
         address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes

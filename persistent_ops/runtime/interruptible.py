@@ -33,8 +33,8 @@ class Interruptible:
 
         Args:
             function: that blocks.
-            patience: seconds after which it is let end too; None for as long as it takes, and so where the interpreter
-                exits and threads can no longer be started.
+            patience: seconds after which it is let end too; None for as long as it takes, and so where no thread can be
+                started: the interpreter exits, or the system has no room.
         """
         if patience is None and threading.current_thread() is not threading.main_thread():
             return function()  # no signal is handled here
@@ -42,7 +42,10 @@ class Interruptible:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, "persistent_ops wait")
         try:
             future = self._pool.submit(function)
-        except RuntimeError:  # in a handler of atexit
+        except RuntimeError:  # in a handler of atexit, or there is no room for a thread
+            # It may be queued all the same, and a thread of another call would make it a second time.
+            pool, self._pool = self._pool, None
+            pool.shutdown(wait=False, cancel_futures=True)
             return function()
         try:
             concurrent.futures.wait([future], patience)

@@ -31,6 +31,7 @@ __all__ = [
     "dual_level",
     "frame_compiler",
     "function_transform",
+    "is_tracked",
     "is_wrapped",
     "is_zero_tensor",
     "num_dispatch_modes",
@@ -39,6 +40,7 @@ __all__ = [
     "storage_of_weak",
     "storage_use_count",
     "tracing_state",
+    "unwrapped",
     "without_dispatch_modes",
     "without_functions",
     "without_transforms",
@@ -91,6 +93,18 @@ is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wr
 """Whether a tensor is what a transform of torch.func has made of one: it has no memory of its own.
 
 Public torch does not tell such a tensor from another one.
+"""
+
+is_tracked: Callable[[torch.Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
+"""Whether a transform that differentiates has wrapped a tensor, whose values are all there in what it has wrapped.
+
+Public torch does not tell such a tensor from another one.
+"""
+
+unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
+"""What a transform of torch.func has wrapped, which has memory: whose it is, is to be found.
+
+Public torch unwraps tensors where a transform ends.
 """
 
 dual_level: Callable[[], int] = lambda: forward_ad._current_level  # noqa: E731

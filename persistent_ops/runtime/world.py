@@ -117,8 +117,9 @@ class World:
         side = self._side_workspaces.get(name)
         if side is None:
             self.meet(_SIDE.contract(self.team))
-            timeout, words = self.workspace.timeout, _SIDE_READY_WORDS
-            side = Workspace(self.backend, self.bootstrap, self.heap, timeout, ready_words=words, main=self.workspace)
+            main, words = self.workspace, _SIDE_READY_WORDS
+            with without_transforms():
+                side = Workspace(self.backend, self.bootstrap, self.heap, main.timeout, ready_words=words, main=main)
             side.admit = functools.partial(self._admit, name=name)
             side.run_beside(self.workspace, is_beside=self._runs_beside)
             self._side_workspaces[name] = side

@@ -382,7 +382,9 @@ class BasePe {
   template <class Kernel>
   void launch_on_host(const Plan& used, const typename Kernel::Call& call, int64_t more_wgs = 0) const {
     const auto wgs = static_cast<int>(number("--wgs") + more_wgs);
-    po::run_on_host<Kernel>(&used, call, wgs, static_cast<int>(number("--threads")));
+    if (!po::run_on_host<Kernel>(&used, call, wgs, static_cast<int>(number("--threads")))) {
+      fail(kNoThreads, "PE %d: the system has no room for threads", rank);
+    }
     if (input_error.state != 0) fail(kWrongReport, "PE %d: good input was reported as bad", rank);
   }
 

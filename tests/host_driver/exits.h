@@ -12,6 +12,7 @@ enum Exit : int {
   kWrongReport = 6,   // trouble was not noticed, or is told wrongly, or there was none
   kTookPart = 7,      // a launch behind an aborted one took part in something
   kWrongRemains = 8,  // counters or memory beside the outputs are not as a launch should leave them
+  kNoThreads = 9,     // the system had no room for the threads of a launch
   kRace = 66,
 };
 
