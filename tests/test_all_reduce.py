@@ -284,42 +284,37 @@ class TestFaults(ProtocolSuite):
         return po.all_reduce(torch.ones(6, 40, dtype=torch.bfloat16, device=po.device()), algorithm="one_shot")
 
 
-def _slices_mismatched(backend: str) -> tuple[str, str, float, bool]:
+def _mismatch_of_slices() -> object:
     """The same where credit is awaited before anything is sent."""
-    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
     x = torch.ones(6, 40, dtype=torch.bfloat16, device=po.device())
-    name, text, seconds = error_of(
-        lambda: [po.all_reduce(x if po.rank() != 1 else x.half(), algorithm="slices"), po.check()]
-    )
-    po.recover()
-    is_right = TestFaults.checked(2, "slices")
-    po.finalize()
-    return name, text, seconds, is_right
+    return po.all_reduce(x if po.rank() != 1 else x.half(), algorithm="slices")
 
 
-def test_mismatch_of_slices(backend: str) -> None:
-    for name, text, seconds, is_right in run_pes(_slices_mismatched, 3, backend, timeout=200):
-        assert name == "ContractMismatchError" and "PE 1" in text and "dtype=float16" in text, text
-        assert seconds < 30.0 and is_right
-
-
-def _launches_mismatched(backend: str) -> tuple[str, str, float, bool]:
+def _mismatch_of_launches() -> object:
     """PE 1 leaves another number of rows to each launch."""
-    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
-    world = po.runtime.world.current()
     x = torch.ones(400, 1000, device=po.device())
-    OPERATOR.tune(world, Tuning(room_bytes=(400 if po.rank() == 1 else 600) << 10))
-    name, text, seconds = error_of(lambda: [po.all_reduce_rms_norm(x, x[0], algorithm="two_shot"), po.check()])
+    OPERATOR.tune(po.runtime.world.current(), Tuning(room_bytes=(400 if po.rank() == 1 else 600) << 10))
+    try:
+        return po.all_reduce_rms_norm(x, x[0], algorithm="two_shot")
+    finally:
+        OPERATOR.tune(po.runtime.world.current(), None)
+
+
+def _mismatched(backend: str, call: Callable[[], object]) -> tuple[str, str, float, bool]:
+    po.init(backend, operator_timeout=60.0, heap_size=32 * MB)
+    name, text, seconds = error_of(lambda: [call(), po.check()])
     po.recover()
-    OPERATOR.tune(world, None)
-    is_right = TestFaults.checked(2, "two_shot")
+    is_right = all(TestFaults.checked(2, way) for way in ALGORITHMS[1:])
     po.finalize()
     return name, text, seconds, is_right
 
 
-def test_mismatch_of_launches(backend: str) -> None:
-    for name, text, seconds, is_right in run_pes(_launches_mismatched, 3, backend, timeout=200):
-        assert name == "ContractMismatchError" and "PE 1" in text and "blocks_of_launch is " in text, text
+@pytest.mark.parametrize(
+    ("call", "told"), [(_mismatch_of_slices, "dtype=float16"), (_mismatch_of_launches, "blocks_of_launch is ")]
+)
+def test_mismatch(backend: str, call: Callable[[], object], told: str) -> None:
+    for name, text, seconds, is_right in run_pes(_mismatched, 3, backend, call, timeout=200):
+        assert name == "ContractMismatchError" and "PE 1" in text and told in text, text
         assert seconds < 30.0 and is_right
 
 
