@@ -313,7 +313,6 @@ THE_LAYER_S_OWN = {
     "operator.Operator.changed_inputs": "likewise",
     "plans.Plans.drop": "the only way for plans to go before their world does",
     "torch_private.autograd_node": "every private name of torch stands there (test_torch_private.py)",
-    "torch_private.is_wrapped": "likewise",
     "torch_private.storage_has_expired": "likewise",
     "torch_private.wrapper_subclass": "likewise",
     "workspace.Workspace.zero_words": "`recover` must clear them, whoever has asked for them",

@@ -101,14 +101,19 @@ struct Self {
 };
 inline thread_local Self self;
 
-// The state of a warp of a WG, which is known by its barrier.
+// The state of a warp of a WG, which is known by its barrier. Each launch has one of its own: the WGs of two PEs may lie at one
+// address in turn, and nothing orders the accesses of their lanes. Each lane asks once.
 inline WarpState* state_of(const void* wg, int warp) {
+  struct Entry {
+    std::unique_ptr<WarpState> state;
+    int asked = 0;
+  };
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, std::unique_ptr<WarpState>> states;
+  static std::map<std::pair<const void*, int>, Entry> entries;
   const std::lock_guard lock(mutex);
-  auto& state = states[{wg, warp}];
-  if (!state) state = std::make_unique<WarpState>();
-  return state.get();
+  Entry& entry = entries[{wg, warp}];
+  if (entry.asked++ % kWarpSize == 0) entry.state = std::make_unique<WarpState>();
+  return entry.state.get();
 }
 
 }  // namespace lanes
