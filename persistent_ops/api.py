@@ -206,9 +206,10 @@ def check() -> None:
 def recover() -> None:
     """Make the world usable again after PeerTimeoutError or ContractMismatchError; collective and blocking.
 
-    Every PE of the world must be alive and call it. Results of aborted launches stay poisoned.
+    Also after a launch on the host that has not begun. Every PE of the world must be alive and call it. Results of
+    aborted launches stay poisoned.
 
     Raises:
-        BootstrapError: a PE did not come within the time-out.
+        BootstrapError: a PE did not come within the time-out; the world is lost then.
     """
     _world.current().recover()

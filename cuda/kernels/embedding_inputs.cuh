@@ -1,4 +1,4 @@
-// The exchange of a batch's lookups, one persistent launch of few WGs in a workspace of its own, so that it runs beside others.
+// The exchange of a batch's lookups, one persistent launch in a workspace of its own; of few WGs where it runs beside others.
 //
 // Each PE has the lookups of its own samples for all features; each owner of tables gets, from every PE, those of its tables,
 // in a region per PE of its symmetric heap. Protocol: (1) WG 0 grants every peer credit for the regions that this launch
@@ -36,7 +36,7 @@ struct Traits {
   static constexpr bool kLengths = kConfig.lengths;
   static constexpr bool kWeighted = kConfig.weighted;
   static constexpr int kThreads = kConfig.threads;
-  // At most 64 registers per thread: with two warps a WG finds room beside two of the largest ones on an SM.
+  // At most 64 registers per thread: with two warps a WG finds room beside others on an SM, or does not (embedding_inputs.md).
   static constexpr int kBlocksPerSm = 1024 / kThreads;
 };
 

@@ -56,7 +56,7 @@ class SymmetricHeapError(PersistentOpsError):
 
 
 class CapacityError(PersistentOpsError):
-    """A result has more rows than the room that the caller gave it; nothing was written."""
+    """A result has more rows, or a message more lookups, than there is room for; nothing of it was written."""
 
 
 class NotSymmetricError(ValueError):

@@ -305,7 +305,7 @@ class Workspace:
     def _lack_of_room(self, waiting: int) -> str:
         """Say what else keeps a PE's launch from beginning; `waiting`: the PE that waits for it."""
         if not self._is_asynchronous:
-            return ""  # threads always find room
+            return ""  # threads find room, or their PE says that they do not
         return (
             ", or its launch found no room on its GPU beside another library's collective (NCCL's), which waited there "
             f"for PE {waiting}: let all PEs meet the two in one order (po.nn.OrderedAllReduce), or leave room for both "
