@@ -19,7 +19,7 @@ from xdist.workermanage import WorkerController
 
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
 _WORKERS_PER_GPU = 4
-_WORKER_MIB = 28 << 10  # of a GPU's memory: the worker's PEs, ten of which are kept between tests (three: 75 to 80 GB)
+_WORKER_MIB = 28 << 10  # of a GPU's memory: ten kept PEs, and the default heaps (4 GiB) of four for a while
 _WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
 
 

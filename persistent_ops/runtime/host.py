@@ -49,8 +49,8 @@ class _HostKernel:
         sink = 0 if self._sink is None else ctypes.addressof(self._sink)
         if not self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink)):
             raise PersistentOpsError(
-                f"a launch on the host, for which threads={grid * self._wg_size}, has not begun: {_NO_THREADS}. Peers "
-                "wait for it: call po.recover() on all PEs"
+                f"a launch on the host has not begun: {_NO_THREADS}, and it takes {grid * self._wg_size}. Peers wait "
+                "for it: call po.recover() on all PEs"
             )
 
     def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
