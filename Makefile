@@ -35,12 +35,15 @@ test: $(ready) ## run the tests that need no GPU
 test-memory: $(ready) ## run the operators' tests on the host with kernels under AddressSanitizer, in guarded heaps
 	$(py) tests/guarded_heap.py -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# First a rehearsal without GPUs, which compiles on all cores what the tests will load (tests/rehearsal.py): what does
-# not compile there, or what it has missed, the tests compile themselves. Then many worlds side by side, the PEs of each
-# on one GPU; then those whose PEs have one each, where there are several.
+# A rehearsal without GPUs compiles what the tests will load on the cores that these leave idle (tests/rehearsal.py): what
+# does not compile there, or is not compiled yet, the tests compile themselves. Meanwhile many worlds side by side, the
+# PEs of each on one GPU; then those whose PEs have one each, where there are several. 5: no test is left.
 test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
-	-$(py) -m pytest --backend=rehearsal -n auto --no-loadscope-reorder $(PYTEST_ARGS)
-	$(py) -m pytest --backend=cuda -m "not apart" -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: no test is left
+	@mkdir -p out
+	trap 'kill $$!' ERR; \
+	nice -n 19 $(py) -m pytest --backend=rehearsal -n auto --no-loadscope-reorder $(PYTEST_ARGS) > out/rehearsal.txt 2>&1 & \
+	$(py) -m pytest --backend=cuda -m "not apart" -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]; \
+	wait $$! || true; tail -n 3 out/rehearsal.txt
 	$(py) -m pytest --backend=cuda -m apart -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(ready) ## check style and types: ruff, mypy, clang-format

@@ -6,6 +6,7 @@ must return.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,27 +99,35 @@ def check(trial: Trial) -> tuple[str | None, int]:
     Returns:
         What is wrong, or None; and a number that stands for the bits of all outputs.
     """
-    problem, digest, held = None, 0, []
-    first: dict[Hashable, int] = {}
+    problem, held = None, []
+    calls: list[tuple[str, Hashable, list[torch.Tensor]]] = []
     for turn, iteration in enumerate((*range(NUM_ITERATIONS), 0)):
         for way in trial.ways(turn):
             outputs, found = trial.call(turn, iteration, way)
-            number = 0
+            call = f"turn {turn}, iteration {iteration}, {way}"
+            calls.append((call, (iteration, way), [output.clone() for output in outputs]))
             for output in outputs:
-                number = zlib.crc32(output.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), number)
                 if output.is_floating_point():
                     output.fill_(float("nan"))  # memory that is used again must be written again
                     held += [output] if turn in trial.held else []
-            digest = zlib.crc32(number.to_bytes(4, "little"), digest)
-            if first.setdefault((iteration, way), number) != number:
-                found = found or "other bits than before"
             if problem is None and found is not None:
-                problem = f"turn {turn}, iteration {iteration}, {way}: {found}"
+                problem = f"{call}: {found}"
     po.check()
     if problem is None and not all(bool(output.float().isnan().all()) for output in held):
         problem = "a result changed while it was held"
     trial.close()
+    digest = 0
+    first: dict[Hashable, int] = {}
+    for call, inputs, outputs in calls:  # now, as a PE that waits for its GPU waits until it is its turn there
+        number = functools.reduce(_crc, outputs, 0)
+        digest = zlib.crc32(number.to_bytes(4, "little"), digest)
+        if problem is None and first.setdefault(inputs, number) != number:
+            problem = f"{call}: other bits than before"
     return problem, digest
+
+
+def _crc(number: int, tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), number)
 
 
 # ---- cases in worlds -------------------------------------------------------------------------------------------------

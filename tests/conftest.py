@@ -44,11 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
         import rehearsal
 
         rehearsal.register(config)
-    if config.getoption("--backend") != "cuda":
-        # On GPUs PEs start afresh: whether CUDA works behind a fork depends on what torch's import has done with it.
-        warm_python.fork_launches()
-    elif (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and not _is_apart(config):
-        os.environ["CUDA_VISIBLE_DEVICES"] = _gpu_of(worker)
+    is_on_gpus = config.getoption("--backend") == "cuda"
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if is_on_gpus and worker:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_of(worker, is_apart=_is_apart(config)))
+    warm_python.fork_launches(at_once=is_on_gpus and bool(worker))  # which takes as long as to collect the tests
 
 
 def _is_rehearsal(config: pytest.Config) -> bool:
@@ -75,10 +75,14 @@ def _gpu_mib() -> int:
     return min(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
 
 
-def _gpu_of(worker: str) -> str:
-    """Return the GPU of one of pytest-xdist's workers, which the PEs of its tests share."""
-    devices = _gpus()
-    return devices[int(worker.removeprefix("gw")) % len(devices)]
+def _gpus_of(worker: str, *, is_apart: bool) -> list[str]:
+    """Return the GPUs of one of pytest-xdist's workers: one, which the PEs of its tests share, or all of them.
+
+    Most worlds are of two PEs, which take the first ones: of each worker another two.
+    """
+    devices, number = _gpus(), int(worker.removeprefix("gw"))
+    first = (2 * number if is_apart else number) % len(devices)
+    return devices[first:] + devices[:first] if is_apart else [devices[first]]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -142,20 +146,19 @@ _LONG = (
 
 # Files and functions, likewise; half a minute and more with eight workers on a GPU.
 _LONG_ON_GPUS = (
+    "test_each_world_has_the_heap_size_that_it_asked_for",
     "test_beside_nccl",
     "test_dlrm_graph",
     "test_gpu_staged",
     "test_gpu",
     "test_sparse_embedding_train",
     "test_bits",
-    "test_a_thousand_replays_with_changing_inputs",
     "test_tokens_are_those_of_a_plain_decoder",
     "test_gradients_are_those_of_one_process",
     "test_shapes_algorithms_and_operators_take_turns",
     "test_compiling_is_not_counted_as_waiting",
     "test_random_cases",
     "test_row_parallel_is_the_whole_layer",
-    "test_launches_that_take_each_other_s_results",
     "test_world",
     "test_jobs_side_by_side",
     "test_sparse_protocol",
@@ -165,10 +168,14 @@ _LONG_ON_GPUS = (
     "test_gemv_protocol",
 )
 
+# Functions that wait for their turn to have the GPUs alone (gpu_turns.py): last, as their workers do nothing else then.
+_ALONE_ON_GPUS = ("test_a_thousand_replays_with_changing_inputs", "test_launches_that_take_each_other_s_results")
+
 
 def _place_on_gpus(item: pytest.Item) -> int:
     names = (item.path.stem, getattr(item, "originalname", ""))
-    return next((place for place, name in enumerate(_LONG_ON_GPUS) if name in names), len(_LONG_ON_GPUS))
+    first = next((place for place, name in enumerate(_LONG_ON_GPUS) if name in names), len(_LONG_ON_GPUS))
+    return first + len(_LONG_ON_GPUS) * any(name in names for name in _ALONE_ON_GPUS)
 
 
 # Whose tests share what the first of them makes: in each world, where parameters begin with one, or a part of it.

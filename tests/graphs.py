@@ -9,17 +9,18 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from bits import difference
+from checks import Checks
+from gpu_turns import gpus_alone
 from worlds import in_world
 
 import persistent_ops as po
 
-__all__ = ["NUM_INPUTS", "Call", "Chain", "ChainSuite", "ChainTest", "Graph", "GraphSuite"]
+__all__ = ["NUM_INPUTS", "Call", "Graph", "GraphSuite", "num_pes", "num_replays"]
 
 NUM_INPUTS = 5  # an odd number, so that inputs meet both parities of the epoch
 Results = Sequence[torch.Tensor]
@@ -69,43 +70,15 @@ class Call:
         found = (difference(tensor, want) for tensor, want in zip(results, self._wants[turn % NUM_INPUTS], strict=True))
         return next(filter(None, found), None)
 
+    def check(self, checks: Checks, results: Results, turn: int) -> None:
+        """Have the results of a turn compared."""
+        assert len(results) == len(self._wants[0])
+        for tensor, want in zip(results, self._wants[turn % NUM_INPUTS], strict=True):
+            checks.compare(f"turn {turn}, {self.name}", tensor, want)
+
     def is_poisoned(self, results: Results) -> bool:
         """Return whether nothing looks like a result."""
         return all(bool(tensor.isnan().all()) for tensor in results)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Launches of which each takes the results of those before, and may begin before they have ended.
-
-    Attributes:
-        run: makes them; returns what is compared.
-        starts: inputs, NUM_INPUTS of them.
-        wants: what `run` must return for each.
-        more: launches of this PE alone, behind those and now and then between replays; or None.
-    """
-
-    run: Callable[[torch.Tensor], torch.Tensor]
-    starts: Sequence[torch.Tensor]
-    wants: Sequence[torch.Tensor]
-    more: Callable[[torch.Tensor], object] | None = None
-
-
-@dataclass(frozen=True)
-class ChainTest:
-    """A chain, and where it is run.
-
-    Attributes:
-        make: prepares it on a PE.
-        repeats: of the chain in the graph.
-        share: of the replays that a PE makes of one call, one in so many.
-        pes: how many; None for as many as there are GPUs.
-    """
-
-    make: Callable[[], Chain]
-    repeats: int = 1
-    share: int = 1
-    pes: int | None = None
 
 
 class Graph:
@@ -202,14 +175,18 @@ class GraphSuite:
         return cls.call(cls.cases[0], cls.ways[0]), cls.call(cls.cases[1], cls.ways[-1])
 
     @classmethod
-    def _replay(cls, graph: Graph, calls: Sequence[Call], turn: int) -> list[str]:
-        """Replay a graph of calls, whose results it returns, with a turn's inputs; return what went wrong."""
+    def _replay(cls, graph: Graph, calls: Sequence[Call], turn: int, checks: Checks | None = None) -> list[str]:
+        """Replay a graph of calls, whose results it returns, with a turn's inputs; return what went wrong.
+
+        With `checks` the results are compared there.
+        """
         for call, results in zip(calls, graph.results, strict=True):
             call.load(turn)
             call.clear(results)
-        of_all = graph.replay()
-        found = ((call.name, call.problem(results, turn)) for call, results in zip(calls, of_all, strict=True))
-        return [f"turn {turn}, {name}: {problem}" for name, problem in found if problem is not None]
+        mine = checks or Checks()
+        for call, results in zip(calls, graph.replay(), strict=True):
+            call.check(mine, results, turn)
+        return [] if checks else mine.look()
 
     @classmethod
     def _replayed(cls, replays: int) -> list[str]:
@@ -220,19 +197,19 @@ class GraphSuite:
             call.run()
         po.check()
         graph = Graph(lambda: [call.run() for call in calls])
-        problems: list[str] = []
-        for turn in range(replays):
-            if (turn + po.rank()) % 17 == 0:
-                time.sleep(0.002)
-            problems += cls._replay(graph, calls, turn)
-            if turn % 50 == 7:
-                for call in between:
-                    call.load(turn)
-                    found = call.problem(call.run(), turn)
-                    problems += [] if found is None else [f"eager call after turn {turn}, {call.name}: {found}"]
-            if problems:
-                break
-        return problems
+        checks = Checks()
+        with gpus_alone():
+            for turn in range(replays):
+                if (turn + po.rank()) % 17 == 0:
+                    time.sleep(0.002)
+                cls._replay(graph, calls, turn, checks)
+                if turn % 50 == 7:
+                    for call in between:
+                        call.load(turn)
+                        call.check(checks, call.run(), turn)
+                if problems := checks.look(turn):
+                    return problems
+            return checks.look()
 
     @classmethod
     def _ready(cls, way: str) -> list[str]:
@@ -272,7 +249,7 @@ class GraphSuite:
         device, world = po.device(), po.world_size()
         weight = torch.arange(24.0, device=device).view(6, 4) + po.rank()
         ones = torch.ones(4, device=device)
-        total = 4.0 * (torch.arange(6.0) * 4 + 1.5) * world + 4.0 * sum(range(world))
+        total = 4.0 * (torch.arange(6.0, device=device) * 4 + 1.5) * world + 4.0 * sum(range(world))
         table = torch.arange(32.0, device=device).view(8, 4)
         rows, bags = torch.arange(8, device=device), torch.arange(9, device=device)
         split = [8 // world + int(pe < 8 % world) for pe in range(world)]
@@ -294,17 +271,18 @@ class GraphSuite:
         po.check()
         graphs = [Graph(lambda call=call: [call.run()]) for call in calls]  # type: ignore[misc]
         order = torch.Generator().manual_seed(11)  # the same on all PEs
+        checks = Checks()
         for turn in range(turns):
             kind = int(torch.randint(5, (), generator=order))
             if kind == 4:
                 po.runtime.world.current().enqueue_barrier()
             elif kind >= 2:
                 name, act, want = others[kind - 2]
-                found = difference(act(), want)
-                problems += [] if found is None else [f"turn {turn}, {name}: {found}"]
+                checks.compare(f"turn {turn}, {name}", act(), want)
             else:
-                problems += cls._replay(graphs[kind], [calls[kind]], turn)
-        return problems
+                cls._replay(graphs[kind], [calls[kind]], turn, checks)
+            problems += checks.look(turn)
+        return problems + checks.look()
 
     @classmethod
     def _two_streams(cls) -> list[str]:
@@ -407,76 +385,3 @@ class GraphSuite:
         for seen in results:
             assert seen["before"] == seen["after"] == [[]] * 3, seen
         assert "PE 1" in results[0]["error"] and results[0]["poisoned"], results[0]
-
-
-class ChainSuite(GraphSuite):
-    """And those of an operator that begins before the one in front of it has ended.
-
-    Attributes:
-        chains: by name.
-    """
-
-    chains: ClassVar[Mapping[str, ChainTest]]
-
-    @classmethod
-    def left_over(cls) -> list[str]:
-        """Return what the launches of a chain have left behind and should not have."""
-        return []
-
-    @classmethod
-    def _chained(cls, name: str, replays: int) -> list[str]:
-        test = cls.chains[name]
-        chain = test.make()
-        problems = []
-        starts, wants = ([tensor.to(po.device()) for tensor in each] for each in (chain.starts, chain.wants))
-        x = starts[0].clone()
-
-        def run() -> list[torch.Tensor]:
-            results = [chain.run(x) for _ in range(test.repeats)]
-            if chain.more is not None:
-                chain.more(x)
-            return results
-
-        for turn in range(NUM_INPUTS):
-            x.copy_(starts[turn])
-            problems += [f"eager calls, start {turn}: {found}" for y in run() if (found := difference(y, wants[turn]))]
-        po.check()
-        graph = Graph(run)
-        for turn in range(replays):
-            x.copy_(starts[turn % NUM_INPUTS])
-            for y in graph.results:
-                y.fill_(float("nan"))
-            if turn % 7 == po.rank():
-                torch.cuda._sleep(1_000_000)
-            if turn % 10 == po.rank() and chain.more is not None:
-                chain.more(x)
-            for y in graph.replay():
-                if (found := difference(y, wants[turn % NUM_INPUTS])) is not None:
-                    problems.append(f"replay {turn}: {found}")
-            if problems:
-                break
-        # Replays that the host does not wait for in between, while PEs drift apart.
-        results = []
-        for turn in range(60):
-            if (turn + po.rank()) % 7 == 0:
-                torch.cuda._sleep(1_000_000)
-            x.copy_(starts[turn % NUM_INPUTS])
-            results.append(graph.replay()[-1].clone())
-        for turn, y in enumerate(results):
-            if (found := difference(y, wants[turn % NUM_INPUTS])) is not None:
-                problems.append(f"queued replay {turn}: {found}")
-        po.check()
-        return problems + cls.left_over()
-
-    @classmethod
-    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        super().pytest_generate_tests(metafunc)
-        if "chain" in metafunc.fixturenames:
-            metafunc.parametrize("chain", cls.chains)
-
-    @pytest.mark.apart
-    @pytest.mark.gpu
-    def test_launches_that_take_each_other_s_results(self, backend: str, chain: str) -> None:
-        test = self.chains[chain]
-        pes = test.pes or num_pes(backend)
-        self._assert_right(self._chained, pes, backend, chain, num_replays(backend, pes) // test.share)

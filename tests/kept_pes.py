@@ -71,7 +71,7 @@ def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: 
     job = secrets.token_hex(16)
     has_gpus = torch.cuda.is_available()
     if has_gpus and not _kept and "PYTEST_XDIST_WORKER" in os.environ:
-        for size in _SIZES:  # all of them will be asked for, and import torch meanwhile
+        for size in _SIZES:  # all of them will be asked for, and begin meanwhile
             _kept[size] = [_started() for _ in range(size)]
     kept = _kept.setdefault(world if has_gpus else 0, [])
     is_whole = False

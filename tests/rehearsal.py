@@ -46,7 +46,7 @@ from persistent_ops.runtime.residency import Footprint
 __all__ = ["Compiler", "Gpu", "Noted", "Notes", "NotingBackend", "PaperGpu", "bound", "rehearsing"]
 
 # In names of tests. torch 2.11 crashes where it traces in threads and GPUs that it was built for are not to be seen.
-_TRACING = ("opcheck", "make_fx", "fake_tensors")
+_TRACING = ("opcheck", "make_fx", "fake_tensors", "what_a_mode_sees")
 PATIENCE_S = 30.0  # for a test: some wait for what only kernels bring, and on a busy machine all take long
 
 

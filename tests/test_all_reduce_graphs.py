@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 from all_reduce_cases import ALGORITHMS, Case, Inputs, norm_model, sum_model
-from graphs import NUM_INPUTS, Call, Chain, ChainSuite, ChainTest
+from graph_chains import Chain, ChainSuite, ChainTest
+from graphs import NUM_INPUTS, Call
 
 import persistent_ops as po
 

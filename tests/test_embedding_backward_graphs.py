@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 from bits import difference
+from checks import TURNS_PER_LOOK, Checks
 from embedding_backward_cases import SMALL, Case, Training, case_of, columns_of, make_gradient, make_inputs
 from embedding_cases import Case as Shape, split_of
 from embedding_lookups_cases import brought, make_exchange
+from gpu_turns import gpus_alone
 from graphs import NUM_INPUTS, Graph, num_pes, num_replays
 from worlds import in_world
 
@@ -91,9 +94,17 @@ class _Steps(Training):
         """Return tables and states."""
         return [*self.tables, *(state for table in self.tables for state in self.optimizer.state(table))]
 
+    def wanted(self) -> list[torch.Tensor]:
+        """Return the model's tables and states."""
+        return [*self.model.tables, *(state for states in self.model.states for state in states)]
+
+    def check(self, checks: Checks, wanted: Sequence[torch.Tensor], turn: int) -> None:
+        """Have what is trained compared with what a model had behind a turn."""
+        for number, pair in enumerate(zip(self.trained(), wanted, strict=True)):
+            checks.compare(f"turn {turn}, {self._case.name}, tensor {number}", *pair)
+
     def problem(self) -> str | None:
-        wanted = [*self.model.tables, *(state for states in self.model.states for state in states)]
-        found = (difference(*pair) for pair in zip(self.trained(), wanted, strict=True))
+        found = (difference(*pair) for pair in zip(self.trained(), self.wanted(), strict=True))
         return next((f"{self._case.name}, tensor {n}: {each}" for n, each in enumerate(found) if each), None)
 
 
@@ -107,25 +118,31 @@ def _replayed(way: str, replays: int) -> list[str]:
     graph = Graph(lambda: [training.run() for training in trainings])
     for training in trainings:
         training.begin()
-    problems: list[str] = []
+    wanted: dict[int, list[list[torch.Tensor]]] = {}
     for turn in range(replays):
-        if (turn + po.rank()) % 17 == 0:
-            time.sleep(0.002)
-        for training in trainings:
-            training.load(turn)
-        if turn % 50 == 7:
-            for training in trainings:
-                training.run()
-        else:
-            graph.replay()
         for training in trainings:
             training.follow(turn)
-        if turn % 20 == 0 or turn + 1 == replays:
-            problems += [f"turn {turn}, {found}" for each in trainings if (found := each.problem()) is not None]
-        if problems:
-            break
+        if turn % TURNS_PER_LOOK == 0 or turn + 1 == replays:
+            wanted[turn] = [[tensor.to(po.device(), copy=True) for tensor in each.wanted()] for each in trainings]
+    checks = Checks()
+    with gpus_alone():
+        for turn in range(replays):
+            if (turn + po.rank()) % 17 == 0:
+                time.sleep(0.002)
+            for training in trainings:
+                training.load(turn)
+            if turn % 50 == 7:
+                for training in trainings:
+                    training.run()
+            else:
+                graph.replay()
+            if turn in wanted:
+                for training, tensors in zip(trainings, wanted[turn], strict=True):
+                    training.check(checks, tensors, turn)
+                if problems := checks.look():
+                    return problems
     po.check()
-    return problems
+    return []
 
 
 @pytest.mark.apart

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from gemv_cases import ALGORITHMS, Case, Inputs, expected_bits, make_inputs
-from graphs import NUM_INPUTS, Call, Chain, ChainSuite, ChainTest, Graph
+from graph_chains import Chain, ChainSuite, ChainTest
+from graphs import NUM_INPUTS, Call, Graph
 from worlds import in_world
 
 import persistent_ops as po

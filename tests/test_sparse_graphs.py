@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from checks import Checks
 from graphs import NUM_INPUTS, Call, Graph, GraphSuite, num_pes
 from sparse_cases import (
     INTO_ALGORITHMS,
@@ -80,6 +81,9 @@ class Into(Call):
     def problem(self, results: object, turn: int) -> str | None:
         return self.room.problem(self._rows[turn % NUM_INPUTS])
 
+    def check(self, checks: Checks, results: object, turn: int) -> None:
+        checks.tell(f"turn {turn}, {self.name}", self.problem(results, turn))
+
 
 class Sparse(Call):
     """A call of sparse_all_reduce, whose result has a size that no graph knows."""
@@ -95,6 +99,9 @@ class Sparse(Call):
 
     def problem(self, results: Sequence[torch.Tensor], turn: int) -> str | None:
         return rows_problem(taken_apart(results[0]), self._want, zeros_have_signs=False)
+
+    def check(self, checks: Checks, results: Sequence[torch.Tensor], turn: int) -> None:
+        checks.tell(f"turn {turn}, {self.name}", self.problem(results, turn))
 
 
 class TestGraphs(GraphSuite):

@@ -10,6 +10,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,9 @@ from unittest import mock
 import kept_pes
 import pytest
 import torch
+from checks import Checks
 from conftest import _Scopes
+from gpu_turns import turn
 from worlds import python_path
 
 import persistent_ops as po
@@ -31,12 +36,14 @@ def _commands() -> list[list[str]]:
     environment = {**os.environ, "MAKEFLAGS": ""}
     made = ["make", "-n", "test-gpu", f"PERSISTENT_OPS_PYTHON={sys.executable}", "PYTEST_ARGS="]
     lines = subprocess.run(made, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
-    return [shlex.split(line.partition("||")[0]) for line in lines.splitlines() if "pytest" in line]
+    return [shlex.split(re.split(r"\|\||>", line)[0]) for line in lines.splitlines() if "pytest" in line]
 
 
 def test_what_runs_on_gpus_is_collected() -> None:
     """An option that pytest does not know, or takes for a folder, would stop it at once."""
     rehearsal, side_by_side, apart = _commands()
+    assert rehearsal[:3] == ["nice", "-n", "19"], "the tests come first"
+    rehearsal = rehearsal[3:]
     assert rehearsal[3] == "--backend=rehearsal"
     for command, marks in ((side_by_side, "not apart"), (apart, "apart")):
         assert command == [*rehearsal[:3], "--backend=cuda", "-m", marks, *rehearsal[4:]], "each test once"
@@ -48,6 +55,39 @@ def test_what_runs_on_gpus_is_collected() -> None:
     expected = {"tests/test_protocol.py", "tests/test_gemv_protocol.py", "tests/test_sparse_protocol.py"}
     assert expected <= found, sorted(found)
     assert "tests/test_jit.py" not in found, "the same on every backend"
+
+
+def test_what_is_compared_now_and_looked_at_later_is_told() -> None:
+    right, wrong = torch.arange(4.0), torch.tensor([0.0, 1.0, 2.0, -3.0])
+    checks = Checks()
+    changed = right.clone()
+    checks.compare("turn 1, a", changed, right)
+    changed.fill_(float("nan"))  # behind the comparison
+    checks.compare("turn 1, b", wrong, right)
+    checks.compare("turn 2", torch.tensor([-0.0]), torch.tensor([0.0]))
+    assert checks.look(19) == []
+    assert checks.look(20) == ["turn 1, b: 1 elements differ", "turn 2: 1 elements differ"]
+    assert checks.look() == []
+    checks.compare("turn 21", right[:2], right)
+    assert "got torch.float32 [2], expected torch.float32 [4]" in checks.look(21)[0], "what is known is told at once"
+    checks.tell("turn 22", None)
+    assert checks.look() == []
+
+
+def test_the_pes_of_a_job_have_their_turn_together_and_jobs_one_after_the_other(tmp_path: Path) -> None:
+    met = {job: threading.Barrier(2, timeout=60) for job in "abc"}
+    said: list[str] = []
+
+    def be_pe(job: str, rank: int) -> None:
+        with turn(tmp_path / "turn", job, rank):
+            met[job].wait()  # all PEs of the job are here
+            said.append(job)
+            time.sleep(0.05)
+            met[job].wait()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(be_pe, "aabbcc", [1, 0] * 3))
+    assert len(said) == 6 and said[::2] == said[1::2] and len(set(said[::2])) == 3
 
 
 _CONFTEST = """

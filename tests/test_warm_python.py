@@ -1,4 +1,4 @@
-"""What a forked program is given: the file descriptors that were asked for, whatever their numbers, and interrupts."""
+"""What a forked program is given: file descriptors under the numbers asked for, interrupts, a driver not in use."""
 
 from __future__ import annotations
 
@@ -63,3 +63,30 @@ def test_programs_take_interrupts_whoever_has_started_their_server(tmp_path: Pat
     command = [sys.executable, str(tmp_path / "program.py")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert ran.stdout == "False\n1\n", ran.stderr
+
+
+_DRIVER = """
+extern "C" int cuDeviceGetCount(int *) { return %d; }
+"""
+_FORKS = """
+import subprocess, sys
+import warm_python
+
+warm_python.fork_launches(at_once=True)
+print(warm_python.Popen([sys.executable, "-c", "print('forked')"], stdout=subprocess.PIPE, text=True).communicate()[0])
+"""
+
+
+@pytest.mark.parametrize(("answer", "is_used"), [(3, False), (0, True), (100, True)])
+def test_nothing_is_forked_behind_a_driver_that_is_in_use(answer: int, is_used: bool, tmp_path: Path) -> None:
+    """A driver that has not been initialised answers 3; one that finds no GPU 100, and so for ever in a child."""
+    (tmp_path / "driver.cpp").write_text(_DRIVER % answer)
+    command = ["g++", "-shared", "-fPIC", "driver.cpp", "-o", "libcuda.so.1"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    (tmp_path / "program.py").write_text(_FORKS)
+    environment = {**os.environ, "PYTHONPATH": python_path(), "LD_LIBRARY_PATH": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert ("an import has initialised CUDA" in ran.stderr) == is_used, ran.stderr
+    assert ran.stdout.strip() == ("" if is_used else "forked"), ran.stderr

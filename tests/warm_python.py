@@ -137,11 +137,17 @@ class Popen(subprocess.Popen[str]):
             self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
 
-def fork_launches() -> None:
-    """Let `Popen`, multiprocessing's spawn, and po.launch with it, fork their processes from now on."""
+def fork_launches(*, at_once: bool = False) -> None:
+    """Let `Popen`, multiprocessing's spawn, and po.launch with it, fork their processes from now on.
+
+    Args:
+        at_once: start what they are forked from now, and not with the first of them.
+    """
     global _is_on
     _is_on = True
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[attr-defined]
+    if at_once:
+        _server_for(dict(os.environ))
 
 
 @contextlib.contextmanager

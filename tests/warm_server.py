@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import ctypes
 import fcntl
 import gc
 import json
@@ -31,6 +33,18 @@ import persistent_ops
 
 # Imported for those that are forked; torch._dynamo, which takes some two seconds, is what torch's optimizers import.
 __all__ = ["persistent_ops", "pytest", "torch"]
+
+
+_CUDA_ERROR_NOT_INITIALIZED = 3
+
+
+def _has_used_cuda() -> bool:
+    """Return whether the driver has been initialised in this process, which makes it useless in those it forks."""
+    with contextlib.suppress(OSError):
+        return bool(
+            ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
+        )
+    return False  # there is none
 
 
 def _folders() -> list[str]:
@@ -97,6 +111,7 @@ def _leave(code: int) -> None:
     os._exit(code & 0xFF)
 
 
+assert not _has_used_cuda(), "an import has initialised CUDA, so PEs on GPUs cannot be forked behind it"
 _request = _next_program(socket.socket(fileno=int(sys.argv[1])))
 _code = 0
 try:
