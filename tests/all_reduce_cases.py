@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from bits import NUM_ITERATIONS, Outcome, Trial, difference
+from serially import serially
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce_plan import FLOAT8
@@ -153,6 +154,7 @@ def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
     )
 
 
+@serially
 @functools.lru_cache(maxsize=32)
 def expected(case: Case, world: int, iteration: int) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor | None]]:
     """Return what all PEs pass, and the sum and the norm that every PE must get; nobody may write to them."""

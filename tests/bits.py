@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+from serially import serially
 from worlds import run_pes
 
 import persistent_ops as po
@@ -42,6 +43,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
+@serially
 def difference(found: torch.Tensor, want: torch.Tensor) -> str | None:
     """Return where two results differ in bits, or None; they may be on any devices."""
     if (found.shape, found.dtype) != (want.shape, want.dtype):

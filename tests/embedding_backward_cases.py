@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from bits import difference
 from embedding_cases import CASES as FORWARD_CASES, Case as Shape, split_of
+from serially import serially
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_backward_plan import Tuning
@@ -178,6 +179,7 @@ def _seed(*what: object) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, what)).encode()))
 
 
+@serially
 @functools.lru_cache(maxsize=64)
 def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     """Return a PE's inputs, on the CPU."""
@@ -216,6 +218,7 @@ def _draw(case: Case, count: int, rng: torch.Generator) -> torch.Tensor:
     return indices
 
 
+@serially
 @functools.lru_cache(maxsize=64)
 def make_gradient(case: Case, world: int, iteration: int, step: int) -> torch.Tensor:
     """Return the gradient of the whole batch, for the tables of all PEs."""
@@ -295,6 +298,7 @@ class Gradients(NamedTuple):
 class Model:
     """The exact bits of a PE's tables, states and factors' gradients."""
 
+    @serially
     def __init__(self, case: Case, rank: int, world: int) -> None:
         self._case, self._rank, self._world = case, rank, world
         self.tables = [table.clone() for table in make_inputs(case, rank, world, 0).tables]
@@ -310,6 +314,7 @@ class Model:
         self._options = dict(case.options)
         self._sums: dict[tuple[int, int], Any] = {}  # of steps without factors: whatever the tables
 
+    @serially
     def step(self, iteration: int, step: int, lr: float) -> torch.Tensor | None:
         """Make a step; return the gradient of the factors."""
         self._powers = self._powers * torch.tensor(self._options.get("betas", (0.9, 0.999)))
@@ -319,6 +324,7 @@ class Model:
         self._num_steps += 1
         return found.factors
 
+    @serially
     def gradients(self, iteration: int, step: int) -> Gradients:
         """Return what a step begins with."""
         case, shape = self._case, self._case.shape
@@ -419,6 +425,7 @@ class Model:
         return round_stochastically(values, random_halves(seed, self._num_steps, rows, values.shape[1]), dtype)
 
 
+@serially
 def sparse_problem(
     table: torch.Tensor, gradient: torch.Tensor | None, wanted: tuple[torch.Tensor, torch.Tensor]
 ) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from bits import Outcome, Trial, check, difference
+from serially import serially
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_all_to_all import reference
@@ -164,6 +165,7 @@ def _inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     return weights, indices.to(case.index_dtype), offsets.to(case.offset_dtype), factors
 
 
+@serially
 def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     """Return one PE's inputs, on the CPU: new tensors. Tables stay the same over iterations, lookups change."""
     weights, indices, offsets, factors = _inputs(case, rank, world, iteration)
@@ -171,6 +173,7 @@ def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     return copies, indices.clone(), offsets.clone(), None if factors is None else factors.clone()
 
 
+@serially
 def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequence[int]) -> torch.Tensor:
     """Return exactly what PE `rank` must get: fp32 sums in index order, one rounding at the end."""
     batch, first, rows = sum(split), sum(split[:rank]), split[rank]

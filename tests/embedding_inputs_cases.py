@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from serially import serially
 
 import persistent_ops as po
 
@@ -93,6 +94,7 @@ class Given(NamedTuple):
     weights: torch.Tensor | None
 
 
+@serially
 @functools.lru_cache(maxsize=256)
 def make_given(case: Case, rank: int, iteration: int) -> Given:
     """Return a PE's lookups, on the CPU."""
@@ -161,6 +163,7 @@ def arrived(lookups: po.Lookups) -> list[Arrived]:
     return found
 
 
+@serially
 @functools.lru_cache(maxsize=1024)
 def _wanted(case: Case, world: int, rank: int, iteration: int) -> list[Arrived]:
     split = batches(case, world, iteration)

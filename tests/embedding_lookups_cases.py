@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from embedding_backward_cases import Case, make_inputs
 from embedding_cases import split_of
+from serially import serially
 
 import persistent_ops as po
 
@@ -24,6 +25,7 @@ def _slots_of(case: Case, world: int) -> list[list[tuple[int, int]]]:
     return slots
 
 
+@serially
 def brought(case: Case, iteration: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return what this PE brings of the batch: values, offsets and weights."""
     rank, world = po.rank(), po.world_size()

@@ -8,7 +8,6 @@ bits of other values are compared between ranks, algorithms and runs, and their 
 from __future__ import annotations
 
 import functools
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from bits import SMALLEST, UNIT, Outcome, Trial, difference
+from serially import serially
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
@@ -119,8 +119,6 @@ FEW = [case for case in CASES if case.rows < 300 and case.columns(0) < 1000]
 
 # ---- inputs and what they must give ----------------------------------------------------------------------------------
 
-_lock = threading.Lock()  # PEs that are threads share what is computed here
-
 
 def _draw(case: Case, rng: torch.Generator, *shape: int, is_factor: bool = True) -> torch.Tensor:
     if case.values == "whole":
@@ -133,6 +131,7 @@ def _draw(case: Case, rng: torch.Generator, *shape: int, is_factor: bool = True)
     return values.to(case.dtype)
 
 
+@serially
 @functools.lru_cache(maxsize=16)
 def _weights(case: Case, world: int) -> list[torch.Tensor]:
     weights = []
@@ -161,12 +160,13 @@ def _inputs(case: Case, world: int, iteration: int) -> Inputs:
     return Inputs(_weights(case, world), xs, bias if "bias" in way else None, residual if "residual" in way else None)
 
 
+@serially
 def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
     """Return what all PEs pass in an iteration. Weights stay the same over iterations, the others change."""
-    with _lock:
-        return _inputs(case, world, iteration)
+    return _inputs(case, world, iteration)
 
 
+@serially
 def expected_bits(inputs: Inputs, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return exactly what every PE must get where each rank's partial result is exact in fp32.
 
@@ -185,6 +185,7 @@ def expected_bits(inputs: Inputs, comm_dtype: torch.dtype | None = None) -> torc
     return total.to(inputs.weights[0].dtype)
 
 
+@serially
 def bound_problem(output: torch.Tensor, inputs: Inputs, comm_dtype: torch.dtype | None = None) -> str | None:
     """Compare with the fp64 reference; return what is wrong, or None.
 
@@ -294,6 +295,7 @@ def bits_problem(case: Case, inputs: Inputs, result: torch.Tensor, first: torch.
     return difference(result, first) or bound_problem(result, inputs, case.comm)
 
 
+@serially
 @functools.lru_cache(maxsize=32)
 def _expected(case: Case, inputs: Inputs) -> torch.Tensor:
     return expected_bits(inputs, case.comm)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from serially import serially
 from torch.nn import functional as F
 
 import persistent_ops as po
@@ -121,6 +122,7 @@ class Batch:
     weights: torch.Tensor | None
 
 
+@serially
 def batch_of(case: Case, rank: int, step: int) -> Batch:
     """Return a PE's lookups, on the CPU."""
     rng = torch.Generator().manual_seed(100 * step + rank)
@@ -134,6 +136,7 @@ def batch_of(case: Case, rank: int, step: int) -> Batch:
     return Batch(values.to(case.index_dtype), lengths.to(case.index_dtype), weights)
 
 
+@serially
 def gradient_of(case: Case, rank: int, step: int) -> torch.Tensor:
     """Return the gradient of a PE's result: whole numbers."""
     rng = torch.Generator().manual_seed(7000 + 100 * step + rank)
@@ -195,6 +198,7 @@ class Reference:
         tables: by name, float32.
     """
 
+    @serially
     def __init__(self, case: Case, lr: float = 0.5, seed: int = 3) -> None:
         self._case = case
         self.tables: dict[str, torch.Tensor] = {}
@@ -212,6 +216,7 @@ class Reference:
         kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[case.algorithm]
         self.optimizer = kind(self.tables.values(), lr=lr, **options)  # type: ignore[operator]
 
+    @serially
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the pooled rows, float32."""
         names = self._case.features()
@@ -235,6 +240,7 @@ class Reference:
                 )
         return torch.cat(pooled, 1)
 
+    @serially
     def step(self, world: int, step: int, scale: float = 1.0) -> None:
         """Train with all PEs' samples."""
         self.optimizer.zero_grad()

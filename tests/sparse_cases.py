@@ -7,7 +7,6 @@ that the bits of a sum tell in which order it was made.
 from __future__ import annotations
 
 import functools
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from bits import NUM_ITERATIONS, SMALLEST, UNIT, Outcome, Trial, difference
+from serially import serially
 
 import persistent_ops as po
 
@@ -247,8 +247,6 @@ FEW = [case for case in CASES if case.rows < 1000 and case.name != "one row agai
 
 # ---- inputs and what they must give ----------------------------------------------------------------------------------
 
-_lock = threading.Lock()  # PEs that are threads share what is computed here
-
 
 def _seed(*what: object) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, what)).encode()))
@@ -271,10 +269,10 @@ def _inputs(case: Case, world: int, iteration: int) -> list[Entries]:
     return found
 
 
+@serially
 def make_inputs(case: Case, world: int, iteration: int) -> list[Entries]:
     """Return what all PEs pass in an iteration."""
-    with _lock:
-        return _inputs(case, world, iteration)
+    return _inputs(case, world, iteration)
 
 
 def sum_in_order(indices: torch.Tensor, values: torch.Tensor) -> Rows:
@@ -290,6 +288,7 @@ def sum_in_order(indices: torch.Tensor, values: torch.Tensor) -> Rows:
     return Rows(rows, sums)
 
 
+@serially
 def expected(inputs: Sequence[Entries], op: str = "sum", dtype: torch.dtype | None = None) -> Rows:
     """Return exactly what every PE must get: each PE's duplicates, then the PEs in rank order, in fp32, one rounding.
 
@@ -310,16 +309,17 @@ def _wanted(case: Case, world: int, iteration: int) -> Rows:
     return expected(_inputs(case, world, iteration), case.op)
 
 
+@serially
 @functools.lru_cache(maxsize=32)
 def _model_problem(case: Case, world: int, iteration: int) -> str | None:
     inputs = _inputs(case, world, iteration)
     return bound_problem(case.rows, _wanted(case, world, iteration), inputs, case.op)
 
 
+@serially
 def wanted(case: Case, world: int, iteration: int) -> Rows:
     """Return `expected` of a case's inputs."""
-    with _lock:
-        return _wanted(case, world, iteration)
+    return _wanted(case, world, iteration)
 
 
 def bound_problem(rows: int, result: Rows, inputs: Sequence[Entries], op: str = "sum") -> str | None:
@@ -354,6 +354,7 @@ def zeros_have_signs(algorithm: str) -> bool:
     return algorithm != "dense" or po.backend() == "host"
 
 
+@serially
 def rows_problem(result: Rows, want: Rows, *, zeros_have_signs: bool = True) -> str | None:
     """Return where a result differs in indices, or in a bit of its values; or None."""
     if result.indices.dtype != torch.int64 or result.indices.tolist() != want.indices.tolist():
@@ -366,6 +367,7 @@ def rows_problem(result: Rows, want: Rows, *, zeros_have_signs: bool = True) -> 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
+@serially
 def to_sparse(case: Case, entries: Entries) -> torch.Tensor:
     """Return a PE's entries as a sparse tensor on its device."""
     indices, values = (tensor.to(po.device()) for tensor in entries)
@@ -374,6 +376,7 @@ def to_sparse(case: Case, entries: Entries) -> torch.Tensor:
     )
 
 
+@serially
 def taken_apart(result: torch.Tensor) -> Rows:
     """Return a sparse result on the CPU; the copy does not hold its memory."""
     return Rows(result._indices()[0].cpu().clone(), result._values().cpu().clone())
@@ -430,6 +433,7 @@ class Room:
         po.free(self._values)
 
 
+@serially
 def padded(case: Case, entries: Entries, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return indices, values and count of a PE, with entries behind the count that nobody may read."""
     nnz = len(entries.indices)
@@ -488,8 +492,7 @@ class SparseTrial(Trial):
         output = po.sparse_all_reduce(x, op=case.op, algorithm=algorithm)
         found = form_problem(output, case)
         found = found or rows_problem(taken_apart(output), want, zeros_have_signs=zeros_have_signs(algorithm))
-        with _lock:
-            found = found or _model_problem(case, po.world_size(), iteration)
+        found = found or _model_problem(case, po.world_size(), iteration)
         if not (torch.equal(x._indices(), given[0]) and torch.equal(x._values(), given[1])):
             found = "the input was changed"
         if x.is_coalesced() != given[2]:
