@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,5 +162,8 @@ def _fail(error: Exception, code: int) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. What a stream's encoding cannot say is spelled out, such as a letter of a folder's name."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     app()

@@ -260,6 +260,14 @@ def test_module_can_be_run() -> None:
     assert "persistent-ops bench embedding_all_to_all" in done.stdout
 
 
+def test_names_that_the_terminal_cannot_say_are_spelled_out(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "XDG_CACHE_HOME": str(tmp_path / "caché")}
+    command = [sys.executable, "-m", "persistent_ops", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert r"cach\xe9" in re.sub(r"\s", "", done.stdout), done.stdout
+
+
 @pytest.mark.slow
 def test_the_wheel_carries_kernels_and_benchmarks(tmp_path: Path) -> None:
     """Build with the environment's own hatchling where it has one, so that no index is asked."""

@@ -67,10 +67,13 @@ def _next_program(connection: socket.socket) -> dict[str, Any]:
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
+        between = os.getpid()
         if os.fork():
             os._exit(0)
-        while os.getppid() != parent:  # which adopts this process once the one between has ended
+        while os.getppid() == between:  # until `parent` adopts this process
             time.sleep(0.0005)
+        if os.getppid() != parent:  # it has ended
+            os._exit(1)
         connection.close()
         request: dict[str, Any] = json.loads(message)
         _become(request, descriptors, installed)
