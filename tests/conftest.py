@@ -48,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if is_on_gpus and worker:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_of(worker, is_apart=_is_apart(config)))
+    if not is_on_gpus:
+        from one_core import share_one_core  # which imports torch
+
+        share_one_core(int(worker.removeprefix("gw") or 0))
     warm_python.fork_launches(at_once=is_on_gpus and bool(worker))  # which takes as long as to collect the tests
 
 
