@@ -27,6 +27,7 @@ from gpu_turns import turn
 from worlds import python_path
 
 import persistent_ops as po
+from persistent_ops.runtime.interruptible import Interruptible
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -88,6 +89,30 @@ def test_the_pes_of_a_job_have_their_turn_together_and_jobs_one_after_the_other(
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(be_pe, "aabbcc", [1, 0] * 3))
     assert len(said) == 6 and said[::2] == said[1::2] and len(set(said[::2])) == 3
+
+
+def _cores() -> tuple[set[int], list[set[int]]]:
+    """Return the cores of this PE, and those of its waits for kernels."""
+    of_waits = []
+    call = Interruptible.call
+
+    def seen(waits: Interruptible, *args: Any, **options: Any) -> Any:
+        of_waits.append(os.sched_getaffinity(0))
+        return call(waits, *args, **options)
+
+    with mock.patch.object(Interruptible, "call", seen):
+        po.init("host", heap_size=1 << 20)
+        po.runtime.world.current().enqueue_barrier()
+        po.finalize()
+    return os.sched_getaffinity(0), of_waits
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_pes_that_are_threads_run_python_on_one_core_and_kernels_on_all() -> None:
+    before = os.sched_getaffinity(0)
+    ((of_pe, of_kernels),) = po.launch(_cores, 1, threads=True, timeout=60)
+    assert len(of_pe) == 1 and before in of_kernels
+    assert os.sched_getaffinity(0) == before
 
 
 _CONFTEST = """
