@@ -43,7 +43,7 @@ test-gpu: $(ready) ## run the operators' tests on the GPUs (one is enough)
 	trap 'kill $$!' ERR; \
 	nice -n 19 $(py) -m pytest --backend=rehearsal -n auto --no-loadscope-reorder $(PYTEST_ARGS) > out/rehearsal.txt 2>&1 & \
 	$(py) -m pytest --backend=cuda -m "not apart" -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]; \
-	wait $$! || true; tail -n 3 out/rehearsal.txt
+	wait $$! || true; grep 'in the compile cache' out/rehearsal.txt || tail -n 20 out/rehearsal.txt
 	$(py) -m pytest --backend=cuda -m apart -n auto --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(ready) ## check style and types: ruff, mypy, clang-format

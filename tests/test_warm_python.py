@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from worlds import python_path
 
+from persistent_ops.runtime.toolchain import find_cxx
+
 pytestmark = pytest.mark.host
 
 _COUNT = 20
@@ -81,7 +83,7 @@ print(warm_python.Popen([sys.executable, "-c", "print('forked')"], stdout=subpro
 def test_nothing_is_forked_behind_a_driver_that_is_in_use(answer: int, is_used: bool, tmp_path: Path) -> None:
     """A driver that has not been initialised answers 3; one that finds no GPU 100, and so for ever in a child."""
     (tmp_path / "driver.cpp").write_text(_DRIVER % answer)
-    command = ["g++", "-shared", "-fPIC", "driver.cpp", "-o", "libcuda.so.1"]
+    command = [*find_cxx().command, "-shared", "-fPIC", "driver.cpp", "-o", "libcuda.so.1"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     (tmp_path / "program.py").write_text(_FORKS)
     environment = {**os.environ, "PYTHONPATH": python_path(), "LD_LIBRARY_PATH": str(tmp_path)}
