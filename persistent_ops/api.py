@@ -207,9 +207,10 @@ def recover() -> None:
     """Make the world usable again after PeerTimeoutError or ContractMismatchError; collective and blocking.
 
     Also after a launch on the host that has not begun. Every PE of the world must be alive and call it. Results of
-    aborted launches stay poisoned.
+    aborted launches stay poisoned. Who comes first waits for twice ``operator_timeout`` (once more for each exchange of
+    inputs that has launches of its own), since its peers may come to an operator later than it did, and wait there.
 
     Raises:
-        BootstrapError: a PE did not come within the time-out; the world is lost then.
+        BootstrapError: a PE did not come within that time; the world is lost then, and all that follows is refused.
     """
     _world.current().recover()

@@ -173,7 +173,11 @@ _LONG_ON_GPUS = (
 )
 
 # Functions that wait for their turn to have the GPUs alone (gpu_turns.py): last, as their workers do nothing else then.
-_ALONE_ON_GPUS = ("test_a_thousand_replays_with_changing_inputs", "test_launches_that_take_each_other_s_results")
+_ALONE_ON_GPUS = (
+    "test_a_thousand_replays_with_changing_inputs",
+    "test_launches_that_take_each_other_s_results",
+    "test_two_calls_on_two_streams",
+)
 
 
 def _place_on_gpus(item: pytest.Item) -> int:

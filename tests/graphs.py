@@ -286,14 +286,18 @@ class GraphSuite:
 
     @classmethod
     def _two_streams(cls) -> list[str]:
-        problems: list[str] = []
         calls = cls._pair()
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         for call in calls:
             for way in cls.ways:
                 call.run(way)
         po.check()
-        torch.cuda.synchronize()
+        with gpus_alone():
+            return cls._eager_on_streams(calls, streams) + cls._replayed_on_streams(calls, streams)
+
+    @classmethod
+    def _eager_on_streams(cls, calls: Sequence[Call], streams: Sequence[torch.cuda.Stream]) -> list[str]:
+        problems = []
         for turn in range(40):
             of_all = []
             for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
@@ -306,7 +310,12 @@ class GraphSuite:
             for number, (call, results) in enumerate(zip(calls, of_all, strict=True)):
                 if (found := call.problem(results, turn)) is not None:
                     problems.append(f"turn {turn}, stream {number}: {found}")
-        # The same as graphs, whose replays on two streams an event puts in one order on all PEs.
+        return problems
+
+    @classmethod
+    def _replayed_on_streams(cls, calls: Sequence[Call], streams: Sequence[torch.cuda.Stream]) -> list[str]:
+        """The same as graphs, whose replays on two streams an event puts in one order on all PEs."""
+        problems = []
         graphs = [Graph(call.run, stream) for call, stream in zip(calls, streams, strict=True)]
         torch.cuda.synchronize()
         last: torch.cuda.Stream | None = None

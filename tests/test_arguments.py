@@ -530,6 +530,10 @@ WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
 }
 
 
+def _nested(layout: torch.layout = torch.strided) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+
+
 NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "list to symmetric": (lambda mine: po.to_symmetric([1]), "tensor: expected a tensor, got list"),
     "sparse to symmetric": (
@@ -546,6 +550,28 @@ NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     ),
     "size of a truth in a tensor": (lambda mine: po.empty(torch.tensor(True)), "size: expected whole numbers, got"),
     "size of a fraction in a tensor": (lambda mine: po.empty(torch.tensor(2.5)), "size: expected whole numbers, got"),
+    "sum of nested": (lambda mine: po.all_reduce(_nested()), "x: expected a dense tensor, got a nested one"),
+    "nested residual": (
+        lambda mine: po.all_reduce(mine, residual=_nested()),
+        "residual: expected a dense tensor, got a nested one",
+    ),
+    "nested weight of a norm": (
+        lambda mine: po.all_reduce_rms_norm(mine, _nested()),
+        "weight: expected a dense tensor, got a nested one",
+    ),
+    "product with nested": (
+        lambda mine: po.gemv(_nested(), mine),
+        "weight: expected a dense tensor, got a nested one",
+    ),
+    "sum of jagged": (
+        lambda mine: po.gemv_all_reduce(mine, _nested(torch.jagged)),
+        "x: expected a dense tensor, got a nested one",
+    ),
+    "sparse sum of nested": (lambda mine: po.sparse_all_reduce(_nested()), "x: expected a dense tensor, got a nested"),
+    "nested table": (
+        lambda mine: po.embedding_all_to_all([_nested()], nothing(), no_bags()),
+        r"weights\[0\]: expected a dense tensor, got a nested one",
+    ),
     "view of PE True": (lambda mine: po.peer_view(mine, True), "rank: expected a whole number, got True"),
     "view of a list": (lambda mine: po.peer_view([1], 0), "tensor: expected a tensor, got list"),
     "view of PE a": (lambda mine: po.peer_view(mine, "a"), "rank: expected a whole number, got 'a'"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import error_of, in_world
+from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime.world import current
@@ -130,6 +130,48 @@ def _first_timeline() -> torch.Tensor:
 def test_a_world_recovers_behind_a_late_first_call(call: Callable[[], torch.Tensor], wanted: list[float]) -> None:
     found = in_world(_late, 2, "host", call)
     assert found == [["PeerTimeoutError", wanted]] * 2
+
+
+# ---- who recovers before its peers -----------------------------------------------------------------------------------
+
+
+def _recovers_first() -> list[Any]:
+    _first_sum()
+    if po.rank() == 1:
+        time.sleep(1.5)
+    x = torch.ones(4, dtype=torch.float32 if po.rank() else torch.float64)  # of no use to PE 0 alone
+    told = error_of(lambda: po.all_reduce(x))[0]
+    po.recover()
+    return [told, _first_sum().tolist()]
+
+
+@pytest.mark.host
+def test_a_pe_that_recovers_first_waits_for_an_operator_that_waits_for_it() -> None:
+    found = in_world(_recovers_first, 2, "host", operator_timeout=5.0)
+    assert found == [["TypeError", [2.0] * 4], ["PeerTimeoutError", [2.0] * 4]]
+
+
+def _lost(backend: str) -> list[str]:
+    po.init(backend, operator_timeout=2.0, heap_size=16 << 20)
+    try:
+        _first_sum()
+        if po.rank() == 1:
+            time.sleep(3.0)  # it waits in an operator while PE 0 gives up its recovery
+            return [error_of(_first_sum)[0]]
+        errors = [error_of(po.recover)]
+        errors += [error_of(call) for call in (_first_sum, _first_allocation, po.check, po.barrier, po.recover)]
+        return [f"{name}: {text}" for name, text, *_ in errors]
+    finally:
+        po.finalize()
+
+
+@pytest.mark.host
+def test_a_world_that_does_not_recover_is_not_used() -> None:
+    """What two PEs launch then may be anything; it must not be taken for the same."""
+    (recovery, *refused, again), (other,) = run_pes(_lost, 2, "host", timeout=60)
+    assert recovery.startswith("BootstrapError") and again.startswith("BootstrapError")
+    assert all(text.startswith("BootstrapError: the world is lost, since po.recover()") for text in refused), refused
+    assert other in ("PeerLostError", "PeerTimeoutError")
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -417,6 +418,28 @@ def _disagreed() -> list[Any]:
 
 def test_pes_that_pass_different_tables(backend: str) -> None:
     assert in_world(_disagreed, 2, backend) == [["ValueError", True, "ValueError", 40]] * 2
+
+
+def _disagreed_on_groups() -> list[str]:
+    """Tables and placements of which a PE makes more groups than the other, each with a collective part."""
+    a, b = po.nn.TableConfig("a", 10, 8, ["x"]), po.nn.TableConfig("b", 10, 8, ["x"], "mean")
+    is_first = po.rank() == 0
+    told = []
+    for tables, placement in (
+        ([a] if is_first else [a, b], "table_wise"),
+        ([a], "table_wise" if is_first else "replicated"),
+        ([a], "table_wise" if is_first else "auto"),
+    ):
+        told.append(error_of(functools.partial(_made, tables, placement))[0])
+    return told
+
+
+def _made(tables: list[po.nn.TableConfig], placement: str) -> None:
+    po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, placement=placement)
+
+
+def test_pes_that_pass_tables_of_other_groups(backend: str) -> None:
+    assert in_world(_disagreed_on_groups, 2, backend) == [["ValueError"] * 3] * 2
 
 
 def _bad_on_one() -> list[Any]:

@@ -18,6 +18,7 @@ import persistent_ops as po
 from persistent_ops.nn.automatic_placement import layout_of
 from persistent_ops.nn.sharded_table import ShardedTable
 from persistent_ops.nn.table_layout import Layout, Slot
+from persistent_ops.nn.table_placements import placements_of
 from persistent_ops.ops.embedding_backward import EmbeddingOptimizer
 from persistent_ops.runtime.world import World
 
@@ -33,10 +34,11 @@ _STATE_SALT = 1 << 20
 
 def layout_for(world: World, case: Case, sizes: Sizes, placement: Mapping[str, Any]) -> Layout:
     """Return where tables lie; collective where costs are measured."""
+    tables = case.tables(sizes)
     return layout_of(
         world,
-        case.tables(sizes),
-        placement,
+        tables,
+        placements_of(tables, placement),
         {f"f{number}": float(hotness) for number, hotness in enumerate(sizes.hotness)},
         -(-sizes.batch // world.size),
         case.optimizer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from .embedding_tables import TableConfig
 from .placement_costs import Workload, measured_rates
 from .table_layout import Layout, place
 from .table_owners import bytes_read
-from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePlacement, placements_of
+from .table_placements import AUTO, COLUMN_WISE, REPLICATED, TABLE_WISE, TablePlacement
 from .table_rounding import draws
 
 __all__ = ["decided", "layout_of"]
@@ -26,7 +25,7 @@ _MOST_SLICES_PER_PE = 2
 def layout_of(
     world: World,
     configs: Sequence[TableConfig],
-    placement: Any,
+    placements: Sequence[TablePlacement],
     estimates: Mapping[str, float],
     max_batch: int,
     algorithm: str,
@@ -38,14 +37,13 @@ def layout_of(
     Args:
         world: of this PE.
         configs: of the tables.
-        placement: see `placements_of`.
+        placements: of the tables.
         estimates: lookups per sample of each feature.
         max_batch: samples of a PE.
         algorithm: of the optimizer.
         wire_dtype: of what float32 tables send; None for theirs.
         rounding: of the rows of tables of 16 bits.
     """
-    placements = placements_of(configs, placement)
     if all(each.kind != AUTO for each in placements):
         return place(configs, placements, bytes_read(configs, placements, estimates, world.size), world.size)
     workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm, wire_dtype)

@@ -28,7 +28,7 @@ from .local_lookups import check_features
 from .pooled_lookups import pool_arrived
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable
-from .table_placements import TablePlacement
+from .table_placements import TablePlacement, placements_of
 from .table_rounding import check_rounding, drawn_of, rounding_of
 
 if TYPE_CHECKING:
@@ -191,13 +191,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         check_rounding(configs, rounding)
         self._wire_dtype = wire_dtype
         estimates = lookup_estimates(configs, lookups_per_sample)
-        self.layout = layout_of(world, configs, placement, estimates, max_batch, algorithm, wire_dtype, rounding)
-        self._lookups_per_sample = estimates
-        self.feature_names = list(self.layout.features)
-        self.embedding_names = list(self.layout.names)
-        self.embedding_dims = list(self.layout.dims)
-        self._is_weighted, self._keyed_tensor, self._max_batch = is_weighted, keyed_tensor, max_batch
-        self._clamp = None if max_gradient is None else max_gradient * world.size
         options = {
             "lr": lr,
             "eps": eps,
@@ -206,8 +199,18 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             "betas": betas,
         }
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
+        placements = placements_of(configs, placement)
+        # Before all that is collective, of which PEs with other tables or placements make more or less.
+        self._agree([configs, placements, algorithm, options, scale, max_gradient, wire_dtype, rounding, seed])
+        self.layout = layout_of(world, configs, placements, estimates, max_batch, algorithm, wire_dtype, rounding)
+        self._agree([self.layout])
+        self._lookups_per_sample = estimates
+        self.feature_names = list(self.layout.features)
+        self.embedding_names = list(self.layout.names)
+        self.embedding_dims = list(self.layout.dims)
+        self._is_weighted, self._keyed_tensor, self._max_batch = is_weighted, keyed_tensor, max_batch
+        self._clamp = None if max_gradient is None else max_gradient * world.size
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
-        self._agree([algorithm, options, scale, max_gradient, wire_dtype, rounding, seed])
         self._replicas = None
         if self.layout.replicated:
             self._replicas = ReplicatedTables(
@@ -360,14 +363,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def _agree(self, choices: Sequence[object]) -> None:
         """Raise where PEs passed different arguments."""
         self._world.meet(_AGREEMENT.contract(self._world.team))
-        told = hashlib.sha256(repr((self.layout, choices)).encode()).hexdigest()
+        told = hashlib.sha256(repr(choices).encode()).hexdigest()
         digests = [raw.decode() for raw in self._world.bootstrap.exchange("embedding-bags", told.encode())]
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
         if other is not None:
             raise ValueError(
                 f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but PE "
-                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: "
-                f"{(self.layout, *choices)}"
+                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: {choices}"
             )
 
     def _make_table(self, number: int) -> ShardedTable:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.arguments import as_number
+from ..runtime.arguments import as_number, refuse_nested
 from ..runtime.dtypes import fill_nan
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
@@ -233,6 +233,8 @@ def _check_types(required: dict[str, Any], optional: dict[str, Any]) -> None:
     for name, tensor in (required | optional).items():
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in required):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor is not None:
+            refuse_nested(name, tensor)
 
 
 def _check(

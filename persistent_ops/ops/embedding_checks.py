@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..runtime.arguments import as_whole_numbers
+from ..runtime.arguments import as_whole_numbers, refuse_nested
 from ..runtime.dtypes import SCALARS
 from ..runtime.forward_mode import refuse_tangents
 from ..runtime.literals import literal
@@ -99,6 +99,7 @@ def _check_are_tables(weights: Sequence[torch.Tensor]) -> None:
     for t, weight in enumerate(weights):
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
+        refuse_nested(f"weights[{t}]", weight)
         if weight.dim() != 2:
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
 

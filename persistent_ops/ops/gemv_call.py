@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.arguments import refuse_nested
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator
@@ -140,6 +141,8 @@ def check_types(
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("weight", "x")):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor is not None:
+            refuse_nested(name, tensor)
 
 
 def check(

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.arguments import refuse_nested
 from ..runtime.overlap import check_apart
 from ..runtime.torch_library import TorchOperator
 from ..runtime.uncompiled import uncompiled
@@ -239,6 +240,7 @@ def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> La
 def _check_types(x: torch.Tensor, op: str, algorithm: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a sparse tensor, got {type(x).__name__}")
+    refuse_nested("x", x)
     check_choices(op, algorithm, ALGORITHMS)
 
 
@@ -273,6 +275,7 @@ def check_tensors(*named: tuple[str, Any]) -> None:
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        refuse_nested(name, tensor)
 
 
 def check_values(name: str, dtype: torch.dtype, device: torch.device, expected: torch.device) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..runtime.arguments import refuse_nested
 from ..runtime.torch_private import TensorGuards, storage_has_expired
 
 __all__ = ["TableSet", "TableSets"]
@@ -106,6 +107,7 @@ class TableSets:
         for t, weight in enumerate(weights):
             if not isinstance(weight, torch.Tensor):
                 raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
+            refuse_nested(f"weights[{t}]", weight)
             if weight.layout != torch.strided:
                 raise TypeError(f"weights[{t}]: expected a dense tensor, got layout {weight.layout}")
             if weight.is_neg():

@@ -25,7 +25,7 @@ from .call_numbers import CallNumbers
 from .changes import Changes
 from .contract import Contract, differences
 from .description import describe
-from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError, to_raise
+from .errors import BootstrapError, ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError, to_raise
 from .heap import SymmetricHeap
 from .operator import COMM, Operator
 from .stream_order import StreamOrder
@@ -294,7 +294,8 @@ class Workspace:
             left = "" if operator.changes else " The output of this PE is poisoned with NaN."
             at_risk = self.changes.at_risk()
             return PeerLostError(
-                f"{waited}; PE {error.peer} has ended, look at its output.{left}{at_risk and ' '}{at_risk}"
+                f"{waited}; PE {error.peer} has ended, or has left (po.finalize(), or a "
+                f"po.recover() that failed): look at its output.{left}{at_risk and ' '}{at_risk}"
             )
         if any(error.peer_contract):
             return PeerTimeoutError(f"{waited}. {remedy}")
@@ -437,6 +438,12 @@ class Workspace:
         self._failure = None
         self.changes.recover()
         self._bootstrap.exchange("recovered", b"")
+
+    def lose_world(self, error: BaseException) -> None:
+        """Refuse all launches from now on: `recover` has failed, and PEs no longer agree on what they have launched."""
+        self._failure = BootstrapError(
+            f"the world is lost, since po.recover() has failed: {type(error).__name__}: {error}. Start all PEs anew"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Continue from another epoch; collective, all PEs with the same number, above the present one (for tests)."""

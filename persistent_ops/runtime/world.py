@@ -301,10 +301,16 @@ class World:
         """Start clean epochs after a failure; collective."""
         if self._side_workspaces:  # a launch of one may wait for a PE that has come here for another one's
             self.backend.synchronize(_PATIENCE_S)
-        # A peer's launches in different workspaces know nothing of each other: they give up one after the other.
-        patience = self.bootstrap.timeout * len(self.workspaces)
-        for workspace in self.workspaces:
-            workspace.recover(patience)
+        # A peer's launches in different workspaces know nothing of each other: they give up one after the other. And it
+        # may not have come to the first of them yet, for which it has a time-out's length.
+        patience = self.bootstrap.timeout * (len(self.workspaces) + 1)
+        try:
+            for workspace in self.workspaces:
+                workspace.recover(patience)
+        except BaseException as error:
+            for workspace in self.workspaces:
+                workspace.lose_world(error)
+            raise
         self.num_recoveries += 1
         self._forget()
 
