@@ -7,6 +7,9 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
+# Tests start many processes: without bytecode each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=

@@ -63,7 +63,8 @@ class Pe final : public driver::BasePe<Plan> {
     counts.resize(static_cast<size_t>(num_tables * batch));
     entries.resize(2 * most * sizeof(EntryOf));
     // Sums of all tiles: who reads what no tile has told is wrong.
-    tile_words.resize(most * kPasses << kConfig.digit_bits, kOfAll | 1);
+    const int64_t bytes = tile_words_bytes(kPasses, static_cast<int64_t>(most), int64_t{1} << kConfig.digit_bits);
+    tile_words.resize(static_cast<size_t>(bytes) / sizeof(uint32_t), kOfAll | 1);
   }
 
  private:

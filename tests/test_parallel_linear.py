@@ -669,3 +669,11 @@ def test_balanced_splits_refuses_broken_units() -> None:
         po_nn.balanced_splits(12, 2, multiple=8)
     with pytest.raises(ValueError, match="num_pes and multiple at least 1; got 8, 0, 1"):
         po_nn.balanced_splits(8, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [((10, 3.0), "num_pes"), (("a", 4), "features"), ((True, 1), "features")]
+)
+def test_balanced_splits_refuses_what_is_no_number(arguments: tuple[Any, Any], name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name}: expected a whole number, got"):
+        po_nn.balanced_splits(*arguments)

@@ -12,7 +12,7 @@ import pytest
 
 CUDA = Path(__file__).resolve().parents[1] / "cuda"
 _OF_LANES = r"(?:shuffle|count|count_below|first|union_of|sum_through|add_across)"
-_COLLECTIVES = rf"\b(?:(?:warp|tile|lanes)_?(?:\(\))?\.{_OF_LANES}|ballot|tree_sum|sum_by_trees)\("
+_COLLECTIVES = rf"\b(?:(?:warp|tile|lanes)_?(?:\(\))?\.{_OF_LANES}|ballot|lanes_alike|tree_sum|sum_by_trees)\("
 _SKIPPED = re.compile(rf"(?:&&|\|\||\?)[^;{{}}]*{_COLLECTIVES}")
 
 

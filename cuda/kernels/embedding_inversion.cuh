@@ -39,7 +39,6 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kTilesAtOnce = 8;  // whose bags are searched together
-  static constexpr int kWordsAtOnce = 8;  // of a look-back
   static_assert(kDigitBits <= kMaxDigitBits, "the histograms have no room for more");
 
   static PO_FN uint32_t digit_of(typename Entry::Key key, int pass) {
@@ -50,6 +49,8 @@ struct Traits {
 // What Python must know to make room.
 PO_QUERY(arena_bytes, (int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry),
          arena_bytes(num_warps, tile_items, num_digits, bytes_of_entry))
+PO_QUERY(tile_words_bytes, (int64_t num_passes, int64_t num_tiles, int64_t num_digits),
+         tile_words_bytes(num_passes, num_tiles, num_digits))
 
 template <Config kConfig>
 struct Kernel {
@@ -85,7 +86,7 @@ struct Kernel {
       group.come_to_meeting();
       if (!group.await_meeting(++num_meetings)) return;  // @inversion-counts-zeroed
     }
-    each_of_grid(group, static_cast<int64_t>(num_passes) * group.most_tiles * (Traits::kDigits / 4), [&](int64_t i) {
+    each_of_grid(group, tile_words_bytes(num_passes, group.most_tiles, Traits::kDigits) / 16, [&](int64_t i) {
       store_vector<16>(group.call.tile_words + 4 * i, Vector<16>{});  // @inversion-words-zeroed
     });
     LookupKeys<Traits>(group).make();

@@ -18,6 +18,23 @@ struct BallotWarp : Warp {
   }
 };
 
+// Of some lanes of a warp those whose bit of a word is this lane's. All lanes.
+PO_FN uint32_t lanes_alike([[maybe_unused]] const Warp& warp, uint32_t lanes, uint32_t word, int bit) {
+#if PO_ON_DEVICE
+  // Of what C++ can say here nvcc 13.0 makes twice as many instructions: it works out the bit once for the ballot and once more.
+  asm volatile(
+      "{ .reg .pred is_set; .reg .b32 same; and.b32 same, %1, %2; setp.ne.u32 is_set, same, 0;"
+      " vote.sync.ballot.b32 same, is_set, %3; @!is_set not.b32 same, same; and.b32 %0, %0, same; }"
+      : "+r"(lanes)
+      : "r"(word), "r"(1u << bit), "r"(warp.mask()));
+#else
+  const bool is_set = (word >> bit & 1) != 0;
+  const uint32_t set = warp.ballot(is_set);
+  lanes &= is_set ? set : ~set;
+#endif
+  return lanes;
+}
+
 // The sum of values of which a tile's lanes have kCount each; value i of a lane is number rank + i * lanes. Added up as a tree of
 // neighbours within 32 of them, and these sums to `total` in their order, so that it does not matter how many lanes a tile has.
 // All lanes get it.

@@ -68,10 +68,11 @@ struct Lanes {
   }
 
   // The sum of `value` over the lanes up to this one.
-  PO_FN uint64_t sum_through(uint64_t value) const {
+  template <class T>
+  PO_FN T sum_through(T value) const {
     PO_UNROLL
     for (int distance = 1; distance < kWidth; distance *= 2) {
-      const uint64_t before = __shfl_up_sync(mask(), value, distance, kWidth);
+      const T before = __shfl_up_sync(mask(), value, distance, kWidth);
       if (rank() >= distance) value += before;
     }
     return value;
@@ -124,7 +125,10 @@ struct Lanes {
   uint32_t ballot(bool condition) const { return condition ? 1 : 0; }
   int count(bool condition) const { return condition ? 1 : 0; }
   uint64_t union_of(uint64_t bits) const { return bits; }
-  uint64_t sum_through(uint64_t value) const { return value; }
+  template <class T>
+  T sum_through(T value) const {
+    return value;
+  }
 };
 
 #endif

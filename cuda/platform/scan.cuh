@@ -9,8 +9,9 @@ namespace po {
 
 PO_CONSTANT(kMaxWarps)
 
-struct SumScratch {
+union SumScratch {
   uint64_t warps[kMaxWarps];
+  uint32_t first_warps[kMaxWarps];
 };
 
 // The sum of `value` over the threads before this one; `*total`: over all of the WG. All threads.
@@ -25,6 +26,27 @@ PO_FN uint64_t sum_before(const WorkGroup& wg, SumScratch& scratch, uint64_t val
   uint64_t all = 0;
   for (int i = 0; i < wg.num_warps(); ++i) {
     const uint64_t sum = scratch.warps[i];
+    if (i < wg.warp_index()) before += sum;
+    all += sum;
+  }
+  *total = all;
+  return before;
+}
+
+// The same for small numbers that on the GPU the threads of the first kWarps warps alone have.
+template <int kWarps>
+PO_FN uint32_t sum_before_in_first(const WorkGroup& wg, SumScratch& scratch, uint32_t value, uint32_t* total) {
+  const Warp warp;
+  const int num_warps = PO_ON_DEVICE ? kWarps : wg.num_warps();
+  const uint32_t through = warp.sum_through(value);
+  wg.sync();  // the last sums have been read
+  if (warp.rank() == warp.size() - 1 && wg.warp_index() < num_warps) scratch.first_warps[wg.warp_index()] = through;
+  wg.sync();
+  uint32_t before = through - value;
+  uint32_t all = 0;
+  PO_UNROLL
+  for (int i = 0; i < num_warps; ++i) {
+    const uint32_t sum = scratch.first_warps[i];
     if (i < wg.warp_index()) before += sum;
     all += sum;
   }

@@ -68,7 +68,12 @@ def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[
 
     Raises:
         ValueError: `multiple` does not divide `features`, or a number is out of range.
+        TypeError: something is no whole number.
     """
+    given = {"features": features, "num_pes": num_pes, "multiple": multiple}
+    features, num_pes, multiple = (
+        as_whole_number(value, f"{name}: expected a whole number, got {value!r}") for name, value in given.items()
+    )
     if features < 0 or num_pes < 1 or multiple < 1:
         raise ValueError(
             f"features must be at least 0, num_pes and multiple at least 1; got {features}, {num_pes}, {multiple}"

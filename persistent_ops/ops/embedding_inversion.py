@@ -202,7 +202,8 @@ class InversionPlan(Plan):
         num_warps = world.backend.warps_of(threads)
         is_host = world.backend.name == "host"
         self._tile_items = key.items * (num_warps if is_host else threads)
-        self._tile_words_bytes = self._num_passes * 4 << digit_bits
+        self._tile_words_bytes = description.queries["tile_words_bytes"]
+        self._num_digits = 1 << digit_bits
         request = kernel_request(
             key.index_dtype,
             key.offset_dtype,
@@ -261,7 +262,11 @@ class InversionPlan(Plan):
         rows, count, device = self._rows, sum(capacities), self._world.backend.device
         num_tiles = sum(-(-capacity // self._tile_items) for capacity in capacities)
         entries_bytes = num_tiles * self._tile_items * self._entry_bytes
-        sizes = (entries_bytes, entries_bytes if self._num_passes > 1 else 0, num_tiles * self._tile_words_bytes)
+        sizes = (
+            entries_bytes,
+            entries_bytes if self._num_passes > 1 else 0,
+            self._tile_words_bytes(self._num_passes, num_tiles, self._num_digits),
+        )
         first, second, words = map(aligned_bytes, sizes)
         scratch = torch.empty(first + second + words, dtype=torch.uint8, device=device)
         inverted = Inverted(

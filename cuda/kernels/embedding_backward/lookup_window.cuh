@@ -70,26 +70,42 @@ class WindowFiller {
     Filled filled{0, false, window_.end};
     warp_.sync();  // the last ones have been read
     PO_NO_UNROLL
-    for (int first = 0; first < Window::kCapacity; first += warp_.size()) {
-      const int i = first + warp_.rank();
-      const int at = begin + i;
-      const Key key = key_at(at, end_key);
-      const Key before = at == 0 ? -1 : key_at(at - 1, end_key);  // @row-begins
-      const bool begins = key != end_key && at < window_.end && key != before;
-      if (key != end_key) place(at, i);
-      const int number = filled.num_rows + warp_.count_below(begins);
-      if (begins) {
-        window_.rows[number] = key - static_cast<Key>(window_.group.first_key);
-        window_.begins[number] = i;
+    for (int batch = 0; batch < Window::kCapacity; batch += kAtOnce * warp_.size()) {
+      Queue<Key> keys;
+      Queue<Key> befores;
+      Queue<int32_t> bags;
+      PO_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int i = batch + k * warp_.size() + warp_.rank();
+        const int at = begin + i;
+        keys[k] = key_at(at, end_key);
+        befores[k] = at == 0 ? -1 : key_at(at - 1, end_key);  // @row-begins
+        bags[k] = bag_at(at);
       }
-      filled.num_rows += warp_.count(begins);
-      // The first lookup of another row that does not begin here: the last one that does ends before it.
-      const int stop = warp_.first(!begins && key != before);
-      if (stop < warp_.size()) {
-        filled.next = min_of(filled.next, begin + first + stop);                // the group may end there
-        if (warp_.rank() == 0) window_.begins[filled.num_rows] = first + stop;  // @row-ends
-        warp_.sync();
-        return filled;
+      PO_NO_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int first = batch + k * warp_.size();
+        const int i = first + warp_.rank();
+        const int at = begin + i;
+        const Key key = keys.take();
+        const Key before = befores.take();
+        const int32_t bag = bags.take();
+        const bool begins = key != end_key && at < window_.end && key != before;
+        if (key != end_key) place(bag, at, i);
+        const int number = filled.num_rows + warp_.count_below(begins);
+        if (begins) {
+          window_.rows[number] = key - static_cast<Key>(window_.group.first_key);
+          window_.begins[number] = i;
+        }
+        filled.num_rows += warp_.count(begins);
+        // The first lookup of another row that does not begin here: the last one that does ends before it.
+        const int stop = warp_.first(!begins && key != before);
+        if (stop < warp_.size()) {
+          filled.next = min_of(filled.next, begin + first + stop);                // the group may end there
+          if (warp_.rank() == 0) window_.begins[filled.num_rows] = first + stop;  // @row-ends
+          warp_.sync();
+          return filled;
+        }
       }
     }
     filled.is_open = filled.num_rows != 0;
@@ -126,19 +142,38 @@ class WindowFiller {
     // @window-read-by-lanes
     warp_.sync();  // the last ones have been read
     PO_NO_UNROLL
-    for (int i = warp_.rank(); i < count; i += warp_.size()) place(begin + i, i);
+    for (int i = warp_.rank(); i < count; i += warp_.size()) place(call_.bags[begin + i], begin + i, i);
     warp_.sync();
   }
 
  private:
+  // What a lane has of some lookups, all asked for together, since a warp can do nothing before it knows them; taken one by one
+  // in a loop that is not unrolled, as code that is fetched takes time too.
+  static constexpr int kAtOnce = 3;
+  static_assert(Window::kCapacity % (kAtOnce * kWarpSize) == 0, "whole batches");
+
+  template <class T>
+  struct Queue {
+    T values[kAtOnce];
+
+    PO_FN T& operator[](int k) { return values[k]; }
+    PO_FN T take() {
+      const T first = values[0];
+      PO_UNROLL
+      for (int k = 1; k < kAtOnce; ++k) values[k - 1] = values[k];
+      return first;
+    }
+  };
+
   // Behind the last lookup, and behind the group's, one that no row has.
   PO_FN Key key_at(int at, Key end_key) const {
     return at < count_ ? min_of(static_cast<const Key*>(call_.keys)[at], end_key) : end_key;
   }
 
-  // Notes where a lookup's gradient is: in this PE's own, or in the staging.
-  PO_FN void place(int at, int i) const {
-    const int32_t bag = call_.bags[at];
+  PO_FN int32_t bag_at(int at) const { return at < count_ ? call_.bags[at] : 0; }
+
+  // Notes where the gradient of a lookup's bag is: in this PE's own, or in the staging.
+  PO_FN void place(int32_t bag, [[maybe_unused]] int at, int i) const {
     const auto batch = static_cast<int32_t>(plan_.batch);
     const GroupView& group = window_.group;
     const int32_t number = group.only_member >= 0 ? group.only_member : bag / batch;

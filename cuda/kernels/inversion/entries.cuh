@@ -57,7 +57,7 @@ struct Call {
   int64_t num_sources;
   // Scratch, whatever it holds:
   uint8_t* entries[2];   // each with room for whole tiles
-  uint32_t* tile_words;  // [num_passes][tiles][digits]
+  uint32_t* tile_words;  // [num_passes][kWordsAtOnce - 1 + tiles][digits]; see tile_words_bytes
   // Results; null where not wanted:
   void* keys;
   int32_t* bags;
@@ -74,6 +74,12 @@ struct Words {
   alignas(128) uint32_t histograms[kMaxPasses << kMaxDigitBits];
 };
 PO_DESCRIBE(Words, num_met, num_tiles, histograms)
+
+inline constexpr int kWordsAtOnce = 4;  // of a look-back
+
+PO_FN constexpr int64_t tile_words_bytes(int64_t num_passes, int64_t num_tiles, int64_t num_digits) {
+  return num_passes * (kWordsAtOnce - 1 + num_tiles) * num_digits * static_cast<int64_t>(sizeof(uint32_t));
+}
 
 // ---- one WG ---------------------------------------------------------------------------------------------------------
 
@@ -169,7 +175,8 @@ struct Group {
 
   // [tiles][digits]
   PO_FN uint32_t* tile_words(int pass) const {
-    return call.tile_words + static_cast<int64_t>(pass) * most_tiles * Traits::kDigits;
+    const int64_t rows = static_cast<int64_t>(pass) * (kWordsAtOnce - 1 + most_tiles) + kWordsAtOnce - 1;
+    return call.tile_words + rows * Traits::kDigits;
   }
 
   PO_FN void give_up() const { flag_store_relaxed_wg(&shared.gave_up, 1); }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels/inversion/entries.cuh"
+#include "platform/ballots.cuh"
 #include "platform/bits.cuh"
 #include "platform/counters.cuh"
 
@@ -24,6 +25,7 @@ class RadixPass {
   using Entry = typename Traits::Entry;
   static constexpr int kItems = Traits::kItems;
   static constexpr int kDigits = Traits::kDigits;
+  static constexpr int kDigitWarps = min_of(ceil_div(kDigits, 32), Traits::kThreads / 32);  // whose threads have digits
 
   PO_FN RadixPass(const Group<Traits>& group, int pass)
       : group_(group),
@@ -38,11 +40,11 @@ class RadixPass {
       group_.shared.made_tiles[i] = static_cast<int32_t>(group_.words().num_tiles[i]);  // a sync follows
     }
     const uint32_t* histogram = group_.words().histograms + pass_ * kDigits;
-    uint64_t own = 0;
+    uint32_t own = 0;
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) own += histogram[digit];
-    uint64_t total;
-    auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
+    uint32_t total;
+    uint32_t place = sum_before_in_first<kDigitWarps>(wg_, group_.shared.scratch, own, &total);
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) {
       group_.shared.first_places[digit] = place;
@@ -79,11 +81,11 @@ class RadixPass {
   PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
 
   // Puts a tile's entries in the order of their digits, in shared memory. Returns how many there are.
-  PO_FN uint64_t order(int32_t tile, const Entry (&entries)[kItems]) const {
+  PO_FN uint32_t order(int32_t tile, const Entry (&entries)[kItems]) const {
     uint32_t ranks[kItems];  // among the entries of the warp that have the digit
     rank(entries, ranks);
     wg_.sync();  // @inversion-ranked
-    const uint64_t count = count_digits(tile);
+    const uint32_t count = count_digits(tile);
     wg_.sync();  // @inversion-counted
     stage(entries, ranks);
     return count;
@@ -137,18 +139,14 @@ class RadixPass {
     uint32_t same = warp.ballot(is_there);
     if constexpr (kWarpSize == 1) return same;
     PO_UNROLL
-    for (int bit = 0; bit < Traits::kDigitBits; ++bit) {
-      const bool is_set = (digit >> bit & 1) != 0;
-      const uint32_t set = warp.ballot(is_set);
-      same &= is_set ? set : ~set;
-    }
+    for (int bit = 0; bit < Traits::kDigitBits; ++bit) same = lanes_alike(warp, same, digit, bit);
     return same;
   }
 
   // From counters of each warp to how many entries of the warps before it have the digit; tells how many the tile has of each,
   // and finds their places in it. Returns the number of entries. A thread has some digits.
-  PO_FN uint64_t count_digits(int32_t tile) const {
-    uint64_t own = 0;
+  PO_FN uint32_t count_digits(int32_t tile) const {
+    uint32_t own = 0;
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) {
       uint32_t count = 0;
@@ -164,8 +162,8 @@ class RadixPass {
       group_.shared.shifts[digit] = count;  // until find_shifts, of this thread alone
       own += count;
     }
-    uint64_t total;
-    auto place = static_cast<uint32_t>(sum_before(wg_, group_.shared.scratch, own, &total));
+    uint32_t total;
+    uint32_t place = sum_before_in_first<kDigitWarps>(wg_, group_.shared.scratch, own, &total);
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) {
       group_.shared.staged_places[digit] = place;
@@ -203,16 +201,15 @@ class RadixPass {
   }
 
   // Adds up how many entries of the tiles before have the digit, and tells the sum up to this tile. Asks for some tiles' words
-  // at a time.
+  // at a time; before the first tile's there are some that hold nothing.
   PO_FN bool look_back(int32_t tile, int digit, uint32_t& sum) const {
-    constexpr int kWordsAtOnce = Traits::kWordsAtOnce;
     const Team& team = group_.plan.team;
     int32_t next = tile - 1;
     const auto look = [&] {
       const uint32_t* last = tile_word(next, digit);
       uint32_t words[kWordsAtOnce];
       PO_UNROLL
-      for (int k = 0; k < kWordsAtOnce; ++k) words[k] = count_load_relaxed_gpu(last - min_of(k, next) * kDigits);
+      for (int k = 0; k < kWordsAtOnce; ++k) words[k] = count_load_relaxed_gpu(last - k * kDigits);
       PO_UNROLL
       for (int k = 0; k < kWordsAtOnce; ++k) {
         if (words[k] < kOfTile) return false;  // @inversion-told
@@ -235,25 +232,35 @@ class RadixPass {
   }
 
   PO_FN void store(int count) const {
-    const Entry* staged = group_.arena.tile();
     const Call& call = group_.call;
+    if (!is_last_) {
+      uint8_t* target = group_.entries(pass_ + 1);
+      return for_each_staged(count, [&](const Entry& entry, uint32_t place) {
+        constexpr int kBytes = sizeof(Entry);
+        Vector<kBytes> words;
+        __builtin_memcpy(&words, &entry, kBytes);
+        store_vector<kBytes>(target + static_cast<uint64_t>(place) * kBytes, words);
+      });
+    }
+    const auto member_bits = static_cast<int>(group_.plan.member_bits);
+    for_each_staged(count, [&](const Entry& entry, uint32_t place) {
+      static_cast<typename Traits::Key*>(call.keys)[place] =
+          static_cast<typename Traits::Key>(entry.key >> member_bits);
+      call.bags[place] = entry.bag;
+      if constexpr (Traits::kLookups) call.lookups[place] = entry.lookup;
+    });
+  }
+
+  // use(entry, place in the result), for this thread's entries of a tile.
+  template <class Use>
+  PO_FN void for_each_staged(int count, const Use& use) const {
+    const Entry* staged = group_.arena.tile();
     PO_UNROLL
     for (int u = 0; u < kItems; ++u) {
       const int i = u * group_.num_threads() + wg_.rank();
       if (i >= count) continue;
       const Entry entry = staged[i];
-      const uint32_t place = static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)];
-      if (is_last_) {
-        static_cast<typename Traits::Key*>(call.keys)[place] =
-            static_cast<typename Traits::Key>(entry.key >> group_.plan.member_bits);
-        call.bags[place] = entry.bag;
-        if constexpr (Traits::kLookups) call.lookups[place] = entry.lookup;
-      } else {
-        constexpr int kBytes = sizeof(Entry);
-        Vector<kBytes> words;
-        __builtin_memcpy(&words, &entry, kBytes);
-        store_vector<kBytes>(group_.entries(pass_ + 1) + static_cast<uint64_t>(place) * kBytes, words);
-      }
+      use(entry, static_cast<uint32_t>(i) + group_.shared.shifts[Traits::digit_of(entry.key, pass_)]);
     }
   }
 

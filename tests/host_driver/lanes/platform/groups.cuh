@@ -170,10 +170,11 @@ struct Lanes {
     return all;
   }
 
-  uint64_t sum_through(uint64_t value) const {
-    uint64_t values[kWidth];
+  template <class T>
+  T sum_through(T value) const {
+    T values[kWidth];
     gather(kSum, value, values);
-    uint64_t sum = 0;
+    T sum = 0;
     for (int lane = 0; lane <= rank(); ++lane) sum += values[lane];
     return sum;
   }
