@@ -54,7 +54,8 @@ def sparse_all_reduce(
 
     Raises:
         TypeError, ValueError: an argument's type, layout, shape, dtype or device; before anything is launched.
-        ValueError: x is not coalesced as it says, on the PE that passed it. The sum is wrong, on all PEs.
+        ValueError: x is not coalesced as it says, on the PE that passed it. The sum is wrong, on all PEs. ("dense" adds
+            up what there is, whatever x says.)
         IndexError: a row out of range, on the PE that passed it; the sum lacks such entries, and the world stays
             usable.
         SymmetricHeapError: no room for the result.
