@@ -72,6 +72,7 @@ def init(
         BootstrapError: a PE is missing, dead, numbered twice or of another job, the launcher's environment
             contradicts itself, or some GPUs carry more PEs than others.
         BackendUnavailableError: the backend cannot run here, or PEs chose different ones.
+        SymmetricHeapError: the heap has no room for what a world itself needs, or is more than there is.
     """
     _world.init(
         backend,
