@@ -572,6 +572,14 @@ NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda mine: po.embedding_all_to_all([_nested()], nothing(), no_bags()),
         r"weights\[0\]: expected a dense tensor, got a nested one",
     ),
+    "nested weights of lookups": (
+        lambda mine: po.embedding_all_to_all([mine[:, None]], nothing(), no_bags(), per_sample_weights=_nested()),
+        "per_sample_weights: expected a dense tensor, got a nested one",
+    ),
+    "nested lookups": (
+        lambda mine: po.embedding_all_to_all([mine[:, None]], _nested(), no_bags()),
+        "indices: expected a dense tensor, got a nested one",
+    ),
     "view of PE True": (lambda mine: po.peer_view(mine, True), "rank: expected a whole number, got True"),
     "view of a list": (lambda mine: po.peer_view([1], 0), "tensor: expected a tensor, got list"),
     "view of PE a": (lambda mine: po.peer_view(mine, "a"), "rank: expected a whole number, got 'a'"),

@@ -159,7 +159,7 @@ def _lost(backend: str) -> list[str]:
             time.sleep(3.0)  # it waits in an operator while PE 0 gives up its recovery
             return [error_of(_first_sum)[0]]
         errors = [error_of(po.recover)]
-        errors += [error_of(call) for call in (_first_sum, _first_allocation, po.check, po.barrier, po.recover)]
+        errors += [error_of(call) for call in (_first_sum, _first_allocation, po.check, po.recover, po.barrier)]
         return [f"{name}: {text}" for name, text, *_ in errors]
     finally:
         po.finalize()
@@ -168,10 +168,43 @@ def _lost(backend: str) -> list[str]:
 @pytest.mark.host
 def test_a_world_that_does_not_recover_is_not_used() -> None:
     """What two PEs launch then may be anything; it must not be taken for the same."""
-    (recovery, *refused, again), (other,) = run_pes(_lost, 2, "host", timeout=60)
-    assert recovery.startswith("BootstrapError") and again.startswith("BootstrapError")
+    (recovery, *refused), (other,) = run_pes(_lost, 2, "host", timeout=60)
+    assert recovery.startswith("BootstrapError: rank 1 of 2 did not reach 'recover'")
     assert all(text.startswith("BootstrapError: the world is lost, since po.recover()") for text in refused), refused
     assert other in ("PeerLostError", "PeerTimeoutError")
+
+
+def _interrupted(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> list[list[str]]:
+    """Recover with an interrupt in a method of the backend, once each; then again, and a sum."""
+    found = []
+    for name in names:
+        po.init("host", heap_size=16 << 20)
+        _first_sum()
+        with monkeypatch.context() as patch:
+            patch.setattr(current().backend, name, _raise_interrupt)
+            told = ["KeyboardInterrupt" if _is_interrupted(po.recover) else ""]
+        told += [error_of(call)[0] for call in (po.recover, _first_sum)]
+        po.finalize()
+        found.append(told)
+    return found
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _is_interrupted(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_an_interrupt_loses_a_world_from_its_first_exchange_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, exchanges = _interrupted(monkeypatch, ["synchronize", "quiet"])
+    assert waits == ["KeyboardInterrupt", "", ""]
+    assert exchanges == ["KeyboardInterrupt", "BootstrapError", "BootstrapError"]
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

@@ -434,8 +434,20 @@ def _disagreed_on_groups() -> list[str]:
     return told
 
 
-def _made(tables: list[po.nn.TableConfig], placement: str) -> None:
-    po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, placement=placement)
+def _made(tables: list[po.nn.TableConfig], placement: str, lookups: float = 1.0) -> None:
+    po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, placement=placement, lookups_per_sample=lookups)
+
+
+def _disagreed_on_lookups() -> list[str]:
+    """By which "auto" places tables differently, with other collective parts."""
+    tables = [po.nn.TableConfig("a", 100, 8, ["x"]), po.nn.TableConfig("b", 100, 8, ["y"], "mean")]
+    lookups = 1e5 if po.rank() else 1e-3
+    return [error_of(functools.partial(_made, tables, placement, lookups))[1] for placement in ("auto", "table_wise")]
+
+
+def test_pes_that_pass_other_numbers_of_lookups(backend: str) -> None:
+    for told in in_world(_disagreed_on_lookups, 2, backend):
+        assert all(text.startswith("max_batch, lookups_per_sample: expected the same") for text in told), told
 
 
 def test_pes_that_pass_tables_of_other_groups(backend: str) -> None:

@@ -201,9 +201,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         placements = placements_of(configs, placement)
         # Before all that is collective, of which PEs with other tables or placements make more or less.
-        self._agree([configs, placements, algorithm, options, scale, max_gradient, wire_dtype, rounding, seed])
+        self._agree(
+            "tables, placement, algorithm and its options, wire_dtype, seed",
+            [configs, placements, algorithm, options, scale, max_gradient, wire_dtype, rounding, seed],
+        )
         self.layout = layout_of(world, configs, placements, estimates, max_batch, algorithm, wire_dtype, rounding)
-        self._agree([self.layout])
+        self._agree("max_batch, lookups_per_sample", [max_batch, estimates, self.layout])
         self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -360,16 +363,16 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             for group in self.layout.groups
         ]
 
-    def _agree(self, choices: Sequence[object]) -> None:
-        """Raise where PEs passed different arguments."""
+    def _agree(self, names: str, choices: Sequence[object]) -> None:
+        """Raise where PEs passed different arguments, or came to something different by them."""
         self._world.meet(_AGREEMENT.contract(self._world.team))
         told = hashlib.sha256(repr(choices).encode()).hexdigest()
         digests = [raw.decode() for raw in self._world.bootstrap.exchange("embedding-bags", told.encode())]
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
         if other is not None:
             raise ValueError(
-                f"tables, placement, algorithm and its options, wire_dtype, seed: expected the same on all PEs, but PE "
-                f"{other} and PE {self._world.rank} passed different ones; PE {self._world.rank}: {choices}"
+                f"{names}: expected the same on all PEs, but PE {other} and PE {self._world.rank} passed different "
+                f"ones; PE {self._world.rank}: {choices}"
             )
 
     def _make_table(self, number: int) -> ShardedTable:

@@ -44,6 +44,7 @@ def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], d
     """Raise TypeError or ValueError for lookups, bounds of bags or weights that no kernel reads as they lie."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    refuse_nested(name, tensor)
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
@@ -70,10 +71,13 @@ def check_types(
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        refuse_nested(name, tensor)
         if tensor.dim() != 1:
             raise ValueError(f"{name}: expected a contiguous 1-D tensor on the tables' device, got {tensor.dim()}-D")
-    if per_sample_weights is not None and not isinstance(per_sample_weights, torch.Tensor):
-        raise TypeError(f"per_sample_weights: expected a tensor, got {type(per_sample_weights).__name__}")
+    if per_sample_weights is not None:
+        if not isinstance(per_sample_weights, torch.Tensor):
+            raise TypeError(f"per_sample_weights: expected a tensor, got {type(per_sample_weights).__name__}")
+        refuse_nested("per_sample_weights", per_sample_weights)
 
 
 def check_tables_and_split(

@@ -25,7 +25,7 @@ from .call_numbers import CallNumbers
 from .changes import Changes
 from .contract import Contract, differences
 from .description import describe
-from .errors import BootstrapError, ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError, to_raise
+from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError, to_raise
 from .heap import SymmetricHeap
 from .operator import COMM, Operator
 from .stream_order import StreamOrder
@@ -439,11 +439,9 @@ class Workspace:
         self.changes.recover()
         self._bootstrap.exchange("recovered", b"")
 
-    def lose_world(self, error: BaseException) -> None:
-        """Refuse all launches from now on: `recover` has failed, and PEs no longer agree on what they have launched."""
-        self._failure = BootstrapError(
-            f"the world is lost, since po.recover() has failed: {type(error).__name__}: {error}. Start all PEs anew"
-        )
+    def refuse_launches(self, error: PersistentOpsError) -> None:
+        """Raise an error instead, from now on."""
+        self._failure = error
 
     def set_epoch(self, epoch: int) -> None:
         """Continue from another epoch; collective, all PEs with the same number, above the present one (for tests)."""

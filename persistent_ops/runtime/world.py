@@ -21,7 +21,7 @@ from .backend import Backend, Kernel, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
 from .contract import Contract
 from .description import describe
-from .errors import BackendUnavailableError, BootstrapError
+from .errors import BackendUnavailableError, BootstrapError, to_raise
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
 from .pe_failure import text_of
@@ -98,6 +98,7 @@ class World:
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
         self.num_recoveries = 0
+        self._lost: BootstrapError | None = None
         self._watch = bootstrap.watch(self._peers_changed)
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
 
@@ -299,8 +300,11 @@ class World:
 
     def recover(self) -> None:
         """Start clean epochs after a failure; collective."""
+        if self._lost is not None:
+            raise to_raise(self._lost)
         if self._side_workspaces:  # a launch of one may wait for a PE that has come here for another one's
             self.backend.synchronize(_PATIENCE_S)
+        self.backend.synchronize()  # an interrupt loses nothing up to here
         # A peer's launches in different workspaces know nothing of each other: they give up one after the other. And it
         # may not have come to the first of them yet, for which it has a time-out's length.
         patience = self.bootstrap.timeout * (len(self.workspaces) + 1)
@@ -308,11 +312,17 @@ class World:
             for workspace in self.workspaces:
                 workspace.recover(patience)
         except BaseException as error:
-            for workspace in self.workspaces:
-                workspace.lose_world(error)
+            self._lose(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
             raise
         self.num_recoveries += 1
         self._forget()
+
+    def _lose(self, cause: str) -> None:
+        """Refuse all that follows a recovery that has failed: PEs no longer agree on what they have launched."""
+        self._lost = BootstrapError(f"the world is lost, since po.recover() has failed: {cause}. Start all PEs anew")
+        self.bootstrap.fail(f"its po.recover() has failed: {cause}")  # the peers need not wait for it
+        for workspace in self.workspaces:
+            workspace.refuse_launches(self._lost)
 
     def _forget(self) -> None:
         for state in self.operator_state.values():
