@@ -411,8 +411,11 @@ class Workspace:
     # ---- recovery --------------------------------------------------------------------------------------------------
 
     def recover(self, patience: float) -> None:
-        """Start clean epochs after a failure; collective. `patience`: seconds to wait for the peers."""
-        self._backend.synchronize()
+        """Start clean epochs after a failure, where no launch is in flight; collective.
+
+        Args:
+            patience: seconds to wait for the peers.
+        """
         epoch = int(self._local[0])
         own = json.dumps([epoch, self.calls.counts]).encode()
         told = [json.loads(raw) for raw in self._bootstrap.exchange("recover", own, timeout=patience)]
