@@ -82,6 +82,40 @@ def test_an_operator_that_waits_is_left_at_once(backend: str, tmp_path: Path) ->
             pe.wait()
 
 
+# A PE that has nobody to wait for.
+THREADS = """
+import threading, torch
+import persistent_ops as po
+po.init("host", heap_size=16 << 20)
+for _ in range(3):
+    po.all_reduce(torch.ones(8))
+print([thread.name for thread in threading.enumerate() if thread.name.startswith("persistent_ops wait")])
+try:
+    while True:
+        po.all_reduce(torch.ones(8))
+        print("calls", flush=True)
+except KeyboardInterrupt:
+    print("left", po.all_reduce(torch.ones(8)).tolist() == [1.0] * 8)
+"""
+
+
+@pytest.mark.host
+def test_a_pe_without_peers_launches_in_its_own_thread() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    command = [sys.executable, "-c", THREADS]
+    pe = Popen(command, env=environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, text=True)
+    try:
+        assert pe.stdout is not None
+        assert pe.stdout.readline() == "[]\n"
+        assert pe.stdout.readline() == "calls\n"
+        pe.send_signal(signal.SIGINT)
+        assert pe.stdout.read().splitlines()[-1] == "left True"
+        assert pe.wait(60) == 0
+    finally:
+        pe.kill()
+        pe.wait()
+
+
 DEMO = """
 import sys, threading, time
 from persistent_ops.cli import main

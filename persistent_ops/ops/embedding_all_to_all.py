@@ -140,6 +140,15 @@ def embedding_all_to_all(
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
+    if offsets is not None and optimizer is None and not (requires_grad or torch.compiler.is_compiling()):
+        dim_per_rank = dim_per_rank if dim_per_rank is None else numbers_of("dim_per_rank", dim_per_rank)
+        batch_per_rank = batch_per_rank if batch_per_rank is None else numbers_of("batch_per_rank", batch_per_rank)
+        columns = columns if columns is None else numbers_of("columns", columns)
+        choices_of_call: tuple[Any, ...]
+        choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
+        pooled = _as_before(weights, indices, offsets, per_sample_weights, out, choices_of_call)
+        if pooled is not None:
+            return pooled
     if tracing_state() is not None:
         raise NotImplementedError("embedding_all_to_all: not under torch.jit.trace, to which shapes are tensors")
     if isinstance(weights, torch.nn.ParameterList):
@@ -187,6 +196,41 @@ def embedding_all_to_all(
     arguments = (weights, indices, offsets, per_sample_weights, *choices_of_call)
     result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), tables)
     return result
+
+
+def _as_before(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor | Lookups,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    choices: tuple[Any, ...],
+) -> torch.Tensor | None:
+    """Make a call that only the kernel wants to see, where one like it has been made; return None elsewhere.
+
+    It is a shorter way to the same plan: most calls are of known tables for which no gradient is recorded, and differ
+    from an earlier one in their lookups alone.
+    """
+    if not (isinstance(weights, (list, tuple)) and _operator.is_plain((indices, offsets), (per_sample_weights, out))):
+        return None
+    assert isinstance(indices, torch.Tensor)  # as are all of a plain call
+    world = _world.for_call()
+    state = OPERATOR.state(world)
+    tables = None if state.own is None else state.own.find_unchanged(weights)
+    if tables is None:
+        return None
+    num_offsets = offsets.numel()
+    pooling = average_pooling(indices.numel(), num_offsets - 1)
+    call = indices.dtype, offsets.dtype, num_offsets, per_sample_weights is None, pooling, choices
+    try:
+        known = tables.calls.get(call)
+    except TypeError:  # of what is not what it should be
+        return None
+    if known is None:
+        kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
+        known = tables.keep_call(call, (Choices.of(weights, *choices), kind))
+    plan = _plans(world).find(EmbeddingKey(world.team, tables, state.tuning, *known))
+    return None if plan is None else _launched(world, plan, weights, indices, offsets, per_sample_weights, out)
 
 
 def _may_record() -> bool:
@@ -250,10 +294,7 @@ def pool_alone(
     if plan is None:
         check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=None)
         plan = _new_plan(world, key, weights)
-    plan.check_lookups(indices, offsets, per_sample_weights)
-    place, result = _place_of_result(world, plan, None)
-    plan.launch(world, indices, offsets, per_sample_weights, place)
-    return result()
+    return _launched(world, plan, weights, indices, offsets, per_sample_weights)
 
 
 def _complete(
@@ -397,6 +438,19 @@ def _run(
     if plan is None:
         check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=out)
         plan = _new_plan(world, key, weights)
+    return _launched(world, plan, weights, indices, offsets, per_sample_weights, out)
+
+
+def _launched(
+    world: _world.World,
+    plan: EmbeddingPlan,
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Check what may change from call to call, launch a plan, return the result."""
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
         plan.check_output(

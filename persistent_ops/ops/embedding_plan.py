@@ -361,14 +361,8 @@ class EmbeddingPlan(Plan):
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
-        device = self._device
-        for name, tensor in (("indices", indices), ("offsets", offsets)):
-            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
-                how = "" if tensor.is_contiguous() else " and not contiguous"
-                raise ValueError(
-                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D{how} on "
-                    f"{tensor.device}"
-                )
+        self._check_is_list("indices", indices)
+        self._check_is_list("offsets", offsets)
         if per_sample_weights is None:
             return
         if per_sample_weights.dtype != torch.float32 or per_sample_weights.device != self._device:
@@ -380,6 +374,14 @@ class EmbeddingPlan(Plan):
             raise ValueError(
                 f"per_sample_weights: expected a contiguous tensor of the shape of indices, {list(indices.shape)}, got "
                 f"{list(per_sample_weights.shape)}"
+            )
+
+    def _check_is_list(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != self._device:
+            how = "" if tensor.is_contiguous() else " and not contiguous"
+            raise ValueError(
+                f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D{how} on "
+                f"{tensor.device}"
             )
 
     def check_output(
@@ -408,10 +410,9 @@ class EmbeddingPlan(Plan):
     ) -> None:
         """Launch on the current stream; the output goes to `output_offset` of this PE's heap."""
         call = self._call
-        call.indices = indices.data_ptr()
-        call.offsets = offsets.data_ptr()
-        call.weights = 0 if per_sample_weights is None else per_sample_weights.data_ptr()
-        call.num_indices, call.sources = indices.shape[0], 0
+        call.indices, call.offsets, call.num_indices = indices.data_ptr(), offsets.data_ptr(), indices.numel()
+        if per_sample_weights is not None:  # as in all calls of this plan
+            call.weights = per_sample_weights.data_ptr()
         call.output_offset = output_offset
         if self._is_collective:
             world.workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found
@@ -420,7 +421,6 @@ class EmbeddingPlan(Plan):
     def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
         """The same for lookups where an input exchange has left them; `sources`: of `Lookups`."""
         call = self._call
-        call.indices, call.offsets, call.weights, call.num_indices = 0, 0, 0, 0
         call.sources, call.output_offset = sources.data_ptr(), output_offset
         if self._is_collective:
             world.workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found

@@ -8,7 +8,7 @@ may change under such an object (`w.data = ...`, `w.resize_(...)`) is compared a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = ["TableSet", "TableSets"]
 
 _address_of = torch.Tensor.data_ptr
 _MAX_SETS = 256  # lists that change without end must not collect
+_MAX_CALLS = 64
 
 
 class TableSet:
@@ -29,16 +30,25 @@ class TableSet:
 
     Attributes:
         dim_per_rank: what the PEs have agreed on for it; None before.
+        calls: what the keys of plans have of a call, by what it was like.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.dim_per_rank: tuple[int, ...] | None = None
+        self.calls: dict[Hashable, tuple[Any, ...]] = {}
         self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
         self._handles = [storage.cdata for storage in self._storages]
 
     def is_alive(self) -> bool:
         """Return whether no table has been freed."""
         return not any(map(storage_has_expired, self._handles))
+
+    def keep_call(self, call: Hashable, of_key: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep and return what keys have of calls like this one."""
+        if len(self.calls) >= _MAX_CALLS:
+            self.calls.clear()
+        self.calls[call] = of_key
+        return of_key
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,8 @@ class _Sighting:
         tables: that set.
         addresses: of the tables.
         geometry: see `_geometry`.
-        guards: compare a list with geometry, and with more that does not matter, at less cost; None: there are none.
+        guards: compare a list with geometry, and with more, at less cost; None: there are none.
+        requires_grad: whether one of the objects did; `guards` compares that, too.
         references: to the objects; their ends make an end of this.
     """
 
@@ -57,13 +68,19 @@ class _Sighting:
     addresses: list[int]
     geometry: list[tuple[object, ...]]
     guards: Any
+    requires_grad: bool
     references: list[weakref.ref[torch.Tensor]]
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensor objects are still what they were."""
-        if self.addresses != list(map(_address_of, weights)) or not self.tables.is_alive():
-            return False
-        return (self.guards is not None and self.guards.check(*weights)) or self.geometry == _geometry(weights)
+        """Return whether the tensor objects are still what they were, in what matters."""
+        return self.is_unchanged(weights) or (self._is_there(weights) and self.geometry == _geometry(weights))
+
+    def is_unchanged(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether they are, in all that `guards` compares."""
+        return self.guards is not None and self._is_there(weights) and self.guards.check(*weights)
+
+    def _is_there(self, weights: Sequence[torch.Tensor]) -> bool:
+        return self.addresses == list(map(_address_of, weights)) and self.tables.is_alive()
 
 
 def _geometry(weights: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
@@ -98,8 +115,22 @@ class TableSets:
         self._sightings: dict[tuple[int, ...], _Sighting] = {}
         self._sets: dict[tuple[object, ...], TableSet] = {}
 
+    def find_unchanged(self, weights: Sequence[torch.Tensor]) -> TableSet | None:
+        """Return the set of tensor objects that are as they were when they were found; None for others.
+
+        None too where a call records a gradient for one of them.
+        """
+        sighting = self._sightings.get(tuple(map(id, weights)))
+        if sighting is None or (sighting.requires_grad and torch.is_grad_enabled()):
+            return None
+        if not sighting.is_unchanged(weights):
+            return None
+        return sighting.tables
+
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
-        """Return the set that these tables are, a new one where they have not been seen."""
+        """Return the set that these tables are, a new one where they have not been seen; raise for what are none."""
+        if not isinstance(weights, (list, tuple)):
+            raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
         if sighting is not None and sighting.is_of(weights):
@@ -140,5 +171,6 @@ class TableSets:
             sightings.pop(identity, None)
 
         references = [weakref.ref(weight, forget) for weight in weights]
-        sightings[identity] = _Sighting(tables, addresses, geometry, _guards(weights), references)
+        requires_grad = any(weight.requires_grad for weight in weights)
+        sightings[identity] = _Sighting(tables, addresses, geometry, _guards(weights), requires_grad, references)
         return tables

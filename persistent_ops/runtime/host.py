@@ -32,7 +32,7 @@ _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EINVAL)
 
 
 class _HostKernel:
-    def __init__(self, function: Any, wg_size: int, waits: Interruptible) -> None:
+    def __init__(self, function: Any, wg_size: int, waits: Interruptible | None) -> None:
         self._function = function
         self._wg_size = wg_size
         self._waits = waits
@@ -47,7 +47,11 @@ class _HostKernel:
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
         sink = 0 if self._sink is None else ctypes.addressof(self._sink)
-        if not self._waits.call(lambda: self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink)):
+
+        def run() -> bool:
+            return bool(self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink))
+
+        if not (run() if self._waits is None else self._waits.call(run)):
             raise PersistentOpsError(
                 f"a launch on the host has not begun: {_NO_THREADS}, and it takes {grid * self._wg_size}. Peers wait "
                 "for it: call po.recover() on all PEs"
@@ -159,7 +163,8 @@ class HostBackend:
         function.restype = ctypes.c_bool
         # The last one is for kernels that trace; others do not look at it.
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-        return _HostKernel(function, self._wg_size, self.waits)
+        # Who has no peers waits for nobody: no signal is put off for long, and a thread of its own takes its time.
+        return _HostKernel(function, self._wg_size, self.waits if len(self.peer_heaps) > 1 else None)
 
     def use_in_this_thread(self) -> None:
         """Nothing to do: all threads have the same processor."""

@@ -68,6 +68,10 @@ class TorchOperator:
             refusal = no_gradient or f"{name} is forward only: it has no derivative"
             _define(self._writing_name, signature, _without_result(run), fake and _without_result(fake), refusal)
 
+    def is_plain(self, required: tuple[Any, ...], optional: tuple[Any, ...] = ()) -> bool:
+        """Return whether a call may go to `run` at once, if none of the tables that it has requires a gradient."""
+        return self._plain_calls.has(required, optional)
+
     def __call__(
         self,
         arguments: tuple[Any, ...],

@@ -41,9 +41,16 @@ _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
 _LONGEST_FAREWELL_S = {"cpu": 5.0, "cuda": 15.0}  # by device; on GPUs it costs NVSHMEM's end where a peer comes later
 _PATIENCE_S = 30.0  # of who leaves or recovers, for launches that still wait for peers
 
+
+class _OfThread(threading.local):
+    """What each thread has one of."""
+
+    world: World | None = None
+
+
 _process_world: World | None = None
-_thread_worlds = threading.local()
-_admitted = threading.local()  # the world whose operators this thread may call: a thread's number is given out again
+_thread_worlds = _OfThread()
+_admitted = _OfThread()  # the world whose operators this thread may call: a thread's number is given out again
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
 _BARRIER = Operator("barrier", ())
@@ -380,7 +387,7 @@ def most_pes() -> int:
 
 def is_initialized() -> bool:
     """Return whether `po.init()` has been called in this process (or this PE's thread) and not undone."""
-    return getattr(_thread_worlds, "world", None) is not None or _process_world is not None
+    return _thread_worlds.world is not None or _process_world is not None
 
 
 def _refuse_fork() -> None:
@@ -394,7 +401,7 @@ def _refuse_fork() -> None:
 
 def current() -> World:
     """Return this PE's world; RuntimeError where there is none."""
-    world = getattr(_thread_worlds, "world", None) or _process_world
+    world = _thread_worlds.world or _process_world
     if world is None:
         _refuse_fork()
         raise RuntimeError("persistent_ops is not initialised in this process: call persistent_ops.init() first")
@@ -403,8 +410,8 @@ def current() -> World:
 
 def for_call() -> World:
     """Return this PE's world to an operator that is called; see `World.admit_caller`."""
-    admitted: World | None = getattr(_admitted, "world", None)
-    if admitted is not None and admitted is (getattr(_thread_worlds, "world", None) or _process_world):
+    admitted = _admitted.world
+    if admitted is not None and admitted is (_thread_worlds.world or _process_world):
         return admitted
     world = current()
     world.admit_caller()
@@ -484,7 +491,7 @@ def init(
 def finalize() -> None:
     """Leave the world; collective. Tensors from the heap must not be used afterwards. Harmless without a world."""
     global _process_world
-    if getattr(_thread_worlds, "world", None) is not None:
+    if _thread_worlds.world is not None:
         _leave_thread_world()
         return
     world, _process_world = _process_world, None
@@ -494,13 +501,13 @@ def finalize() -> None:
 
 def _leave_thread_world() -> None:
     """Leave the world of the PE that this thread is, where it has one."""
-    world, _thread_worlds.world = getattr(_thread_worlds, "world", None), None
+    world, _thread_worlds.world = _thread_worlds.world, None
     if world is not None:
         _close(world)
 
 
 def _close(world: World) -> None:
-    if getattr(_admitted, "world", None) is world:
+    if _admitted.world is world:
         _admitted.world = None
     world.close()
     _open.discard(world)
@@ -521,7 +528,7 @@ def _leave_worlds_to_parent() -> None:
     _never_release_open_worlds()
     _was_forked = _was_forked or bool(_open)
     _open.clear()
-    _process_world, _thread_worlds = None, threading.local()
+    _process_world, _thread_worlds = None, _OfThread()
 
 
 atexit.register(_never_release_open_worlds)  # first, and so called behind every finalize
