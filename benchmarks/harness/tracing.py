@@ -21,9 +21,10 @@ from .pes import gather
 from .record import select, us_text
 from .timing import Subject, time_interleaved
 
-__all__ = ["timeline_of", "timeline_path", "timeline_tables", "tracing_cost", "write_timeline"]
+__all__ = ["MOST_REPLAYS", "timeline_of", "timeline_path", "timeline_tables", "tracing_cost", "write_timeline"]
 
 _LONGEST = 3  # waits that are shown
+MOST_REPLAYS = 3  # in a timeline: a launch on a GPU has ten thousand events and more
 _ROOM = {"cuda": 1 << 30, "host": 64 << 20}  # for a round's timelines, bytes: what is dropped would cost less
 
 
