@@ -13,10 +13,10 @@ import torch
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_all_to_all import table_set
 from persistent_ops.ops.embedding_backward_plan import OPERATOR, BackwardKey
 from persistent_ops.ops.embedding_gradients import _Touched, dense_gradients, dense_size, gradient_plan
 from persistent_ops.ops.embedding_inversion import invert
+from persistent_ops.ops.embedding_split import table_set
 from persistent_ops.runtime import world as po_world
 
 _WIDTH = 256  # a row of bfloat16 is 512 bytes

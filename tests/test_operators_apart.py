@@ -67,6 +67,7 @@ OPERATORS = {
             "ops/embedding_all_to_all.py",
             "ops/embedding_checks.py",
             "ops/embedding_plan.py",
+            "ops/embedding_split.py",
             "ops/table_set.py",
         ),
         (

@@ -16,7 +16,6 @@ from ..runtime.arguments import as_number, as_whole_number
 from ..runtime.literals import vector_bytes
 from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
-from .embedding_all_to_all import completed_split, table_set
 from .embedding_backward_plan import (
     DECAYS,
     GRADIENT,
@@ -31,6 +30,7 @@ from .embedding_checks import check_gradient, seeds_of
 from .embedding_columns import columns_of
 from .embedding_inputs_lookups import Lookups
 from .embedding_recorded_call import Inputs, OfBatch, record
+from .embedding_split import completed_split, table_set
 from .embedding_widths import agree_on_widths
 from .table_set import TableSet
 

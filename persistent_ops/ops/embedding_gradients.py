@@ -15,13 +15,13 @@ from ..runtime import world as _world
 from ..runtime.literals import vector_bytes
 from ..runtime.plans import Plans
 from ..runtime.torch_private import queue_callback
-from .embedding_all_to_all import table_set
 from .embedding_backward import aligned, backward_key, num_tables
 from .embedding_backward_plan import GRADIENT, OPERATOR, BackwardKey, BackwardPlan, identity
 from .embedding_checks import MODES, check_gradient
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, invert
 from .embedding_recorded_call import Inputs, record
+from .embedding_split import table_set
 
 __all__ = ["DenseGradients", "dense_gradients", "dense_size", "record_sparse"]
 
