@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import in_world
+from warm_python import Popen
+from worlds import in_world, python_path
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_plan import OPERATOR, Tuning
 from persistent_ops.runtime import world as worlds_of_package
+from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
 
 ROWS, WIDTH, BATCH = 9, 8, 6
 
@@ -99,6 +104,15 @@ def _which_ways() -> list[str]:
         call("a mode that looks on", True)
     call("tables in other objects", True, weights=[table.view(ROWS, WIDTH) for table in tables])
     tables[1].mul_(2)
+    twice = [tables[0], tables[0]]
+    for what in ("one table twice", "one table twice, again"):
+        result = po.embedding_all_to_all(twice, *_lookups(2))
+        if not torch.equal(result, _wanted(twice, _lookups(2))):
+            problems.append(f"{what}: a wrong result")
+    with torch.inference_mode():
+        call("inference mode", True)
+        call("inference mode, again", False)
+    call("no inference mode", True)
     call("other values", False)
     tables[0].data = tables[0].data + 1
     call("other memory", True)
@@ -190,3 +204,37 @@ def _refused() -> list[str]:
 def test_what_is_refused_is_refused_behind_other_calls(backend: str) -> None:
     wanted = ["weights", "weights", "indices", "offsets", "mode", "batch_per_rank", "batch_per_rank", "out"]
     assert in_world(_refused, 1, backend) == [wanted]
+
+
+# Another thread's call, which is refused, comes before the first one of the thread that calls operators.
+REFUSED_ELSEWHERE = """
+import threading, torch
+import persistent_ops as po
+po.init("host", heap_size=16 << 20)
+tables, lookups = [torch.ones(9, 8).requires_grad_()], (torch.arange(6), torch.arange(7))
+seen, go = [], threading.Event()
+def call():
+    try:
+        po.embedding_all_to_all(tables, *lookups, out=torch.empty(6, 8))
+    except NotImplementedError:
+        seen.append("refused")
+    go.wait(60)
+other = threading.Thread(target=call, daemon=True)
+other.start()
+while not seen and other.is_alive():
+    pass
+print(seen, po.embedding_all_to_all(tables, *lookups).requires_grad)
+"""
+
+
+@pytest.mark.host
+def test_a_refused_call_of_another_thread_makes_it_no_caller() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    command = [sys.executable, "-c", REFUSED_ELSEWHERE]
+    pe = Popen(command, env=environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, text=True)
+    try:
+        assert pe.stdout is not None
+        assert pe.stdout.read() == "['refused'] True\n"
+    finally:
+        pe.kill()
+        pe.wait()

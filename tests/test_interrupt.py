@@ -196,6 +196,33 @@ def test_an_interrupted_call_has_ended_when_it_is_told() -> None:
     waits.close()
 
 
+def test_interrupts_behind_the_first_one_wait_too() -> None:
+    waits, ends, signals = Interruptible(), list[str](), list[int]()
+
+    def call() -> None:
+        deadline = time.monotonic() + 20
+        while len(signals) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        ends.append("ended")
+
+    def interrupt(*_: object) -> None:
+        signals.append(1)
+        if len(signals) <= 3:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            waits.call(call)
+        assert ends == ["ended"]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    waits.close()
+
+
 def test_patience_ends() -> None:
     waits, leave = Interruptible(), threading.Event()
 

@@ -135,9 +135,6 @@ def embedding_all_to_all(
     Operations" (SC24), sections III-A and III-B.
     """
     if offsets is not None and optimizer is None and not (requires_grad or torch.compiler.is_compiling()):
-        dim_per_rank = dim_per_rank if dim_per_rank is None else numbers_of("dim_per_rank", dim_per_rank)
-        batch_per_rank = batch_per_rank if batch_per_rank is None else numbers_of("batch_per_rank", batch_per_rank)
-        columns = columns if columns is None else numbers_of("columns", columns)
         choices_of_call: tuple[Any, ...]
         choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
         pooled = _as_before(weights, indices, offsets, per_sample_weights, out, choices_of_call)
@@ -208,11 +205,20 @@ def _as_before(
     if not (isinstance(weights, (list, tuple)) and _operator.is_plain((indices, offsets), (per_sample_weights, out))):
         return None
     assert isinstance(indices, torch.Tensor)  # as are all of a plain call
-    world = _world.for_call()
+    world = _world.admitted()
+    if world is None:
+        return None
     state = OPERATOR.state(world)
     tables = None if state.own is None else state.own.find_unchanged(weights)
     if tables is None:
         return None
+    dims, batches, columns = choices[0], choices[1], choices[-1]
+    if not (dims is None and batches is None and columns is None):
+        numbers = dims, batches, columns
+        if not all(each is None or isinstance(each, (list, tuple)) for each in numbers):
+            return None
+        dims, batches, columns = (None if each is None else tuple(each) for each in numbers)
+        choices = dims, batches, *choices[2:-1], columns
     num_offsets = offsets.numel()
     pooling = average_pooling(indices.numel(), num_offsets - 1)
     call = indices.dtype, offsets.dtype, num_offsets, per_sample_weights is None, pooling, choices

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class _Sighting:
         tables: that set.
         addresses: of the tables.
         geometry: see `_geometry`.
-        guards: compare a list with geometry, and with more, at less cost; None: there are none.
+        guards: compare a list with geometry, and with more, at less cost; None: there are none, or one occurs twice.
         requires_grad: whether one of the objects did; `guards` compares that, too.
         references: to the objects; their ends make an end of this.
     """
@@ -73,7 +73,7 @@ class _Sighting:
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether the tensor objects are still what they were, in what matters."""
-        return self.is_unchanged(weights) or (self._is_there(weights) and self.geometry == _geometry(weights))
+        return self._is_there(weights) and self.geometry == _geometry(weights)
 
     def is_unchanged(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether they are, in all that `guards` compares."""
@@ -89,7 +89,7 @@ def _geometry(weights: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
 
 
 def _guards(weights: Sequence[torch.Tensor]) -> Any:
-    if TensorGuards is None or not len(weights):
+    if TensorGuards is None or not len(weights) or len(set(map(id, weights))) < len(weights):
         return None
     sizes: list[Any] = [list(weight.shape) for weight in weights]
     strides: list[Any] = [list(weight.stride()) for weight in weights]
@@ -133,7 +133,13 @@ class TableSets:
             raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
+        if sighting is not None and sighting.is_unchanged(weights):
+            return sighting.tables
         if sighting is not None and sighting.is_of(weights):
+            if sighting.guards is not None:
+                requires_grad = any(weight.requires_grad for weight in weights)
+                sighting = replace(sighting, guards=_guards(weights), requires_grad=requires_grad)
+                self._sightings[identity] = sighting
             return sighting.tables
         for t, weight in enumerate(weights):
             if not isinstance(weight, torch.Tensor):

@@ -163,7 +163,7 @@ class HostBackend:
         function.restype = ctypes.c_bool
         # The last one is for kernels that trace; others do not look at it.
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-        # Who has no peers waits for nobody: no signal is put off for long, and a thread of its own takes its time.
+        # Who has no peers waits for nobody: signals are put off until a launch has ended, and no thread has to wake.
         return _HostKernel(function, self._wg_size, self.waits if len(self.peer_heaps) > 1 else None)
 
     def use_in_this_thread(self) -> None:

@@ -54,8 +54,9 @@ class Interruptible:
                     concurrent.futures.wait([future])
             return future.result()
         except BaseException:
-            if not future.done():
-                with self.interrupted():
+            # Also where a handler raises once more: the call uses what the caller gives up.
+            while not future.done():
+                with contextlib.suppress(BaseException), self.interrupted():
                     concurrent.futures.wait([future])
             raise
 

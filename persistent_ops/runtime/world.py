@@ -34,7 +34,7 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from .tracing import Tracer
 
-__all__ = ["World", "current", "finalize", "for_call", "init", "is_initialized", "most_pes"]
+__all__ = ["World", "admitted", "current", "finalize", "for_call", "init", "is_initialized", "most_pes"]
 
 _log = logging.getLogger("persistent_ops")
 _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
@@ -408,13 +408,18 @@ def current() -> World:
     return world
 
 
+def admitted() -> World | None:
+    """Return this PE's world where this thread has called an operator before; None elsewhere."""
+    world = _admitted.world
+    return world if world is not None and world is (_thread_worlds.world or _process_world) else None
+
+
 def for_call() -> World:
     """Return this PE's world to an operator that is called; see `World.admit_caller`."""
-    admitted = _admitted.world
-    if admitted is not None and admitted is (_thread_worlds.world or _process_world):
-        return admitted
-    world = current()
-    world.admit_caller()
+    world = admitted()
+    if world is None:
+        world = current()
+        world.admit_caller()
     return world
 
 
