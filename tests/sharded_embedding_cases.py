@@ -91,6 +91,7 @@ CASES = [
     Case("weighted replicas", _EQUAL, "replicated", "adagrad", is_weighted=True),
     Case("on the last", _PLAIN, {name: TablePlacement(ranks=(-1,)) for name in "abcd"}),
     Case("slices", _SHARED, _SLICED),
+    Case("many lookups beside few", _PLAIN, options={"lookups_per_sample": {"x": 1.0, "y": 5.0, "z": 2.0, "w": 9.0}}),
     Case("slices, mixed", _MIXED, _SLICED, index_dtype=torch.int32),
     Case("adagrad", _SHARED, _SLICED, "adagrad"),
     Case("bf16 on the wire", _MIXED, _SLICED, options={"wire_dtype": torch.bfloat16}),

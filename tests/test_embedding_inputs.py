@@ -18,6 +18,7 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops import embedding_inputs
+from persistent_ops.ops.embedding_inputs import _num_beside
 from persistent_ops.ops.embedding_inputs_lookups import fields_of_source
 from persistent_ops.ops.embedding_inputs_plan import OPERATOR, Tuning
 from persistent_ops.runtime.workspace import Workspace
@@ -739,3 +740,14 @@ def _disagreed() -> list[Any]:
 
 def test_pes_that_pass_different_layouts(backend: str) -> None:
     assert in_world(_disagreed, 3, backend) == [["ValueError", True, None, 2]] * 3
+
+
+def test_slots_with_more_lookups_than_the_average() -> None:
+    assert [_num_beside(each) for each in ([], [3.0], [9.0, 5.0, 2.0, 1.0], [1.0, 9.0], [9.0, 1.0, 9.0])] == [
+        0,
+        0,
+        2,
+        0,
+        1,
+    ]
+    assert not any(_num_beside([0.1 * value] * count) for value in range(1, 30) for count in range(1, 12))

@@ -24,6 +24,7 @@ class Case:
     slice_samples: int
     local_delay: int  # rounds
     slice_major: bool
+    num_beside: int = 0
 
     @property
     def size(self) -> int:
@@ -72,6 +73,7 @@ def list_order(tmp_path_factory: pytest.TempPathFactory) -> List:
             local_delay=case.local_delay,
             oblivious=int(oblivious),
             slice_major=int(case.slice_major),
+            num_beside=case.num_beside,
         )
         capacity = 1 << 16
         words = (ctypes.c_int64 * (3 * capacity))()
@@ -98,8 +100,14 @@ def cases(draw: st.DrawFn, min_size: int = 1, min_batch: int = 0, min_tables: in
     return replace(case, local_delay=draw(st.integers(0, case.num_rounds)))
 
 
+@st.composite
+def cases_beside(draw: st.DrawFn) -> Case:
+    case = replace(draw(cases(min_tables=2)), slice_major=False)
+    return replace(case, num_beside=draw(st.integers(1, case.num_tables - 1)))
+
+
 @settings(max_examples=300, deadline=None)
-@given(case=cases(), oblivious=st.booleans())
+@given(case=cases() | cases_beside(), oblivious=st.booleans())
 def test_every_task_has_one_position(list_order: List, case: Case, oblivious: bool) -> None:
     listing = list_order(case, oblivious)
     held = Counter(task for task in listing.tasks if task is not None)
@@ -131,6 +139,23 @@ def test_tasks_of_a_destination_run_slice_by_slice_or_table_by_table(list_order:
         found = [task for task in tasks if task is not None and task[0] == destination]
         key = (lambda t: (t[1], t[2])) if case.slice_major else (lambda t: (t[2], t[1]))
         assert found == sorted(found, key=key)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases_beside())
+def test_two_sequences_of_tables_run_beside_one_another(list_order: List, case: Case) -> None:
+    """Each table by table, and of the tasks so far each has had its share, to within one task."""
+    tasks = list_order(case, False).tasks
+    for destination in range(case.size):
+        found = [(task[2], task[1]) for task in tasks if task is not None and task[0] == destination]
+        first = [task for task in found if task[0] < case.num_beside]
+        others = [task for task in found if task[0] >= case.num_beside]
+        assert first == sorted(first) and others == sorted(others)
+        assert len(first) == case.num_beside * case.num_slices(destination)
+        num_first = 0
+        for number, task in enumerate(found):
+            num_first += task[0] < case.num_beside
+            assert num_first == (number + 1) * case.num_beside // case.num_tables
 
 
 @settings(max_examples=200, deadline=None)

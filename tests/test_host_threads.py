@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from host_driver.build import load_shim
-from worlds import error_of, init_with_impatient_kernels, run_pes
+from worlds import error_of, in_world, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 from persistent_ops.runtime import host
@@ -92,3 +92,21 @@ def test_a_network_without_room_is_an_error() -> None:
 
     ((name, told),) = po.launch(run, 1, threads=True, timeout=60)
     assert name == "PersistentOpsError" and "'staged': the system has no room" in told, told
+
+
+def _sum_of_denormals() -> tuple[bool, bool]:
+    """Return whether kernels add up denormal numbers, and whether the caller flushes them meanwhile."""
+    least = torch.full((8,), 2.0**-149)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormal numbers")
+    try:
+        summed = po.all_reduce(least)
+        is_flushed = bool((torch.full((1,), 2.0**-126) * 0.5 == 0).item())
+    finally:
+        torch.set_flush_denormal(False)
+    return torch.equal(summed, least * po.world_size()), is_flushed
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_kernels_have_denormal_numbers_whatever_the_caller_has_set(world: int) -> None:
+    assert in_world(_sum_of_denormals, world, "host") == [(True, True)] * world

@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +18,20 @@ from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
-from persistent_ops.nn import TableConfig, TablePlacement
+from persistent_ops.nn import TableConfig, TablePlacement, automatic_placement
 from persistent_ops.nn.automatic_placement import decided
 from persistent_ops.nn.embedding_tables import table_configs
 from persistent_ops.nn.placement_costs import Rates, Workload, _seconds, measured_rates
 from persistent_ops.nn.table_layout import Layout, place
-from persistent_ops.nn.table_owners import bytes_read
+from persistent_ops.nn.table_owners import Cost, bytes_read, first_room
 from persistent_ops.nn.table_placements import placements_of
+from persistent_ops.nn.table_rounding import drawn_of
 from persistent_ops.runtime import world as po_world
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
 
 _RATES = Rates(memory=4e12, link=3e11, launch=5e-6)
+_SLOW_LINKS = replace(_RATES, link=5e10)
 
 
 def _chosen(
@@ -43,10 +46,10 @@ def _chosen(
 ) -> tuple[dict[str, TablePlacement], Layout]:
     """Place tables of (rows, columns, lookups per sample) for some samples of every PE."""
     configs = [TableConfig(name, rows, dim, [name], "sum", dtype) for name, (rows, dim, _) in tables.items()]
-    workload = Workload(rates, world, batch, {name: lookups for name, (_, _, lookups) in tables.items()}, algorithm)
+    workload = Workload(rates, world, batch, _lookups(tables), algorithm)
     placements = decided(configs, placements_of(configs, given), workload, rounding)
     return dict(zip(tables, placements, strict=True)), place(
-        configs, placements, workload.costs(configs, placements), world
+        configs, placements, workload.costs(configs, placements), workload.lookups_per_sample, world
     )
 
 
@@ -55,7 +58,7 @@ def test_what_exceeds_a_share_is_sliced() -> None:
     chosen, layout = _chosen(tables, 4)
     assert chosen["hot"].kind == "column_wise" and chosen["hot"].num_slices == 4
     assert all(chosen[f"t{n}"] == TablePlacement() for n in range(6))
-    whole = place(layout.configs, [TablePlacement()] * 7, _costs(layout.configs, tables, 4), 4)
+    whole = place(layout.configs, [TablePlacement()] * 7, _costs(layout.configs, tables, 4), _lookups(tables), 4)
     assert max(layout.loads) < 0.6 * max(whole.loads)
     by_rows, _ = _chosen(tables, 4, "rowwise_adagrad")
     assert set(by_rows.values()) == {TablePlacement()}
@@ -64,19 +67,90 @@ def test_what_exceeds_a_share_is_sliced() -> None:
 
 
 def _costs(configs: Any, tables: dict[str, tuple[int, int, float]], world: int) -> Any:
-    lookups = {name: each for name, (_, _, each) in tables.items()}
-    return Workload(_RATES, world, 4096, lookups, "adagrad").costs(configs, [TablePlacement()] * len(configs))
+    workload = Workload(_RATES, world, 4096, _lookups(tables), "adagrad")
+    return workload.costs(configs, [TablePlacement()] * len(configs))
+
+
+def _lookups(tables: dict[str, tuple[int, int, float]]) -> dict[str, float]:
+    return {name: lookups for name, (_, _, lookups) in tables.items()}
+
+
+def _mlperf() -> dict[str, tuple[int, int, float]]:
+    """Return MLPerf's tables: five have 40 million rows, and one of them half of the lookups."""
+    pairs = zip(DLRM_ROWS, DLRM_POOLING, strict=True)
+    return {f"t{n}": (rows, 128, float(lookups)) for n, (rows, lookups) in enumerate(pairs)}
+
+
+@pytest.mark.parametrize("rates", [_RATES, Rates(memory=2.7e12, link=3.5e11, launch=3e-5)])
+def test_the_hot_table_is_cut_in_few_slices_and_others_for_memory(rates: Rates) -> None:
+    chosen, layout = _chosen(_mlperf(), 4, rates=rates, batch=16384)
+    assert chosen["t20"] == TablePlacement("column_wise", 2)
+    least = sum(sum(cost[0][0] + cost[1][0] for cost in _slices(layout, pe)) for pe in range(4)) / 4
+    assert layout.time < 1.4 * least, "of what memory would take with equal shares"
+    for slices in (1, 4):
+        given = {"t20": TablePlacement("column_wise", slices)} if slices > 1 else "table_wise"
+        _, other = _chosen(_mlperf(), 4, rates=rates, batch=16384, given=given)
+        room = first_room(other.table_bytes)
+        assert layout.time * max(1, max(layout.table_bytes) / room) < other.time * max(1, max(other.table_bytes) / room)
+
+
+def _slices(layout: Layout, pe: int) -> list[Cost]:
+    return [cost for table, cost in enumerate(layout.costs.of_slices) for _ in layout.slices_of(table, pe)]
+
+
+def test_a_search_ends_however_many_tables_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = itertools.count()
+    monkeypatch.setattr(automatic_placement, "place", lambda *arguments: (next(made), place(*arguments))[1])
+    tables = {f"t{n}": (100_000 * (n % 7 + 1), 128, float(1 + n % 50)) for n in range(300)}
+    _chosen(tables, 64)
+    assert next(made) <= 4
+    tables = {f"t{n}": (100_000, 1024, 1.0) for n in range(10)}
+    made = itertools.count()
+    _chosen(tables, 16, given=dict.fromkeys(list(tables)[1:], TablePlacement("column_wise", 64)) | {"t0": "auto"})
+    assert next(made) <= 4
+
+
+def test_a_search_ends_where_nothing_is_a_number() -> None:
+    tables = {"a": (10_000_000, 128, 1e306), "b": (10_000_000, 128, 1.0)}
+    assert len(_chosen(tables, 2)[0]) == 2
+    assert len(_chosen({"a": (10_000_000, 128, 0.0)}, 2)[0]) == 1
+
+
+def test_pes_compare_what_was_decided_and_not_why() -> None:
+    """Costs are sums of what was measured, told by one PE; their last bits are no reason to refuse a layout."""
+    _, layout = _chosen(_mlperf(), 4)
+    other = replace(layout, costs=layout.costs._replace(unit="other"), loads=(0.0,) * 4, time=0.0)
+    assert repr(other) == repr(layout) and other == layout
+
+
+def test_replicas_keep_the_order_of_the_tables() -> None:
+    """Random bits are drawn by it."""
+    configs = [TableConfig(name, 100, 8, [name]) for name in "abc"]
+    lookups = {"a": 1.0, "b": 3.0, "c": 2.0}
+    placements = placements_of(configs, "replicated")
+    layout = place(configs, placements, bytes_read(configs, placements, lookups, 2), lookups, 2)
+    assert [slot.table for slot in layout.replicated[0].columns] == [0, 1, 2]
+    assert drawn_of(layout, 0) == [[("a", "b", "c")]]
+
+
+def test_a_pe_has_its_tables_in_the_order_of_their_lookups() -> None:
+    tables = {"a": (100, 8, 1.0), "b": (100, 8, 5.0), "c": (100, 8, 3.0), "d": (100, 8, 5.0)}
+    _, layout = _chosen(tables, 1, given="table_wise")
+    assert [slot.table for slot in layout.groups[0].columns] == [1, 3, 2, 0]
+    assert layout.begins[0] == (8, 24, 16, 0) and layout.names == ("a", "b", "c", "d")
+    configs = [TableConfig("a", 100, 8, ["few", "many"]), TableConfig("b", 100, 8, ["some"])]
+    lookups = {"few": 1.0, "many": 9.0, "some": 5.0}
+    placements = placements_of(configs, "table_wise")
+    layout = place(configs, placements, bytes_read(configs, placements, lookups, 1), lookups, 1)
+    assert [(slot.table, slot.feature) for slot in layout.groups[0].columns] == [(0, 1), (1, 2), (0, 0)]
 
 
 def test_memory_is_shared_where_that_costs_little() -> None:
-    """MLPerf's tables: five have 40 million rows, and one of them half of the lookups."""
-    pairs = zip(DLRM_ROWS, DLRM_POOLING, strict=True)
-    tables = {f"t{n}": (rows, 128, float(lookups)) for n, (rows, lookups) in enumerate(pairs)}
-    _, layout = _chosen(tables, 4, batch=16384)
-    loads, nbytes = _by_cost_alone(layout)
+    _, layout = _chosen(_mlperf(), 4, batch=16384)
+    least, nbytes = _by_cost_alone(layout)
     share = sum(nbytes) / 4
     assert max(nbytes) > 1.5 * share, "nothing to share"
-    assert max(layout.table_bytes) < 1.25 * share + 2**30 and max(layout.loads) < 1.1 * max(loads)
+    assert max(layout.table_bytes) < 1.25 * share + 2**30 and layout.time < 1.1 * least
     assert sum(layout.table_bytes) == sum(nbytes)
 
 
@@ -85,8 +159,8 @@ def test_memory_is_not_shared_at_any_price() -> None:
     tables = {"cold": (40_000_000, 128, 1.0), **{f"hot{n}": (3_000_000, 128, 100.0) for n in range(12)}}
     for world in (2, 3):
         _, layout = _chosen(tables, world, "rowwise_adagrad")
-        loads, nbytes = _by_cost_alone(layout)
-        assert max(layout.loads) <= 1.1 * max(loads) and max(layout.table_bytes) <= max(nbytes)
+        least, nbytes = _by_cost_alone(layout)
+        assert layout.time <= 1.1 * least and max(layout.table_bytes) <= max(nbytes)
 
 
 def _by_lookups(tables: dict[str, tuple[int, float]], world: int, fixed: dict[str, int]) -> Layout:
@@ -94,7 +168,7 @@ def _by_lookups(tables: dict[str, tuple[int, float]], world: int, fixed: dict[st
     configs = [TableConfig(name, rows, 128, [name]) for name, (rows, _) in tables.items()]
     placements = [TablePlacement(ranks=(fixed[name],) if name in fixed else None) for name in tables]
     lookups = {name: each for name, (_, each) in tables.items()}
-    return place(configs, placements, bytes_read(configs, placements, lookups, world), world)
+    return place(configs, placements, bytes_read(configs, placements, lookups, world), lookups, world)
 
 
 def test_memory_is_shared_whatever_the_order_of_tables() -> None:
@@ -117,8 +191,8 @@ def test_little_memory_is_worth_no_work() -> None:
     """One table has nearly all bytes, and nothing to do: what others would save are some megabytes."""
     tables = {"big": (200_000_000, 0.0), **{f"t{n}": (1000 * n + 1, 10.0 + n % 3) for n in range(9)}}
     layout = _by_lookups(tables, 4, {"big": 0})
-    loads, nbytes = _by_cost_alone(layout, {0: 0})
-    assert sorted(layout.loads) == sorted(loads) and sorted(layout.table_bytes) == sorted(nbytes)
+    least, nbytes = _by_cost_alone(layout, {0: 0})
+    assert layout.time == least and sorted(layout.table_bytes) == sorted(nbytes)
 
 
 @pytest.mark.parametrize("fixed", [{}, {"big": 0}])
@@ -143,38 +217,53 @@ def test_others_share_memory_where_one_has_most_of_it(fixed: dict[str, int]) -> 
 )
 def test_memory_is_never_more_than_by_costs_alone(world: int, tables: list[tuple[int, int, float]]) -> None:
     _, layout = _chosen({f"t{n}": each for n, each in enumerate(tables)}, world)
-    loads, nbytes = _by_cost_alone(layout)
-    assert max(layout.table_bytes) <= max(nbytes) and max(layout.loads) <= 1.1 * max(loads) * (1 + 1e-9)
+    least, nbytes = _by_cost_alone(layout)
+    assert max(layout.table_bytes) <= max(nbytes) and layout.time <= 1.1 * least * (1 + 1e-9)
     if max(nbytes) <= 1.25 * sum(nbytes) / world + 2**30:
         assert layout.table_bytes == tuple(nbytes)
 
 
-def _by_cost_alone(layout: Layout, fixed: dict[int, int] | None = None) -> tuple[list[float], list[int]]:
-    """Return what PEs have to do, and the bytes they hold, with the costliest slice first and no look at memory.
+def _by_cost_alone(layout: Layout, fixed: dict[int, int] | None = None) -> tuple[float, list[int]]:
+    """Return the time of a step, and the bytes they hold, with the costliest slice first and no look at memory.
 
     Args:
         layout: of which tables and costs are.
         fixed: PEs of some tables, by their numbers.
     """
     world = len(layout.loads)
-    loads, nbytes = [(0.0, 0.0)] * world, [0] * world
+    used, nbytes = [layout.costs.nothing] * world, [0] * world
     parts = []
     tables = zip(layout.costs.of_slices, layout.configs, layout.placements, strict=True)
     for number, (cost, config, placement) in enumerate(tables):
         size = config.num_embeddings * config.embedding_dim // placement.num_slices * config.data_type.itemsize
         if placement.kind == "replicated":
-            loads = [(load[0] + cost[0], load[1] + cost[1]) for load in loads]
+            used = [_sum(each, cost) for each in used]
             nbytes = [each + size for each in nbytes]
         elif fixed and number in fixed:
             pe = fixed[number]
-            loads[pe], nbytes[pe] = (loads[pe][0] + cost[0], loads[pe][1] + cost[-1]), nbytes[pe] + size
+            used[pe], nbytes[pe] = _sum(used[pe], cost), nbytes[pe] + size
         else:
             parts += [(cost, size)] * placement.num_slices
-    for cost, size in sorted(parts, key=lambda part: -max(part[0])):
-        pe = min(range(world), key=lambda pe: (max(loads[pe][0] + cost[0], loads[pe][1] + cost[-1]), nbytes[pe]))
-        loads[pe] = loads[pe][0] + cost[0], loads[pe][1] + cost[-1]
-        nbytes[pe] += size
-    return [max(load) for load in loads], nbytes
+    for cost, size in sorted(parts, key=lambda part: -_load(part[0])):
+        ways = [[*used[:pe], _sum(used[pe], cost), *used[pe + 1 :]] for pe in range(world)]
+        pe = min(range(world), key=lambda pe: (_step_time(ways[pe]), _load(ways[pe][pe]), nbytes[pe]))
+        used, nbytes[pe] = ways[pe], nbytes[pe] + size
+    return _step_time(used), nbytes
+
+
+def _sum(used: Cost, cost: Cost) -> Cost:
+    """Return the sums of what phases use of their resources."""
+    return tuple(tuple(map(sum, zip(*phase, strict=True))) for phase in zip(used, cost, strict=True))
+
+
+def _step_time(costs: Sequence[Cost]) -> float:
+    """Return the time of a step: each phase takes as long as it takes the PE that has the most to do in it."""
+    return sum(max(max(cost[phase]) for cost in costs) for phase in range(len(costs[0])))
+
+
+def _load(cost: Cost) -> float:
+    """Return the time of one phase behind the other."""
+    return sum(max(phase) for phase in cost)
 
 
 @pytest.mark.parametrize("dim", [16, 36])
@@ -187,14 +276,17 @@ def test_rows_that_are_narrow_or_would_not_be_aligned_stay_whole(dim: int) -> No
 
 def test_small_tables_are_replicated_where_that_pays() -> None:
     tables = {"large": (10_000_000, 128, 5.0), **{f"s{n}": (200 * n + 3, 128, 1.0) for n in range(12)}}
-    chosen, layout = _chosen(tables, 4)
+    kinds = {placement.kind for placement in _chosen(tables, 4)[0].values()}
+    assert "replicated" not in kinds, "results would be copied to stand side by side"
+    chosen, layout = _chosen(tables, 4, rates=_SLOW_LINKS)
     assert all((placement.kind == "replicated") is (name != "large") for name, placement in chosen.items())
     assert layout.replicated[0].dim_per_rank == (12 * 128,) and layout.owners[1] == ()
-    kinds = {
-        dtype: _chosen(tables, 4, dtype=dtype, batch=16384)[0]["s0"].kind for dtype in (torch.float16, torch.bfloat16)
+    of_dtypes = {
+        dtype: _chosen(tables, 4, rates=_SLOW_LINKS, dtype=dtype, batch=16384)[0]["s0"].kind
+        for dtype in (torch.float16, torch.bfloat16)
     }
-    assert kinds == {torch.float16: "table_wise", torch.bfloat16: "replicated"}
-    slow = replace(_RATES, launch=1.0)  # launches cost more than they save
+    assert of_dtypes == {torch.float16: "table_wise", torch.bfloat16: "replicated"}
+    slow = replace(_SLOW_LINKS, launch=1.0)  # launches cost more than they save
     assert set(_chosen(tables, 4, "rowwise_adagrad", slow)[0].values()) == {TablePlacement()}
     assert set(_chosen(tables, 1)[0].values()) == {TablePlacement()}
 
@@ -204,7 +296,8 @@ def test_what_draws_random_bits_is_neither_cut_nor_replicated() -> None:
     tables = {"hot": (10_000_000, 128, 100.0), **{f"s{n}": (200 * n + 3, 128, 1.0) for n in range(12)}}
     kinds = {
         (dtype, rounding): {
-            each.kind for each in _chosen(tables, 4, dtype=dtype, batch=16384, rounding=rounding)[0].values()
+            each.kind
+            for each in _chosen(tables, 4, rates=_SLOW_LINKS, dtype=dtype, batch=16384, rounding=rounding)[0].values()
         }
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for rounding in ("nearest", "stochastic")
@@ -222,7 +315,7 @@ def test_how_large_a_replica_may_be() -> None:
     """By its rows' sums against the rows that travel otherwise, and at most 8 MiB."""
     tables = {"large": (10_000_000, 128, 1.0), "middle": (11_000, 128, 1.0), "most": (17_000, 128, 1.0)}
     kinds = {
-        batch: [each.kind for each in _chosen(tables, 4, "rowwise_adagrad", batch=batch)[0].values()]
+        batch: [each.kind for each in _chosen(tables, 4, "rowwise_adagrad", _SLOW_LINKS, batch=batch)[0].values()]
         for batch in (4096, 65536)
     }
     assert kinds == {4096: ["table_wise"] * 3, 65536: ["table_wise", "replicated", "table_wise"]}
@@ -240,14 +333,19 @@ def test_costs_are_those_of_the_formula() -> None:
     rates = Rates(memory=1.0, link=1.0, launch=0.0)
     workload = Workload(rates, 4, 10, {"x": 2.0, "y": 3.0}, "adam")
     lookups, pooled = 40 * 5, 40 * 2 * 64
-    memory, link = workload.cost(config, TablePlacement("column_wise", 2))
-    assert memory == lookups * (64 + 4) + 3 * pooled + 2 * lookups * (64 + 2 * 64)
-    assert link == 0.75 * (2 * pooled + 4 * lookups)
+    touched = lookups * 1000 / (lookups + 1000)
+    (forward, sent), (backward, received) = workload.cost(config, TablePlacement("column_wise", 2))
+    assert forward == lookups * (64 + 32 + 64) + pooled
+    assert backward == pytest.approx(lookups * 192 + 2 * pooled + 2 * touched * (3 * (64 + 32)))
+    assert (sent, received) == (0.75 * (pooled + 4 * lookups), 0.75 * pooled)
     halved = replace(workload, wire_dtype=torch.bfloat16).cost(config, TablePlacement("column_wise", 2))
-    assert halved == (memory - 3 * pooled / 2, link - 0.75 * pooled)
-    memory, link = workload.cost(config, TablePlacement("replicated"))
-    assert memory == 50 * (128 + 4) + 3 * 10 * 2 * 128 + 2 * 200 * (128 + 256) + 16 * 32_000
-    assert link == 2 * 0.75 * 4 * 32_000
+    assert halved[0] == (forward - pooled / 2, sent - 0.75 * pooled / 2)
+    assert halved[1] == (pytest.approx(backward - pooled), received / 2)
+    replica = workload.cost(config, TablePlacement("replicated"))
+    own, sums = 10 * 2 * 128, 16 * 32_000
+    assert replica[0] == (50 * (128 + 32 + 64) + own, 0)
+    assert replica[1][0] == pytest.approx(50 * 192 + 2 * own + 2 * touched * (3 * (128 + 32)) + sums)
+    assert replica[1][1] == 2 * 0.75 * 4 * 32_000
 
 
 # ---- in a world ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from worlds import error_of, in_world, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig
+from persistent_ops.nn.embedding_features import Features
 from persistent_ops.nn.replicated_tables import _parts
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
@@ -66,6 +67,37 @@ def _step(module: Any, case: Case, step: int, gradient: torch.Tensor | None = No
     result.backward(gradient.to(po.device()))
     module.optimizer.step()
     return result.detach()
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+
+
+def _in_a_capture(room: int) -> tuple[bool, bool, list[str]]:
+    """Return whether all results are NaN, or none is, and what changed; the host does not look at what is captured."""
+    module = Case("room", _TABLES, _REPLICATED, "adagrad").make()
+    tables = module._replicas
+    assert tables is not None
+    device, before = po.device(), _blocks(module)
+    for stack in tables._stacks:
+        stack.room = room
+    features = Features(torch.zeros(4 * 5 * 2, dtype=torch.int64), torch.full((4 * 5,), 2), None)  # 5 samples
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._world.workspace, "is_capturing", lambda: True)
+        begun = tables.begin(Features(features.values.to(device), features.lengths.to(device), None))
+    pooled = tables.pool(begun)
+    is_nan = torch.cat([each.isnan().flatten() for each in pooled])
+    torch.autograd.backward(pooled, [torch.ones_like(each) for each in pooled])
+    po.check()
+    after = _blocks(module)
+    changed = [name for name in after if not all(map(torch.equal, before[name], after[name]))]
+    return bool(is_nan.all()), bool(is_nan.any()), changed
+
+
+def test_captured_lookups_without_room_are_not_a_number_and_change_nothing(backend: str) -> None:
+    for every, some, changed in in_world(_in_a_capture, 2, backend, 1):
+        assert every and some and not changed
+    for _, some, changed in in_world(_in_a_capture, 2, backend, 1000):
+        assert not some and any("a.weight" in name for name in changed)
 
 
 # ---- bits ------------------------------------------------------------------------------------------------------------

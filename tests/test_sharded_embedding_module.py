@@ -19,6 +19,8 @@ from persistent_ops.nn.embedding_tables import table_configs
 from persistent_ops.nn.table_layout import Layout, place
 from persistent_ops.nn.table_owners import bytes_read
 from persistent_ops.nn.table_placements import placements_of
+from persistent_ops.ops.embedding_all_to_all import _plans
+from persistent_ops.runtime import world as po_world
 
 _SHARED = next(case for case in CASES if case.name == "shared")
 _WEIGHTED = next(case for case in CASES if case.name == "weighted")
@@ -198,7 +200,26 @@ def test_in_place_of_a_collection(backend: str) -> None:
 
 def _placed(configs: Any, placement: Any, lookups: dict[str, float], world: int) -> Layout:
     placements = placements_of(configs, placement)
-    return place(configs, placements, bytes_read(configs, placements, lookups, world), world)
+    return place(configs, placements, bytes_read(configs, placements, lookups, world), lookups, world)
+
+
+def _orders_of_tasks() -> list[tuple[int, int]]:
+    """Return for each plan how many tables run beside the others, and how many there are."""
+    case = next(case for case in CASES if case.name == "many lookups beside few")
+    case = replace(case, placement={name: TablePlacement(ranks=(0,)) for name in "abcd"})
+    module, batch = case.make(), batch_of(case, 0, 0)
+    split = [samples_of(0, 0)] * po.world_size()
+    for knows_split in (split, None):
+        module(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=knows_split)
+    orders = [plan._struct.order for plan in _plans(po_world.current()).values()]
+    return [(order.num_beside, order.num_tables) for order in orders]
+
+
+@pytest.mark.parametrize(("transport", "expected"), [("auto", [(2, 4), (0, 4)]), ("staged", [(0, 4), (0, 4)])])
+def test_tables_with_many_lookups_run_beside_the_others(transport: str, expected: list[tuple[int, int]]) -> None:
+    """Where lookups come by an exchange whose estimates tell, and all peers are reachable."""
+    first, second = in_world(_orders_of_tasks, 2, "host", transport=transport)
+    assert first == expected and {beside for beside, _ in second} == {0}
 
 
 def test_the_costliest_are_placed_first() -> None:

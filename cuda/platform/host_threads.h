@@ -1,6 +1,7 @@
 // Threads of a launch on the host. From pthreads: the C++ library's headers would be most of what a kernel takes to compile.
 #pragma once
 
+#include <fenv.h>
 #include <pthread.h>
 #include <stddef.h>
 #include <unistd.h>
@@ -23,6 +24,22 @@ class Patience {
   int next_us_ = 1000;
 };
 
+// Arithmetic as GPUs do it, in this thread and in those that it creates, which take over its modes: rounded to nearest, and
+// with denormal numbers, whatever the caller has set (torch.set_flush_denormal).
+class DeviceArithmetic {
+ public:
+  DeviceArithmetic() {
+    fegetenv(&callers_);
+    fesetenv(FE_DFL_ENV);
+  }
+  ~DeviceArithmetic() { fesetenv(&callers_); }
+  DeviceArithmetic(const DeviceArithmetic&) = delete;
+  DeviceArithmetic& operator=(const DeviceArithmetic&) = delete;
+
+ private:
+  fenv_t callers_;
+};
+
 // Calls `body(i)` for each i below `count`, each in a thread of its own, body(0) in the caller's; returns behind them all.
 // They wait for one another, so none is called before there are all threads; where these cannot be had it returns false.
 template <class Body>
@@ -37,6 +54,7 @@ template <class Body>
     int index;
     pthread_t handle;
   };
+  const DeviceArithmetic arithmetic;
   Gate gate{PTHREAD_MUTEX_INITIALIZER, false};
   auto* threads = new Thread[static_cast<size_t>(count)];
   const auto start = [](void* given) -> void* {

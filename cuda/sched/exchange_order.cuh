@@ -5,6 +5,9 @@
 // all links of all PEs carry data all the time and no peer is flooded. This PE's own tasks join `local_delay` rounds
 // later, so that the last `local_delay` of them run behind everything that travels. A delay of all rounds is the paper's
 // order (what travels first); a short one keeps memory and links busy together.
+// A destination's tables come one after the other, or in two sequences beside one another: the first `num_beside` tables,
+// which have many lookups for what they send, and the others, which have few. Their tasks are mixed evenly from the first
+// to the last, so that memory and links are busy together.
 // Oblivious: destination 0 first, on every PE, as the logical grid numbers its WGs.
 #pragma once
 
@@ -28,6 +31,8 @@ struct ExchangeOrder {
   int64_t local_delay;         // at most num_rounds
   int32_t oblivious;
   int32_t slice_major;  // finish slices early (staged puts) instead of tables (reuse of rows in the cache)
+  // 0: one sequence of tables, always so if oblivious or slice_major. Else num_tables is below 2^16.
+  uint32_t num_beside;
 
   PO_FN int64_t num_samples(int destination) const { return batch_start[destination + 1] - batch_start[destination]; }
   PO_FN int64_t num_slices(int destination) const { return ceil_div(num_samples(destination), slice_samples); }
@@ -76,15 +81,28 @@ struct ExchangeOrder {
       if (slot == num_peers) index -= local_delay;
       if (index >= num_tasks(task->destination)) return false;
     }
+    auto number = static_cast<uint32_t>(index);
+    uint32_t first_table = 0;
+    if (num_beside != 0) {
+      // Of every num_tables tasks that follow one another num_beside are of the first sequence.
+      const auto all = static_cast<uint32_t>(num_tables);
+      const uint32_t beside = num_beside;
+      const uint32_t turn = number / all;
+      const uint32_t due = number % all * beside;  // tasks of that sequence, times all
+      const uint32_t before = turn * beside + due / all;
+      const bool is_beside = due % all + beside >= all;
+      number = is_beside ? before : number - before;
+      first_table = is_beside ? 0 : beside;
+    }
     const auto fast = static_cast<uint32_t>(slice_major ? num_tables : num_slices(task->destination));
-    const int64_t slow_index = static_cast<uint32_t>(index) / fast;
-    const int64_t fast_index = static_cast<uint32_t>(index) % fast;
+    const uint32_t slow_index = number / fast;
+    const uint32_t fast_index = number % fast;
     task->slice = slice_major ? slow_index : fast_index;
-    task->table = slice_major ? fast_index : slow_index;
+    task->table = slice_major ? fast_index : first_table + slow_index;
     return true;
   }
 };
 PO_DESCRIBE(ExchangeOrder, rank, size, num_tables, slice_samples, batch_start, num_rounds, local_delay, oblivious,
-            slice_major)
+            slice_major, num_beside)
 
 }  // namespace po

@@ -21,6 +21,7 @@ from ..runtime.operator import Operator
 from ..runtime.torch_private import backward_pass
 from ..runtime.uncompiled import uncompiled
 from .automatic_placement import layout_of
+from .column_runs import side_by_side
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
 from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs, whole_number
@@ -573,7 +574,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
         if problem is not None:
             raise to_raise(problem)
-        result = self._in_order(pooled)
+        result = side_by_side(self.layout.runs, pooled)
         if result.requires_grad:
             result.register_hook(self._ahead_of_update)
             for each in pooled:
@@ -606,13 +607,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         for lookups, result in zip(list(sent), pooled, strict=True):
             assert result.grad_fn is not None
             result.grad_fn.register_hook(lambda *_, lookups=lookups: release(lookups))
-
-    def _in_order(self, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the groups' columns in the order of tables and features; those of one group are."""
-        runs = self.layout.runs
-        if len(runs) == 1:
-            return pooled[0]
-        return torch.cat([pooled[group][:, begin:end] for group, begin, end in runs], dim=1)
 
     # ---- what a module may be asked for ------------------------------------------------------------------------------
 

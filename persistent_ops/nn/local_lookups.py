@@ -34,6 +34,14 @@ class LocalLookups(NamedTuple):
             *(each.clone() if each is not None and each.is_inference() else each for each in self)  # type: ignore[arg-type]
         )
 
+    def is_short(self) -> torch.Tensor:
+        """Return whether there are fewer than offsets say, which the host does not know."""
+        return self.offsets[-1] > self.indices.numel()
+
+    def without_bags_if(self, condition: torch.Tensor) -> LocalLookups:
+        """Return them with bags that are all empty, if the condition is true on the device."""
+        return self._replace(offsets=self.offsets.masked_fill(condition, 0))
+
     def bags(self) -> torch.Tensor:
         """Return the bag of every lookup; of those behind the last offset the last one."""
         return _bags(self.offsets, self.indices.numel())

@@ -14,21 +14,23 @@ from .. import ops as _ops
 from ..runtime.operator import Operator
 from ..runtime.world import World
 from .embedding_tables import TableConfig
-from .table_owners import Costs
+from .table_owners import Cost, Costs
 from .table_placements import REPLICATED, TablePlacement
 
 __all__ = ["Rates", "Workload", "measured_rates"]
 
 _MEASURED = Operator("measurement of what placements of tables cost", (), has_kernel=False)
-_ROW = 128  # elements of a row that is measured
-_TABLE_BYTES = {"cuda": 256 << 20, "host": 32 << 20}  # beyond caches
-_GATHERED_BYTES = {"cuda": 64 << 20, "host": 4 << 20}
+_COPIED_BYTES = {"cuda": 256 << 20, "host": 32 << 20}  # beyond caches
 _SUMMED_BYTES = {"cuda": 16 << 20, "host": 1 << 20}
 _ROUNDS, _CALLS = 10, 3
 _REPLICA_LAUNCHES = 5  # beside those of spread tables: lookup, sort, sums, their all-reduce, update
 _INDEX_BYTES = 4  # as lookups travel, for tables below 2^31 rows
+# What was measured beside the bytes of rows, as bytes of a copy (docs/what_was_tried.md, "Owners by costs of phases").
+_LOOKUP_BYTES = 64  # of a lookup that arrives, and that a row is read for
+_SORTED_BYTES = 192  # of one that is sorted by its row, and found there
+_ROW_BYTES = 32  # of a row or a state that is read or written somewhere: a sector
 _FLOAT_BYTES = 4
-_STATE_ELEMENTS = {"sgd": 0, "adagrad": 1, "adam": 2}  # of an element; "rowwise_adagrad" has one of a row
+_NUM_STATES = {"sgd": 0, "adagrad": 1, "adam": 2}  # of the size of a row; "rowwise_adagrad" has a float of one
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Rates:
     """What was measured.
 
     Attributes:
-        memory: bytes per second that go to and from the memory where rows are gathered at random.
+        memory: bytes per second that go to and from the memory in a large copy.
         link: bytes per second that a PE sends to its peers in a large all-reduce; infinite for one PE.
         launch: seconds of a small all-reduce.
     """
@@ -50,14 +52,17 @@ class Rates:
 class Workload:
     """A step of training, which costs are of.
 
-    U = min(lookups, R) rows are touched by the N lookups of a table of R rows; its rows have w bytes and s bytes of
-    states, G bytes of pooled rows leave it, and there are P PEs.
+    About U = N * R / (N + R) rows are touched by N lookups in a table of R rows, none of which is likelier than
+    another; computed by what all machines round alike, since all PEs decide by it. A row has w bytes, and its states s
+    bytes in a arrays; G bytes of pooled rows leave it, and there are P PEs. What is read or written somewhere costs a
+    sector of memory more: w' = w + 32, s' = s + 32 * a.
 
-    - A slice's owner moves ``N * (w + 4) + 3 * G + 2 * U * (w + s)`` bytes of memory: rows and lookups read, pooled
-      rows written, gradients written where they arrive and read, rows and states read and written. Its links carry
-      ``(P - 1) / P * (2 * G + 4 * N)``: pooled rows, gradients, lookups.
-    - A replica has the N and G of this PE's samples alone and sends none of them. Beside them it moves 16 bytes of
-      memory for each of R * D sums, which are zeroed, added up, reduced, and read, and its links carry
+    - In the forward pass a slice's owner moves ``N * (w' + 64) + G`` bytes of memory: rows and lookups read, pooled
+      rows written. Its links carry ``(P - 1) / P * (G + 4 * N)``: pooled rows and lookups.
+    - In the backward pass it is ``N * 192 + 2 * G + 2 * U * (w' + s')``: lookups sorted, gradients written where they
+      arrive and read, rows and states read and written; and ``(P - 1) / P * G`` of gradients.
+    - A replica has the N and G of this PE's samples alone and sends none of them. Its backward pass moves 16 bytes of
+      memory more for each of R * D sums, which are zeroed, added up, reduced, and read, and its links carry
       ``2 * (P - 1) / P * 4`` bytes of each.
 
     Attributes:
@@ -81,34 +86,46 @@ class Workload:
         pairs = zip(configs, placements, strict=True)
         return Costs("s_per_step", tuple(self.cost(config, placement) for config, placement in pairs))
 
-    def cost(self, config: TableConfig, placement: TablePlacement) -> tuple[float, float]:
-        """Return the same for a slice of a table, or a replica."""
+    def cost(self, config: TableConfig, placement: TablePlacement) -> Cost:
+        """Return the same for a slice of a table, or a replica: of the forward pass, and of the backward pass."""
         is_replica = placement.kind == REPLICATED
         width = config.embedding_dim // placement.num_slices
         samples = self.max_batch * (1 if is_replica else self.world_size)
         lookups = samples * sum(self.lookups_per_sample[name] for name in config.feature_names)
-        row_bytes = width * config.data_type.itemsize
-        wire_dtype = self.wire_dtype if config.data_type == torch.float32 else None
-        pooled = samples * len(config.feature_names) * width * (wire_dtype or config.data_type).itemsize
-        touched = min(lookups * self.world_size if is_replica else lookups, config.num_embeddings)
-        updated = 2 * touched * (row_bytes + self._state_bytes(width))
-        memory = lookups * (row_bytes + _INDEX_BYTES) + 3 * pooled + updated
+        row_bytes = width * config.data_type.itemsize + _ROW_BYTES
+        pooled = self._pooled_bytes(config, samples, width)
+        touched = _touched(lookups * self.world_size if is_replica else lookups, config.num_embeddings)
+        forward = lookups * (row_bytes + _LOOKUP_BYTES) + pooled
+        backward = lookups * _SORTED_BYTES + 2 * pooled + 2 * touched * (row_bytes + self._state_bytes(width))
         away = (self.world_size - 1) / self.world_size
+        sent, received = away * (pooled + lookups * _INDEX_BYTES), away * pooled
         if is_replica:
             sums = config.num_embeddings * width * _FLOAT_BYTES
-            memory, link = memory + 4 * sums, 2 * away * sums
-        else:
-            link = away * (2 * pooled + lookups * _INDEX_BYTES)
-        return memory / self.rates.memory, link / self.rates.link
+            backward, sent, received = backward + 4 * sums, 0.0, 2 * away * sums
+        memory, link = self.rates.memory, self.rates.link
+        return (forward / memory, sent / link), (backward / memory, received / link)
 
-    def replicas_overhead(self) -> float:
-        """Return the seconds that launches for replicated tables take, however small the tables."""
-        return _REPLICA_LAUNCHES * self.rates.launch
+    def replicas_overhead(self, configs: Sequence[TableConfig]) -> float:
+        """Return the seconds that replicas take, however small they are: launches, and copies of the result.
+
+        What is pooled of replicas, and of the other tables, is read and written again to stand side by side; so are its
+        gradients.
+        """
+        copied = sum(self._pooled_bytes(config, self.max_batch, config.embedding_dim) for config in configs)
+        return _REPLICA_LAUNCHES * self.rates.launch + 4 * copied / self.rates.memory
+
+    def _pooled_bytes(self, config: TableConfig, samples: int, width: int) -> int:
+        wire_dtype = self.wire_dtype if config.data_type == torch.float32 else None
+        return samples * len(config.feature_names) * width * (wire_dtype or config.data_type).itemsize
 
     def _state_bytes(self, width: int) -> int:
-        return _FLOAT_BYTES * _STATE_ELEMENTS.get(self.algorithm, 0) * width + _FLOAT_BYTES * (
-            self.algorithm == "rowwise_adagrad"
-        )
+        if self.algorithm == "rowwise_adagrad":
+            return _FLOAT_BYTES + _ROW_BYTES
+        return _NUM_STATES.get(self.algorithm, 0) * (_FLOAT_BYTES * width + _ROW_BYTES)
+
+
+def _touched(lookups: float, rows: int) -> float:
+    return lookups * rows / (lookups + rows)
 
 
 def measured_rates(world: World) -> Rates:
@@ -123,11 +140,9 @@ def measured_rates(world: World) -> Rates:
 
 
 def _memory_rate(world: World) -> float:
-    device, name = world.backend.device, world.backend.name
-    rows, gathered = (nbytes[name] // (_ROW * _FLOAT_BYTES) for nbytes in (_TABLE_BYTES, _GATHERED_BYTES))
-    table = torch.zeros(rows, _ROW, dtype=torch.float32, device=device)
-    indices = torch.randint(rows, (gathered,), device=device)
-    return 2 * _GATHERED_BYTES[name] / _seconds(world, lambda: table.index_select(0, indices))
+    given = torch.zeros(_COPIED_BYTES[world.backend.name], dtype=torch.uint8, device=world.backend.device)
+    copy = torch.empty_like(given)
+    return 2 * given.numel() / _seconds(world, lambda: copy.copy_(given))
 
 
 def _link_rate_and_launch(world: World) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from .embedding_tables import TableConfig
 from .table_layout import Layout
+from .table_owners import load
 
 __all__ = ["placement_table"]
 
@@ -32,7 +33,7 @@ def placement_table(layout: Layout, lookups_per_sample: Mapping[str, float]) -> 
         report.add_column(heading, justify="right", footer=of_pes.get(heading, ""))
     report.add_column("placement")
     report.add_column("PEs")
-    report.add_column(escape(unit), justify="right", footer="\n".join(f"{load * scale:.3g}" for load in layout.loads))
+    report.add_column(escape(unit), justify="right", footer="\n".join(f"{each * scale:.3g}" for each in layout.loads))
     for number, (config, placement) in enumerate(zip(layout.configs, layout.placements, strict=True)):
         owners = "all" if layout.is_replicated(number) else ", ".join(map(str, layout.owners[number]))
         sliced = f" x {placement.num_slices}" if placement.num_slices > 1 else ""
@@ -44,7 +45,7 @@ def placement_table(layout: Layout, lookups_per_sample: Mapping[str, float]) -> 
             f"{sum(lookups_per_sample[name] for name in config.feature_names):g}",
             placement.kind + sliced,
             owners,
-            f"{max(layout.costs.of_slices[number]) * scale:.3g}",
+            f"{load(layout.costs.of_slices[number]) * scale:.3g}",
         )
     return report
 

@@ -163,7 +163,8 @@ class ReplicatedTables:
         """Return the pooled rows of each group, `[B, sum of D]`; where gradients are recorded, backward is collective.
 
         Outside of CUDA graphs it waits until the host knows what the batch is like, and makes more room where that is
-        needed. In them bad lookups are skipped, and the result of lookups that find no room is NaN.
+        needed. In them bad lookups are skipped, and the result of lookups that find no room is NaN; these change no
+        table.
 
         Raises:
             IndexError: a length or an index is bad, and bounds are "fatal".
@@ -175,14 +176,13 @@ class ReplicatedTables:
         if torch.is_grad_enabled():
             chosen = [lookups.for_backward() for lookups in chosen]
         begins = None if batch.weights is None else value_begins(batch.given, self._num_features)
-        pooled: list[torch.Tensor] = list(
-            _Recorded.apply(self._placeholder, batch.weights, self, chosen, begins)  # type: ignore[no-untyped-call]
-        )
+        short: list[torch.Tensor] = []
         if batch.findings is None:
-            for number, lookups in enumerate(chosen):
-                is_short = lookups.offsets[-1] > lookups.indices.numel()
-                pooled[number] = pooled[number].masked_fill(is_short, math.nan)
-        return pooled
+            short = [lookups.is_short() for lookups in chosen]
+            chosen = [lookups.without_bags_if(is_short) for lookups, is_short in zip(chosen, short, strict=True)]
+        return list(
+            _Recorded.apply(self._placeholder, batch.weights, self, chosen, begins, short)  # type: ignore[no-untyped-call]
+        )
 
     def _looked_at(self, batch: LocalBatch, findings: Findings) -> list[LocalLookups]:
         """Return the lookups, with room for all; raise for bad ones."""
@@ -376,13 +376,17 @@ class _Recorded(torch.autograd.Function):
         tables: ReplicatedTables,
         chosen: Sequence[LocalLookups],
         begins: torch.Tensor | None,
+        short: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         context.tables, context.number, context.is_done = tables, tables._num_recorded, False
         context.begins, context.num_values = begins, 0 if weights is None else weights.numel()
         context.versions = tables._versions()
         context.save_for_backward(*(tensor for lookups in chosen for tensor in lookups))
+        pooled = tables._pool(chosen)
+        for each, is_short in zip(pooled, short, strict=False):
+            each.masked_fill_(is_short, math.nan)
         # Detached: a view that is made in here could not be changed in place.
-        return tuple(each.detach() for each in tables._pool(chosen))
+        return tuple(each.detach() for each in pooled)
 
     @staticmethod
     @uncompiled
@@ -404,7 +408,7 @@ class _Recorded(torch.autograd.Function):
         context.is_done = True
         chosen = [LocalLookups(*saved[first : first + 3]) for first in range(0, len(saved), 3)]
         of_weights = context.tables._update(gradients, chosen, context.begins, context.num_values, context.number)
-        return None, of_weights, None, None, None
+        return None, of_weights, None, None, None, None
 
 
 def _require_gradient(weights: torch.Tensor | None) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,7 +19,15 @@ from .table_shards import TableShards
 __all__ = ["ShardedTable"]
 
 _DRAWING = threading.Lock()  # of PEs that are threads, and have one generator
-_DRAWN_ROWS_BYTES = 64 << 20  # of a table's first rows that are drawn at a time
+_DRAWN_ROWS_BYTES = 16 << 20  # of the parts in which a table's first rows are drawn; another number draws other ones
+_MOST_THREADS = 8  # that draw parts
+
+
+def _seed_of_part(seed: int, number: int) -> int:
+    """Return the seed of a part of a table's rows, which has a generator of its own; of the first one the table's."""
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}, {number}".encode()).digest()[:7], "big")
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -79,7 +91,7 @@ class ShardedTable(torch.nn.Module):
         )
 
     def draw(self, seed: int) -> None:
-        """Draw the rows: of the whole table, since the generator gives numbers in its order."""
+        """Draw the rows, of the whole table, since a generator gives numbers in its order; large parts side by side."""
         if not self.slices:
             return
         config, (low, high) = self._config, self._config.init_bounds
@@ -91,12 +103,31 @@ class ShardedTable(torch.nn.Module):
                 config.init_fn(whole)
             self._take_rows(0, whole)
             return
-        generator = torch.Generator().manual_seed(seed)
         at_once = max(1, _DRAWN_ROWS_BYTES // (4 * dim))
-        for first in range(0, rows, at_once):
+
+        def part(first: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(_seed_of_part(seed, first // at_once))
             drawn = torch.empty(min(at_once, rows - first), dim, dtype=torch.float32, device="cpu")
-            drawn.uniform_(low, high, generator=generator)
-            self._take_rows(first, drawn)
+            return drawn.uniform_(low, high, generator=generator)
+
+        firsts = range(0, rows, at_once)
+        if len(firsts) == 1:
+            self._take_rows(0, part(0))
+            return
+        share = len(os.sched_getaffinity(0)) // self._world.bootstrap.local_world_size
+        num_threads = max(1, min(share, len(firsts), _MOST_THREADS))
+        under_way: deque[tuple[int, Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(num_threads) as threads:
+            for first in firsts:
+                under_way.append((first, threads.submit(part, first)))
+                if len(under_way) > num_threads:
+                    self._take(under_way)
+            while under_way:
+                self._take(under_way)
+
+    def _take(self, under_way: deque[tuple[int, Future[torch.Tensor]]]) -> None:
+        first, drawn = under_way.popleft()
+        self._take_rows(first, drawn.result())
 
     def _take_rows(self, first: int, rows: torch.Tensor) -> None:
         for number, block in zip(self.slices, self._blocks, strict=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from .embedding_tables import TableConfig
-from .table_owners import Costs, choose_owners, slice_bytes
+from .table_owners import Costs, choose_owners, load, slice_bytes, step_time
 from .table_placements import REPLICATED, TablePlacement
 
 __all__ = ["Group", "Layout", "Run", "Slot", "place"]
@@ -37,8 +37,8 @@ class Group:
 
     Attributes:
         pooling, dtype: of the tables.
-        slots: of every PE, in the order of its tables, slices and features; of replicated tables those of one PE, which
-            all have.
+        slots: of every PE, those with the most lookups first, then in the order of its tables, slices and features; of
+            replicated tables those of one PE, which all have, in that order alone.
     """
 
     pooling: str
@@ -78,6 +78,7 @@ class Layout:
         names, dims: of the result's features, and their columns.
         costs: that owners were chosen by.
         loads: of every PE, in their unit.
+        time: of a step of all PEs together, in that unit, too (`step_time`).
     """
 
     configs: tuple[TableConfig, ...]
@@ -89,8 +90,9 @@ class Layout:
     outputs: tuple[tuple[int, int], ...]
     names: tuple[str, ...]
     dims: tuple[int, ...]
-    costs: Costs = field(compare=False)
-    loads: tuple[float, ...] = field(compare=False)
+    costs: Costs = field(compare=False, repr=False)
+    loads: tuple[float, ...] = field(compare=False, repr=False)
+    time: float = field(compare=False, repr=False)
 
     @functools.cached_property
     def begins(self) -> tuple[tuple[int, ...], ...]:
@@ -149,18 +151,23 @@ def place(
     configs: Sequence[TableConfig],
     placements: Sequence[TablePlacement],
     costs: Costs,
+    lookups_per_sample: Mapping[str, float],
     world_size: int,
 ) -> Layout:
     """Give every slice an owner (`choose_owners`), and every block of the result's columns its place.
+
+    A PE's slots come in the order of their features' lookups, those with the most first, which then run beside the
+    others in the forward pass (`ExchangeOrder`); those of replicated tables in the order of the tables.
 
     Args:
         configs: of the tables.
         placements: of each.
         costs: of their slices.
+        lookups_per_sample: of each feature.
         world_size: number of PEs.
     """
     features = tuple(dict.fromkeys(name for config in configs for name in config.feature_names))
-    owners, loads = choose_owners(configs, placements, costs, world_size)
+    owners, used = choose_owners(configs, placements, costs, world_size)
     spread, replicated = (
         [table for table, placement in enumerate(placements) if (placement.kind == REPLICATED) is wanted]
         for wanted in (False, True)
@@ -169,6 +176,9 @@ def place(
     def slots(table: int, number: int) -> list[Slot]:
         config, width = configs[table], configs[table].embedding_dim // placements[table].num_slices
         return [Slot(table, number, features.index(name), width) for name in config.feature_names]
+
+    def by_lookups(of_pe: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        return tuple(sorted(of_pe, key=lambda slot: -lookups_per_sample[features[slot.feature]]))
 
     def groups(tables: Sequence[int], owners_of: Mapping[int, Sequence[int]], size: int) -> list[Group]:
         made: dict[tuple[str, torch.dtype, int | None], list[list[Slot]]] = {}
@@ -180,7 +190,10 @@ def place(
                 of_pes[owner] += slots(table, number)
         return [Group(pooling, dtype, tuple(map(tuple, of_pes))) for (pooling, dtype, _), of_pes in made.items()]
 
-    of_spread = groups(spread, {table: owners[table] for table in spread}, world_size)
+    of_spread = [
+        replace(group, slots=tuple(map(by_lookups, group.slots)))
+        for group in groups(spread, {table: owners[table] for table in spread}, world_size)
+    ]
     of_replicated = groups(replicated, dict.fromkeys(replicated, (0,)), 1)
     at = {
         (slot.table, slot.feature, slot.slice): (number, column)
@@ -205,5 +218,6 @@ def place(
         tuple(names),
         tuple(dims),
         costs,
-        tuple(map(max, loads)),
+        tuple(map(load, used)),
+        step_time(used),
     )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import add
 from typing import NamedTuple
 
 from .embedding_tables import TableConfig
 from .table_placements import REPLICATED, TablePlacement
 
-__all__ = ["Costs", "bytes_read", "choose_owners", "slice_bytes"]
+__all__ = ["Cost", "Costs", "bytes_read", "choose_owners", "first_room", "load", "slice_bytes", "step_time"]
 
 _ROOMS = 1.25, 1.5, 2.0  # times a PE's share of the bytes: the first one is no reason to give tables other owners
 _FEW_BYTES = 1 << 30  # nor is this on top of it, or what other owners save
-_WORTH = 1.1  # times the most that a PE has to do, which one may have for less memory
+_WORTH = 1.1  # times as long a step may take for less memory
+
+
+Cost = tuple[tuple[float, ...], ...]  # of the resources of each phase
 
 
 class Costs(NamedTuple):
@@ -21,17 +25,28 @@ class Costs(NamedTuple):
 
     Attributes:
         unit: of the numbers.
-        of_slices: what a slice of each table, or a replica, costs the PE that has it, of every resource that is used
-            beside the others. A PE is done when it is with the one that it uses most.
+        of_slices: what a slice of each table, or a replica, costs the PE that has it: in each phase of a step, one
+            behind the other, of every resource that is used beside the others (`load`).
     """
 
     unit: str
-    of_slices: tuple[tuple[float, ...], ...]
+    of_slices: tuple[Cost, ...]
 
     @property
-    def no_load(self) -> tuple[float, ...]:
+    def nothing(self) -> Cost:
         """What a PE without tables uses."""
-        return tuple(0.0 for _ in self.of_slices[0])
+        return tuple(tuple(0.0 for _ in phase) for phase in self.of_slices[0])
+
+
+def load(cost: Cost) -> float:
+    """Return the sum over the phases: a PE is done with one when it is with the resource that it uses most."""
+    return sum(map(max, cost))
+
+
+def step_time(costs: Iterable[Cost]) -> float:
+    """Return the time of all PEs together: a phase ends for all when it does for the one with the most to do in it."""
+    time: float = sum(max(map(max, of_pes)) for of_pes in zip(*costs, strict=True))
+    return time
 
 
 def bytes_read(
@@ -46,7 +61,7 @@ def bytes_read(
         lookups = sum(lookups_per_sample[name] for name in config.feature_names)
         width = config.embedding_dim // placement.num_slices
         samples = 1.0 / world_size if placement.kind == REPLICATED else 1.0
-        of_slices.append((lookups * width * config.data_type.itemsize * samples,))
+        of_slices.append(((lookups * width * config.data_type.itemsize * samples,),))
     return Costs("bytes_per_sample", tuple(of_slices))
 
 
@@ -55,18 +70,18 @@ def choose_owners(
     placements: Sequence[TablePlacement],
     costs: Costs,
     world_size: int,
-) -> tuple[tuple[tuple[int, ...], ...], list[tuple[float, ...]]]:
-    """Return the owners of each table's slices, and what every PE uses of each resource.
+) -> tuple[tuple[tuple[int, ...], ...], list[Cost]]:
+    """Return the owners of each table's slices, and what every PE uses.
 
-    The costliest slice comes first, and each goes to the PE that has the least to do so far; of several to the one with
-    the fewest bytes.
+    The costliest slice comes first, and each goes to a PE with which a step takes the least time (`step_time`); of
+    several to the one with the least to do (`load`), and of these to the one with the fewest bytes.
 
     Costs say little about memory: a table of few lookups may be the largest. Where a PE gets more than a quarter above
     its share of all rows' bytes (and 1 GiB) that way, slices come in the order of what they are of all costs or of all
-    bytes, whichever is more, and each goes to the PE with the least to do among those with room: 1.25 times a PE's
+    bytes, whichever is more, and each goes in that way to one of the PEs with room: 1.25 times a PE's
     share, 1.5 or 2, with and without more for the PE that has a slice beyond it. Of these ways the one is taken in
-    which the PE with the most memory has the least, by more than 1 GiB, or else the next one, and none has 10 % more to
-    do than the PE with the most had.
+    which the PE with the most memory has the least, by more than 1 GiB, or else the next one, and a step takes at most
+    10 % longer.
 
     Args:
         configs: of the tables.
@@ -78,18 +93,23 @@ def choose_owners(
         ValueError: a placement names a PE that there is not.
     """
     fixed, free = _fixed(configs, placements, costs, world_size)
-    chosen = by_cost = _spread(fixed, sorted(free, key=lambda part: -part.most), math.inf, math.inf)
-    cost, memory = sum(part.most for part in free) or 1.0, sum(part.nbytes for part in free) or 1
-    by_both = sorted(free, key=lambda part: (-max(part.most / cost, part.nbytes / memory), -part.most))
+    chosen = by_cost = _spread(fixed, sorted(free, key=lambda part: -part.load), math.inf, math.inf)
+    cost, memory = sum(part.load for part in free) or 1.0, sum(part.nbytes for part in free) or 1
+    by_both = sorted(free, key=lambda part: (-max(part.load / cost, part.nbytes / memory), -part.load))
     share = sum(by_cost.nbytes) / world_size
     for times in _ROOMS:
         if max(by_cost.nbytes) <= times * share + _FEW_BYTES:
             break
         for beside in (0, (times - 1) * share + _FEW_BYTES):
             limited = _spread(fixed, by_both, times * share + _FEW_BYTES, beside)
-            if limited.most <= _WORTH * by_cost.most and limited.saves_memory(chosen):
+            if limited.time <= _WORTH * by_cost.time and limited.saves_memory(chosen):
                 chosen = limited
-    return tuple(map(tuple, chosen.owners)), chosen.loads
+    return tuple(map(tuple, chosen.owners)), chosen.used
+
+
+def first_room(nbytes: Sequence[int]) -> float:
+    """Return the bytes that a PE may have of what all have, before owners are chosen for memory's sake, too."""
+    return _ROOMS[0] * sum(nbytes) / len(nbytes) + _FEW_BYTES
 
 
 class _Part(NamedTuple):
@@ -97,26 +117,25 @@ class _Part(NamedTuple):
 
     table: int
     slice: int
-    cost: tuple[float, ...]
+    cost: Cost
     nbytes: int
 
     @property
-    def most(self) -> float:
-        return max(self.cost)
+    def load(self) -> float:
+        return load(self.cost)
 
 
 class _Owned(NamedTuple):
     """The owners of each table's slices so far; what every PE uses of each resource, its bytes, its largest part's."""
 
     owners: list[list[int]]
-    loads: list[tuple[float, ...]]
+    used: list[Cost]
     nbytes: list[int]
     largest: list[int]
 
     @property
-    def most(self) -> float:
-        """What the PE with the most to do uses of what it uses most."""
-        return max(map(max, self.loads))
+    def time(self) -> float:
+        return step_time(self.used)
 
     def saves_memory(self, other: _Owned) -> bool:
         """Return whether a PE has much less than its counterpart in the order of bytes, and none before it more."""
@@ -134,7 +153,7 @@ def _fixed(
     world_size: int,
 ) -> tuple[_Owned, list[_Part]]:
     """Return what placements say, and the slices whose owners they leave open."""
-    owned = _Owned([], [costs.no_load] * world_size, [0] * world_size, [0] * world_size)
+    owned = _Owned([], [costs.nothing] * world_size, [0] * world_size, [0] * world_size)
     free = []
     for table, (config, placement) in enumerate(zip(configs, placements, strict=True)):
         cost, nbytes = costs.of_slices[table], slice_bytes(config, placement)
@@ -146,16 +165,14 @@ def _fixed(
         for owner in range(world_size) if is_replicated else owned.owners[-1]:
             if not 0 <= owner < world_size:
                 raise ValueError(f"placement: {config.name} is on PE {owner}, expected 0 to {world_size - 1}")
-            owned.loads[owner] = _plus(owned.loads[owner], cost)
+            owned.used[owner] = _plus(owned.used[owner], cost)
             owned.nbytes[owner] += nbytes
             owned.largest[owner] = max(owned.largest[owner], nbytes)
     return owned, free
 
 
 def _spread(fixed: _Owned, parts: Sequence[_Part], room: float, beside: float) -> _Owned:
-    """Give each part to the PE with the least to do among those that have room, or to the one with the fewest bytes.
-
-    Of PEs that have as much to do it is the one with the fewest bytes.
+    """Give each part to a PE among those that have room, or to the one with the fewest bytes; see `choose_owners`.
 
     Args:
         fixed: what has an owner.
@@ -163,7 +180,7 @@ def _spread(fixed: _Owned, parts: Sequence[_Part], room: float, beside: float) -
         room: of a PE, in bytes.
         beside: the same beside a PE's largest part, where that leaves less.
     """
-    owners, loads = [list(of_table) for of_table in fixed.owners], list(fixed.loads)
+    owners, used = [list(of_table) for of_table in fixed.owners], list(fixed.used)
     nbytes, largest = list(fixed.nbytes), list(fixed.largest)
     for part in parts:
         pes = [
@@ -173,12 +190,27 @@ def _spread(fixed: _Owned, parts: Sequence[_Part], room: float, beside: float) -
         ]
         if not pes:
             pes = [pe for pe, has in enumerate(nbytes) if has == min(nbytes)]
-        owner = min(pes, key=lambda pe: (max(_plus(loads[pe], part.cost)), nbytes[pe]))
+        owner = _cheapest(pes, part.cost, used, nbytes)
         owners[part.table][part.slice] = owner
-        loads[owner] = _plus(loads[owner], part.cost)
+        used[owner] = _plus(used[owner], part.cost)
         nbytes[owner] += part.nbytes
         largest[owner] = max(largest[owner], part.nbytes)
-    return _Owned(owners, loads, nbytes, largest)
+    return _Owned(owners, used, nbytes, largest)
+
+
+def _cheapest(pes: Sequence[int], cost: Cost, used: Sequence[Cost], nbytes: Sequence[int]) -> int:
+    """Return the PE with which a step takes the least time if it gets a part of this cost; see `choose_owners`."""
+    so_far = [max(map(max, of_pes)) for of_pes in zip(*used, strict=True)]  # of each phase
+    best, owner = (math.inf, math.inf, math.inf), pes[0]
+    for pe in pes:
+        time = own = 0.0
+        for resources, more, most in zip(used[pe], cost, so_far, strict=True):
+            then = max(map(add, resources, more))
+            own += then
+            time += max(then, most)
+        if (this := (time, own, nbytes[pe])) < best:
+            best, owner = this, pe
+    return owner
 
 
 def slice_bytes(config: TableConfig, placement: TablePlacement) -> int:
@@ -186,5 +218,5 @@ def slice_bytes(config: TableConfig, placement: TablePlacement) -> int:
     return config.num_embeddings * (config.embedding_dim // placement.num_slices) * config.data_type.itemsize
 
 
-def _plus(load: tuple[float, ...], cost: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(a + b for a, b in zip(load, cost, strict=True))
+def _plus(used: Cost, cost: Cost) -> Cost:
+    return tuple(tuple(map(add, *phases)) for phases in zip(used, cost, strict=True))

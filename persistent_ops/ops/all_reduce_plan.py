@@ -11,6 +11,7 @@ import torch
 from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest, check_resident
 from ..runtime.contract import Field
+from ..runtime.description import copy_of
 from ..runtime.dtypes import SCALARS
 from ..runtime.errors import PersistentOpsError
 from ..runtime.operator import Operator
@@ -462,7 +463,7 @@ class AllReducePlan(Plan):
         last = self.launches[-1]
         for launch in self.launches:
             skipped = launch.first_element * self._element
-            call = launch.call
+            call = copy_of(launch.call)
             call.x = x + skipped
             call.residual = residual + skipped if residual else 0
             call.bias = bias

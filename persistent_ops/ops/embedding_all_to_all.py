@@ -180,7 +180,8 @@ def embedding_all_to_all(
     if isinstance(indices, Lookups):
         sources = indices.sources
         pooling = average_pooling(indices.capacity, len(weights) * sum(indices.batch_per_rank or ()))
-        from_sources = (weights, sources, indices.index_dtype, indices.is_weighted, pooling, *choices_of_call)
+        kind = (indices.index_dtype, indices.is_weighted, pooling, indices.num_beside)
+        from_sources = (weights, sources, *kind, *choices_of_call)
         result = _operator_from_sources(from_sources, {"out": out}, (sources,), (out,), tables)
         return result
     assert offsets is not None
@@ -379,6 +380,7 @@ def _run_from_sources(
     index_dtype: torch.dtype,
     is_weighted: bool,
     pooling: int,
+    num_beside: int,
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int],
     *choices: Any,
@@ -387,7 +389,7 @@ def _run_from_sources(
     """The same for lookups that are where an input exchange has left them, which has checked them."""
     world = _world.for_call()
     num_offsets = len(weights) * sum(batch_per_rank) + 1
-    kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, pooling, from_sources=True)
+    kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, pooling, True, num_beside)
     key = _key(world, world.team, weights, kind, dim_per_rank, batch_per_rank, *choices)
     plan = _plans(world).find(key)
     if plan is None:
@@ -467,6 +469,7 @@ def _fake_from_sources(
     index_dtype: torch.dtype,
     is_weighted: bool,
     pooling: int,
+    num_beside: int,
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
     dtype: torch.dtype,
@@ -487,6 +490,7 @@ def _check_from_sources(
     index_dtype: torch.dtype,
     is_weighted: bool,
     pooling: int,
+    num_beside: int,
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     *others: object,
@@ -501,10 +505,11 @@ def _complete_from_sources(
     index_dtype: torch.dtype,
     is_weighted: bool,
     pooling: int,
+    num_beside: int,
     *split_and_choices: Any,
 ) -> tuple[Any, ...]:
     completed = _complete(weights, sources, sources, None, *split_and_choices)
-    return (weights, sources, index_dtype, is_weighted, pooling, *completed[4:])
+    return (weights, sources, index_dtype, is_weighted, pooling, num_beside, *completed[4:])
 
 
 _NO_GRADIENT = (
@@ -528,7 +533,8 @@ _operator = TorchOperator(
 )
 _operator_from_sources = TorchOperator(
     "embedding_all_to_all_from_sources",
-    f"Tensor[] weights, Tensor sources, ScalarType index_dtype, bool is_weighted, SymInt pooling, {_SPLIT_AND_CHOICES}",
+    "Tensor[] weights, Tensor sources, ScalarType index_dtype, bool is_weighted, SymInt pooling, SymInt num_beside, "
+    f"{_SPLIT_AND_CHOICES}",
     _run_from_sources,
     _check_from_sources,
     complete=_complete_from_sources,

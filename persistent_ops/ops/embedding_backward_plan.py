@@ -366,7 +366,7 @@ class BackwardPlan(Plan):
             sum_elements=self._sum_elements,
             **constants,
         )
-        self._call = structs["Call"]()
+        self._new_call = structs["Call"]
         updated = [] if step == GRADIENT else weights
         self.changed = OPERATOR.changed_inputs(
             tables=updated, states=[each for of_table in states for each in of_table]
@@ -558,7 +558,7 @@ class BackwardPlan(Plan):
             self._chunks_done = self._world.workspace.zero_words(self._key.team, skipped + slots)[skipped:]
             self._slots = slots
         sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
-        call = self._call
+        call = self._new_call()
         call.gradient = gradient.data_ptr()
         call.keys, call.bags, call.count = (each.data_ptr() for each in (inverted.keys, inverted.bags, inverted.count))
         call.lookups = 0 if inverted.lookups is None else inverted.lookups.data_ptr()

@@ -97,9 +97,12 @@ class EmbeddingInputs:
         _check_choices(max_batch, bounds, index_dtype, rows)
         if (lookups_per_sample is None) == (capacity is None):
             raise ValueError("lookups_per_sample, capacity: expected exactly one of them")
+        self.num_beside = 0
         if capacity is None:
             assert lookups_per_sample is not None
-            capacity = _estimated(chosen, num_features, max_batch, lookups_per_sample)
+            estimates = _checked_estimates(num_features, lookups_per_sample)
+            capacity = _estimated(chosen, max_batch, estimates)
+            self.num_beside = _num_beside([estimates[feature] for feature, _ in chosen[world.rank]])
         self._first_capacity = _checked_capacity(capacity, world.size)
         self.index_dtype = index_dtype
         self._bounds = bounds
@@ -434,13 +437,7 @@ def _checked_capacity(capacity: Sequence[Sequence[int]], size: int) -> tuple[tup
     return chosen
 
 
-def _estimated(
-    slots: Sequence[Sequence[tuple[int, int]]],
-    num_features: int,
-    max_batch: int,
-    lookups_per_sample: float | Sequence[float],
-) -> list[list[int]]:
-    """Return the capacity of each PE's message to each owner."""
+def _checked_estimates(num_features: int, lookups_per_sample: float | Sequence[float]) -> list[float]:
     if isinstance(lookups_per_sample, (int, float)):
         lookups_per_sample = [lookups_per_sample] * num_features
     if isinstance(lookups_per_sample, str) or not isinstance(lookups_per_sample, Iterable):
@@ -451,5 +448,20 @@ def _estimated(
             f"lookups_per_sample: expected {num_features} numbers of at least 0, one per feature, got "
             f"{lookups_per_sample}"
         )
-    of_owner = [math.ceil(max_batch * sum(lookups_per_sample[feature] for feature, _ in of_pe)) for of_pe in slots]
+    return lookups_per_sample
+
+
+def _estimated(
+    slots: Sequence[Sequence[tuple[int, int]]], max_batch: int, estimates: Sequence[float]
+) -> list[list[int]]:
+    """Return the capacity of each PE's message to each owner."""
+    of_owner = [math.ceil(max_batch * sum(estimates[feature] for feature, _ in of_pe)) for of_pe in slots]
     return [of_owner for _ in slots]
+
+
+def _num_beside(estimates: Sequence[float]) -> int:
+    """Return how many of the first slots have more lookups than the average of all; 0 where all have as many."""
+    if len(set(estimates)) < 2:
+        return 0
+    average = sum(estimates) / len(estimates)
+    return len(list(itertools.takewhile(lambda lookups: lookups > average, estimates)))

@@ -159,6 +159,7 @@ class Lookups:
             cuda/tile/lookup_source.cuh, which kernels read: addresses of indices, offsets and weights, first_sample,
             samples, count, capacity, left_out, first_lookup.
         num_slots: T, of this PE.
+        num_beside: how many of the first slots have more lookups than the average, by `EmbeddingInputs`' estimates.
         rows: of each slot's table.
         index_dtype: of the indices.
         is_weighted: whether they have weights.
@@ -182,6 +183,7 @@ class Lookups:
         self.sources = region.sources
         self.rows = tuple(rows for _, rows in inputs._layout.slots[inputs._world.rank])
         self.num_slots = len(self.rows)
+        self.num_beside = inputs.num_beside
         self.is_weighted = inputs._layout.is_weighted
         self.index_dtype = inputs.index_dtype
         self.layout, self.num_values = inputs._layout, given.values.numel()

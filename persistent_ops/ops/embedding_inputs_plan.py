@@ -303,7 +303,7 @@ class InputsPlan(Plan):
             **{name: words.data_ptr() for name, words in self._scratch.items()},
         )
         self._contracts: dict[tuple[int, ...], tuple[int, int]] = {}
-        self._call = structs["Call"]()
+        self._new_call = structs["Call"]
         self.place()
 
     def kernel_and_grid(self, *, is_beside: bool) -> tuple[Kernel, int]:
@@ -408,7 +408,7 @@ class InputsPlan(Plan):
         input_error: int,
     ) -> None:
         """Launch on the current stream; see `Call` of the kernel. It raises nothing about bad input."""
-        call = self._call
+        call = self._new_call()
         call.values, call.bounds = values.data_ptr(), bounds.data_ptr()
         call.weights = 0 if weights is None else weights.data_ptr()
         call.num_values, call.samples = values.numel(), samples

@@ -240,24 +240,24 @@ class InversionPlan(Plan):
             words=self._zero_words.data_ptr(),
         )
         self._plan = upload(world.backend, plan)
-        self._call: Any = description.structs["Call"]()
+        self._new_call: Any = description.structs["Call"]
 
     def launch(self, indices: torch.Tensor, offsets: torch.Tensor) -> Inverted:
         """Launch on the current stream."""
-        call, count = self._call, indices.numel()
+        call, count = self._new_call(), indices.numel()
         source = call.source
         source.indices, source.offsets = indices.data_ptr(), offsets.data_ptr()
         source.count, source.first_sample, source.samples = count, 0, self._rows.batch
         call.sources, call.num_sources = 0, 1
-        return self._launch((count,))
+        return self._launch(call, (count,))
 
     def launch_from(self, sources: torch.Tensor, capacities: Sequence[int]) -> Inverted:
         """The same for lookups that are where an input exchange has left them; see `invert_sources`."""
-        call = self._call
+        call = self._new_call()
         call.sources, call.num_sources = sources.data_ptr(), len(capacities)
-        return self._launch(capacities)
+        return self._launch(call, capacities)
 
-    def _launch(self, capacities: Sequence[int]) -> Inverted:
+    def _launch(self, call: Any, capacities: Sequence[int]) -> Inverted:
         """Launch for sources with at most so many lookups; the call says which."""
         rows, count, device = self._rows, sum(capacities), self._world.backend.device
         num_tiles = sum(-(-capacity // self._tile_items) for capacity in capacities)
@@ -276,7 +276,6 @@ class InversionPlan(Plan):
             torch.empty(rows.num_bags, dtype=torch.float32, device=device) if self._wants_counts else None,
             torch.empty(1, dtype=torch.int64, device=device),
         )
-        call = self._call
         start = scratch.data_ptr()
         call.entries[0], call.entries[1], call.tile_words = start, start + first, start + first + second
         call.keys, call.bags = inverted.keys.data_ptr(), inverted.bags.data_ptr()

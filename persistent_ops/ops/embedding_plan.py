@@ -40,6 +40,7 @@ _STAGING = "staging"  # an area: room from which rows are put; one for all plans
 _MAX_POSITIONS = 2**31 - 1 - 2**20  # tickets are 32-bit numbers, and every warp takes one too many
 _TASK_BYTES = 96 << 10
 _TASKS_PER_WARP = 3
+_MOST_MIXED = 1 << 16  # tables, of which two run beside one another: products of two numbers of tables are 32-bit
 
 
 def _where(record: Any) -> str:
@@ -112,6 +113,7 @@ class LookupKind(NamedTuple):
         num_offsets: T * B + 1.
         pooling: see `average_pooling`.
         from_sources: whether they are where an input exchange has left them.
+        num_beside: how many of the first tables run beside the others; see `ExchangeOrder`.
     """
 
     index_dtype: torch.dtype
@@ -120,6 +122,7 @@ class LookupKind(NamedTuple):
     is_weighted: bool
     pooling: int
     from_sources: bool = False
+    num_beside: int = 0
 
     @classmethod
     def of_batch(
@@ -288,6 +291,7 @@ class EmbeddingPlan(Plan):
                 local_delay=slices.local_delay,
                 oblivious=int(choices.schedule == "oblivious"),
                 slice_major=int(not team.all_reachable),
+                num_beside=key.lookups.num_beside if self._may_mix(len(weights)) else 0,
             ),
             tables=self._tables.data_ptr(),
             pe_bytes=self._pe_bytes.data_ptr(),
@@ -298,7 +302,7 @@ class EmbeddingPlan(Plan):
             reports_bad_input=int(choices.bounds == "fatal"),
             wg_done=0 if self._wg_done is None else self._wg_done.data_ptr(),
         )
-        self._call = structs["Call"]()
+        self._new_call = structs["Call"]
         self._is_collective = team.number != ALONE
         self.place()
 
@@ -318,6 +322,11 @@ class EmbeddingPlan(Plan):
         if (num_rounds + tasks[team.rank]) * team.size > _MAX_POSITIONS:
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
         return _Slices(samples, num_rounds, round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds))
+
+    def _may_mix(self, num_tables: int) -> bool:
+        """Return whether two sequences of tables may run beside one another."""
+        key = self._key
+        return key.team.all_reachable and key.choices.schedule != "oblivious" and num_tables < _MOST_MIXED
 
     def _choose_kernel(self, shapes: int) -> None:
         backend, lookups, tuning = self._backend, self._key.lookups, self._tuning
@@ -409,7 +418,7 @@ class EmbeddingPlan(Plan):
         output_offset: int,
     ) -> None:
         """Launch on the current stream; the output goes to `output_offset` of this PE's heap."""
-        call = self._call
+        call = self._new_call()
         call.indices, call.offsets, call.num_indices = indices.data_ptr(), offsets.data_ptr(), indices.numel()
         if per_sample_weights is not None:  # as in all calls of this plan
             call.weights = per_sample_weights.data_ptr()
@@ -420,7 +429,7 @@ class EmbeddingPlan(Plan):
 
     def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
         """The same for lookups where an input exchange has left them; `sources`: of `Lookups`."""
-        call = self._call
+        call = self._new_call()
         call.sources, call.output_offset = sources.data_ptr(), output_offset
         if self._is_collective:
             world.workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found

@@ -164,7 +164,7 @@ class ReturnPlan(Plan):
             piece_lookups=piece,
             sent=self._sent.data_ptr(),
         )
-        self._call = structs["Call"]()
+        self._new_call = structs["Call"]
         self.place()
 
     def place(self) -> None:
@@ -192,7 +192,7 @@ class ReturnPlan(Plan):
         if gradient.is_cuda:  # the exchange may have been on another stream
             for tensor in lookups.begins:
                 tensor.record_stream(torch.cuda.current_stream(gradient.device))
-        call = self._call
+        call = self._new_call()
         call.products, call.sources = products.data_ptr(), lookups.sources.data_ptr()
         call.value_begins, call.slot_begins = value_begins.data_ptr(), slot_begins.data_ptr()
         call.gradient, call.num_values = gradient.data_ptr(), lookups.num_values

@@ -13,6 +13,7 @@ import torch
 from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest, check_resident
 from ..runtime.contract import Field
+from ..runtime.description import copy_of
 from ..runtime.dtypes import SCALARS, fill_nan
 from ..runtime.errors import PersistentOpsError
 from ..runtime.literals import warp_size
@@ -331,7 +332,7 @@ class GemvPlan(Plan):
         world.workspace.raise_failure()  # of before
         for number, launch in enumerate(self._launches, start=1):
             skipped = launch.first_row * self._element
-            call = launch.call
+            call = copy_of(launch.call)
             call.weight = weight + skipped * self._columns
             call.vectors = x
             call.output = output + skipped

@@ -364,7 +364,7 @@ class SparsePlan(Plan):
             all_reachable=int(team.all_reachable),
         )
         self._struct.sets.num_rows, self._struct.sets.num_words = layout.num_rows, num_words
-        self._call = structs["Call"]()
+        self._new_call = structs["Call"]
         self.place()
 
     def _reserve(self, num_words: int, workers: int) -> None:
@@ -431,7 +431,7 @@ class SparsePlan(Plan):
         self.report.state = 0
         if self._input is not None:
             self._input.clear()
-        call, rows, order = self._call, entries.rows, entries.order
+        call, rows, order = self._new_call(), entries.rows, entries.order
         call.rows = rows.data_ptr()
         call.order = 0 if order is None else order.data_ptr()
         call.values = entries.values.data_ptr()

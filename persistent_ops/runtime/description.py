@@ -10,10 +10,11 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .jit import KernelSource, load_host
 
-__all__ = ["Description", "describe", "description_of"]
+__all__ = ["Description", "copy_of", "describe", "description_of"]
 
 _KINDS: dict[str, type[ctypes._SimpleCData]] = {  # type: ignore[type-arg]
     **{f"i{size}": getattr(ctypes, f"c_int{8 * size}") for size in (1, 2, 4, 8)},
@@ -39,6 +40,14 @@ class Description:
     constants: Mapping[str, int]
     queries: Mapping[str, Callable[..., int]]
     layout: str
+
+
+def copy_of(call: Any) -> Any:
+    """Return a copy of a `Call` that is alike in all calls, for one of them to fill in.
+
+    None is filled in that another call may have: a signal handler may call the operator between filling in and launch.
+    """
+    return type(call).from_buffer_copy(call)
 
 
 @functools.cache

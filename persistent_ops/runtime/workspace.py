@@ -37,6 +37,10 @@ __all__ = ["InputRecord", "Workspace"]
 _ALONE_GRANTS = 3
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have
 _MAX_CONTRACTS = 1024  # whose values are kept for messages
+_WITHIN = (
+    "an operator was called within another one's launch, by a signal handler or by what garbage collection calls; let "
+    "that leave a note, and call the operator behind the launch"
+)
 _KINDS = {"kTimeout": "timeout", "kContractMismatch": "contract", "kPeerLost": "lost", "kReportedByPeer": "reported"}
 
 
@@ -97,6 +101,7 @@ class Workspace:
         self._backend = backend
         self._bootstrap = bootstrap
         self.lock = threading.Lock()
+        self._launching = 0  # the thread that launches
         self.timeout = timeout
         self._contracts: dict[tuple[int, ...], Contract] = {}
         self._telling = threading.Lock()
@@ -216,17 +221,24 @@ class Workspace:
         in a backward pass and under `whole_call`, too: peers count on the launches behind this one.
         `begins_early`: see `Kernel.launch`.
         """
+        me = threading.get_ident()
+        if self._launching == me:
+            raise RuntimeError(_WITHIN)
         with self.lock:
-            if self._failure is not None or self._error.state:
-                self.raise_failure()
-            if self._is_asynchronous:
-                if grid > kernel.admitted_grid:
-                    self.admit(self, kernel, grid)
-                    kernel.admitted_grid = grid
-                self._order.follow(self._backend.stream())
-            kernel.launch(grid, plan, call, begins_early=begins_early)
-            if self._is_asynchronous:
-                self._order.launched()
+            self._launching = me
+            try:
+                if self._failure is not None or self._error.state:
+                    self.raise_failure()
+                if self._is_asynchronous:
+                    if grid > kernel.admitted_grid:
+                        self.admit(self, kernel, grid)
+                        kernel.admitted_grid = grid
+                    self._order.follow(self._backend.stream())
+                kernel.launch(grid, plan, call, begins_early=begins_early)
+                if self._is_asynchronous:
+                    self._order.launched()
+            finally:
+                self._launching = 0
         if not self._is_asynchronous and self._error.state:
             self.raise_failure()
         if raises_input_errors and self._input_error.state and not self._num_whole and backward_pass() == -1:

@@ -119,14 +119,15 @@ class _Plan(Plan):
         contract = OPERATOR.contract(key.team, key.shape, key.dtype, self._grid)
         team, part_bytes = world.workspace.team(contract), self._output_bytes // key.team.size
         self._words = upload(world.backend, structs["Plan"](team=team, part_bytes=part_bytes))
-        self._call = structs["Call"]()
+        self._new_call = structs["Call"]
 
     def launch(self, x: torch.Tensor) -> torch.Tensor:
         """Launch on the current stream."""
         workspace, stream = self._world.workspace, self._world.backend.stream()
         slot = self._world.outputs.take(self._output_bytes, stream, is_captured=workspace.is_capturing())
-        self._call.x, self._call.output_offset = x.data_ptr(), slot.offset
-        workspace.launch(self._kernel, self._grid, self._words.data_ptr(), self._call)
+        call = self._new_call()
+        call.x, call.output_offset = x.data_ptr(), slot.offset
+        workspace.launch(self._kernel, self._grid, self._words.data_ptr(), call)
         return slot.tensor(self._dtype, self._shape)
 
 

@@ -1,0 +1,73 @@
+"""Columns of groups side by side: what torch's own slices and their gradients give, in fewer passes."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from persistent_ops.nn.column_runs import side_by_side
+from persistent_ops.nn.table_layout import Run
+
+_RUNS = [Run(1, 4, 6), Run(0, 0, 3), Run(1, 0, 4), Run(2, 0, 1), Run(0, 3, 8)]
+_WIDTHS = [8, 6, 1]
+
+
+def _pooled(dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    made = [torch.randn(5, width, generator=rng) for width in _WIDTHS]
+    return [each.to(dtype).requires_grad_() for each, dtype in zip(made, dtypes, strict=True)]
+
+
+def _gradients(result: torch.Tensor, pooled: list[torch.Tensor]) -> list[torch.Tensor]:
+    gradient = torch.arange(result.numel(), dtype=result.dtype).view_as(result) / 7
+    return list(torch.autograd.grad(result, pooled, gradient))
+
+
+def test_results_and_gradients_are_those_of_slices() -> None:
+    for dtypes in ([torch.float32] * 3, [torch.bfloat16, torch.float32, torch.float16]):
+        pooled = _pooled(dtypes)
+        expected = torch.cat([pooled[group][:, begin:end] for group, begin, end in _RUNS], dim=1)
+        result = side_by_side(_RUNS, pooled)
+        assert torch.equal(result, expected) and result.dtype == expected.dtype
+        for found, wanted in zip(_gradients(result, pooled), _gradients(expected, pooled), strict=True):
+            assert torch.equal(found, wanted) and found.dtype == wanted.dtype and found.is_contiguous()
+
+
+def test_a_group_alone_is_the_result() -> None:
+    (pooled,) = _pooled([torch.float32, torch.float32, torch.float32])[:1]
+    assert side_by_side([Run(0, 0, 8)], [pooled]) is pooled
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    pooled = _pooled([torch.float32] * 3)
+    pooled[1].requires_grad_(False)
+    side_by_side(_RUNS, pooled).sum().backward()
+    assert pooled[0].grad is not None and pooled[1].grad is None
+    assert not side_by_side(_RUNS, [each.detach() for each in pooled]).requires_grad
+
+
+_WRITES_NOTHING = {torch.ops.aten.new_empty.default, torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default}
+
+
+class _Written(TorchDispatchMode):
+    """Counts the elements that operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and func not in _WRITES_NOTHING:
+            self.count += result.numel()
+        return result
+
+
+def test_a_gradient_is_written_once() -> None:
+    for dtypes in ([torch.float32] * 3, [torch.bfloat16, torch.float32, torch.float16]):
+        pooled = _pooled(dtypes)
+        result = side_by_side(_RUNS, pooled)
+        gradient = torch.ones(5, sum(_WIDTHS))
+        with _Written() as written:
+            torch.autograd.grad(result, pooled, gradient)
+        assert written.count == result.numel()
