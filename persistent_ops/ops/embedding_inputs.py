@@ -54,7 +54,8 @@ class EmbeddingInputs:
         num_features: F, that every PE's lookups have.
         max_batch: the most samples that a PE brings.
         lookups_per_sample: of each feature, or one number for all: the room for lookups is this times `max_batch`.
-            Exact where every bag has the same length; otherwise an estimate, see `exchange`.
+            Exact where every bag has the same length; otherwise an estimate, see `exchange`. A PE's slots with the most
+            lookups are best passed first: `embedding_all_to_all` then runs those above its average beside the others.
         capacity: instead of that, `[world_size][world_size]`: lookups of each PE's message to each owner.
         is_weighted: whether lookups have weights.
         index_dtype: of the lookups in regions; None for int32 where all tables have fewer than 2^31 rows, else int64.
@@ -97,12 +98,12 @@ class EmbeddingInputs:
         _check_choices(max_batch, bounds, index_dtype, rows)
         if (lookups_per_sample is None) == (capacity is None):
             raise ValueError("lookups_per_sample, capacity: expected exactly one of them")
-        self.num_beside = 0
+        self._num_beside = 0
         if capacity is None:
             assert lookups_per_sample is not None
             estimates = _checked_estimates(num_features, lookups_per_sample)
             capacity = _estimated(chosen, max_batch, estimates)
-            self.num_beside = _num_beside([estimates[feature] for feature, _ in chosen[world.rank]])
+            self._num_beside = _num_beside([estimates[feature] for feature, _ in chosen[world.rank]])
         self._first_capacity = _checked_capacity(capacity, world.size)
         self.index_dtype = index_dtype
         self._bounds = bounds

@@ -183,7 +183,7 @@ class Lookups:
         self.sources = region.sources
         self.rows = tuple(rows for _, rows in inputs._layout.slots[inputs._world.rank])
         self.num_slots = len(self.rows)
-        self.num_beside = inputs.num_beside
+        self.num_beside = inputs._num_beside
         self.is_weighted = inputs._layout.is_weighted
         self.index_dtype = inputs.index_dtype
         self.layout, self.num_values = inputs._layout, given.values.numel()
