@@ -314,5 +314,8 @@ def test_an_operator_within_another_ones_launch_is_refused() -> None:
     environ = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-c", HANDLER]
     process = Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    output, _ = process.communicate(timeout=120)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert output.split()[-4:] == ["1", "True", "True", "True"], output
