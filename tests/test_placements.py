@@ -94,6 +94,14 @@ def test_the_hot_table_is_cut_in_few_slices_and_others_for_memory(rates: Rates) 
         assert layout.time * max(1, max(layout.table_bytes) / room) < other.time * max(1, max(other.table_bytes) / room)
 
 
+def test_little_time_is_worth_no_cut() -> None:
+    """The formula is about as exact."""
+    equal = {f"t{n}": (1_000_000, 128, 10.0) for n in range(27)}
+    assert set(_chosen(equal, 4)[0].values()) == {TablePlacement()}, "7 tables of the PE with the most, 6.75 on average"
+    kinds = [each.kind for each in _chosen({name: equal[name] for name in list(equal)[:5]}, 4)[0].values()]
+    assert "column_wise" in kinds, "2 and 1.25"
+
+
 def _slices(layout: Layout, pe: int) -> list[Cost]:
     return [cost for table, cost in enumerate(layout.costs.of_slices) for _ in layout.slices_of(table, pe)]
 

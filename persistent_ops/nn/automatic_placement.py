@@ -22,6 +22,7 @@ _NARROWEST_SLICE_BYTES = 64  # two sectors of memory; narrower rows are read at 
 _MOST_SLICES_PER_PE = 2
 _MOST_TABLES = 4  # of a PE, that are tried
 _WORTH = 0.98  # of what it was before
+_OF_A_SLICE = 0.01  # of a step's time, which each further slice is to save
 _FEWEST_TRIED = 4  # layouts
 _MOST_EFFORT = 1 << 15  # for those behind, the sum of slices times PEs
 
@@ -66,11 +67,12 @@ def decided(
     A table of at most 8 MiB is replicated where that takes a PE less time than its share of the table does otherwise,
     if all such tables together save more than their launches and copies take.
 
-    Then tables are cut into slices, or into more of them, one after the other, as long as that makes the time of a step
-    2 % less, or what a PE has of memory beyond what `choose_owners` grants. Looked at are the four costliest tables of
-    the PE with the most to do and the four largest of the one with the most memory, each with every number of slices
-    that there may be, and the best one is cut. The same is done with the costliest table cut at first in each of these
-    ways, and as it is then to the end. Where there are many tables or PEs, fewer ways are looked at.
+    Then tables are cut into slices, or into more of them, one after the other, as long as that makes the time of a
+    step, or what a PE has of memory beyond what `choose_owners` grants, 2 % less, and 1 % for each further slice.
+    Looked at are the four costliest tables of the PE with the most to do and the four largest of the one with the most
+    memory, each with every number of slices that there may be, and the best one is cut. The same is done with the
+    costliest table cut at first in each of these ways, and as it is then to the end. Where there are many tables or
+    PEs, fewer ways are looked at.
 
     Never cut under "rowwise_adagrad", where the number of slices is part of what is trained. Tables that are rounded
     stochastically are neither cut nor replicated: which random bits their rows get depends on both (`drawn_of`), and so
@@ -148,8 +150,10 @@ class _Cuts:
 
 
 def _badness(layout: Layout) -> float:
-    """Return the time of a step, times what a PE has more memory than `choose_owners` grants at first."""
-    return layout.time * max(1.0, max(layout.table_bytes) / first_room(layout.table_bytes))
+    """Return the time of a step, with further slices' share, times what a PE has more memory than it is granted."""
+    further = sum(each.num_slices - 1 for each in layout.placements)
+    crowding = max(1.0, max(layout.table_bytes) / first_room(layout.table_bytes))
+    return layout.time * crowding * (1 + _OF_A_SLICE * further)
 
 
 def _first_by_cost(layout: Layout, tables: Sequence[int]) -> list[int]:
