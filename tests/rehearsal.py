@@ -196,8 +196,8 @@ def _arrival(lookups: Lookups) -> Any:
 _invert = InversionPlan._launch
 
 
-def _nothing_inverted(plan: InversionPlan, capacities: Any) -> Inverted:
-    inverted = _invert(plan, capacities)
+def _nothing_inverted(plan: InversionPlan, call: Any, capacities: Any) -> Inverted:
+    inverted = _invert(plan, call, capacities)
     inverted.count.zero_()
     return inverted
 

@@ -233,25 +233,24 @@ def test_rows_of_a_collection_without_memory_are_drawn() -> None:
     assert in_world(_from_meta, 1, "host") == [[True, True]]
 
 
-def _rows_in_parts(placement: Any, part_bytes: int) -> torch.Tensor:
-    """Return the first rows of a table, drawn in parts of so many bytes, as this PE's slices side by side."""
+def _first_rows(placement: Any) -> torch.Tensor:
+    """Return the first rows of a table, this PE's slices side by side."""
     config = po.nn.TableConfig("a", 100, 8, ["x"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_table, "_DRAWN_ROWS_BYTES", part_bytes)
-        module = po.nn.ShardedEmbeddingBagCollection([config], max_batch=4, placement={"a": placement}, seed=5)
+    module = po.nn.ShardedEmbeddingBagCollection([config], max_batch=4, placement={"a": placement}, seed=5)
     return torch.cat([block for _, block in module.state_dict()["embedding_bags.a.weight"].shards], dim=1)
 
 
-def test_first_rows_that_are_drawn_in_parts() -> None:
+def test_first_rows_that_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for any placement; each part has a generator of its own, the first one the table's."""
+    (at_once,) = in_world(_first_rows, 1, "host", TablePlacement())
+    monkeypatch.setattr(sharded_table, "_DRAWN_ROWS_BYTES", 7 * 8 * 4)  # of PEs that are threads
     whole, sliced = (
-        torch.cat(in_world(_rows_in_parts, world, "host", placement, 7 * 8 * 4), dim=1)
+        torch.cat(in_world(_first_rows, world, "host", placement), dim=1)
         for world, placement in ((1, TablePlacement()), (2, TablePlacement("column_wise", 2, (0, 1))))
     )
     assert torch.equal(whole, sliced)
     parts = whole.split(7)
     assert len(parts) == 15 and len(parts[-1]) == 2 and len({tuple(part[0].tolist()) for part in parts}) == 15
-    (at_once,) = in_world(_rows_in_parts, 1, "host", TablePlacement(), 1 << 20)
     assert torch.equal(at_once[:7], parts[0]) and not torch.equal(at_once[7:14], parts[1])
     bound = 100**-0.5
     assert float(whole.abs().max()) <= bound and abs(float(whole.mean())) < bound / 10
