@@ -94,7 +94,8 @@ class Workload:
         lookups = samples * sum(self.lookups_per_sample[name] for name in config.feature_names)
         row_bytes = width * config.data_type.itemsize + _ROW_BYTES
         pooled = self._pooled_bytes(config, samples, width)
-        touched = _touched(lookups * self.world_size if is_replica else lookups, config.num_embeddings)
+        of_all = lookups * self.world_size if is_replica else lookups
+        touched = of_all * config.num_embeddings / (of_all + config.num_embeddings)
         forward = lookups * (row_bytes + _LOOKUP_BYTES) + pooled
         backward = lookups * _SORTED_BYTES + 2 * pooled + 2 * touched * (row_bytes + self._state_bytes(width))
         away = (self.world_size - 1) / self.world_size
@@ -122,10 +123,6 @@ class Workload:
         if self.algorithm == "rowwise_adagrad":
             return _FLOAT_BYTES + _ROW_BYTES
         return _NUM_STATES.get(self.algorithm, 0) * (_FLOAT_BYTES * width + _ROW_BYTES)
-
-
-def _touched(lookups: float, rows: int) -> float:
-    return lookups * rows / (lookups + rows)
 
 
 def measured_rates(world: World) -> Rates:
