@@ -235,8 +235,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         TypeError, ValueError: capacity is no whole number, or below 1.
         PeerTimeoutError: the PEs do not all begin to trace.
 
-    At its end every PE waits for its launches, and for those of the others to end. Clocks of PEs are aligned by round
-    trips at both ends; the file says how far they may be off.
+    At its end every PE waits for its launches, for those of the others to end, and for PE 0 to have written the file.
+    Clocks of PEs are aligned by round trips at both ends; the file says how far they may be off.
     """
     world = _world.for_call()
     capacity = as_whole_number(capacity, f"capacity: expected a whole number of bytes, got {capacity!r}")
@@ -262,8 +262,12 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         timeline.pes = [own]
         if after is not None:  # else peers may be anywhere
             timeline.pes = _of_all(world, _aligned(own, before, after))
-    if file is not None:
-        file.write_text(json.dumps(timeline.events()))
+    try:
+        if file is not None:
+            file.write_text(json.dumps(timeline.events()))
+    finally:
+        if is_whole:  # a PE that went on would wait for PE 0 in its next launch
+            world.bootstrap.exchange("trace", b"", timeout=_GATHER_S)
 
 
 def _begun(world: _world.World, capacity: int, path: str | os.PathLike[str] | None) -> tuple[Tracer, Path | None]:

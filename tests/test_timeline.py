@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,26 @@ def test_where_one_pe_cannot_begin_none_does(backend: str, tmp_path: Path) -> No
     (first, _, is_right), (second, text, is_right_too) = in_world(_one_cannot_begin, 2, backend, tmp_path)
     assert (first, second, is_right, is_right_too) == ("FileNotFoundError", "RuntimeError", True, True)
     assert "PE 0 cannot begin" in text
+
+
+def _file_behind_trace(path: Path) -> int:
+    x = _x()
+    with po.trace(path):
+        for _ in range(20):
+            po.all_reduce(x)
+    return len(json.loads(path.read_text())["traceEvents"])
+
+
+def test_the_file_is_whole_when_a_pe_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    events = Timeline.events
+
+    def slow_events(timeline: Timeline) -> dict[str, Any]:
+        time.sleep(0.5)
+        return events(timeline)
+
+    monkeypatch.setattr(Timeline, "events", slow_events)  # of threads, which share the class
+    first, second = in_world(_file_behind_trace, 2, "host", tmp_path / "timeline.json")
+    assert first == second > 0
 
 
 def _much(calls: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from .check import everyones
 from .pes import agree, gather
 from .record import Recorder, describe_run, pes_text, progress
 from .timing import Subject, quantile, time_interleaved, time_replays
-from .tracing import MOST_REPLAYS, timeline_of, timeline_path, tracing_cost, write_timeline
+from .tracing import timeline_of, timeline_path, tracing_cost, write_timeline
 from .trial import LeftOut, Trial
 from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
@@ -387,10 +387,8 @@ class Experiment(ABC, Generic[_Case]):
             folder = Path(self.options.record_path or ".").parent
             path = timeline_path(folder, self.name, name)
             record = partial(trial.subject, self.world, name)
-            replays = min(self.options.rounds, MOST_REPLAYS)
-            timeline = timeline_of(self.world, trial.calls(name), record, replays=replays, path=path)
-            if self.world.rank == 0:
-                write_timeline(timeline, path, self.write, {**trial.fields, "method": name})
+            timeline = timeline_of(self.world, trial.calls(name), record, path=path)
+            write_timeline(self.world, timeline, path, self.write, {**trial.fields, "method": name})
             times = {"rounds": self.options.rounds, "burst_seconds": self.options.burst_ms * 1e-3}
             if cost := tracing_cost(self.world, self._repeated(trial.calls(name)), record, **times):
                 self.write("tracing_cost", **trial.fields, method=name, **cost)

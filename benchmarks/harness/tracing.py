@@ -21,10 +21,11 @@ from .pes import gather
 from .record import select, us_text
 from .timing import Subject, time_interleaved
 
-__all__ = ["MOST_REPLAYS", "timeline_of", "timeline_path", "timeline_tables", "tracing_cost", "write_timeline"]
+__all__ = ["timeline_of", "timeline_path", "timeline_tables", "tracing_cost", "write_timeline"]
 
 _LONGEST = 3  # waits that are shown
-MOST_REPLAYS = 3  # in a timeline: a launch on a GPU has ten thousand events and more
+_MOST_CALLS = 2  # in a timeline, and as many replays of them: a launch on a GPU has ten thousand events and more
+_FIGURE_S = 60.0  # that PE 0 may take to draw
 _ROOM = {"cuda": 1 << 30, "host": 64 << 20}  # for a round's timelines, bytes: what is dropped would cost less
 
 
@@ -38,22 +39,30 @@ def timeline_of(
     calls: Sequence[Callable[[], object]],
     record: Callable[[list[Callable[[], object]]], Subject],
     *,
-    replays: int,
     path: Path,
 ) -> Timeline:
-    """Trace replays of calls, and first the calls themselves; collective."""
+    """Trace the first of some calls, and replays of them; collective."""
+    first = list(calls[:_MOST_CALLS])
     with po.trace(path) as timeline:
-        for call in calls:
+        for call in first:
             call()
-        subject = record(list(calls))
-        for _ in range(replays):
+        subject = record(first)
+        for _ in range(_MOST_CALLS):
             subject.replay()
         world.check()
     return timeline
 
 
-def write_timeline(timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]) -> None:
-    """Write what a timeline comes to into the record, and draw its last launch beside the file; on PE 0."""
+def write_timeline(
+    world: World, timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]
+) -> None:
+    """Write what a timeline comes to into the record, and draw its last launch beside the file, on PE 0; collective."""
+    if world.rank == 0:
+        _write_and_draw(timeline, path, write, fields)
+    gather(world.bootstrap, None, timeout=_FIGURE_S)
+
+
+def _write_and_draw(timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]) -> None:
     errors = {pe.pe: pe.clock_error / 1e3 for pe in timeline.pes}
     for summary in timeline.summary():
         write("timeline", **fields, clock_error_us=errors[summary.pe], **summary._asdict())
