@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -72,3 +73,36 @@ def _within(operator: Callable[[int], torch.Tensor]) -> tuple[int, list[bool]]:
 def test_each_call_takes_its_own_tensors(backend: str, operator: Callable[[int], torch.Tensor]) -> None:
     ((count, are_right),) = in_world(_within, 1, backend, operator)
     assert count and all(are_right), are_right
+
+
+def _trained_behind_a_refused_call() -> list[float]:
+    """Pool on all PEs, PE 0 with a call within that launch, which is refused; then take a step by another call."""
+    table = torch.ones(3, 8, device=po.device())
+    optimizer = po.EmbeddingOptimizer([table], algorithm="sgd", lr=1.0)
+    workspace = po_world.current().workspace
+    launch, is_within = workspace.launch, [False]
+
+    def pooled() -> torch.Tensor:
+        return po.embedding_all_to_all([table], *_lookups(1), optimizer=optimizer)
+
+    def launch_with_a_call_within(*arguments: Any, **options: Any) -> None:
+        if not is_within[0]:
+            is_within[0], workspace._launching = True, threading.get_ident()
+            with pytest.raises(RuntimeError, match="within another one's launch"):
+                pooled()
+            is_within[0], workspace._launching = False, 0
+        launch(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if po.rank() == 0:
+            patch.setattr(workspace, "launch", launch_with_a_call_within)
+        pooled()
+    pooled().sum().backward()
+    po.check()
+    return table[:, 0].tolist()
+
+
+def test_a_call_that_is_refused_is_none(backend: str) -> None:
+    """The backward pass behind it belongs to the same forward pass on all PEs."""
+    for found in in_world(_trained_behind_a_refused_call, 2, backend):
+        assert found == [1.0, 1.0 - 6.0, 1.0]

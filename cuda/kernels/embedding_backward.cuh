@@ -19,6 +19,7 @@
 #include "kernels/embedding_backward/gradient_push.cuh"
 #include "kernels/embedding_backward/row_update.cuh"
 #include "platform/entry.cuh"
+#include "platform/prefetch.cuh"
 
 namespace po::embedding_backward {
 
@@ -149,10 +150,15 @@ class Reducer {
       long_row_.store_sums(window_.group, part, sums_of(slot + number), sums);
     }
     differentiate(row, first, last);
-    if (!is_last_chunk(slot, ceil_div(end - begin, kChunkLookups))) return;
+    const int num_chunks = ceil_div(end - begin, kChunkLookups);
+    if (!is_last_chunk(slot, num_chunks)) return;
+    const int ahead = kSumBytesAhead / sum_bytes();
     long_row_.finish(window_.group, row, begin, [&](int part, LongColumns& sums) {
       PO_NO_UNROLL
-      for (int i = 0; begin + i * kChunkLookups < end; ++i) {
+      for (int i = 0; i < num_chunks; ++i) {
+        if (ahead > 1 && i % ahead == 0) {
+          prefetch_near_by_lanes(warp_, sums_of(slot + i), min_of(ahead, num_chunks - i) * sum_bytes());
+        }
         long_row_.add_stored(window_.group, part, sums_of(slot + i), sums);
       }
     });
@@ -173,6 +179,7 @@ class Reducer {
   }
 
   PO_FN float* sums_of(int slot) const { return call_.chunk_sums + slot * plan_.sum_elements; }
+  PO_FN int sum_bytes() const { return static_cast<int>(plan_.sum_elements) * static_cast<int>(sizeof(float)); }
 
   PO_FN void add_streamed(int part, int begin, int end, LongColumns& sums) const {
     PO_NO_UNROLL

@@ -19,4 +19,19 @@ PO_FN void prefetch_by_lanes([[maybe_unused]] const Group& lanes, [[maybe_unused
 #endif
 }
 
+// The same into the multiprocessor's own cache, sector by sector; what others write during the launch, behind the acquire that
+// makes it visible.
+template <class Group>
+PO_FN void prefetch_near_by_lanes([[maybe_unused]] const Group& lanes, [[maybe_unused]] const void* begin,
+                                  [[maybe_unused]] int32_t bytes) {
+#if PO_ON_DEVICE
+  constexpr int32_t kSector = 32;
+  const auto* first = static_cast<const uint8_t*>(begin);
+  PO_NO_UNROLL
+  for (int32_t at = lanes.rank() * kSector; at < bytes; at += lanes.size() * kSector) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(first + at));
+  }
+#endif
+}
+
 }  // namespace po

@@ -423,17 +423,20 @@ class EmbeddingPlan(Plan):
         if per_sample_weights is not None:  # as in all calls of this plan
             call.weights = per_sample_weights.data_ptr()
         call.output_offset = output_offset
-        if self._is_collective:
-            world.workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found
-        world.workspace.launch(self._kernel, self._grid, self._address, call)
+        self._launch(world, call)
 
     def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
         """The same for lookups where an input exchange has left them; `sources`: of `Lookups`."""
         call = self._new_call()
         call.sources, call.output_offset = sources.data_ptr(), output_offset
+        self._launch(world, call)
+
+    def _launch(self, world: World, call: Any) -> None:
+        workspace = world.workspace
         if self._is_collective:
-            world.workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found
-        world.workspace.launch(self._kernel, self._grid, self._address, call)
+            workspace.refuse_within()
+            workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found
+        workspace.launch(self._kernel, self._grid, self._address, call)
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------

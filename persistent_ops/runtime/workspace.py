@@ -221,11 +221,9 @@ class Workspace:
         in a backward pass and under `whole_call`, too: peers count on the launches behind this one.
         `begins_early`: see `Kernel.launch`.
         """
-        me = threading.get_ident()
-        if self._launching == me:
-            raise RuntimeError(_WITHIN)
+        self.refuse_within()
         with self.lock:
-            self._launching = me
+            self._launching = threading.get_ident()
             try:
                 if self._failure is not None or self._error.state:
                     self.raise_failure()
@@ -243,6 +241,15 @@ class Workspace:
             self.raise_failure()
         if raises_input_errors and self._input_error.state and not self._num_whole and backward_pass() == -1:
             self.raise_pending()
+
+    def refuse_within(self) -> None:
+        """Raise where this thread is within a launch here: before a call changes what peers count on.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if self._launching == threading.get_ident():
+            raise RuntimeError(_WITHIN)
 
     @contextlib.contextmanager
     def whole_call(self) -> Iterator[None]:

@@ -65,6 +65,7 @@ inline constexpr int kLeastRounds = 4;     // tickets of a warp, if there are as
 // chunks from that of its first lookup on, and a row behind it begins at a later slot.
 inline constexpr int kSlotLookups = 128;
 PO_CONSTANT(kSlotLookups)
+inline constexpr int kSumBytesAhead = 8192;  // of chunks' sums, that are on their way while a row's are added up
 
 // ---- plan -----------------------------------------------------------------------------------------------------------
 
