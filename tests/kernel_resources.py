@@ -74,8 +74,7 @@ class Embedding:
 
     @property
     def threads(self) -> int:
-        narrowing = DTYPES[self.dtype].itemsize // self._wire.itemsize
-        return _threads(self.shapes, self.pooling == "weighted sum", narrowing)
+        return _threads(self.shapes, self.pooling == "weighted sum", self.from_sources)
 
     def request(self) -> KernelRequest:
         """Return what the plan would have compiled."""
@@ -409,9 +408,9 @@ def _rest() -> Iterator[Combination]:
             yield Embedding("bfloat16", pooling, shape, index=index, offset=torch.int32, from_sources=True)
     # Shapes of tables of several widths, which share a kernel: of one vector a lane, two of them and all.
     pairs = [one | other for one, other in itertools.combinations(SHAPES[2:], 2)]
-    for dtype, pooling, shapes in itertools.product(DTYPES, ("sum", "mean"), (*pairs, sum(SHAPES[2:]))):
+    for dtype, pooling, shapes in itertools.product(DTYPES, POOLINGS, (*pairs, sum(SHAPES[2:]))):
         yield Embedding(dtype, pooling, shapes)
-    for dtype, pooling in itertools.product(DTYPES, ("sum", "mean")):
+    for dtype, pooling in itertools.product(DTYPES, POOLINGS):
         yield Embedding(dtype, pooling, pairs[0], index=torch.int32, offset=torch.int32, from_sources=True)
     for arch in ("sm_80", "sm_100"):
         # The shape with the most registers, and the one of tables that no vector fits, which has most instructions.
@@ -420,12 +419,12 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float16", "sum", SHAPES[5], arch)
         yield Embedding("float32", "weighted sum", SHAPES[2], arch, wire="bfloat16")
         yield EmbeddingBackward("float32", "adam", "weighted sum", 256, arch=arch, wire="bfloat16")
-    narrow_shapes = (SHAPES[0], *SHAPES[2:])  # those that plans choose where the wire is narrower than the tables
-    for pooling, shape in itertools.product(POOLINGS, (*narrow_shapes, sum(narrow_shapes))):
+    for pooling, shape in itertools.product(POOLINGS, (*SHAPES, ALL_SHAPES)):
         yield Embedding("float32", pooling, shape, wire="bfloat16")
-    yield Embedding(
-        "float32", "sum", SHAPES[2], index=torch.int32, offset=torch.int32, from_sources=True, wire="bfloat16"
-    )
+    for pooling, shape in itertools.product(POOLINGS, (SHAPES[2], pairs[0])):
+        yield Embedding(
+            "float32", pooling, shape, index=torch.int32, offset=torch.int32, from_sources=True, wire="bfloat16"
+        )
     # Widths: a chunk or two, one, two and four chunks a lane, and more than registers hold.
     widths = itertools.cycle((8, 32, 256, 512, 4096))
     for dtype, step, pooling in itertools.product(DTYPES, _UPDATES, POOLINGS):

@@ -47,8 +47,7 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kElementBytes = static_cast<int>(sizeof(typename Scalar::Storage));
-  // Of a row, that a lane takes at a time: what it stores has 16 bytes.
-  static constexpr int kVectorBytes = 16 * kElementBytes / static_cast<int>(sizeof(typename Wire::Storage));
+  static constexpr int kVectorBytes = 16;  // of a row, that a lane takes at a time
   static_assert(kThreads % 32 == 0, "a WG consists of whole warps");
 
   template <int kLanes, int kVectors, int kBytes>

@@ -330,8 +330,7 @@ class EmbeddingPlan(Plan):
 
     def _choose_kernel(self, shapes: int) -> None:
         backend, lookups, tuning = self._backend, self._key.lookups, self._tuning
-        narrowing = self._table_dtype.itemsize // self.dtype.itemsize
-        threads = tuning.threads or _threads(shapes, lookups.is_weighted, narrowing)
+        threads = tuning.threads or _threads(shapes, lookups.is_weighted, lookups.from_sources)
         if backend.leaves_room and tuning.threads is None:
             threads *= 2  # of both WGs that an SM has otherwise
         self._grid = tuning.work_groups or backend.num_sms * backend.default_blocks_per_sm
@@ -467,19 +466,19 @@ def _slice_samples(
     return max(fewest, 1 << (largest.bit_length() - 1))
 
 
-def _threads(shapes: int, is_weighted: bool, narrowing: int = 1) -> int:
+def _threads(shapes: int, is_weighted: bool, from_sources: bool) -> int:
     """Return the threads of a WG at which two of them per SM leave every thread enough registers (tests check it)."""
     constants = OPERATOR.description.constants
     elementwise, two_vectors = 1 << constants["kElementwise"], 1 << constants["kLanes32x2"]
     num_shapes = shapes.bit_count()
-    has_several_vectors = narrowing > 1 or shapes & two_vectors != 0
-    if is_weighted or (num_shapes > 1 and (has_several_vectors or shapes & elementwise)):
+    if num_shapes > 1 and shapes & (two_vectors | elementwise):
         return 128
-    return 256 if shapes == elementwise or (num_shapes <= 2 and not has_several_vectors) else 192
+    is_large = [shapes & two_vectors != 0, num_shapes > (1 if is_weighted else 2), is_weighted and from_sources]
+    return (256, 192, 128)[min(sum(is_large), 2)]
 
 
 def _row_shape(table: Any, narrowing: int, row_bytes: int, own_bytes: int, backend: str) -> int:
-    """Return the RowShape of a table: vectors of 16 bytes where every address of a row allows them.
+    """Return the RowShape of a table: vectors of 16 bytes where every address of a row, and of its output, allows them.
 
     Args:
         table: its descriptor.
@@ -488,21 +487,14 @@ def _row_shape(table: Any, narrowing: int, row_bytes: int, own_bytes: int, backe
         backend: name of it.
     """
     constants = OPERATOR.description.constants
-    addresses = (
-        table.rows,
-        table.row_bytes // narrowing,
-        table.column_bytes,
-        row_bytes,
-        table.staged_bytes,
-        own_bytes,
-    )
-    if any(address % vector_bytes() for address in addresses):
+    of_tables, of_output = (table.rows, table.row_bytes), (table.column_bytes, row_bytes, table.staged_bytes, own_bytes)
+    unit = vector_bytes()
+    if any(address % unit for address in of_tables) or any(address % (unit // narrowing) for address in of_output):
         return constants["kElementwise"]
     if backend == "host":
         return constants["kLanes32x2"]  # one lane does the work of all, so the widths do not differ
-    vectors = table.row_bytes // narrowing // vector_bytes()
-    widest = "kLanes32x2" if narrowing == 1 else "kLanes32"  # whose vectors take as many registers
-    return constants[next((f"kLanes{lanes}" for lanes in (4, 8, 16, 32) if vectors <= lanes), widest)]
+    vectors = table.row_bytes // unit
+    return constants[next((f"kLanes{lanes}" for lanes in (4, 8, 16, 32) if vectors <= lanes), "kLanes32x2")]
 
 
 def _tables(
