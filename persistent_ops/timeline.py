@@ -24,6 +24,7 @@ __all__ = ["PeTimeline", "Summary", "Timeline", "trace"]
 
 _BEGINNING = Operator("beginning of a timeline (po.trace)", (), has_kernel=False)
 _GATHER_S = 60.0
+_WRITE_S = 600.0  # that PE 0 may take for the file, with millions of events
 _PIECE = 4 << 20
 
 
@@ -267,7 +268,7 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
             file.write_text(json.dumps(timeline.events()))
     finally:
         if is_whole:  # a PE that went on would wait for PE 0 in its next launch
-            world.bootstrap.exchange("trace", b"", timeout=_GATHER_S)
+            world.bootstrap.exchange("trace", b"", timeout=_WRITE_S)
 
 
 def _begun(world: _world.World, capacity: int, path: str | os.PathLike[str] | None) -> tuple[Tracer, Path | None]:
