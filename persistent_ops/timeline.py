@@ -235,6 +235,7 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         RuntimeError: there is a trace already, or the current stream is being captured.
         TypeError, ValueError: capacity is no whole number, or below 1.
         PeerTimeoutError: the PEs do not all begin to trace.
+        BootstrapError: at the end, on the others: PE 0 has ended, or takes more than ten minutes for the file.
 
     At its end every PE waits for its launches, for those of the others to end, and for PE 0 to have written the file.
     Clocks of PEs are aligned by round trips at both ends; the file says how far they may be off.

@@ -419,8 +419,10 @@ def _rest() -> Iterator[Combination]:
         yield Embedding("float16", "sum", SHAPES[5], arch)
         yield Embedding("float32", "weighted sum", SHAPES[2], arch, wire="bfloat16")
         yield EmbeddingBackward("float32", "adam", "weighted sum", 256, arch=arch, wire="bfloat16")
-    for pooling, shape in itertools.product(POOLINGS, (*SHAPES, ALL_SHAPES)):
+    for pooling, shape in itertools.product(POOLINGS, (*SHAPES, pairs[0], sum(SHAPES[2:]), ALL_SHAPES)):
         yield Embedding("float32", pooling, shape, wire="bfloat16")
+    for dtype, shape in itertools.product(DTYPES, SHAPES[:3]):
+        yield Embedding(dtype, "weighted sum", shape, offset=torch.int32, from_sources=True)
     for pooling, shape in itertools.product(POOLINGS, (SHAPES[2], pairs[0])):
         yield Embedding(
             "float32", pooling, shape, index=torch.int32, offset=torch.int32, from_sources=True, wire="bfloat16"
@@ -525,6 +527,7 @@ def _rest() -> Iterator[Combination]:
         yield Traced(Gemv("bfloat16", vectors, algorithm, prefetches=vectors == 1))
     yield Traced(Embedding("float32", "weighted sum", SHAPES[1]))
     yield Traced(Embedding("bfloat16", "sum", ALL_SHAPES))
+    yield Traced(Embedding("float32", "mean", pairs[0], wire="bfloat16"))
     for algorithm in ("owner", "allgather"):
         yield Traced(Sparse("bfloat16", 8192, algorithm))
     for algorithm, warp_blocks in (("one_shot", 1), ("two_shot", 1), ("slices", 2)):

@@ -57,9 +57,11 @@ def write_timeline(
     world: World, timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]
 ) -> None:
     """Write what a timeline comes to into the record, and draw its last launch beside the file, on PE 0; collective."""
-    if world.rank == 0:
-        _write_and_draw(timeline, path, write, fields)
-    gather(world.bootstrap, None, timeout=_FIGURE_S)
+    try:
+        if world.rank == 0:
+            _write_and_draw(timeline, path, write, fields)
+    finally:
+        gather(world.bootstrap, None, timeout=_FIGURE_S)
 
 
 def _write_and_draw(timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]) -> None:

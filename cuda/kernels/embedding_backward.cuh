@@ -157,7 +157,8 @@ class Reducer {
       PO_NO_UNROLL
       for (int i = 0; i < num_chunks; ++i) {
         if (ahead > 1 && i % ahead == 0) {
-          prefetch_near_by_lanes(warp_, sums_of(slot + i), min_of(ahead, num_chunks - i) * sum_bytes());
+          const int bytes = min_of(ahead, num_chunks - i) * sum_bytes();
+          prefetch_by_lanes<Cache::kOfMultiprocessor>(warp_, sums_of(slot + i), bytes);
         }
         long_row_.add_stored(window_.group, part, sums_of(slot + i), sums);
       }

@@ -25,18 +25,12 @@ struct alignas(2) Vector<2> {
 
 // ---- data ---------------------------------------------------------------------------------------------------------
 
-// Reads data that nobody writes during the launch, at most 16 bytes at a time.
+// Reads data that nobody writes during the launch.
 template <int kBytes>
 PO_FN Vector<kBytes> load_vector(const void* source) {
   Vector<kBytes> value;
 #if PO_ON_DEVICE
-  if constexpr (kBytes > 16) {
-    PO_UNROLL
-    for (int i = 0; i < kBytes; i += 16) {
-      const Vector<16> part = load_vector<16>(static_cast<const uint8_t*>(source) + i);
-      __builtin_memcpy(value.words + i / 4, &part, sizeof(part));
-    }
-  } else if constexpr (kBytes == 16) {
+  if constexpr (kBytes == 16) {
     uint32_t* w = value.words;
     asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(source));
   } else {

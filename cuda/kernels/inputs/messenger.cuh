@@ -145,7 +145,7 @@ class Messenger {
         copy_indices(reinterpret_cast<Index*>(region + parts.indices) + first, source, run, to);
         if constexpr (Traits::kWeighted) {
           const float* weights = call_.weights + source;
-          prefetch_by_lanes(warp_, weights, run * static_cast<int32_t>(sizeof(float)));
+          prefetch_by_lanes<Cache::kL2>(warp_, weights, run * static_cast<int32_t>(sizeof(float)));
           auto* target = reinterpret_cast<float*>(region + parts.weights) + first;
           copy(target, run, [&](int32_t i) { return weights[i]; });
         }
@@ -172,7 +172,7 @@ class Messenger {
     const auto* values = static_cast<const Value*>(call_.values) + source;
     const auto num_rows = static_cast<uint64_t>(slot.num_rows);
     // More bytes than the lanes' registers have room for are on their way then.
-    prefetch_by_lanes(warp_, values, count * static_cast<int32_t>(sizeof(Value)));
+    prefetch_by_lanes<Cache::kL2>(warp_, values, count * static_cast<int32_t>(sizeof(Value)));
     bool is_bad = false;
     copy(target, count, [&](int32_t i) {
       const auto value = static_cast<int64_t>(values[i]);
