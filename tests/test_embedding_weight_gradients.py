@@ -415,6 +415,7 @@ class TestFaults(ProtocolSuite):
         "barrier": Mismatch(po.barrier, ["barrier(world_size=3)"]),
     }
     deaths = (("stopped", "returned"), ("killed", "returned"))
+    names_the_dead = False
 
     @classmethod
     def work(cls, iteration: int, way: str) -> Work:
