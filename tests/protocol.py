@@ -64,7 +64,7 @@ class ProtocolSuite:
         first_call: what the text says where PE 1 meets the others' first call with something else.
         deaths, deaths_on_gpus: how PE 1 dies ("killed", "stopped"), in which way; on GPUs both.
         noticed_within: seconds until the survivors of a stopped PE know, whose kernels wait for 3.
-        names_the_dead: whether all survivors do; one may have all that it needs, and wait for another one. Somebody does.
+        names_the_dead: whether all survivors do; one may have all that it needs, and wait for another one. One does.
     """
 
     operator: ClassVar[str]
