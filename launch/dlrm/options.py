@@ -70,7 +70,7 @@ MODELS = {
         sizes={},
         num_rows=DLRM_ROWS,
         hotness=DLRM_POOLING,
-        slices={20: 4},  # 100 of a sample's 214 lookups are in this table: whole, it would be twice a PE's fair share
+        slices={20: 2},  # 100 of a sample's 214 lookups are in this table: whole, it would be twice a PE's fair share
         defaults={
             "batch": 65_536,
             "epochs": 1,
