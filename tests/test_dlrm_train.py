@@ -120,8 +120,8 @@ def test_placements(tmp_path: Path) -> None:
     rows = (3, 8192, 8193, *(10_000,) * 17, 50_000)
     whole, copy = TablePlacement(), TablePlacement("replicated")
     for changes, expected in (
-        ({}, [whole] * 20 + [TablePlacement("column_wise", 4)]),
-        ({"replicated_rows": 8192}, [copy] * 2 + [whole] * 18 + [TablePlacement("column_wise", 4)]),
+        ({}, [whole] * 20 + [TablePlacement("column_wise", 2)]),
+        ({"replicated_rows": 8192}, [copy] * 2 + [whole] * 18 + [TablePlacement("column_wise", 2)]),
         ({"replicated_rows": 50_000}, [copy] * 21),
         ({"placement": "table_wise"}, [whole] * 21),
         ({"placement": "auto", "replicated_rows": 3}, [copy] + [TablePlacement("auto")] * 20),
