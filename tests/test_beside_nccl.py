@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, init_with_impatient_kernels
 
 import persistent_ops as po
+from persistent_ops.ops.embedding_inputs_plan import OPERATOR as INPUTS, Tuning as InputsTuning
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
 
@@ -52,10 +53,10 @@ class Dense(torch.nn.Module):
 
 
 class Arrival(po.nn.OrderedAllReduce):
-    """Sums of dense gradients and the tables' backward pass, of which the one is late on PE 0, the other on PE 1.
+    """Sums of dense gradients and launches that wait for peers, of which the one is late on PE 0, the other on PE 1.
 
     Attributes:
-        is_ordered: whether the backward pass waits for the sums.
+        is_ordered: whether sums and launches are put in one order.
         is_forced: whether something is late.
     """
 
@@ -64,21 +65,52 @@ class Arrival(po.nn.OrderedAllReduce):
         self.is_ordered, self.is_forced = is_ordered, False
         self._late = torch.cuda.Stream()
 
-    def order(self, pooled: torch.Tensor) -> torch.Tensor:
-        self._works.clear()
-        if self.is_ordered:
-            super().order(pooled)
+    def delay_launch(self) -> None:
+        """Let what comes next on the current stream be late on PE 1."""
         if self.is_forced and po.rank() == 1:
-            pooled.register_hook(lambda _: torch.cuda._sleep(LATE_CYCLES))
-        return pooled
+            torch.cuda._sleep(LATE_CYCLES)
 
-    def _average(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _start(self, gradient: torch.Tensor) -> Any:
         if not (self.is_forced and po.rank() == 0):
-            return super()._average(_, bucket)
+            return self._sum(gradient)
         self._late.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._late):
             torch.cuda._sleep(LATE_CYCLES)
-            return super()._average(_, bucket)
+            return self._sum(gradient)
+
+    def _sum(self, gradient: torch.Tensor) -> Any:
+        return super()._start(gradient) if self.is_ordered else dist.all_reduce(gradient, async_op=True)
+
+
+class Ahead:
+    """An exchange of lookups on a stream of its own, as of the next batch, whose WGs fill the GPU."""
+
+    def __init__(self, arrival: Arrival, device: torch.device) -> None:
+        INPUTS.tune(po_world.current(), InputsTuning(piece_lookups=16))  # as many WGs as there is room for
+        self._arrival = arrival
+        self._inputs = po.EmbeddingInputs(
+            [[(0, ROWS)]] * 2, num_features=1, max_batch=SAMPLES, lookups_per_sample=LOOKUPS
+        )
+        self._lengths = torch.full((SAMPLES,), LOOKUPS, device=device)
+        self._values = [_lookups(rank, 0)[: SAMPLES * LOOKUPS].to(device) for rank in range(2)]
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self) -> Any:
+        """Send them behind what is on the current stream; collective."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._arrival.delay_launch()
+            values = self._values[po.rank()]
+            return self._inputs.exchange(values, lengths=self._lengths, batch_per_rank=[SAMPLES] * 2)
+
+    def has_come(self, lookups: Any) -> bool:
+        """Return whether they are those of both PEs."""
+        with lookups:
+            found = [lookups.source(rank).indices for rank in range(2)]
+            return all(
+                torch.equal(indices[: SAMPLES * LOOKUPS].long(), values)
+                for indices, values in zip(found, self._values, strict=True)
+            )
 
 
 def _lookups(rank: int, step: int) -> torch.Tensor:
@@ -116,8 +148,11 @@ class Expected:
 class Step:
     """A training step of which tensors stay where they are, so that it can be captured."""
 
-    def __init__(self, arrival: Arrival, module: DistributedDataParallel, device: torch.device) -> None:
+    def __init__(
+        self, arrival: Arrival, module: DistributedDataParallel, device: torch.device, ahead: Ahead | None = None
+    ) -> None:
         self.arrival, self._module = arrival, module
+        self._ahead, self._sent = ahead, None
         self.table = _table(po.rank()).to(device)
         self.optimizer = po.EmbeddingOptimizer([self.table], "sgd", lr=RATE)
         self._offsets = torch.arange(2 * SAMPLES + 1, device=device) * LOOKUPS
@@ -135,13 +170,19 @@ class Step:
     def __call__(self) -> torch.Tensor:
         self._module.zero_grad(set_to_none=False)
         pooled = po.embedding_all_to_all([self.table], self._lookups, self._offsets, optimizer=self.optimizer)
-        loss: torch.Tensor = self._module(self.arrival.order(pooled), self._factors)
+        if self._ahead is None:
+            pooled.register_hook(lambda _: self.arrival.delay_launch())
+        else:
+            self._sent = self._ahead.send()
+        loss: torch.Tensor = self._module(pooled, self._factors)
         loss.backward()
         return loss.detach()
 
     def is_right(self) -> bool:
         """Return whether table and dense gradients are those of one process."""
         po.check()
+        if self._ahead is not None and not self._ahead.has_come(self._sent):
+            return False
         weight, large = (each.grad.cpu().double() for each in self._module.parameters())
         own, expected = self.expected.tables[po.rank()], self.expected.gradients
         scale = float(expected[0].abs().max())
@@ -166,8 +207,8 @@ class Seen:
     goes_on: bool = False
 
 
-def _meet_in_opposite_order(backend: str, way: str, is_captured: bool) -> Seen:
-    """Train on this PE's GPU; see `Arrival`. `way`: "serial", "room", or "neither"."""
+def _meet_in_opposite_order(backend: str, way: str, is_captured: bool, *, is_ahead: bool = False) -> Seen:
+    """Train on this PE's GPU; see `Arrival`. `way`: "serial", "room", or "neither". `is_ahead`: see `Ahead`."""
     # Streams that share a hardware queue would come in one order; without effect where CUDA has begun.
     os.environ.update(NCCL_NVLS_ENABLE="0", CUDA_DEVICE_MAX_CONNECTIONS="32")
     init_with_impatient_kernels(backend, TIMEOUT_S, 256 << 20)
@@ -183,11 +224,11 @@ def _meet_in_opposite_order(backend: str, way: str, is_captured: bool) -> Seen:
                 po.nn.leave_room(module, num_sms=NUM_SMS)
             seen.num_sms = world.backend.num_sms, torch.cuda.get_device_properties(device).multi_processor_count
             arrival = Arrival(module, is_ordered=way != "room")
-            step = Step(arrival, module, device)
+            step = Step(arrival, module, device, Ahead(arrival, device) if is_ahead else None)
             for _ in range(EAGER_STEPS):
                 step.load()
                 step()
-            po.check()
+                assert step.is_right()
             arrival.is_ordered, arrival.is_forced = way == "serial", True
             with contextlib.ExitStack() as stack:
                 run: Callable[[], Any] = step
@@ -254,6 +295,19 @@ def test_opposite_arrival(backend: str, way: str, is_captured: bool) -> None:
     assert "for PE 1" in text and "No launch of PE 1 has begun for it" in text and "NCCL" in text
     assert "because of PE 1 (this PE)" in told
     assert "PE 1 called the operator too late, or its launch found no room" in told
+
+
+@pytest.mark.gpu
+@pytest.mark.apart
+@pytest.mark.parametrize("way", ["serial", "neither"])
+def test_an_exchange_that_is_ahead(backend: str, way: str) -> None:
+    """PE 0's exchange comes before its NCCL kernel, PE 1's behind its one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = in_processes(_meet_in_opposite_order, 2, backend, way, False, is_ahead=True, timeout=250)
+    for seen in found:
+        assert seen.goes_on and seen.are_right == ([] if way == "neither" else [True] * FORCED_STEPS)
+    assert [seen.error[0] for seen in found] == (["PeerTimeoutError"] * 2 if way == "neither" else ["", ""])
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime import stream_order
-from persistent_ops.runtime.stream_order import StreamOrder, is_foreign
+from persistent_ops.runtime.stream_order import StreamOrder, in_order, is_foreign
 from persistent_ops.runtime.world import current
 
 
@@ -70,7 +70,9 @@ class Cuda:
         self.foreign: dict[int, Stream] = {}  # streams that torch does not own, by their handles
         self.current = self.streams[0]
         self.captures = 0
-        self.launches: dict[int, list[int]] = {}  # of each capture, and of 0: eager ones; in the order of the calls
+        # Of each capture, and of 0, eager ones: launches and collectives in the order of the calls.
+        self.launches: dict[int, list[int]] = {}
+        self.collectives: dict[int, frozenset[int]] = {}  # of each capture: what is done behind the last one
 
     def create(self, handle: int) -> Stream:
         """Return a stream that torch does not own, with a handle that one before it may have had."""
@@ -97,15 +99,37 @@ class Cuda:
         stream.capture, stream.done = origin.capture, origin.done
 
     def launch(self, order: StreamOrder) -> None:
-        """Launch on the current stream, and check that all launches that matter come before."""
+        """Launch on the current stream, and check that all launches and collectives that matter come before."""
         order.follow(self.current.handle)
-        earlier = self.launches.setdefault(self.current.capture, [])
-        missing = set(earlier) - self.current.done
-        assert not missing, f"nothing puts launches {missing} before this one on stream {self.current.handle:#x}"
-        number = sum(map(len, self.launches.values()))
-        earlier.append(number)
-        self.current.done |= {number}
+        self.current.done |= {self.next_behind(self.current.done)}
         order.launched()
+
+    def collect(self, *orders: StreamOrder) -> None:
+        """Start a collective from the current stream, and check that all launches and collectives come before."""
+        in_order(orders, self.current.handle, lambda: Collective(self), "a group")
+
+    def next_behind(self, done: frozenset[int]) -> int:
+        """Return the number of what is launched behind `done`, and check that all that matters is."""
+        earlier = self.launches.setdefault(self.current.capture, [])
+        missing = set(earlier) - done
+        assert not missing, f"nothing puts {missing} before this one on stream {self.current.handle:#x}"
+        earlier.append(sum(map(len, self.launches.values())))
+        return earlier[-1]
+
+
+class Collective:
+    """On the stream of its group, behind those before it and behind the stream that it is started from."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda, self._capture = cuda, cuda.current.capture
+        done = cuda.current.done | cuda.collectives.get(self._capture, frozenset())
+        self._done = cuda.collectives[self._capture] = done | {cuda.next_behind(done)}
+
+    def wait(self) -> None:
+        current = self._cuda.current
+        if current.capture != self._capture:
+            raise Refused(f"stream of capture {current.capture} waits for a collective of capture {self._capture}")
+        current.done |= self._done
 
 
 @pytest.fixture
@@ -248,6 +272,68 @@ def test_a_launch_that_fails_leaves_the_order_as_it_was(cuda: Cuda, order: Strea
     cuda.launch(order)
 
 
+def test_a_collective_between_launches_on_other_streams(cuda: Cuda, order: StreamOrder) -> None:
+    for launching, collecting in ((0, 1), (1, 1), (1, 0), (2, 1)):
+        cuda.current = cuda.streams[launching]
+        cuda.launch(order)
+        cuda.current = cuda.streams[collecting]
+        cuda.collect(order)
+        cuda.collect(order)
+    cuda.current = cuda.create(0x7000)
+    cuda.launch(order)
+    assert not order._collectives
+
+
+def test_a_collective_before_any_launch(cuda: Cuda, order: StreamOrder) -> None:
+    cuda.collect(order)
+    cuda.current = cuda.streams[1]
+    cuda.launch(order)
+
+
+def test_collectives_come_behind_launches_of_each_order(cuda: Cuda, order: StreamOrder) -> None:
+    """Of workspaces whose launches run beside one another."""
+    other = StreamOrder(torch.device("cuda", 0))
+    cuda.launch(order)
+    cuda.launches[0].clear()  # the next one is beside it
+    cuda.current = cuda.streams[1]
+    cuda.launch(other)
+    cuda.launches[0].insert(0, 0)
+    cuda.current = cuda.streams[2]
+    cuda.collect(order, other)
+    for stream, each in ((0, order), (1, other)):
+        cuda.current = cuda.streams[stream]
+        before = cuda.launches[0][:]
+        cuda.launch(each)
+        cuda.launches[0][:] = before
+
+
+def test_a_launch_that_fails_behind_a_collective(cuda: Cuda, order: StreamOrder) -> None:
+    cuda.collect(order)
+    cuda.current = cuda.create(0x7000)
+    order.follow(0x7000)  # and nothing is launched
+    cuda.current = cuda.streams[2]
+    cuda.launch(order)
+
+
+def test_a_collective_of_one_capture_is_not_awaited_in_another(cuda: Cuda, order: StreamOrder) -> None:
+    cuda.launch(order)
+    cuda.collect(order)
+    for _ in range(100):
+        for stream in cuda.streams[1:3]:
+            cuda.current = stream
+            cuda.begin_capture(stream)
+            cuda.fork(stream, cuda.streams[3])
+            cuda.launch(order)
+            cuda.current = cuda.streams[3]
+            cuda.collect(order)
+            cuda.launch(order)
+            cuda.collect(order)  # behind which the capture has no launch
+            cuda.end_capture(stream.capture)
+    assert len(order._collectives) <= 64
+    cuda.current = cuda.streams[4]
+    cuda.launch(order)
+
+
 def _calls_of_a_launch() -> list[str]:
     """Return what a workspace whose launches are asynchronous does for one."""
     po.init("host", heap_size=1 << 20)
@@ -258,7 +344,7 @@ def _calls_of_a_launch() -> list[str]:
 
     workspace: Any = current().workspace
     workspace._is_asynchronous = True
-    workspace._order = SimpleNamespace(follow=note("follow"), launched=note("launched"))
+    workspace.order = SimpleNamespace(follow=note("follow"), launched=note("launched"))
     workspace.launch(SimpleNamespace(launch=note("launch"), admitted_grid=1), 1, 0, None)
     return calls
 
@@ -284,7 +370,7 @@ def test_streams_of_torch_s_own_are_told_from_others() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_launches_forks_and_captures(cuda: Cuda, order: StreamOrder, seed: int) -> None:
-    """Launches in up to two captures at a time, in streams forked into them, and eager ones on other streams.
+    """Launches and collectives in up to two captures at a time, in streams forked into them, and eager ones on others.
 
     Some are not torch's: they are destroyed when they are in no capture, and their handles given out again.
     """
@@ -316,5 +402,8 @@ def test_any_order_of_launches_forks_and_captures(cuda: Cuda, order: StreamOrder
         else:
             captured = [stream for stream in [*cuda.streams, *cuda.foreign.values()] if stream.capture]
             cuda.current = draw.choice([*eager, *foreign, *captured])
-            cuda.launch(order)
+            if draw.randrange(3) == 0:
+                cuda.collect(order)
+            else:
+                cuda.launch(order)
     assert len(cuda.launches) > 10 and len(cuda.launches[0]) > 30

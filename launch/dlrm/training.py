@@ -149,13 +149,12 @@ class Training:
         self._base_rates = [rate_of(group) for group in self._rate_groups()]
         self._precision = precision
         self._dense: Any = model
-        self._gradients: OrderedAllReduce | None = None
         if self._num_pes > 1:
             constants: Any = [name for name, _ in model.named_buffers()]
             model._ddp_params_and_buffers_to_ignore = constants  # torch 2.13 has renamed the option for it
             self._dense = DistributedDataParallel(model)
             if num_sms_of_nccl is None:
-                self._gradients = OrderedAllReduce(self._dense)
+                OrderedAllReduce(self._dense)
             else:
                 leave_room(self._dense, num_sms=num_sms_of_nccl)
         if is_compiled:
@@ -342,8 +341,6 @@ class Training:
 
     def _learn(self, batch: Batch, batch_size: int, pooled: torch.Tensor) -> torch.Tensor:
         """Go forward through the dense part, backward through all, and update; return this PE's share of the loss."""
-        if self._gradients is not None:
-            self._gradients.order(pooled)
         with self._autocast():
             logits = self._dense(batch.dense, pooled)
         # A sum over no samples is 0, a mean is NaN: a PE may have none.

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["StreamOrder", "capture_of", "is_foreign"]
+__all__ = ["Collective", "StreamOrder", "capture_of", "in_order", "is_foreign"]
+
+
+_MOST_CAPTURES = 64  # more than are ever under way
+
+
+class Collective(Protocol):
+    """Another library's collective that has been started, as torch.distributed's `Work`."""
+
+    def wait(self) -> object:
+        """Let the current stream wait for it."""
 
 
 class _Last(NamedTuple):
@@ -35,6 +46,9 @@ class StreamOrder:
     to wait, and launches that stay on it cost nothing. Any other one (`torch.cuda.ExternalStream`) may be destroyed as
     soon as the launch has been made, and is not touched later: an event is recorded behind every launch on it.
 
+    Collectives of other libraries, which wait for peers as launches do, take part (`in_order`): they come behind the
+    launches that were made before, and launches behind them.
+
     Args:
         device: whose current stream launches go to.
     """
@@ -44,9 +58,11 @@ class StreamOrder:
         self._eager: _Last | None = None
         self._captured: dict[int, _Last] = {}  # by the capture's number
         self._foreign: tuple[torch.cuda.Stream, int] | None = None  # of a launch to come, and its capture's number
+        # Of those that the next launch comes behind: each group's last one, by its capture's number.
+        self._collectives: dict[int, dict[object, Collective]] = {}
 
     def follow(self, stream: int) -> None:
-        """Order what comes next on the current stream, whose handle is `stream`, behind the last launch.
+        """Order what comes next on the current stream, whose handle is `stream`, behind all launches and collectives.
 
         `launched` is to be called behind the launch.
 
@@ -55,39 +71,70 @@ class StreamOrder:
                 outside of that capture can wait for it.
         """
         self._foreign = None
-        if torch.cuda.is_current_stream_capturing():
-            here = torch.cuda.current_stream(self._device)
-            capture = capture_of(stream)
-            last = self._captured.get(capture)
-            if last is None:
-                self._forget_captures(stream)
-            elif last.handle != stream or last.event is not None:
-                _wait(here, last)  # it is still in this capture: a stream leaves one with the capture's end alone
+        last, capture = self._last(stream)
+        for collective in self._collectives.get(capture, {}).values():
+            collective.wait()
+        if not _is_on(last, stream):
+            here = self._behind(last, capture)
             if is_foreign(here):
                 self._foreign = here, capture
-            else:
-                self._captured[capture] = _Last(stream, here, None)
-        elif self._eager is None or self._eager.handle != stream or self._eager.event is not None:
-            here = torch.cuda.current_stream(self._device)
-            if self._eager is not None:
-                if self._eager.event is None and capture_of(self._eager.handle):
-                    # An event recorded there now would draw this stream into the capture.
-                    raise RuntimeError(
-                        "the last launch outside of a CUDA graph was on a stream that is being captured now, and this "
-                        "one on another stream cannot wait for it: launch before that capture begins, or after its end"
-                    )
-                _wait(here, self._eager)
-            if is_foreign(here):
-                self._foreign = here, 0
-            else:
-                self._eager = _Last(stream, here, None)
+                return
+            self._note(_Last(stream, here, None), capture)
+        self._collectives.pop(capture, None)
+
+    def join(self, stream: int) -> int:
+        """Order what comes next on the current stream behind the last launch, as `follow`, without being one.
+
+        Returns:
+            The number of the capture, or 0, for `add`.
+        """
+        last, capture = self._last(stream)
+        if last is not None and not _is_on(last, stream):
+            self._behind(last, capture)
+        return capture
+
+    def add(self, collective: Collective, group: object, capture: int) -> None:
+        """Order the next launch behind a collective that was started behind `join`.
+
+        Args:
+            group: whose collectives follow one another.
+        """
+        self._collectives.setdefault(capture, {})[group] = collective
+        if len(self._collectives) > _MOST_CAPTURES:  # a capture may end without a launch behind its collectives
+            del self._collectives[min(filter(None, self._collectives))]
+
+    def _last(self, stream: int) -> tuple[_Last | None, int]:
+        """Return the last launch of what the current stream is in, and the number of that capture, or 0."""
+        if not torch.cuda.is_current_stream_capturing():
+            return self._eager, 0
+        capture = capture_of(stream)
+        last = self._captured.get(capture)
+        if last is None:
+            self._forget_captures(stream)
+        return last, capture
+
+    def _behind(self, last: _Last | None, capture: int) -> torch.cuda.Stream:
+        """Let the current stream, which is returned, wait for a launch of the same capture, or eager as it is."""
+        here = torch.cuda.current_stream(self._device)
+        if last is not None:
+            if not capture and last.event is None and capture_of(last.handle):
+                # An event recorded there now would draw this stream into the capture.
+                raise RuntimeError(
+                    "the last launch outside of a CUDA graph was on a stream that is being captured now, and this "
+                    "one on another stream cannot wait for it: launch before that capture begins, or after its end"
+                )
+            _wait(here, last)  # in a capture, it is still there: a stream leaves one with the capture's end alone
+        return here
 
     def launched(self) -> None:
         """Take note of the launch that `follow` was called for, where its stream may be gone before the next one."""
         if self._foreign is None:
             return
         (stream, capture), self._foreign = self._foreign, None
-        last = _Last(stream.cuda_stream, None, _recorded(stream))
+        self._note(_Last(stream.cuda_stream, None, _recorded(stream)), capture)
+        self._collectives.pop(capture, None)
+
+    def _note(self, last: _Last, capture: int) -> None:
         if capture:
             self._captured[capture] = last
         else:
@@ -107,6 +154,27 @@ class StreamOrder:
 def is_foreign(stream: torch.cuda.Stream) -> bool:
     """Return whether a stream is none of torch's, which are never destroyed: its id in torch is then its handle."""
     return stream.cuda_stream != 0 and stream.stream_id == stream.cuda_stream
+
+
+def in_order(orders: Iterable[StreamOrder], stream: int, start: Callable[[], Collective], group: object) -> Collective:
+    """Start another library's collective behind all launches so far, and order those that come behind it.
+
+    Args:
+        orders: of all launches.
+        stream: the handle of the current one.
+        start: starts it there.
+        group: whose collectives follow one another.
+    """
+    captures = [(order, order.join(stream)) for order in orders]
+    collective = start()
+    for order, capture in captures:
+        order.add(collective, group, capture)
+    return collective
+
+
+def _is_on(last: _Last | None, stream: int) -> bool:
+    """Return whether whatever comes on a stream comes behind the launch."""
+    return last is not None and last.handle == stream and last.event is None
 
 
 def _wait(stream: torch.cuda.Stream, last: _Last) -> None:

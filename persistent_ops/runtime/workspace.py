@@ -129,7 +129,8 @@ class Workspace:
         self._peer_heaps = backend.private_words(size + 1)
         self._peer_heaps.copy_(torch.tensor([*backend.peer_heaps, backend.heap_base], dtype=torch.int64, device="cpu"))
         self._failure: PersistentOpsError | None = None
-        self._order: StreamOrder = StreamOrder(backend.device) if main is None else main._order
+        self.order: StreamOrder = StreamOrder(backend.device) if main is None else main.order
+        """Of its launches; the main workspace's where they take turns."""
         self.is_capturing: Callable[[], bool] = _never
         """Whether the current stream is being captured into a CUDA graph."""
         self._is_asynchronous = backend.name == "cuda"
@@ -231,10 +232,10 @@ class Workspace:
                     if grid > kernel.admitted_grid:
                         self.admit(self, kernel, grid)
                         kernel.admitted_grid = grid
-                    self._order.follow(self._backend.stream())
+                    self.order.follow(self._backend.stream())
                 kernel.launch(grid, plan, call, begins_early=begins_early)
                 if self._is_asynchronous:
-                    self._order.launched()
+                    self.order.launched()
             finally:
                 self._launching = 0
         if not self._is_asynchronous and self._error.state:
@@ -264,7 +265,7 @@ class Workspace:
 
     def run_beside(self, main: Workspace, *, is_beside: bool) -> None:
         """Order launches with the main workspace's, or no longer; no launch of either may be in flight."""
-        self._order = StreamOrder(self._backend.device) if is_beside else main._order
+        self.order = StreamOrder(self._backend.device) if is_beside else main.order
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -27,6 +27,7 @@ from .operator import COMM, Operator
 from .pe_failure import text_of
 from .plans import OperatorState
 from .residency import Residency
+from .stream_order import Collective, in_order
 from .team import ALONE, WORLD, Team
 from .torch_private import backward_pass, without_transforms
 from .workspace import Workspace
@@ -154,6 +155,16 @@ class World:
         for side in self._side_workspaces.values():
             side.run_beside(self.workspace, is_beside=self._runs_beside)
         return self._runs_beside
+
+    def in_order(self, start: Callable[[], Collective], group: object) -> Collective:
+        """Start another library's collective in one order with all launches: see `stream_order.in_order`."""
+        if self.backend.name != "cuda":  # a launch has ended when its call has
+            return start()
+        with contextlib.ExitStack() as stack:
+            for workspace in self.workspaces:
+                stack.enter_context(workspace.lock)
+            orders = {id(workspace.order): workspace.order for workspace in self.workspaces}
+            return in_order(orders.values(), self.backend.stream(), start, group)
 
     def _admit(self, workspace: Workspace, kernel: Kernel, grid: int, *, name: str = "") -> None:
         """Take note of a launch to come; raise where it leaves no room beside, and the PEs have agreed that it does."""
