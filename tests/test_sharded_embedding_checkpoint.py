@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of
-from worlds import in_world
+from worlds import error_of, gave_up, in_world, init_with_impatient_kernels
 
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement, TableShards
@@ -412,3 +414,73 @@ def _in_memory() -> list[bool]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_copies_in_memory(backend: str, world: int) -> None:
     assert in_world(_in_memory, world, backend) == [[True] * 6] * world
+
+
+def _errors_of_saving(parts: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
+    """Return what raises that saves or copies any table or state, by how it does."""
+    of_tables = [each for of_table in parts["optimizer"]["state"].values() for each in of_table.values()]
+    ways: dict[str, Callable[[TableShards], object]] = {
+        "saved": lambda shards: torch.save(shards, io.BytesIO()),
+        "detached and saved": lambda shards: torch.save(shards.detach(), io.BytesIO()),
+        "cloned": lambda shards: shards.clone(),
+        "planned": lambda shards: shards.__create_write_items__("", None),
+    }
+    errors = {}
+    for name, shards in zip(("table", "state"), (parts["tables"].values(), of_tables), strict=True):
+        for way, save in ways.items():
+            found = [error_of(functools.partial(save, each)) for each in shards if each.shards]
+            errors[f"{name} {way}"] = min(found)  # none is ""
+    return errors
+
+
+def _half_updated(backend: str, folder: Path, case: Case) -> dict[str, Any]:
+    """PE 0 comes too late to the second step; see what may be done with the tables before and behind loading."""
+    init_with_impatient_kernels(backend, 4.0, 64 << 20)
+    seen: dict[str, Any] = {}
+    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        module = case.make(gradient_scale=1.0)
+        _train(module, case, range(1))
+        po.check()
+        dcp.save(_parts(module), checkpoint_id=str(folder / "good"))
+        good = _blocks(module)
+        batch = batch_of(case, po.rank(), 1)
+        result = module(batch.values.to(po.device()), batch.lengths.to(po.device()))
+        if po.rank() == 0:
+            gave_up(folder, 1)
+        gradient = gradient_of(case, po.rank(), 1).to(po.device())
+        seen["step"] = error_of(lambda: [result.backward(gradient), po.check()])[0]
+        (folder / f"gave_up_{po.rank()}").touch()
+        for when in ("failed", "recovered"):
+            parts = _parts(module)
+            seen |= {f"{when}: {way}": error[:2] for way, error in _errors_of_saving(parts).items()}
+            if when == "failed":
+                po.recover()
+        with torch.no_grad():
+            seen["recovered: read"] = error_of(
+                lambda: module(batch.values.to(po.device()), batch.lengths.to(po.device()))
+            )[:2]
+        with pytest.raises(dcp.CheckpointException):
+            dcp.save(parts, checkpoint_id=str(folder / "bad"))
+        dcp.load(parts, checkpoint_id=str(folder / "good"))
+        module.load_state_dict(parts["tables"])
+        module.optimizer.load_state_dict(parts["optimizer"])
+        dcp.save(_parts(module), checkpoint_id=str(folder / "again"))
+        found = _blocks(module)
+        seen["same"] = all(
+            torch.equal(mine, theirs) and at == there
+            for name, of_pe in good.items()
+            for (at, mine), (there, theirs) in zip(of_pe, found[name], strict=True)
+        )
+        _train(module, case, range(1, 2))
+        po.check()
+    po.finalize()
+    return seen
+
+
+def test_tables_that_may_be_half_updated_are_neither_read_nor_saved(backend: str, tmp_path: Path) -> None:
+    for seen in in_processes(_half_updated, 2, backend, tmp_path, _case("adagrad"), timeout=200):
+        assert seen.pop("step") == "PeerTimeoutError" and seen.pop("same")
+        assert len(seen) == 2 * 8 + 1
+        for way, (name, text) in seen.items():
+            assert name == "PersistentOpsError" and "a launch that was given up may have changed" in text, (way, seen)
+            assert "load" in text, (way, text)

@@ -14,7 +14,7 @@ import torch
 from ..runtime import world as _world
 from .table_layout import Layout
 from .table_placements import COLUMN_WISE
-from .table_shards import TableShards
+from .table_shards import BlockCheck, TableShards
 
 __all__ = ["ShardedTable"]
 
@@ -88,6 +88,7 @@ class ShardedTable(torch.nn.Module):
             [((0, number * self._width), block) for number, block in zip(self.slices, self._blocks, strict=True)],
             dtype=config.data_type,
             device=self.weight.device,
+            check=BlockCheck(lambda: self._world.check_whole(f"embedding_bags.{config.name}.weight", self._blocks)),
         )
 
     def draw(self, seed: int) -> None:

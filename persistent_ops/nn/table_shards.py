@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..runtime.torch_private import wrapper_subclass
 
-__all__ = ["TableShards"]
+__all__ = ["BlockCheck", "TableShards"]
 
 _aten = torch.ops.aten
 _MAPPED = {  # operators that apply to every block
@@ -20,6 +20,9 @@ _MAPPED = {  # operators that apply to every block
     _aten.empty_like.default,
     _aten.zeros_like.default,
 }
+
+
+_COPYING = {_aten.clone.default, _aten._to_copy.default}
 
 
 class _RemarkedSize(tuple[int, ...]):
@@ -40,6 +43,24 @@ class _RemarkedSize(tuple[int, ...]):
         return math.prod(self)
 
 
+class BlockCheck:
+    """What raises where blocks should be neither saved nor copied; copies of the blocks have none.
+
+    Args:
+        check: of these blocks.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __call__(self) -> None:
+        self._check()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy to None."""
+        return type(None), ()
+
+
 class TableShards(torch.Tensor):
     """A tensor whose blocks are spread over the PEs; this PE's may be none.
 
@@ -52,10 +73,13 @@ class TableShards(torch.Tensor):
         shards: this PE's blocks: where each begins in the whole, and the block. They are not copied.
         dtype, device: of the blocks, for a PE that has none.
         remark: on its size, for whoever meets another one: torch.distributed.checkpoint has it in its message.
+        check: called before the blocks are saved or copied, and raises where they should not be. It may be that they
+            are to be loaded, so to have them is no harm.
     """
 
     _shards: tuple[tuple[torch.Size, torch.Tensor], ...]
     _remark: str
+    _check: BlockCheck | None
 
     @staticmethod
     def __new__(
@@ -66,6 +90,7 @@ class TableShards(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         remark: str = "",
+        check: BlockCheck | None = None,
     ) -> TableShards:
         for offsets, block in shards:
             inside = all(a >= 0 and a + n <= all_ for a, n, all_ in zip(offsets, block.shape, size, strict=True))
@@ -76,8 +101,21 @@ class TableShards(torch.Tensor):
                 )
         made: TableShards = wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=device)
         made._shards = tuple((torch.Size(offsets), block.detach()) for offsets, block in shards)
-        made._remark = remark
+        made._remark, made._check = remark, check
         return made
+
+    def check_whole(self) -> None:
+        """Raise where the blocks should be neither saved nor copied."""
+        if self._check is not None:
+            self._check()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what is pickled: the blocks, which are checked, and no check."""
+        if self._check is None:
+            return super().__reduce_ex__(protocol)
+        self.check_whole()
+        plain = TableShards(self.shape, self._shards, dtype=self.dtype, device=self.device, remark=self._remark)
+        return plain.__reduce_ex__(protocol)
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
         """Return its size, with the remark, or that of a dimension."""
@@ -101,13 +139,17 @@ class TableShards(torch.Tensor):
         kwargs = kwargs or {}
         if function in _MAPPED:
             whole = args[0]
+            if function in _COPYING:
+                whole.check_whole()
+            check = whole._check if function is _aten.detach.default else None
             blocks = [(offsets, function(block, *args[1:], **kwargs)) for offsets, block in whole._shards]
             dtype = kwargs.get("dtype") or whole.dtype
             device = blocks[0][1].device if blocks else torch.device(kwargs.get("device") or whole.device)
-            return TableShards(whole.shape, blocks, dtype=dtype, device=device, remark=whole._remark)
+            return TableShards(whole.shape, blocks, dtype=dtype, device=device, remark=whole._remark, check=check)
         if function is _aten.new_empty.default and torch.Size(args[1]) == args[0].shape:
             # Of torch.distributed.checkpoint.async_save, which puts copies of the blocks into it.
             whole, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+            whole.check_whole()
             device = torch.device(kwargs.get("device") or whole.device)
             return TableShards(whole.shape, (), dtype=dtype, device=device, remark=whole._remark)
         if function is _aten.copy_.default:
@@ -166,6 +208,7 @@ class TableShards(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        self.check_whole()
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),

@@ -364,6 +364,7 @@ def _launched(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Check what may change from call to call, launch a plan, return the result."""
+    world.workspace.changes.check("weights", weights)
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
         plan.check_output(
@@ -395,6 +396,7 @@ def _run_from_sources(
     if plan is None:
         check_tables_and_split(weights, *key.choices, out=out)
         plan = _new_plan(world, key, weights)
+    world.workspace.changes.check("weights", weights)
     if out is not None:
         plan.check_output(out, weights, {})
     place, result = _place_of_result(world, plan, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,16 +93,36 @@ class Changes:
             PersistentOpsError: one of them has to be loaded anew.
         """
         for place in self._given_up.keys() & inputs.by_place.keys():
-            given_up = self._given_up[place]
-            if not given_up.storage.expired():
-                raise PersistentOpsError(
-                    f"{inputs.by_place[place].name}: a launch that was given up may have changed a part of this "
-                    f"tensor; {given_up.reloading}"
-                )
+            self._refuse(inputs.by_place[place].name, self._given_up[place])
         noted = self._captured if self._is_capturing() else self._under_way
         if len(noted) > _MANY:
             noted.difference_update([each for each in noted if not each.is_alive()])
         noted.add(inputs)
+
+    def check(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Raise where a tensor that is to be read has to be loaded anew.
+
+        Args:
+            name: of the argument.
+            tensors: contiguous.
+
+        Raises:
+            PersistentOpsError: one of them shares memory with what a launch that was given up has changed.
+        """
+        if not self._given_up:
+            return
+        for tensor in tensors:
+            storage, first = _place_of(tensor)
+            for (other, begin), given_up in self._given_up.items():
+                if storage == other and first < begin + given_up.nbytes and begin < first + tensor.nbytes:
+                    self._refuse(name, given_up)
+
+    @staticmethod
+    def _refuse(name: str, given_up: _Input) -> None:
+        if not given_up.storage.expired():
+            raise PersistentOpsError(
+                f"{name}: a launch that was given up may have changed a part of this tensor; {given_up.reloading}"
+            )
 
     def settle(self) -> None:
         """Take note that what has been launched has completed; what graphs change stays under way."""

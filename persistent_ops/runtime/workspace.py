@@ -437,6 +437,9 @@ class Workspace:
             patience: seconds to wait for the peers.
         """
         epoch = int(self._local[0])
+        has_given_up = self._error.state or int(self._local[self._structs["LocalState"].abort.offset // 8])
+        if has_given_up and self._failure is None:  # which no call has told
+            self.changes.give_up()
         own = json.dumps([epoch, self.calls.counts]).encode()
         told = [json.loads(raw) for raw in self._bootstrap.exchange("recover", own, timeout=patience)]
         epochs = [of_pe for of_pe, _ in told]

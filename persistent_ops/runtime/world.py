@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +21,7 @@ from .backend import Backend, Kernel, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
 from .contract import Contract
 from .description import describe
-from .errors import BackendUnavailableError, BootstrapError, to_raise
+from .errors import BackendUnavailableError, BootstrapError, PersistentOpsError, to_raise
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
 from .pe_failure import text_of
@@ -107,6 +107,7 @@ class World:
         self._caller: threading.Thread | None = None
         self.num_recoveries = 0
         self._lost: BootstrapError | None = None
+        self._is_closed = False
         self._watch = bootstrap.watch(self._peers_changed)
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
 
@@ -316,6 +317,22 @@ class World:
         for workspace in self.workspaces:
             workspace.raise_pending()
 
+    def check_whole(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait for this PE's launches, and raise where one of them was given up that changes these tensors.
+
+        Args:
+            name: of the tensors.
+            tensors: contiguous.
+
+        Raises:
+            PersistentOpsError: it was, and they have not been loaded anew since.
+        """
+        if not self._is_closed:
+            self.backend.synchronize()
+            with contextlib.suppress(PersistentOpsError):  # of whatever launch it is, others will say so
+                self.workspace.raise_failure()
+        self.workspace.changes.check(name, tensors)
+
     def recover(self) -> None:
         """Start clean epochs after a failure; collective."""
         if self._lost is not None:
@@ -362,6 +379,7 @@ class World:
 
     def close(self) -> None:
         """Release the world; collective where the peers are still there."""
+        self._is_closed = True
         try:
             self.backend.synchronize(_PATIENCE_S)
         except RuntimeError:
