@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from bits import difference
+from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of, samples_of
 from worlds import error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.nn import TablePlacement
+from persistent_ops.nn import TablePlacement, pooled_lookups
 
 _STEPS = 6
 
@@ -178,3 +180,34 @@ def _kept() -> list[Any]:
 
 def test_lookups_are_kept_until_the_backward_pass() -> None:
     assert in_world(_kept, 2, "host") == [[0, True, 0]] * 2
+
+
+def _several_wait() -> list[Any]:
+    """Four forward passes ahead of their backward passes, and the same one by one; where lookups were copied."""
+    po.init("host", heap_size=64 << 20)
+    case = next(case for case in CASES if case.name == "mixed")
+    order, copies, tables = (5, 2, 4, 3), [], []
+    with mock.patch.object(pooled_lookups, "_global_batch", wraps=pooled_lookups._global_batch) as copied:
+        for is_ahead in (True, False):
+            module = case.make()
+            results = {step: _run(module, case, step) for step in range(2, 6)} if is_ahead else {}
+            for step in order:
+                result = results[step] if is_ahead else _run(module, case, step)
+                result.backward(gradient_of(case, po.rank(), step))
+            copies.append(copied.call_count / len(module.layout.groups))
+            tables.append({name: shards.shards for name, shards in module.state_dict().items()})
+            assert not module._kept
+    po.check()
+    same = all(
+        torch.equal(a, b)
+        for name, shards in tables[0].items()
+        for (_, a), (_, b) in zip(shards, tables[1][name], strict=True)
+    )
+    po.finalize()
+    return [copies, same]
+
+
+@pytest.mark.host
+def test_any_number_of_forward_passes_may_wait_where_the_host_does_not_know_the_split() -> None:
+    """The first one's lookups are read where they have arrived, those of the three behind it copied."""
+    assert in_processes(_several_wait, 2, timeout=200) == [[[3.0, 3.0], True]] * 2

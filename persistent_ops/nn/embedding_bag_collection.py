@@ -494,7 +494,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 KeyedJaggedTensor's, may require a gradient; call the module once for each backward pass then, since
                 that gradient is made of the rows as they were.
             batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
-                for what has come and, unless weights require a gradient, copies it.
+                to be told by what has come; and where a forward pass already waits for its backward pass, it copies
+                what has come, unless weights require a gradient.
 
         Returns:
             `[B, sum of D]`, of the tables' dtype or, of float32 tables, `wire_dtype`; where these are several, what
@@ -550,6 +551,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         sent = features.take()
         self._ahead, self._ahead_lookups = None, []
         pooled, problem, is_kept = [], None, False
+        is_recorded = torch.is_grad_enabled()
+        # Any number of forward passes may wait for their backward passes: those behind the first one have copies.
+        is_copied = is_recorded and bool(self._kept) and not features.knows_split
+        is_copied = is_copied and not any(lookups.gives_gradients for lookups in sent)
         try:
             if not self._world.workspace.is_capturing():
                 self.optimizer.push_rate()
@@ -561,9 +566,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 except (IndexError, CapacityError) as error:
                     # Told when the peers, which wait for this PE, have what they need.
                     problem = problem or to_raise(error)
-                pooled.append(pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype))
-            is_known = features.knows_split or any(lookups.gives_gradients for lookups in sent)
-            is_kept = is_known and torch.is_grad_enabled()
+                pooled.append(
+                    pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype, is_copied=is_copied)
+                )
+            is_kept = is_recorded and not is_copied
         finally:
             if not is_kept:
                 for lookups in sent:

@@ -21,11 +21,13 @@ def pool_arrived(
     optimizer: EmbeddingOptimizer,
     lookups: Lookups,
     wire_dtype: torch.dtype | None,
+    *,
+    is_copied: bool,
 ) -> torch.Tensor:
-    """Pool what has come: where it lies if the host knows how many samples there are, else as a global batch.
+    """Pool what has come: where it lies, or copied as a global batch.
 
-    Where gradients of weights are to travel back, the host waits until it knows. Bad lookups are skipped here, since
-    the exchange has told.
+    The host waits until it knows how many samples each PE has brought, unless that was passed. Bad lookups are skipped
+    here, since the exchange has told.
 
     Args:
         group: of the tables.
@@ -33,11 +35,11 @@ def pool_arrived(
         weights, optimizer: this PE's.
         lookups: for them, behind `Lookups.wait`.
         wire_dtype: of what float32 tables send; None for theirs.
+        is_copied: whether the backward pass has a copy, so that lookups may be released at once.
     """
     wire_dtype = wire_dtype if group.dtype == torch.float32 else None
-    if lookups.gives_gradients:
+    if not is_copied:
         lookups.learn_split()
-    if lookups.batch_per_rank is not None:
         from_sources: torch.Tensor = _ops.embedding_all_to_all(
             weights,
             lookups,

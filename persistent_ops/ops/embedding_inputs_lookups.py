@@ -251,9 +251,18 @@ class Lookups:
             self._inputs.workspace.raise_pending(self._region.input.take())  # then what graphs have found
 
     def learn_split(self) -> None:
-        """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host."""
+        """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host.
+
+        Raises:
+            RuntimeError: in a CUDA-graph capture, where the host cannot wait.
+        """
         if self.batch_per_rank is None:
             self.check_is_here()
+            if self._is_captured:
+                raise RuntimeError(
+                    "batch_per_rank: expected in a CUDA-graph capture, where the host cannot wait to be told how many "
+                    "samples each PE has brought"
+                )
             self.batch_per_rank = tuple(self.sources[:, fields_of_source()["samples"]].tolist())
 
     def release(self, why: str = _BEHIND_THE_LAST) -> None:
