@@ -49,6 +49,7 @@ _TABLES = (
     "nn/embedding_bag_optimizer.py",
     "nn/embedding_features.py",
     "nn/embedding_tables.py",
+    "nn/enclosing_ddp.py",
     "nn/ignored_tables.py",
     "nn/local_lookups.py",
     "nn/placement_costs.py",

@@ -73,6 +73,38 @@ def test_tables_and_layers_under_ddp(compiles: bool) -> None:
     assert torch.equal(one, other) and one.any()
 
 
+def _forgotten() -> list[Any]:
+    """Return what a model says whose tables DistributedDataParallel was not told to ignore."""
+    po.init("host", operator_timeout=30.0, heap_size=64 << 20)
+    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        placement = {"a": po.nn.TablePlacement("column_wise", 2)}  # equal shapes, or DistributedDataParallel raises
+        model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
+        features = {"features": _lookups(po.rank(), 5)[0], "lengths": _lookups(po.rank(), 5)[1]}
+
+        class Whole(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.sparse = model[0]
+
+            def forward(self) -> torch.Tensor:
+                return self.sparse(**features)  # type: ignore[no-any-return]
+
+        whole = Whole()
+        name, text, _ = error_of(DistributedDataParallel(whole))
+        po.nn.ignore_sharded_tables(whole)
+        wrapped = DistributedDataParallel(whole)
+        results = [wrapped() for _ in range(2)]
+        same = torch.equal(*results)
+    po.finalize()
+    return [name, text, same]
+
+
+def test_tables_that_ddp_was_not_told_to_ignore() -> None:
+    for name, text, same in in_processes(_forgotten, 2, timeout=200):
+        assert name == "RuntimeError" and text.startswith("sparse.embedding_bags.a.weight: "), text
+        assert "ignore_sharded_tables" in text and same
+
+
 def _moved() -> list[Any]:
     module = _Projected([("a", 13, 8, ["x"])], max_batch=8)
     told = error_of(module.double)[:2]

@@ -250,6 +250,33 @@ def test_what_was_sent_before_a_recovery_holds_nobody_up(placement: str) -> None
     assert in_world(_sent_ahead, 2, "host", placement) == [["RuntimeError", [2, 8], "RuntimeError"]] * 2
 
 
+def _beside(placement: str) -> list[bool]:
+    """Send each batch ahead of the last one's backward pass, in turn with all launches and beside them."""
+    results = []
+    for is_beside in (False, True):
+        module = _module(placement)
+        module(*_lookups(0)).sum().backward()
+        if is_beside:
+            results.append([torch.tensor(module.run_beside())])
+        else:
+            results.append([])
+        sent = module.input_dist(*_lookups(1))
+        for row in (2, 3, 1):
+            pooled = module(sent)
+            sent = module.input_dist(*_lookups(row))
+            pooled.sum().backward()
+            results[-1].append(pooled.detach().clone())
+        sent.release()
+        po.check()
+    told, *beside = results[1]
+    return [bool(told), *map(torch.equal, results[0], beside)]
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_lookups_ahead_travel_beside_other_launches(placement: str) -> None:
+    assert in_world(_beside, 2, "host", placement) == [[True] * 4] * 2
+
+
 def _three_wait() -> tuple[str, str]:
     module = _module()
     loss = torch.stack([module(*_lookups(row), batch_per_rank=[1]).sum() for row in range(3)]).sum()

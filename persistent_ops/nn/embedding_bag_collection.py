@@ -25,6 +25,7 @@ from .column_runs import side_by_side
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
 from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs, whole_number
+from .enclosing_ddp import EnclosingDdp
 from .local_lookups import check_features
 from .pooled_lookups import pool_arrived
 from .replicated_tables import ReplicatedTables
@@ -232,6 +233,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             {config.name: self._make_table(number) for number, config in enumerate(configs)}
         )
         self._tables = [self._table(number) for number in range(len(configs))]
+        self._enclosing_ddp = EnclosingDdp(table.weight for table in self._tables)
         self.reset_parameters(seed)
         self._weights, optimizers = [], []
         for group in self.layout.groups:
@@ -475,6 +477,17 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._ahead_since = self._world.num_recoveries
         return sent
 
+    def run_beside(self) -> bool:
+        """Let lookups that are sent ahead travel beside the world's other launches: see `EmbeddingInputs.run_beside`.
+
+        Returns:
+            Whether every PE's GPU has room for both.
+
+        Collective and blocking, behind a step, not in a CUDA-graph capture.
+        """
+        self._check_world()
+        return self._world.agree_to_run_beside()
+
     @uncompiled
     def forward(
         self,
@@ -517,6 +530,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._check_world()
         for table in self._tables:
             table.check_memory()
+        self._enclosing_ddp.check()
         if backward_pass() < 0:
             self._updates.are_new = False
         elif self._updates.are_new:

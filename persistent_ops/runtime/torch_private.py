@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import Variable, forward_ad
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 _guards = getattr(torch._C._dynamo, "guards", None)
@@ -22,6 +23,7 @@ _guards = getattr(torch._C._dynamo, "guards", None)
 __all__ = [
     "TensorGuards",
     "abort_groups",
+    "active_ddp_module",
     "autograd_kernel",
     "autograd_node",
     "backend_of_group",
@@ -46,6 +48,12 @@ __all__ = [
     "without_transforms",
     "wrapper_subclass",
 ]
+
+active_ddp_module: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module  # type: ignore[attr-defined]
+"""The DistributedDataParallel whose forward pass is under way, or None: it broadcasts what it is not told to ignore.
+
+A module is not told that it became a part of another one, and nothing public says what a forward pass is a part of.
+"""
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 """How many tensors share a storage, given its `_cdata`: the output pool hands a buffer out again when nobody does.

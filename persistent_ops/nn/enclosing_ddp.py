@@ -1,0 +1,43 @@
+"""What a DistributedDataParallel around tables must have been told: to leave them alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from ..runtime.torch_private import active_ddp_module
+
+__all__ = ["EnclosingDdp"]
+
+
+class EnclosingDdp:
+    """Refuses forward passes within a DistributedDataParallel that has written rank 0's rows over the others'.
+
+    Args:
+        weights: the tables' parameters.
+    """
+
+    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        self._weights = list(weights)
+        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def check(self) -> None:
+        """Look at the one whose forward pass this is a part of, if any.
+
+        Raises:
+            RuntimeError: it has not ignored the tables.
+        """
+        ddp = active_ddp_module()
+        if ddp is None or ddp in self._known:
+            return
+        ours = {id(weight) for weight in self._weights}
+        names = {name for name, parameter in ddp.module.named_parameters() if id(parameter) in ours}
+        if taken := sorted(names - set(ddp.parameters_to_ignore)):
+            raise RuntimeError(
+                f"{', '.join(taken)}: DistributedDataParallel has written rank 0's part of these tables over the "
+                "others'; call po.nn.ignore_sharded_tables(model) before it is made, with tables that are drawn or "
+                "loaded anew"
+            )
+        self._known.add(ddp)
