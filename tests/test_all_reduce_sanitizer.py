@@ -276,7 +276,7 @@ MUTATIONS = {
         STEPS,
         RACE,
     ),
-    "steps_lie_in_the_same_places": Mutation((Swap("slices-alternate", "step % 2", "0"),), STEPS, RACE),
+    "steps_lie_in_the_same_places": Mutation((Swap("slices-alternate", "step % kStepsUnderWay", "0"),), STEPS, RACE),
     "elements_are_sent_before_the_turn": Mutation(
         (Drop("turn-send"), Before("turn-await", "if (turn < steps) send(turn);")), STEPS, RACE
     ),

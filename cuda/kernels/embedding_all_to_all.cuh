@@ -106,6 +106,12 @@ struct Plan {
 PO_DESCRIBE(Plan, team, order, tables, pe_bytes, ranges, num_ranges, batch, output_row_bytes, staging_offset,
             reports_bad_input, wg_done)
 
+// Of a slice's bitmasks for so many tables: the first one has a bit per word, the others one per table.
+PO_FN constexpr int64_t done_words(int64_t num_tables) { return 1 + ceil_div<int64_t>(num_tables, 64); }
+inline constexpr int kMaxStagedTables = 64 * 64;  // whose words fit the first one
+PO_CONSTANT(kMaxStagedTables)
+PO_QUERY(done_words, (int64_t num_tables), done_words(num_tables))
+
 struct Call {
   const void* indices;
   const void* offsets;
@@ -345,8 +351,8 @@ class Worker {
     order.task_at(position_, &task);
     int64_t slice = task.slice;
     for (int destination = 0; destination < task.destination; ++destination) slice += order.num_slices(destination);
-    const int64_t num_words = ceil_div<int64_t>(order.num_tables, 64);
-    uint64_t* done = plan_.wg_done + slice * (num_words + 1);  // [0] has a bit per word, the others one per task
+    const int64_t num_words = done_words(order.num_tables) - 1;
+    uint64_t* done = plan_.wg_done + slice * done_words(order.num_tables);
     const int64_t word = task.table / 64;
     // @slice-complete
     if (atomic_or_fetch_acq_rel_gpu(done + 1 + word, 1ull << task.table % 64) !=

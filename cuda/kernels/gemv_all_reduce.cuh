@@ -80,6 +80,7 @@ struct Plan {
 PO_DESCRIBE(Plan, team, output, packets, asked)
 
 // What is known of a launch before its plan has come, in one word: a kernel that is over in some microseconds has it at once.
+inline constexpr int64_t kMaxColumns = (1 << 30) - 1;
 struct Shape {
   uint64_t packed;
 
@@ -96,6 +97,7 @@ PO_DESCRIBE(Shape, packed)
 PO_QUERY(packed_shape, (int64_t rows, int64_t rank, int64_t size, int64_t vectors, int64_t columns),
          Shape::of(rows, rank, size, vectors, columns).packed)
 static_assert(kMaxRows <= 0x1ffff && kMaxPes <= 64, "a Shape has room for them");
+PO_CONSTANT(kMaxColumns)
 
 struct Call {
   const uint8_t* weight;

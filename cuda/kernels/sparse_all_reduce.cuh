@@ -77,6 +77,12 @@ struct Plan {
 PO_DESCRIBE(Plan, team, sets, row_bytes, capacity, progress_offset, num_workers, gather_offset, low_offset, hot, report,
             splits_partials, reports_overflow, divisor, all_reachable)
 
+// Of so many rows in the result, in front of the rows' numbers.
+PO_FN constexpr uint64_t values_bytes(int64_t capacity, int64_t row_bytes) {
+  return static_cast<uint64_t>(ceil_div<int64_t>(capacity * row_bytes, 8) * 8);
+}
+PO_QUERY(values_bytes, (int64_t capacity, int64_t row_bytes), values_bytes(capacity, row_bytes))
+
 struct Call {
   const void* rows;      // ascending
   const int64_t* order;  // which of the values belongs to an entry; null: the entry's own number
@@ -180,7 +186,8 @@ struct Kernel {
     if (!rows.count() || !rows.place()) return;
     mark(wg, shared, 1);
     int64_t* listed = call.rows_out;
-    if (listed == nullptr) listed = reinterpret_cast<int64_t*>(team.heap + call.output_offset + values_bytes(plan));
+    if (listed == nullptr)
+      listed = reinterpret_cast<int64_t*>(team.heap + call.output_offset + values_bytes(plan.capacity, plan.row_bytes));
     if (wg.index() == 0 && wg.rank() == 0) Hot::clear(plan);  // @hot-clear
     const bool has_room = rows.num_union() <= plan.capacity;  // on every PE, or on none
     if (has_room) rows.list(listed);
@@ -201,10 +208,6 @@ struct Kernel {
       if (!rows.meet(kMeetSummed)) return;  // @hot-summed
     }
     Exchange(wg, plan, shared.exchange, entries, listed, rows.num_union(), rows.num_shares(), hot_entries).run();
-  }
-
-  static PO_FN uint64_t values_bytes(const Plan& plan) {
-    return static_cast<uint64_t>(ceil_div<int64_t>(plan.capacity * plan.row_bytes, 8) * 8);
   }
 
   // Waits for every peer's credit and notes where its result is.

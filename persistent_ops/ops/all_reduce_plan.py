@@ -66,7 +66,6 @@ _SQUARES = "squares"  # packets with the sums of squares of one launch's blocks,
 _PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
 _MOST_PACKET_LAUNCHES = 2  # for which "auto" takes packets
 _MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
-_STEPS_UNDER_WAY = 2  # each with places of its own
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which warps have one block at most, a WG's last none
 _SLICE_THREADS = 256  # of a WG, of which two fit an SM
@@ -150,7 +149,7 @@ class AllReduceKey(NamedTuple):
 
 def _slice_places(world_size: int, ways: int) -> int:
     """Return how many slices a WG has room for."""
-    return _STEPS_UNDER_WAY * ways * world_size
+    return OPERATOR.description.constants["kStepsUnderWay"] * ways * world_size
 
 
 def reserve_room(world: World) -> None:

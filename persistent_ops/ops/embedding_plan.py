@@ -349,10 +349,13 @@ class EmbeddingPlan(Plan):
         nbytes = max(sum(batch_per_rank) * sample_bytes, 1)
         self._areas.reserve_own(_STAGING, nbytes, max(nbytes + nbytes // 4, 512))
         self.areas = (_STAGING,)
-        if num_tables > 64 * 64:
-            raise ValueError(f"weights: at most 4096 tables per PE where peers are not reachable, got {num_tables}")
+        description = OPERATOR.description
+        if num_tables > (most := description.constants["kMaxStagedTables"]):
+            raise ValueError(f"weights: at most {most} tables per PE where peers are not reachable, got {num_tables}")
         num_slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
-        return self._world.workspace.zero_words(self._key.team, num_slices * (-(-num_tables // 64) + 1))
+        return self._world.workspace.zero_words(
+            self._key.team, num_slices * description.queries["done_words"](num_tables)
+        )
 
     @property
     def _areas(self) -> Any:

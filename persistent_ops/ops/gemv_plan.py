@@ -282,8 +282,8 @@ class GemvPlan(Plan):
         structs = OPERATOR.prepare(world).structs
         team, rows, columns, num_vectors = key.team, key.rows, key.columns, key.num_vectors
         tile_rows = OPERATOR.description.constants["kTileRows"]
-        if columns >= 1 << 30:
-            raise ValueError(f"weight: at most 2^30 - 1 columns per PE, got {columns}")
+        if columns > (most := OPERATOR.description.constants["kMaxColumns"]):
+            raise ValueError(f"weight: at most {most} columns per PE, got {columns}")
         self.is_two_phase = key.algorithm == "two_phase"
         self._element, self._columns = key.dtype.itemsize, columns
         packets, max_tiles = _packets(world, key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..runtime.errors import PeerLostError, PeerTimeoutError, to_raise
@@ -32,6 +34,12 @@ def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Ten
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(256)
+def _bytes_of_values(capacity: int, row_bytes: int) -> int:
+    """Return where the rows' numbers lie behind the values of so many rows."""
+    return OPERATOR.description.queries["values_bytes"](capacity, row_bytes)
 
 
 def find_plan(
@@ -203,7 +211,7 @@ class PendingSum:
         capacity, row_bytes = room.rows, room.row_bytes
         gathers = _gathers(world, room, self._algorithm)
         self._plan = find_plan(world, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag)
-        self._values_bytes = -(-capacity * row_bytes // 8) * 8
+        self._values_bytes = _bytes_of_values(capacity, row_bytes)
         nbytes = max(self._values_bytes + 8 * max(capacity, 1), 512)
         self._slot = slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
         self._plan.launch(entries, slot.offset)

@@ -136,7 +136,8 @@ def _offset_of_next(laid_out: list[tuple[str, type]], kind: type) -> int:
 
 
 def _structure(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+    # Without a dictionary, so that a field's name that is wrong is an AttributeError.
+    return type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
 
 
 def _type_of(kind: str, structs: Mapping[str, type[ctypes.Structure]]) -> type:

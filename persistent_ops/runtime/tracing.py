@@ -220,14 +220,14 @@ def align_clocks(world: World) -> Clock:
     kernel = world.load(KernelRequest("clock_alignment", None, constants["kThreads"]))
     team = world.workspace.team(_ALIGNMENT.contract(world.team, False))
     plan = upload(world.backend, structs["Plan"](team=team, words_offset=areas[_WORDS].offset))
-    rounds = constants["kRounds"]
-    samples = world.backend.private_words(world.size * rounds * 3)
+    rounds, sample_words = constants["kRounds"], ctypes.sizeof(structs["Sample"]) // 8
+    samples = world.backend.private_words(world.size * rounds * sample_words)
     call = structs["Call"](samples=samples.data_ptr())
     # What earlier launches found wrong with this PE's input is raised later: the peers count on what follows.
     world.workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
     world.backend.synchronize()
     world.workspace.raise_failure()
-    clocks = [_clock(rows) for rows in samples.cpu().view(world.size, rounds, 3).tolist()]
+    clocks = [_clock(rows) for rows in samples.cpu().view(world.size, rounds, sample_words).tolist()]
     told = world.bootstrap.exchange("clocks", json.dumps(clocks).encode())[0]  # PE 0 has asked
     return Clock(*json.loads(told)[world.rank])
 

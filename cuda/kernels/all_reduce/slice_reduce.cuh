@@ -14,7 +14,9 @@ namespace po::all_reduce {
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 2);
 inline constexpr int kMaxSteps = (1 << kEpochShift) - 2;  // of a launch: turns are counted below the epoch
 inline constexpr int kMaxSliceWgs = 1024;                 // their words keep their places, whatever the launch
+inline constexpr int kStepsUnderWay = 2;                  // each with places of its own
 PO_CONSTANT(kPhaseSlice)
+PO_CONSTANT(kStepsUnderWay)
 PO_CONSTANT(kMaxSteps)
 PO_CONSTANT(kMaxSliceWgs)
 
@@ -81,7 +83,7 @@ class SliceReduce {
 
   // Of this WG's slice of a step with a PE, in every heap: what a sender, or an owner, stores there; what is put to an owner.
   PO_FN uint64_t place(uint64_t area, int step, int pe) const {
-    const int alternate = step % 2;  // @slices-alternate
+    const int alternate = step % kStepsUnderWay;  // @slices-alternate
     return area + static_cast<uint64_t>((alternate * team_.size + pe) * wg_.count() + wg_.index()) * slice_bytes();
   }
   // Of the turns of a PE's WG.
