@@ -129,7 +129,7 @@ class Reducer {
     constexpr int kBefore = kChunkLookups - kRangeLookups + 1;  // that such a row has at least before the range
     const Key key = key_at(begin);
     if (begin < kBefore || key_at(begin - kBefore) != key) return true;
-    const auto first = static_cast<int>(lower_bound(keys(), 0, begin, key, warp_));
+    const int first = lower_bound_near(keys(), 0, begin, key, begin, warp_);
     const int number = ceil_div(begin - first, kChunkLookups);
     const int chunk = first + number * kChunkLookups;
     if (chunk >= window_.end || key_at(chunk) != key) return true;  // @chunk-of-the-row
@@ -208,7 +208,7 @@ class Reducer {
   PO_FN const Key* keys() const { return static_cast<const Key*>(call_.keys); }
   PO_FN Key key_at(int at) const { return keys()[at]; }
   PO_FN int end_of(int begin, int64_t key) const {
-    return static_cast<int>(lower_bound(keys(), begin, count_, key + 1, warp_));
+    return lower_bound_near(keys(), begin, count_, key + 1, begin, warp_);
   }
 
   // ---- groups --------------------------------------------------------------------------------------------------------

@@ -56,17 +56,33 @@ PO_FN uint32_t sum_before_in_first(const WorkGroup& wg, SumScratch& scratch, uin
 
 // The first place in [begin, end) of an ascending array whose element is `bound` or more, or `end`. All lanes of a warp,
 // which look at as many places at a time.
-template <class Element>
-PO_FN int64_t lower_bound(const Element* elements, int64_t begin, int64_t end, int64_t bound, const Warp& warp) {
+template <class Place, class Element>
+PO_FN Place lower_bound(const Element* elements, Place begin, Place end, int64_t bound, const Warp& warp) {
   while (begin < end) {
-    const int64_t step = ceil_div<int64_t>(end - begin, warp.size() + 1);
-    const int64_t place = begin + step * (warp.rank() + 1) - 1;
+    const Place step = ceil_div<Place>(end - begin, warp.size() + 1);
+    const Place place = begin + step * (warp.rank() + 1) - 1;
     const bool is_below = place < end && static_cast<int64_t>(elements[place]) < bound;
     const int num_below = warp.count(is_below);  // those of the first lanes
     if (num_below < warp.size()) end = min_of(end, begin + step * (num_below + 1) - 1);
     begin += step * num_below;
   }
   return begin;
+}
+
+// The same for a place that is likely near `from`: the lanes look first on either side of it, each twice as far as the one before.
+template <class Element>
+PO_FN int lower_bound_near(const Element* elements, int begin, int end, int64_t bound, int from, const Warp& warp) {
+  constexpr int kNear = 32;
+  const int middle = warp.size() / 2;
+  const auto place_of = [&](int lane) {
+    return lane < middle ? from - (kNear << (middle - 1 - lane)) : from + (kNear << (lane - middle));
+  };
+  const int place = place_of(warp.rank());
+  const bool is_below = place < begin || (place < end && static_cast<int64_t>(elements[place]) < bound);
+  const int num_below = warp.count(is_below);  // those of the first lanes
+  if (num_below < warp.size()) end = min_of(end, place_of(num_below));
+  if (num_below > 0) begin = max_of(begin, place_of(num_below - 1) + 1);
+  return lower_bound<int>(elements, begin, end, bound, warp);
 }
 
 // The same by one thread, for a place that is likely near `begin`.

@@ -214,11 +214,11 @@ class RowUnion {
     const int64_t first_row = first * kRowsPerWord;
     const int64_t end_row = min_of(first_row + count * kRowsPerWord, sets_.num_rows);
     if (wg_.warp_index() == 0) {
-      const int64_t entry = lower_bound(rows_, 0, num_entries_, first_row, warp);
+      const int64_t entry = lower_bound<int64_t>(rows_, 0, num_entries_, first_row, warp);
       if (warp.rank() == 0) shared_.first_entry = entry;
     }
     if (wg_.warp_index() == wg_.num_warps() - 1) {
-      const int64_t entry = lower_bound(rows_, 0, num_entries_, end_row, warp);
+      const int64_t entry = lower_bound<int64_t>(rows_, 0, num_entries_, end_row, warp);
       if (warp.rank() == 0) shared_.last_entry = entry;
     }
     wg_.sync();
