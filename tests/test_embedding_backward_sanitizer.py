@@ -28,6 +28,9 @@ using namespace po::embedding_backward;
 #ifndef DRIVER_LANES
 #define DRIVER_LANES 32
 #endif
+#ifndef DRIVER_ROW_CHUNKS
+#define DRIVER_ROW_CHUNKS 32
+#endif
 #ifndef DRIVER_POOLING
 #define DRIVER_POOLING kSum
 #endif
@@ -41,6 +44,7 @@ constexpr Config kConfig{.scalar = po::DType::kFloat32,
                          .pooling = Pooling::DRIVER_POOLING,
                          .aligned = DRIVER_ALIGNED,
                          .lanes = DRIVER_LANES,
+                         .row_chunks = DRIVER_ROW_CHUNKS,
                          .wide_rows = false};
 constexpr bool kUpdates = kConfig.step != Step::kGradient;
 constexpr bool kHasFactors = kConfig.pooling == Pooling::kWeightedSum;

@@ -24,6 +24,7 @@ _WARPS = "--wgs=2 --threads=64 --epochs=3"
 _STAGED = f"{_WARPS} --delay-us=200"
 _ALIGNED = "--width=40"  # of embedding_backward: ten chunks of 16 bytes, of more lanes than a tile has
 _CHUNKS = f"--pes=2 --rows=1 --batch=200 {_ALIGNED}"
+_ODD = "--width=30"  # of rows of eight chunks, the last one not whole
 
 OF_EMBEDDING = {
     "a_lane_keeps_its_own_ticket": Mutation(
@@ -47,6 +48,13 @@ OF_BACKWARD = {
     "a_window_changes_while_lanes_read_it": Mutation((Drop("window-read-by-lanes"),), f"{_WARPS} {_CHUNKS}", RACE),
     "rows_are_taken_before_they_are_in_order": Mutation(
         (Drop("rows-ordered"),), f"{_WARPS} {_ALIGNED}", RACE, may_crash=True
+    ),
+}
+OF_BACKWARD_BY_ELEMENTS = {
+    "a_chunk_is_of_one_lane": Mutation(
+        (Swap("columns-of-lanes", "e / kElements", "0"),),
+        f"{_WARPS} --pes=2 --rows=2 --batch=70 {_ODD}",
+        {Exit.WRONG_OUTPUT},
     ),
 }
 OF_INPUTS = {
@@ -79,7 +87,16 @@ OF_ALL_REDUCE = {
         (Drop("packets-of-lanes"),), f"{_STAGED} --staged=1", RACE | {Exit.TIMED_OUT}
     ),
 }
-MUTATIONS = OF_EMBEDDING | OF_BACKWARD | OF_INPUTS | OF_INVERSION | OF_WEIGHT_GRADIENTS | OF_SPARSE | OF_ALL_REDUCE
+MUTATIONS = (
+    OF_EMBEDDING
+    | OF_BACKWARD
+    | OF_BACKWARD_BY_ELEMENTS
+    | OF_INPUTS
+    | OF_INVERSION
+    | OF_WEIGHT_GRADIENTS
+    | OF_SPARSE
+    | OF_ALL_REDUCE
+)
 
 
 def _driver(
@@ -101,17 +118,30 @@ class TestEmbeddingAllToAll(SanitizerSuite):
 
 
 class TestEmbeddingBackward(SanitizerSuite):
-    # Rows of windows are tiles', those with more lookups a whole warp's.
+    # Rows of windows are tiles', those with more lookups a whole warp's, each lane of which adds up two columns.
     driver: ClassVar = _driver(
         EmbeddingBackward,
         "sgd",
         f"--pes=2 --staged=1 {_ALIGNED}",
         OF_BACKWARD,
-        ("-DDRIVER_LANES=8", "-DDRIVER_ALIGNED=true"),
+        ("-DDRIVER_LANES=8", "-DDRIVER_ROW_CHUNKS=16", "-DDRIVER_ALIGNED=true"),
         one_warp=f"{_WARP} {_ALIGNED}",
         more_rows_than_lanes=f"{_WARP} {_ALIGNED} --rows=1000 --batch=150",
-        rows_of_a_warp=f"{_WARPS} --pes=2 --rows=7 --batch=70 {_ALIGNED}",
+        rows_of_a_warp=f"{_WARPS} --pes=2 --rows=2 --batch=70 {_ALIGNED}",
         rows_of_chunks=f"{_WARPS} {_CHUNKS}",
+    )
+
+
+class TestEmbeddingBackwardByElements(SanitizerSuite):
+    # One column a lane, its gradient of two bytes.
+    driver: ClassVar = _driver(
+        EmbeddingBackward,
+        "narrow",
+        f"--pes=2 --staged=1 {_ODD}",
+        OF_BACKWARD_BY_ELEMENTS,
+        ("-DDRIVER_LANES=8", "-DDRIVER_ROW_CHUNKS=8"),
+        rows_of_a_warp=f"{_WARPS} --pes=2 --rows=2 --batch=70 {_ODD}",
+        rows_of_chunks=f"{_WARPS} --pes=2 --rows=1 --batch=200 {_ODD}",
     )
 
 

@@ -40,7 +40,8 @@ class Reducer {
   using Key = typename Traits::Key;
   using Row = RowUpdate<Traits, typename Traits::Tile, true>;
   using LongRow = RowUpdate<Traits, Warp, false>;
-  using LongColumns = typename LongRow::Columns;
+  using LongSums = GradientSums<Traits, Warp, Traits::kShare>;
+  using LongColumns = typename LongSums::Columns;
 
   PO_FN Reducer(const Plan& plan, const Call& call, Window& window)
       : plan_(plan),
@@ -108,7 +109,7 @@ class Reducer {
         if (call_.factor_gradients != nullptr) row_.differentiate_factors(view, row, window_, begin, first, last, 1);
       }
       row_.finish(view, row, begin + first,
-                  [&](int part, auto& sums) { row_.add_up(view, window_, part, first, last, sums); });
+                  [&](int part, auto& sums) { row_.sums().add_few(view, window_, part, first, last, sums); });
     }
   }
 
@@ -120,8 +121,7 @@ class Reducer {
     const int end = end_of(begin, window_.group.first_key + row);
     if (end - begin > kChunkLookups) return add_chunk(row, begin, end, 0);
     differentiate(row, begin, end);
-    long_row_.finish(window_.group, row, begin,
-                     [&](int part, LongColumns& sums) { add_streamed(part, begin, end, sums); });
+    finish_long(row, begin, [&](int part, LongColumns& sums) { add_streamed(part, begin, end, sums); });
   }
 
   // Where a row's chunk behind its first one begins there, adds it up. Returns false where the launch was given up.
@@ -144,23 +144,23 @@ class Reducer {
     const int last = min_of(first + kChunkLookups, end);
     const int slot = begin / kSlotLookups;
     PO_NO_UNROLL
-    for (int part = 0; part < long_row_.num_parts(window_.group); ++part) {
+    for (int part = 0; part < LongSums::num_parts(window_.group); ++part) {
       LongColumns sums = {};
       add_streamed(part, first, last, sums);
-      long_row_.store_sums(window_.group, part, sums_of(slot + number), sums);
+      long_sums_.store_sums(window_.group, part, sums_of(slot + number), sums);
     }
     differentiate(row, first, last);
     const int num_chunks = ceil_div(end - begin, kChunkLookups);
     if (!is_last_chunk(slot, num_chunks)) return;
     const int ahead = kSumBytesAhead / sum_bytes();
-    long_row_.finish(window_.group, row, begin, [&](int part, LongColumns& sums) {
+    finish_long(row, begin, [&](int part, LongColumns& sums) {
       PO_NO_UNROLL
       for (int i = 0; i < num_chunks; ++i) {
         if (ahead > 1 && i % ahead == 0) {
           const int bytes = min_of(ahead, num_chunks - i) * sum_bytes();
           prefetch_by_lanes<Cache::kOfMultiprocessor>(warp_, sums_of(slot + i), bytes);
         }
-        long_row_.add_stored(window_.group, part, sums_of(slot + i), sums);
+        long_sums_.add_stored(window_.group, part, sums_of(slot + i), sums);
       }
     });
   }
@@ -187,8 +187,18 @@ class Reducer {
     for (int at = begin; at < end; at += Window::kCapacity) {
       const int count = min_of(Window::kCapacity, end - at);
       filler_.refill(at, count);
-      long_row_.add_up(window_.group, window_, part, 0, count, sums);
+      long_sums_.add_many(window_.group, window_, part, 0, count, sums);
     }
+  }
+
+  // `sum_of(part, shares)` adds up a part's gradients, each lane its share of the columns; the update has them in chunks.
+  template <class SumOf>
+  PO_FN void finish_long(int64_t row, int first, const SumOf& sum_of) const {
+    long_row_.finish(window_.group, row, first, [&](int part, typename LongRow::Columns& sums) {
+      LongColumns shares = {};
+      sum_of(part, shares);
+      long_sums_.gather(shares, sums);
+    });
   }
 
   PO_FN void differentiate(int64_t row, int begin, int end) const {
@@ -289,6 +299,7 @@ class Reducer {
   const WindowFiller<Traits> filler_;
   const Row row_;
   const LongRow long_row_;
+  const LongSums long_sums_{};
   const BallotWarp warp_{};
   bool is_in_group_ = false;
 };

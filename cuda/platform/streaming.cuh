@@ -69,14 +69,14 @@ PO_FN Vector<16> load_once(const uint8_t* tensor, int64_t element, int count) {
   return load_chunk_as<Storage, kIsAligned, true>(tensor, element, count);
 }
 
-template <class Storage, bool kIsAligned, bool kOnce = false>
-PO_FN void store_chunk(uint8_t* tensor, int64_t element, int count, const Vector<16>& chunk) {
-  constexpr int kElements = 16 / static_cast<int>(sizeof(Storage));
+template <class Storage, bool kIsAligned, bool kOnce = false, int kBytes>
+PO_FN void store_chunk(uint8_t* tensor, int64_t element, int count, const Vector<kBytes>& chunk) {
+  constexpr int kElements = kBytes / static_cast<int>(sizeof(Storage));
   auto* target = reinterpret_cast<Storage*>(tensor) + element;
   if constexpr (kIsAligned) {
     if (count <= 0) return;
-    if constexpr (kOnce) return detail::store_vector_once<16>(target, chunk);
-    store_vector<16>(target, chunk);
+    if constexpr (kOnce) return detail::store_vector_once<kBytes>(target, chunk);
+    store_vector<kBytes>(target, chunk);
   } else {
     Storage values[kElements];
     __builtin_memcpy(values, &chunk, sizeof(chunk));

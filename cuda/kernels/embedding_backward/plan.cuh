@@ -47,8 +47,12 @@ struct Traits {
   static constexpr bool kHasWideRows = kConfig.wide_rows;
   static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Scalar::Storage));  // of a chunk
   static constexpr int kRowChunks = kConfig.row_chunks;
+  // Columns of a long row that a lane of its warp adds up side by side: a chunk, or a part where there are fewer than lanes.
+  static constexpr int kShare = kRowChunks < kWarpSize ? kElements * kRowChunks / kWarpSize : kElements;
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
+  static_assert(kShare > 0 && kElements % kShare == 0, "lanes share a chunk equally");
+  static_assert(kShare == kElements || !kHasWideRows, "a row in several parts has a chunk for each lane");
   static_assert(kRounding == Rounding::kNearest || kElements == 8,
                 "a draw's 128 bits are 16 for each element of a chunk");
 };

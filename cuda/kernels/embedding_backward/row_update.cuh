@@ -1,33 +1,26 @@
-// One row: its gradients added up, and the optimizer's step, or the sum alone. A group of lanes has it, or a part of a wide one,
-// in registers: a tile the rows of a window, the whole warp those with more lookups. A chunk is 16 bytes of the row, and the same
-// columns of gradients and states.
+// One row whose gradients are added up (gradient_sums.cuh): the optimizer's step, or the sum alone. A group of lanes has it, or a
+// part of a wide one, in registers: a tile the rows of a window, the whole warp those with more lookups. A chunk is 16 bytes of
+// the row, and the same columns of gradients and states.
 #pragma once
 
-#include "kernels/embedding_backward/lookup_window.cuh"
+#include "kernels/embedding_backward/gradient_sums.cuh"
 #include "platform/random.cuh"
 #include "platform/streaming.cuh"
 
 namespace po::embedding_backward {
 
-// `Lanes` have the row. `kEarly`: where it has one part, it is on its way while its gradients are added up; else registers are
-// for more of these.
+// `Lanes` have the row. `kEarly`: where it has one part, it is on its way while its gradients are added up.
 template <class Traits, class Lanes, bool kEarly>
 class RowUpdate {
  public:
   using Window = LookupWindow<Traits>;
   static constexpr int kElements = Traits::kElements;
-  static constexpr int kLaneChunks = max_of(Traits::kRowChunks / Lanes::kSize, 1);
-  static constexpr int kPartElements = kLaneChunks * Lanes::kSize * kElements;  // of a row, in registers at a time
-  // Lookups whose gradients are loaded together.
-  static constexpr int kAtOnce = kLaneChunks != 1 ? 2 : kEarly || kElements > 4 || !Traits::kIsAligned ? 4 : 8;
+  using Sums = GradientSums<Traits, Lanes, kElements>;
+  using Columns = typename Sums::Columns;
+  static constexpr int kLaneChunks = Sums::kLaneChunks;
   static constexpr bool kIsRowwise = Traits::kStep == Step::kRowwiseAdagrad;
   static constexpr bool kIsStochastic = Traits::kRounding == Rounding::kStochastic;
   static constexpr bool kUpdates = Traits::kStep != Step::kGradient;
-
-  // A lane's columns of a part.
-  struct Columns {
-    float values[kLaneChunks][kElements];
-  };
 
   PO_FN RowUpdate(const Plan& plan, const Call& call) : plan_(plan), call_(call) {}
 
@@ -42,41 +35,7 @@ class RowUpdate {
   }
 
   PO_FN const Lanes& lanes() const { return lanes_; }
-
-  static PO_FN int num_parts(const GroupView& view) {
-    return Traits::kHasWideRows ? ceil_div(view.width, kPartElements) : 1;
-  }
-
-  // Adds the gradients of the window's lookups first, ..., last - 1, in this order.
-  PO_FN void add_up(const GroupView& view, const Window& window, int part, int first, int last, Columns& sums) const {
-    if constexpr (kEarly) {  // tiles of a warp go through their rows together
-      PO_NO_UNROLL
-      for (int at = first; at < last; at += kAtOnce) add_some<kAtOnce, true>(view, window, part, at, last, sums);
-    } else {
-      int at = first;
-      PO_NO_UNROLL
-      for (; at + kAtOnce <= last; at += kAtOnce) add_some<kAtOnce, false>(view, window, part, at, last, sums);
-      if constexpr (kAtOnce > 1) add_rest<kAtOnce / 2>(view, window, part, at, last, sums);
-    }
-  }
-
-  // A chunk's sums, kept for whoever adds up the row's.
-  PO_FN void store_sums(const GroupView& view, int part, float* target, const Columns& sums) const {
-    each_float(view, part, [&](int i, int offset, int element, int left) {
-      Chunk chunk;
-      __builtin_memcpy(&chunk, sums.values[i] + offset, sizeof(chunk));
-      store_chunk<uint32_t, Traits::kIsAligned>(reinterpret_cast<uint8_t*>(target), element, left, chunk);
-    });
-  }
-  PO_FN void add_stored(const GroupView& view, int part, const float* source, Columns& sums) const {
-    Columns stored;
-    load_floats(view, part, source, 0, stored);
-    PO_UNROLL
-    for (int i = 0; i < kLaneChunks; ++i) {
-      PO_UNROLL
-      for (int e = 0; e < kElements; ++e) sums.values[i][e] += stored.values[i][e];
-    }
-  }
+  PO_FN const Sums& sums() const { return sums_; }
 
   // What becomes of a row whose first lookup is number `first` of the sorted ones. `sum_of(part, sums)` adds up a part's
   // gradients.
@@ -97,18 +56,18 @@ class RowUpdate {
     for (int at = first; at < last; at += stride) {
       float total = 0.0f;
       PO_NO_UNROLL
-      for (int part = 0; part < num_parts(view); ++part) {
+      for (int part = 0; part < Sums::num_parts(view); ++part) {
         float sums[kLaneChunks];
         PO_UNROLL
         for (int i = 0; i < kLaneChunks; ++i) {
           sums[i] = 0.0f;
-          const int element = element_of(part, i);
+          const int element = sums_.element_of(part, i);
           const int left = view.width - element;
           float rows[kElements];
           float gradients[kElements];
           const int64_t place = row * view.width + element;
           to_floats<Scalar>(load_chunk<Storage, Traits::kIsAligned>(view.rows, place, left), rows);
-          to_floats<Wire>(load_gradient(window.gradients[at], element, left), gradients);
+          to_floats<Wire>(Sums::load_gradient(window.gradients[at], element, left), gradients);
           PO_UNROLL
           for (int e = 0; e < kElements; ++e) {
             if (is_column(e, left)) sums[i] += rounded_product(rows[e], gradients[e]);
@@ -124,12 +83,8 @@ class RowUpdate {
   using Scalar = typename Traits::Scalar;
   using Storage = typename Scalar::Storage;
   using Wire = typename Traits::Wire;
-  using WireStorage = typename Wire::Storage;
   using Chunk = Vector<kChunkBytes>;
-  static constexpr int kFloats = kChunkBytes / static_cast<int>(sizeof(float));
   static constexpr bool kHasStates = Traits::kStep == Step::kAdagrad || Traits::kStep == Step::kAdam;
-  static constexpr int kWireBytes = kElements * static_cast<int>(sizeof(WireStorage));  // of a gradient's chunk
-  static_assert(kWireBytes <= kChunkBytes, "a gradient's scalar is no wider than the table's");
   struct None {};
 
   // A part of a row as it is before the step.
@@ -139,108 +94,19 @@ class RowUpdate {
     std::conditional_t<Traits::kStep == Step::kAdam, Columns, None> second;
   };
 
-  // Of fewer than 2 * kCount lookups.
-  template <int kCount>
-  PO_FN void add_rest(const GroupView& view, const Window& window, int part, int at, int last, Columns& sums) const {
-    if (at + kCount <= last) {
-      add_some<kCount, false>(view, window, part, at, last, sums);
-      at += kCount;
-    }
-    if constexpr (kCount > 1) add_rest<kCount / 2>(view, window, part, at, last, sums);
-  }
-
-  // The gradients of kCount lookups, loaded together; `kMayEnd`: there may be fewer.
-  template <int kCount, bool kMayEnd>
-  PO_FN void add_some(const GroupView& view, const Window& window, int part, int at, int last, Columns& sums) const {
-    Vector<kWireBytes> loaded[kCount][kLaneChunks];
-    PO_UNROLL
-    for (int k = 0; k < kCount; ++k) {
-      if (kMayEnd && at + k >= last) continue;
-      const uint8_t* gradient = window.gradients[at + k];
-      PO_UNROLL
-      for (int i = 0; i < kLaneChunks; ++i) {
-        const int element = element_of(part, i);
-        loaded[k][i] = load_gradient(gradient, element, view.width - element);
-      }
-    }
-    PO_UNROLL
-    for (int k = 0; k < kCount; ++k) {
-      if (kMayEnd && at + k >= last) continue;
-      const float factor = Traits::kHasFactors ? window.factors[at + k] : 1.0f;
-      PO_UNROLL
-      for (int i = 0; i < kLaneChunks; ++i) {
-        float values[kElements];
-        to_floats<Wire>(loaded[k][i], values);
-        PO_UNROLL
-        for (int e = 0; e < kElements; ++e) {
-          sums.values[i][e] += Traits::kHasFactors ? rounded_product(values[e], factor) : values[e];
-        }
-      }
-    }
-  }
-
-  PO_FN int element_of(int part, int i) const {
-    return (Traits::kHasWideRows ? part : 0) * kPartElements + (lanes_.rank() + i * Lanes::kSize) * kElements;
-  }
-
   // Whether an element of a chunk is one of the row's; where rows are aligned, all of a chunk are, or none.
   static PO_FN bool is_column(int e, int left) { return (Traits::kIsAligned ? 0 : e) < left; }
-
-  template <class Type, class Source>
-  static PO_FN void to_floats(const Source& source, float (&floats)[kElements]) {
-    typename Type::Storage values[kElements];
-    static_assert(sizeof(values) == sizeof(source));
-    __builtin_memcpy(values, &source, sizeof(source));
-    PO_UNROLL
-    for (int e = 0; e < kElements; ++e) floats[e] = Type::to_float(values[e]);
-  }
-
-  static PO_FN Vector<kWireBytes> load_gradient(const uint8_t* gradient, int element, int left) {
-    return load_chunk<WireStorage, Traits::kIsAligned, kWireBytes>(gradient, element, left);
-  }
-
-  // Calls `visit` for each 16 bytes of floats that a lane's columns are: chunk, its first float there, element of the row, and
-  // how many are left.
-  template <class Visit>
-  PO_FN void each_float(const GroupView& view, int part, const Visit& visit) const {
-    PO_UNROLL
-    for (int i = 0; i < kLaneChunks; ++i) {
-      PO_UNROLL
-      for (int offset = 0; offset < kElements; offset += kFloats) {
-        const int element = element_of(part, i) + offset;
-        visit(i, offset, element, view.width - element);
-      }
-    }
-  }
-  PO_FN void load_floats(const GroupView& view, int part, const float* source, int64_t first, Columns& columns) const {
-    each_float(view, part, [&](int i, int offset, int element, int left) {
-      const auto* bytes = reinterpret_cast<const uint8_t*>(source);
-      const Chunk chunk = load_chunk<uint32_t, Traits::kIsAligned>(bytes, first + element, left);
-      __builtin_memcpy(columns.values[i] + offset, &chunk, sizeof(chunk));
-    });
-  }
-  PO_FN void store_floats(const GroupView& view, int i, int part, float* target, int64_t first,
-                          const float (&values)[kElements]) const {
-    PO_UNROLL
-    for (int offset = 0; offset < kElements; offset += kFloats) {
-      const int element = element_of(part, i) + offset;
-      Chunk chunk;
-      __builtin_memcpy(&chunk, values + offset, sizeof(chunk));
-      store_once<uint32_t, Traits::kIsAligned>(reinterpret_cast<uint8_t*>(target), first + element,
-                                               view.width - element, chunk);
-    }
-  }
 
   PO_FN Old load_old(const GroupView& view, int64_t row, int part) const {
     Old old;
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      const int element = element_of(part, i);
+      const int element = sums_.element_of(part, i);
       old.row[i] = load_once<Storage, Traits::kIsAligned>(view.rows, row * view.width + element, view.width - element);
     }
-    if constexpr (kHasStates) load_floats(view, part, view.state, row * view.width, old.state);
+    if constexpr (kHasStates) sums_.load(view, part, view.state, row * view.width, old.state);
     if constexpr (Traits::kStep == Step::kAdam) {
-      load_floats(view, part, view.second, row * view.width, old.second);
+      sums_.load(view, part, view.second, row * view.width, old.second);
     }
     return old;
   }
@@ -259,7 +125,7 @@ class RowUpdate {
       if constexpr (kIsRowwise) multiplier = row_rate(view, row, row_state, add_squares(view, 0, old, sums, 0.0f));
       step(view, row, 0, old, sums, multiplier);
     } else {
-      const int count = num_parts(view);
+      const int count = Sums::num_parts(view);
       if constexpr (kIsRowwise) {
         float squares = 0.0f;
         PO_NO_UNROLL
@@ -285,12 +151,12 @@ class RowUpdate {
   PO_FN void write_sums(const GroupView& view, int64_t row, int first, const SumOf& sum_of) const {
     const int64_t place = call_.places == nullptr ? row * view.width : call_.places[first];  // @place-of-the-row
     PO_NO_UNROLL
-    for (int part = 0; part < num_parts(view); ++part) {
+    for (int part = 0; part < Sums::num_parts(view); ++part) {
       Columns sums = {};
       sum_of(part, sums);
       scale(view, sums);
       PO_UNROLL
-      for (int i = 0; i < kLaneChunks; ++i) store_floats(view, i, part, view.state, place, sums.values[i]);
+      for (int i = 0; i < kLaneChunks; ++i) sums_.store_once(view, part, i, view.state, place, sums.values[i]);
     }
     if (call_.touched != nullptr && lanes_.rank() == 0) call_.touched[view.first_key + row] = 1.0f;
   }
@@ -315,7 +181,7 @@ class RowUpdate {
       for (int e = 0; e < kElements; ++e) {
         float value = sums.values[i][e];
         if constexpr (Traits::kDecay == Decay::kL2) value += rounded_product(plan_.weight_decay, rows[e]);
-        if (is_column(e, view.width - element_of(part, i))) squares[i] += rounded_product(value, value);
+        if (is_column(e, view.width - sums_.element_of(part, i))) squares[i] += rounded_product(value, value);
       }
     }
     return sum_by_trees(lanes_, squares, total);
@@ -343,7 +209,7 @@ class RowUpdate {
     const int64_t first = row * view.width;
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      const int element = element_of(part, i);
+      const int element = sums_.element_of(part, i);
       float rows[kElements];
       to_floats<Scalar>(old.row[i], rows);
       if constexpr (Traits::kStep == Step::kSgd) {
@@ -411,14 +277,15 @@ class RowUpdate {
         const float change = states[e] / view.rates.correction1 / spread + rounded_product(plan_.weight_decay, rows[e]);
         rows[e] -= rounded_product(view.rates.rate, change);
       }
-      store_floats(view, i, part, view.second, first, seconds);
+      sums_.store_once(view, part, i, view.second, first, seconds);
     }
-    store_floats(view, i, part, view.state, first, states);
+    sums_.store_once(view, part, i, view.state, first, states);
   }
 
   const Plan& plan_;
   const Call& call_;
   const Lanes lanes_{};
+  const Sums sums_{};
 };
 
 }  // namespace po::embedding_backward
