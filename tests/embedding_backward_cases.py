@@ -66,6 +66,11 @@ class Case:
         return self.shape.dtype
 
 
+def _of(width: int) -> Callable[[int], tuple[int, ...]]:
+    """Return what says that each PE has one table of that width."""
+    return lambda rank: (width,)
+
+
 _SHAPES = {shape.name: shape for shape in FORWARD_CASES}
 _HOT = Shape("hot rows", rows=3, max_pooling=90, batch=lambda world: 40)
 # Rows with some hundred lookups, which reach over the ranges of several tickets, and fewer than a chunk has.
@@ -77,6 +82,14 @@ _OF_MANY_LOOKUPS = (
     ("rowwise_adagrad", _WIDE),
     ("rowwise_adagrad", _WARM),
     ("adagrad", dataclasses.replace(_WARM, name="warm weighted rows", is_weighted=True, dtype=torch.bfloat16)),
+)
+# A warp has more lanes than such a row has chunks: each lane has a share of one, also where elements come one by one.
+_SHARED = (
+    ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot fp16 rows of 128", dims=_of(128), dtype=torch.float16)),
+    ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot bf16 rows of 64", dims=_of(64), dtype=torch.bfloat16)),
+    ("adagrad", dataclasses.replace(_HOT, name="hot fp16 rows of 100", dims=_of(100), dtype=torch.float16)),
+    ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot rows of 64", dims=_of(64))),
+    ("sgd", dataclasses.replace(_HOT, name="hot rows of 30, bf16 on the wire", dims=_of(30), wire=torch.bfloat16)),
 )
 _ONE_PART = Shape("one part", dims=lambda rank: (512, 64))
 _TILES = Shape("tiles", dims=lambda rank: (128, 64))
@@ -139,7 +152,7 @@ CASES = [
     Case("rowwise, skipped entries of means", _SHAPES["mean"], "rowwise_adagrad", bad=3),
     Case("sgd, more lookups than a chunk has", _HOT),
     Case("adagrad, the same in bf16", dataclasses.replace(_HOT, dtype=torch.bfloat16), "adagrad"),
-    *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in _OF_MANY_LOOKUPS),
+    *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in (*_OF_MANY_LOOKUPS, *_SHARED)),
     Case("adagrad, rows of one part", _ONE_PART, "adagrad"),
     *(Case(f"rowwise, tiles of {n} lanes", _TILES, "rowwise_adagrad", tuning=Tuning(lanes=n)) for n in (8, 16, 32)),
     *(Case(f"{algorithm}, bf16 on the wire", _NARROW, algorithm) for algorithm in ("sgd", "adagrad", "adam")),
