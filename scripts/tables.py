@@ -460,25 +460,31 @@ def _records_block(folder: Path) -> str:
     return _table(["record", "date", "GPUs", "what speaks against it"], rows)
 
 
+def _newest_runs(stem: str) -> list[dict[str, Any]]:
+    """Return a test file's newest run on GPUs of each kind and number."""
+    newest: dict[str, dict[str, Any]] = {}
+    for run in json.loads((TESTS / "gpu_runs.json").read_text()):
+        if stem in run["files"]:
+            newest.setdefault(run["gpus"], run)
+    return list(newest.values())
+
+
 def _tests_block(folder: Path) -> str:
-    runs = json.loads((TESTS / "gpu_runs.json").read_text())
     rows = []
     for path in sorted(TESTS.glob("test_*.py")):
         tree = ast.parse(path.read_text())
         covers = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-        newest: dict[str, str] = {}  # by GPUs
-        for run in runs:
-            if path.stem in run["files"]:
-                newest.setdefault(run["gpus"], f"{run['gpus']}, {run['commit']}, {run['date']}")
+        newest = [f"{run['gpus']}, {run['commit']}, {run['date']}" for run in _newest_runs(path.stem)]
         marks = re.findall(r"(pytestmark = )?\S*pytest\.mark\.gpu", path.read_text())
         on_host = "-" if any(marks) else "in part" if marks else "yes"
         link = f"[{path.name}]({os.path.relpath(path, folder)})"
-        rows.append([link, covers, on_host, "; ".join(newest.values()) or "-"])
+        rows.append([link, covers, on_host, "; ".join(newest) or "-"])
     return _table(["test file", "what it covers", "host CI", "newest run on GPUs: which, commit, date"], rows)
 
 
 def _gpu_runs_block(folder: Path) -> str:
-    runs = json.loads((TESTS / "gpu_runs.json").read_text())
+    newest = [run for path in TESTS.glob("test_*.py") for run in _newest_runs(path.stem)]
+    runs = [run for run in json.loads((TESTS / "gpu_runs.json").read_text()) if run in newest]
     rows = [
         [run["date"], run["gpus"], run["commit"], f"`{run['command']}`"]
         + [str(run[name]) for name in ("passed", "skipped", "failed")]

@@ -327,6 +327,11 @@ class Model:
         self._options = dict(case.options)
         self._sums: dict[tuple[int, int], Any] = {}  # of steps without factors: whatever the tables
 
+    def rescale(self, scale: float) -> None:
+        """Take another scale of gradients from the next step on."""
+        self._case = dataclasses.replace(self._case, scale=scale)
+        self._sums.clear()
+
     @serially
     def step(self, iteration: int, step: int, lr: float) -> torch.Tensor | None:
         """Make a step; return the gradient of the factors."""

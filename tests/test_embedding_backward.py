@@ -103,7 +103,7 @@ class TestBits(BitsSuite):
 
 
 def _replayed(algorithm: str, rounding: str) -> list[str]:
-    """Replay both passes, under a schedule of the rate; return what is wrong with tables and states."""
+    """Replay both passes, under schedules of rate and gradient scale; return what is wrong with tables and states."""
     rank, world = po.rank(), po.world_size()
     shape = Shape("replayed", dims=lambda rank: (16, 8), batch=lambda world: 13, dtype=torch.bfloat16)
     case = Case(f"replayed {algorithm}", shape, algorithm, (("rounding", rounding), ("seed", 3)))
@@ -129,7 +129,9 @@ def _replayed(algorithm: str, rounding: str) -> list[str]:
     model = Model(case, rank, world)
     for turn in range(7):
         optimizer.lr.fill_(0.1 / (1 + turn))
+        optimizer.gradient_scale.fill_(2.0 ** -(turn % 3))
         graph.replay()
+        model.rescale(2.0 ** -(turn % 3))
         model.step(0, 0, 0.1 / (1 + turn))
     po.check()
     pairs = [*zip(tables, model.tables, strict=True)]

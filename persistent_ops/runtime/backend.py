@@ -31,7 +31,7 @@ class KernelRequest:
         name: symbol, namespace, and stem of the file in cuda/kernels/.
         config: fields of the kernel's `Config`, in order, as (name, C++ value); None where the kernel has none.
         threads: of a WG on the GPU.
-        arena_bytes: of memory of its own that a WG has on the GPU, beside what the kernel declares.
+        arena_bytes: of shared memory that a WG has on the GPU, beside what the kernel declares.
         overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
             kernel must wait for that end itself.
         holds_call: whether each thread has the call in registers; see cuda/platform/entry.cuh.
@@ -115,7 +115,7 @@ class Backend(Protocol):
     sm: Sm
     default_blocks_per_sm: int
     arena_bytes: int
-    """The most memory of its own that a WG can have, what the kernel declares included."""
+    """The most shared memory that a WG can have, what the kernel declares included."""
     waits: Interruptible
     """Makes the calls in which this PE waits for its launches."""
     runs_beside: bool
