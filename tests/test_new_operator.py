@@ -1,8 +1,8 @@
 """A new operator is four files and one line: those of new_operator/, in a copy of the checkout, are tested there.
 
-`new_operator/` is what whoever adds an operator begins with; it is no part of the package. The line stands in each of the
-two modules that list the operators. Documents come apart from that, and other tests ask for them: a page of the kernel
-with its releases and guards, a row in cuda/DESIGN.md, the table of tests.
+`new_operator/` is what whoever adds an operator begins with; it is no part of the package. The line stands in each of
+the two modules that list the operators. Documents come apart from that, and other tests ask for them: a page of the
+kernel with its releases and guards, a row in cuda/DESIGN.md, the table of tests.
 """
 
 from __future__ import annotations

@@ -315,6 +315,16 @@ def test_a_launch_that_fails_behind_a_collective(cuda: Cuda, order: StreamOrder)
     cuda.launch(order)
 
 
+def test_collectives_that_are_over_are_forgotten(cuda: Cuda, order: StreamOrder) -> None:
+    """As behind a recovery: those that were aborted would raise."""
+    cuda.collect(order)
+    cuda.launches[0].clear()
+    order.forget_collectives()
+    cuda.current = cuda.streams[1]
+    cuda.launch(order)
+    assert cuda.current.done == frozenset(cuda.launches[0])
+
+
 def test_a_collective_of_one_capture_is_not_awaited_in_another(cuda: Cuda, order: StreamOrder) -> None:
     cuda.launch(order)
     cuda.collect(order)

@@ -103,6 +103,10 @@ class StreamOrder:
         if len(self._collectives) > _MOST_CAPTURES:  # a capture may end without a launch behind its collectives
             del self._collectives[min(filter(None, self._collectives))]
 
+    def forget_collectives(self) -> None:
+        """Order nothing behind those so far, which have ended."""
+        self._collectives.clear()
+
     def _last(self, stream: int) -> tuple[_Last | None, int]:
         """Return the last launch of what the current stream is in, and the number of that capture, or 0."""
         if not torch.cuda.is_current_stream_capturing():

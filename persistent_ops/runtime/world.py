@@ -340,6 +340,8 @@ class World:
         if self._side_workspaces:  # a launch of one may wait for a PE that has come here for another one's
             self.backend.synchronize(_PATIENCE_S)
         self.backend.synchronize()  # an interrupt loses nothing up to here
+        for workspace in self.workspaces:
+            workspace.order.forget_collectives()  # some may have been aborted
         # A peer's launches in different workspaces know nothing of each other: they give up one after the other. And it
         # may not have come to the first of them yet, for which it has a time-out's length.
         patience = self.bootstrap.timeout * (len(self.workspaces) + 1)
