@@ -211,3 +211,35 @@ def _several_wait() -> list[Any]:
 def test_any_number_of_forward_passes_may_wait_where_the_host_does_not_know_the_split() -> None:
     """The first one's lookups are read where they have arrived, those of the three behind it copied."""
     assert in_processes(_several_wait, 2, timeout=200) == [[[3.0, 3.0], True]] * 2
+
+
+def _never_differentiated() -> list[Any]:
+    """Forward passes that record a gradient, and whose backward passes never come; how often lookups were copied."""
+    po.init("host", heap_size=64 << 20)
+    case = next(case for case in CASES if case.name == "mixed")
+    module, waiting, copies = case.make(), [], []
+    lengths = torch.ones(len(module.feature_names), dtype=torch.int64)
+    with mock.patch.object(pooled_lookups, "_global_batch", wraps=pooled_lookups._global_batch) as copied:
+        for way in ("dropped", "of bad lookups", "before a recovery"):
+            copied.reset_mock()
+            held = None
+            if way == "of bad lookups":
+                assert error_of(lambda: module(torch.full((len(lengths),), 1 << 20), lengths))[0] == "IndexError"
+            else:
+                held = _run(module, case, 2)
+            waiting.append(len(module._kept))
+            if way == "before a recovery":
+                po.recover()
+            else:
+                held = None
+            _run(module, case, 3).backward(gradient_of(case, po.rank(), 3))
+            copies.append(copied.call_count)
+            del held
+    po.check()
+    po.finalize()
+    return [waiting, copies]
+
+
+@pytest.mark.host
+def test_forward_passes_that_are_never_differentiated_hold_nobody_up() -> None:
+    assert in_processes(_never_differentiated, 2, timeout=200) == [[[1, 0, 1], [0, 0, 0]]] * 2

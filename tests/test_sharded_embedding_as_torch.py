@@ -339,6 +339,32 @@ def test_a_collection_that_keeps_its_result_is_collected() -> None:
     assert in_world(_collected, 1, "host") == [[True, True]]
 
 
+def _freed() -> list[bool]:
+    """Return whether tables and states are gone with their collection, at once, though a state dict is kept."""
+    gc.collect()
+    gc.disable()
+    try:
+        module = po.nn.ShardedEmbeddingBagCollection([("a", 5, 4, ["x"])], max_batch=4, algorithm="rowwise_adagrad")
+        module(*_lookups(3)).sum().backward()
+        optimizer, table = weakref.ref(module.optimizer), weakref.ref(module.embedding_bags["a"])
+        state = module.state_dict()
+        del module
+        return [optimizer() is None, table() is None, len(state) == 1]
+    finally:
+        gc.enable()
+
+
+def test_tables_are_freed_with_their_collection() -> None:
+    assert in_processes(_in_a_world, 1, timeout=200) == [[True] * 3]
+
+
+def _in_a_world() -> list[bool]:
+    po.init("host", heap_size=64 << 20)
+    found = _freed()
+    po.finalize()
+    return found
+
+
 # ---- lengths that say more than there is -----------------------------------------------------------------------------
 
 

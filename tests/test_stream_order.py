@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -315,6 +316,14 @@ def test_a_launch_that_fails_behind_a_collective(cuda: Cuda, order: StreamOrder)
     cuda.launch(order)
 
 
+def test_a_collective_that_has_failed_is_told_once(cuda: Cuda, order: StreamOrder) -> None:
+    cuda.collect(order)
+    cuda.launches[0].clear()
+    with mock.patch.object(Collective, "wait", side_effect=RuntimeError("aborted")), pytest.raises(RuntimeError):
+        order.follow(cuda.current.handle)
+    cuda.launch(order)
+
+
 def test_collectives_that_are_over_are_forgotten(cuda: Cuda, order: StreamOrder) -> None:
     """As behind a recovery: those that were aborted would raise."""
     cuda.collect(order)
@@ -357,6 +366,36 @@ def _calls_of_a_launch() -> list[str]:
     workspace.order = SimpleNamespace(follow=note("follow"), launched=note("launched"))
     workspace.launch(SimpleNamespace(launch=note("launch"), admitted_grid=1), 1, 0, None)
     return calls
+
+
+def _calls_of_a_collective() -> list[Any]:
+    """Return what a world whose launches are asynchronous does for one of another library, and for a call within."""
+    po.init("host", heap_size=1 << 20)
+    calls: list[Any] = []
+    world: Any = current()
+    side = world.side_workspace("another")
+    side.order = SimpleNamespace(join=lambda _: calls.append("join") or 7, add=lambda *given: calls.append(given))
+    world.workspace.order = SimpleNamespace(
+        join=lambda _: calls.append("join") or 0, add=lambda *given: calls.append(given)
+    )
+
+    def start() -> Any:
+        with pytest.raises(RuntimeError, match="launch"):
+            world.workspace.launch(SimpleNamespace(admitted_grid=1), 1, 0, None)
+        calls.append("start")
+        return "collective"
+
+    with mock.patch.object(world.backend, "name", "cuda"):
+        found = [world.in_order(start, "a group") for _ in range(2)]
+    po.barrier()
+    return [found, calls]
+
+
+@pytest.mark.host
+def test_collectives_of_other_libraries_come_behind_the_launches_of_all_workspaces() -> None:
+    ((found, calls),) = po.launch(_calls_of_a_collective, 1, threads=True)
+    one = ["join", "join", "start", ("collective", "a group", 0), ("collective", "a group", 7)]
+    assert found == ["collective"] * 2 and calls == one * 2
 
 
 @pytest.mark.host

@@ -6,7 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -58,6 +58,24 @@ _TWO_WAIT = (
     "their backward passes where batch_per_rank is given, or weights require a gradient: make the first one's backward "
     "pass sooner, or leave batch_per_rank out"
 )
+
+
+class _Graph:
+    """What the hooks of a forward pass hold, and nobody else: it goes with the graph."""
+
+
+class _Waiting(NamedTuple):
+    """A forward pass that waits for its backward pass.
+
+    Attributes:
+        lookups: that are kept for it.
+        graph: of its result.
+        since: recoveries that the world had then.
+    """
+
+    lookups: list[Lookups]
+    graph: weakref.ref[_Graph]
+    since: int
 
 
 class _Updates:
@@ -233,7 +251,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             {config.name: self._make_table(number) for number, config in enumerate(configs)}
         )
         self._tables = [self._table(number) for number in range(len(configs))]
-        self._enclosing_ddp = EnclosingDdp(table.weight for table in self._tables)
+        self._enclosing_ddp = EnclosingDdp(
+            table.weight for number, table in enumerate(self._tables) if not self.layout.is_replicated(number)
+        )
         self.reset_parameters(seed)
         self._weights, optimizers = [], []
         for group in self.layout.groups:
@@ -248,7 +268,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._updates = _Updates()
         # Functions that do not hold the module, which may hold a result that holds them.
         self._behind_update = self._updates.note
-        self._kept: list[list[Lookups]] = []  # of forward passes whose backward passes have not come
+        self._kept: list[_Waiting] = []  # forward passes whose backward passes have not come
         self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
         self._ahead_lookups: list[Lookups] = []
         self._ahead_since = world.num_recoveries
@@ -563,6 +583,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def _pool(self, features: SentFeatures) -> torch.Tensor:
         sent = features.take()
+        self._forget_dropped()
         self._ahead, self._ahead_lookups = None, []
         pooled, problem, is_kept = [], None, False
         is_recorded = torch.is_grad_enabled()
@@ -583,7 +604,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 pooled.append(
                     pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype, is_copied=is_copied)
                 )
-            is_kept = is_recorded and not is_copied
+            is_kept = is_recorded and not is_copied and problem is None
         finally:
             if not is_kept:
                 for lookups in sent:
@@ -609,24 +630,34 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def _make_room(self) -> None:
         """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
+        self._forget_dropped()
         while len(self._kept) > 1:
-            for lookups in self._kept.pop(0):
+            for lookups in self._kept.pop(0).lookups:
                 lookups.release(_TWO_WAIT)
+
+    def _forget_dropped(self) -> None:
+        """Release the lookups of forward passes that are never differentiated: whose results are gone, or failed."""
+        for waiting in list(self._kept):
+            if waiting.graph() is None or waiting.since != self._world.num_recoveries:
+                self._kept.remove(waiting)
+                for lookups in waiting.lookups:
+                    lookups.release()
 
     def _keep(self, sent: list[Lookups], pooled: Sequence[torch.Tensor]) -> None:
         """Keep lookups until the backward pass, which reads them."""
-        self._kept.append(sent)
-        kept = self._kept
+        kept, graph = self._kept, _Graph()
+        waiting = _Waiting(sent, weakref.ref(graph), self._world.num_recoveries)
+        kept.append(waiting)
 
         def release(lookups: Lookups) -> None:
             lookups.release()
             sent.remove(lookups)
-            if not sent:
-                kept[:] = [each for each in kept if each is not sent]
+            if not sent and waiting in kept:
+                kept.remove(waiting)
 
         for lookups, result in zip(list(sent), pooled, strict=True):
             assert result.grad_fn is not None
-            result.grad_fn.register_hook(lambda *_, lookups=lookups: release(lookups))
+            result.grad_fn.register_hook(lambda *_, lookups=lookups, graph=graph: release(lookups))
 
     # ---- what a module may be asked for ------------------------------------------------------------------------------
 

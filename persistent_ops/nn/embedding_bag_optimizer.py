@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -71,9 +70,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self._optimizers, self._drawn = list(optimizers), drawn
         self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
         self._drawing = {name for name, (parameter, *_) in tables.items() if draws(parameter.dtype, rounding)}
-        self._world = _world.current()
-        self._workspace = self._world.workspace
-        self._shards = {name: self._states_of(name, *table) for name, table in tables.items()}
+        world = _world.current()
+        self._workspace = world.workspace
+        self._shards = {name: self._states_of(world, name, *table) for name, table in tables.items()}
         self._saves_param_groups = True
         self._fixed = {name: _plain(options[name]) for name in _FIXED if name in options}
         self._pushed: Any = _UNKNOWN
@@ -83,6 +82,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
     def _states_of(
         self,
+        world: _world.World,
         name: str,
         parameter: torch.nn.Parameter,
         size: torch.Size,
@@ -100,7 +100,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             TableShards(
                 whole,
                 [(offsets, of_slice[kind]) for offsets, of_slice in states],
-                check=BlockCheck(functools.partial(self._check_states, name)),
+                check=BlockCheck(world, f"states of {name}", [of_slice[kind] for _, of_slice in states]),
                 dtype=torch.float32,
                 device=parameter.device,
                 remark=f"{rows} rows of {num_slices} column slices: {_OF_SLICES}, so their number must stay"
@@ -109,10 +109,6 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             )
             for kind in range({"sgd": 0, "adam": 2}.get(self._algorithm, 1))
         ]
-
-    def _check_states(self, name: str) -> None:
-        blocks = [block for shards in self._shards[name] for _, block in shards.shards]
-        self._world.check_whole(f"states of {name}", blocks)
 
     def push_rate(self) -> None:
         """Bring the learning rate to the device, where it has changed; in a capture only from there.

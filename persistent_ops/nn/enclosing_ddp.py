@@ -13,10 +13,10 @@ __all__ = ["EnclosingDdp"]
 
 
 class EnclosingDdp:
-    """Refuses forward passes within a DistributedDataParallel that has written rank 0's rows over the others'.
+    """Refuses forward passes within a DistributedDataParallel that may have written rank 0's rows over the others'.
 
     Args:
-        weights: the tables' parameters.
+        weights: the parameters of tables of which PEs have different parts.
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
@@ -30,14 +30,14 @@ class EnclosingDdp:
             RuntimeError: it has not ignored the tables.
         """
         ddp = active_ddp_module()
-        if ddp is None or ddp in self._known:
+        if ddp is None or ddp in self._known or ddp.process_group.size() == 1:
             return
         ours = {id(weight) for weight in self._weights}
         names = {name for name, parameter in ddp.module.named_parameters() if id(parameter) in ours}
         if taken := sorted(names - set(ddp.parameters_to_ignore)):
             raise RuntimeError(
-                f"{', '.join(taken)}: DistributedDataParallel has written rank 0's part of these tables over the "
-                "others'; call po.nn.ignore_sharded_tables(model) before it is made, with tables that are drawn or "
-                "loaded anew"
+                f"{', '.join(taken)}: DistributedDataParallel was not told to ignore these tables, and writes rank 0's "
+                "part over the others'; call po.nn.ignore_sharded_tables(model) before it is made, with tables "
+                "that are drawn or loaded anew"
             )
         self._known.add(ddp)

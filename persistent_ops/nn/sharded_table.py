@@ -88,7 +88,7 @@ class ShardedTable(torch.nn.Module):
             [((0, number * self._width), block) for number, block in zip(self.slices, self._blocks, strict=True)],
             dtype=config.data_type,
             device=self.weight.device,
-            check=BlockCheck(lambda: self._world.check_whole(f"embedding_bags.{config.name}.weight", self._blocks)),
+            check=BlockCheck(self._world, f"embedding_bags.{config.name}.weight", self._blocks),
         )
 
     def draw(self, seed: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..runtime.torch_private import wrapper_subclass
+from ..runtime.world import World
 
 __all__ = ["BlockCheck", "TableShards"]
 
@@ -44,17 +46,24 @@ class _RemarkedSize(tuple[int, ...]):
 
 
 class BlockCheck:
-    """What raises where blocks should be neither saved nor copied; copies of the blocks have none.
+    """What raises where blocks should be neither saved nor copied, as they may be half changed; copies have none.
 
     Args:
-        check: of these blocks.
+        world: whose launches change them; it is not held.
+        name: of the blocks.
+        blocks: contiguous.
     """
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
+    def __init__(self, world: World, name: str, blocks: Sequence[torch.Tensor]) -> None:
+        self._world, self._changes = weakref.ref(world), world.workspace.changes
+        self._name, self._blocks = name, list(blocks)
 
     def __call__(self) -> None:
-        self._check()
+        """Raise PersistentOpsError where a launch that was given up changes them, and they were not loaded since."""
+        world = self._world()
+        if world is not None:
+            world.learn_of_failures()
+        self._changes.check(self._name, self._blocks)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy to None."""
@@ -79,7 +88,7 @@ class TableShards(torch.Tensor):
 
     _shards: tuple[tuple[torch.Size, torch.Tensor], ...]
     _remark: str
-    _check: BlockCheck | None
+    _check: BlockCheck | None = None  # of those that were pickled, too
 
     @staticmethod
     def __new__(
@@ -164,9 +173,12 @@ class TableShards(torch.Tensor):
 
         Raises:
             ValueError: see `check_source`; nothing is copied then.
+        PersistentOpsError: see `check_whole`, of the source.
         """
         self.check_source(source)
         given = dict(source._shards) if isinstance(source, TableShards) else None
+        if given is not None and any(given[offsets].data_ptr() != block.data_ptr() for offsets, block in self._shards):
+            source.check_whole()  # type: ignore[attr-defined]
         with torch.no_grad():
             for offsets, block in self._shards:
                 if given is None:

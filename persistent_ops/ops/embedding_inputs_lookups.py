@@ -258,7 +258,7 @@ class Lookups:
         """
         if self.batch_per_rank is None:
             self.check_is_here()
-            if self._is_captured:
+            if self._inputs._world.workspace.is_capturing():
                 raise RuntimeError(
                     "batch_per_rank: expected in a CUDA-graph capture, where the host cannot wait to be told how many "
                     "samples each PE has brought"

@@ -72,8 +72,12 @@ class StreamOrder:
         """
         self._foreign = None
         last, capture = self._last(stream)
-        for collective in self._collectives.get(capture, {}).values():
-            collective.wait()
+        try:
+            for collective in self._collectives.get(capture, {}).values():
+                collective.wait()
+        except BaseException:  # it has ended; what comes later need not hear of it
+            self._collectives.pop(capture)
+            raise
         if not _is_on(last, stream):
             here = self._behind(last, capture)
             if is_foreign(here):

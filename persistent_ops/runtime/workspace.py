@@ -253,6 +253,17 @@ class Workspace:
             raise RuntimeError(_WITHIN)
 
     @contextlib.contextmanager
+    def no_launch(self) -> Iterator[None]:
+        """Keep launches of other threads waiting; those of this one are refused."""
+        self.refuse_within()
+        with self.lock:
+            self._launching = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._launching = 0
+
+    @contextlib.contextmanager
     def whole_call(self) -> Iterator[None]:
         """Leave bad input to the end of a call that launches several times: no launch of it is left out for that."""
         self._num_whole += 1

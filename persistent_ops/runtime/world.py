@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -163,7 +163,7 @@ class World:
             return start()
         with contextlib.ExitStack() as stack:
             for workspace in self.workspaces:
-                stack.enter_context(workspace.lock)
+                stack.enter_context(workspace.no_launch())
             orders = {id(workspace.order): workspace.order for workspace in self.workspaces}
             return in_order(orders.values(), self.backend.stream(), start, group)
 
@@ -317,21 +317,12 @@ class World:
         for workspace in self.workspaces:
             workspace.raise_pending()
 
-    def check_whole(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Wait for this PE's launches, and raise where one of them was given up that changes these tensors.
-
-        Args:
-            name: of the tensors.
-            tensors: contiguous.
-
-        Raises:
-            PersistentOpsError: it was, and they have not been loaded anew since.
-        """
+    def learn_of_failures(self) -> None:
+        """Wait for this PE's launches, and note what those that were given up change; nothing is raised here."""
         if not self._is_closed:
             self.backend.synchronize()
-            with contextlib.suppress(PersistentOpsError):  # of whatever launch it is, others will say so
+            with contextlib.suppress(PersistentOpsError):
                 self.workspace.raise_failure()
-        self.workspace.changes.check(name, tensors)
 
     def recover(self) -> None:
         """Start clean epochs after a failure; collective."""
