@@ -24,8 +24,9 @@ class OrderedAllReduce:
     of the other PEs come, and neither may keep off one GPU what the other one waits for on another. Buckets travel
     while autograd computes the next ones, as without this; but they, and what is computed behind them, come behind the
     launches that were made before (as of an exchange of lookups that is ahead), and launches that are made later come
-    behind them, whatever the streams. So all PEs have one order, that of the calls, also in a CUDA-graph capture. The process group's other collectives
-    have none: while lookups are ahead on a stream of their own, there should be no others.
+    behind them, whatever the streams. So all PEs have one order, that of the calls, also in a CUDA-graph capture. The
+    process group's other collectives have none: while lookups are ahead on a stream of their own, there should be no
+    others.
 
     Args:
         module: whose communication hook this becomes, on its process group.
