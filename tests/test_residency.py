@@ -172,7 +172,7 @@ def _admitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("persistent_ops.runtime.workspace.StreamOrder", Order)
     world = po.runtime.world.current()
     main = world.workspace
-    main._order = Order(world.backend.device)  # type: ignore[assignment]
+    main.order = Order(world.backend.device)  # type: ignore[assignment]
     world.residency = Residency(H200, 132)
     side = world.side_workspace(WORKSPACE)
     for workspace in (main, side):
@@ -180,7 +180,7 @@ def _admitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def is_one_order(workspace: Workspace, kernel: _Kernel, grid: int) -> bool:
         workspace.launch(kernel, grid, 0, None)  # type: ignore[arg-type]
-        return main._order is side._order and followed[-1][0] is workspace._order
+        return main.order is side.order and followed[-1][0] is workspace.order
 
     forward, large = _Kernel(FORWARD), _Kernel(Footprint(256, 128, 344, 2))
     seen: list[Any] = [is_one_order(main, forward, 264), is_one_order(side, _Kernel(INPUTS), 16)]
