@@ -207,7 +207,7 @@ class Seen:
     goes_on: bool = False
 
 
-def _meet_in_opposite_order(backend: str, way: str, is_captured: bool, *, is_ahead: bool = False) -> Seen:
+def _meet_in_opposite_order(backend: str, way: str, is_captured: bool, is_ahead: bool = False) -> Seen:
     """Train on this PE's GPU; see `Arrival`. `way`: "serial", "room", or "neither". `is_ahead`: see `Ahead`."""
     # Streams that share a hardware queue would come in one order; without effect where CUDA has begun.
     os.environ.update(NCCL_NVLS_ENABLE="0", CUDA_DEVICE_MAX_CONNECTIONS="32")
@@ -304,7 +304,7 @@ def test_an_exchange_that_is_ahead(backend: str, way: str) -> None:
     """PE 0's exchange comes before its NCCL kernel, PE 1's behind its one."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    found = in_processes(_meet_in_opposite_order, 2, backend, way, False, is_ahead=True, timeout=250)
+    found = in_processes(_meet_in_opposite_order, 2, backend, way, False, True, timeout=250)
     for seen in found:
         assert seen.goes_on and seen.are_right == ([] if way == "neither" else [True] * FORCED_STEPS)
     assert [seen.error[0] for seen in found] == (["PeerTimeoutError"] * 2 if way == "neither" else ["", ""])
