@@ -209,8 +209,9 @@ def _orders_of_tasks() -> list[tuple[int, int]]:
     case = replace(case, placement={name: TablePlacement(ranks=(0,)) for name in "abcd"})
     module, batch = case.make(), batch_of(case, 0, 0)
     split = [samples_of(0, 0)] * po.world_size()
+    waiting = []  # behind a forward pass that waits lookups are copied
     for knows_split in (split, None):
-        module(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=knows_split)
+        waiting.append(module(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=knows_split))
     orders = [plan._struct.order for plan in _plans(po_world.current()).values()]
     return [(order.num_beside, order.num_tables) for order in orders]
 
