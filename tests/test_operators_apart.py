@@ -51,6 +51,7 @@ _TABLES = (
     "nn/embedding_tables.py",
     "nn/enclosing_ddp.py",
     "nn/ignored_tables.py",
+    "nn/kept_lookups.py",
     "nn/local_lookups.py",
     "nn/placement_costs.py",
     "nn/placement_report.py",

@@ -6,7 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,7 @@ from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
 from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs, whole_number
 from .enclosing_ddp import EnclosingDdp
+from .kept_lookups import KeptLookups
 from .local_lookups import check_features
 from .pooled_lookups import pool_arrived
 from .replicated_tables import ReplicatedTables
@@ -53,29 +54,6 @@ _RECOMPUTED = (
 _NOT_ANEW = (
     "; a region that torch.utils.checkpoint makes anew can neither take what was sent nor be called while it waits"
 )
-_TWO_WAIT = (
-    "of a module's forward passes, those that torch.utils.checkpoint makes anew among them, at most two may wait for "
-    "their backward passes where batch_per_rank is given, or weights require a gradient: make the first one's backward "
-    "pass sooner, or leave batch_per_rank out"
-)
-
-
-class _Graph:
-    """What the hooks of a forward pass hold, and nobody else: it goes with the graph."""
-
-
-class _Waiting(NamedTuple):
-    """A forward pass that waits for its backward pass.
-
-    Attributes:
-        lookups: that are kept for it.
-        graph: of its result.
-        since: recoveries that the world had then.
-    """
-
-    lookups: list[Lookups]
-    graph: weakref.ref[_Graph]
-    since: int
 
 
 class _Updates:
@@ -268,7 +246,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._updates = _Updates()
         # Functions that do not hold the module, which may hold a result that holds them.
         self._behind_update = self._updates.note
-        self._kept: list[_Waiting] = []  # forward passes whose backward passes have not come
+        self._kept = KeptLookups(world)
         self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
         self._ahead_lookups: list[Lookups] = []
         self._ahead_since = world.num_recoveries
@@ -477,7 +455,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if self._ahead is not None and ahead is None:
             for lookups in self._ahead_lookups:
                 lookups.release()
-        self._make_room()
+        self._kept.make_room()
         own = None if self._replicas is None else self._replicas.begin(given)
         sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
         try:
@@ -583,12 +561,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def _pool(self, features: SentFeatures) -> torch.Tensor:
         sent = features.take()
-        self._forget_dropped()
+        self._kept.forget_lost()
         self._ahead, self._ahead_lookups = None, []
         pooled, problem, is_kept = [], None, False
         is_recorded = torch.is_grad_enabled()
         # Any number of forward passes may wait for their backward passes: those behind the first one have copies.
-        is_copied = is_recorded and bool(self._kept) and not features.knows_split
+        is_copied = is_recorded and len(self._kept) > 0 and not features.knows_split
         is_copied = is_copied and not any(lookups.gives_gradients for lookups in sent)
         try:
             if not self._world.workspace.is_capturing():
@@ -610,7 +588,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 for lookups in sent:
                     lookups.release()
         if is_kept:
-            self._keep(sent, pooled)
+            self._kept.keep(sent, pooled)
         if self._replicas is not None and features.own is not None:
             pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
         if problem is not None:
@@ -627,37 +605,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Round what this PE has pooled itself as that of tables elsewhere is."""
         is_narrowed = self._wire_dtype is not None and pooled.dtype == torch.float32
         return pooled.to(self._wire_dtype) if is_narrowed else pooled
-
-    def _make_room(self) -> None:
-        """Release the lookups of the last forward pass but one, if its backward pass has not; it is refused then."""
-        self._forget_dropped()
-        while len(self._kept) > 1:
-            for lookups in self._kept.pop(0).lookups:
-                lookups.release(_TWO_WAIT)
-
-    def _forget_dropped(self) -> None:
-        """Release the lookups of forward passes that are never differentiated: whose results are gone, or failed."""
-        for waiting in list(self._kept):
-            if waiting.graph() is None or waiting.since != self._world.num_recoveries:
-                self._kept.remove(waiting)
-                for lookups in waiting.lookups:
-                    lookups.release()
-
-    def _keep(self, sent: list[Lookups], pooled: Sequence[torch.Tensor]) -> None:
-        """Keep lookups until the backward pass, which reads them."""
-        kept, graph = self._kept, _Graph()
-        waiting = _Waiting(sent, weakref.ref(graph), self._world.num_recoveries)
-        kept.append(waiting)
-
-        def release(lookups: Lookups) -> None:
-            lookups.release()
-            sent.remove(lookups)
-            if not sent and waiting in kept:
-                kept.remove(waiting)
-
-        for lookups, result in zip(list(sent), pooled, strict=True):
-            assert result.grad_fn is not None
-            result.grad_fn.register_hook(lambda *_, lookups=lookups, graph=graph: release(lookups))
 
     # ---- what a module may be asked for ------------------------------------------------------------------------------
 
