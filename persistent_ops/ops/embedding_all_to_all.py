@@ -230,7 +230,7 @@ def _as_before(
     if known is None:
         kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
         known = tables.keep_call(call, (Choices.of(weights, *choices), kind))
-    plan = _plans(world).find(EmbeddingKey(world.team, tables, state.tuning, *known))
+    plan = state.plans.find((world.team, tables, state.tuning, *known))  # which equals an EmbeddingKey
     return None if plan is None else _launched(world, plan, weights, indices, offsets, per_sample_weights, out)
 
 
@@ -367,12 +367,13 @@ def _launched(
     world.workspace.changes.check("weights", weights)
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
-        plan.check_output(
-            out, weights, {"indices": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
-        )
-    place, result = _place_of_result(world, plan, out)
-    plan.launch(world, indices, offsets, per_sample_weights, place)
-    return result()
+        lookups = {"indices": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
+        plan.check_output(out, weights, lookups)
+        plan.launch(world, indices, offsets, per_sample_weights, _place_of(world, out))
+        return out
+    slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=world.workspace.is_capturing())
+    plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
+    return slot.tensor(plan.dtype, plan.output_shape)
 
 
 def _run_from_sources(
@@ -399,9 +400,11 @@ def _run_from_sources(
     world.workspace.changes.check("weights", weights)
     if out is not None:
         plan.check_output(out, weights, {})
-    place, result = _place_of_result(world, plan, out)
-    plan.launch_from(world, sources, place)
-    return result()
+        plan.launch_from(world, sources, _place_of(world, out))
+        return out
+    slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=world.workspace.is_capturing())
+    plan.launch_from(world, sources, slot.offset)
+    return slot.tensor(plan.dtype, plan.output_shape)
 
 
 def _key(
@@ -428,17 +431,13 @@ def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Te
     return _plans(world).make(key, make)
 
 
-def _place_of_result(
-    world: _world.World, plan: EmbeddingPlan, out: torch.Tensor | None
-) -> tuple[int, Callable[[], torch.Tensor]]:
-    """Return where in the heap it goes, and what makes the tensor behind the launch."""
-    if out is not None:
+def _place_of(world: _world.World, out: torch.Tensor) -> int:
+    """Return where in the heap a tensor is, which is written now."""
+    offset = world.heap.offset_at(out.data_ptr())
+    if offset is None:  # it is a part of a symmetric tensor, or none
         offset = world.heap.offset_of(out, "out")
-        increment_version(out)
-        return offset, lambda: out
-    is_captured = world.workspace.is_capturing()
-    slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=is_captured)
-    return slot.offset, lambda: slot.tensor(plan.dtype, plan.output_shape)
+    increment_version(out)
+    return offset
 
 
 # ---- torch operator ------------------------------------------------------------------------------------------------

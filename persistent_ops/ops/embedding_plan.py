@@ -237,7 +237,7 @@ class EmbeddingPlan(Plan):
     ) -> None:
         structs = OPERATOR.prepare(world).structs
         self._world, self._key, self._backend = world, key, world.backend
-        self._device = world.backend.device
+        self._device, self._vector_bytes = world.backend.device, vector_bytes()
         self._tuning = key.tuning or OPERATOR.default_tuning
         team, choices, rank = key.team, key.choices, key.team.rank
         assert choices.dtype is not None and choices.wire_dtype is not None
@@ -372,8 +372,16 @@ class EmbeddingPlan(Plan):
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
-        self._check_is_list("indices", indices)
-        self._check_is_list("offsets", offsets)
+        device = self._device
+        if not (
+            indices.dim() == offsets.dim() == 1
+            and indices.is_contiguous()
+            and offsets.is_contiguous()
+            and indices.device == device
+            and offsets.device == device
+        ):
+            self._check_is_list("indices", indices)
+            self._check_is_list("offsets", offsets)
         if per_sample_weights is None:
             return
         if per_sample_weights.dtype != torch.float32 or per_sample_weights.device != self._device:
@@ -399,17 +407,19 @@ class EmbeddingPlan(Plan):
         self, out: torch.Tensor, weights: Sequence[torch.Tensor], lookups: Mapping[str, torch.Tensor | None]
     ) -> None:
         """Raise unless `out` can hold the result; `weights`, `lookups`: what the launch reads."""
-        if out.dtype != self.dtype or tuple(out.shape) != self.output_shape or not out.is_contiguous():
+        if out.dtype != self.dtype or out.shape != self.output_shape or not out.is_contiguous():
             raise ValueError(
                 f"out: expected a contiguous {self.dtype} tensor of shape {list(self.output_shape)}, got {out.dtype} "
                 f"{list(out.shape)}"
             )
-        if (behind := out.data_ptr() % (unit := vector_bytes())) != 0:
+        if (behind := out.data_ptr() % (unit := self._vector_bytes)) != 0:
             raise ValueError(
                 f"out: expected a tensor that begins at a multiple of {unit} bytes, as po.empty() returns it, got one "
                 f"{behind} bytes behind"
             )
-        check_apart("out", out, {**lookups, **{f"weights[{t}]": weights[t] for t in self._tables_in_heap}})
+        check_apart("out", out, lookups)
+        if self._tables_in_heap:
+            check_apart("out", out, {f"weights[{t}]": weights[t] for t in self._tables_in_heap})
 
     def launch(
         self,
@@ -434,11 +444,7 @@ class EmbeddingPlan(Plan):
         self._launch(world, call)
 
     def _launch(self, world: World, call: Any) -> None:
-        workspace = world.workspace
-        if self._is_collective:
-            workspace.refuse_within()
-            workspace.calls.count()  # ahead of the launch, which may raise what an earlier one has found
-        workspace.launch(self._kernel, self._grid, self._address, call)
+        world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -446,7 +452,8 @@ class EmbeddingPlan(Plan):
 
 def average_pooling(num_indices: int, num_bags: int) -> int:
     """Return the lookups per bag, rounded up to a power of two: plans are made per such class."""
-    return 1 << max(-(-num_indices // max(num_bags, 1)) - 1, 0).bit_length()
+    pooling = -(-num_indices // max(num_bags, 1))
+    return 1 << (pooling - 1).bit_length() if pooling else 1
 
 
 def _slice_samples(

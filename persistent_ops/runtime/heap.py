@@ -208,6 +208,11 @@ class SymmetricHeap:
             view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
         return view.view(tensor.dtype).view(tensor.shape)
 
+    def offset_at(self, address: int) -> int | None:
+        """Return the offset of the tensor from `empty` that begins at an address; None where none does."""
+        offset = address - self._backend.heap_base
+        return offset if offset in self._live else None
+
     def offset_of(self, tensor: torch.Tensor, name: str) -> int:
         """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""
         if tensor.layout != torch.strided:

@@ -26,22 +26,24 @@ def check_apart(
     Raises:
         ValueError: it overlaps; names both arguments.
     """
+    begin = written.data_ptr()
+    end = begin + written.nbytes
     for other_name, other in read.items():
-        if other is not None and _overlap(written, other):
+        if other is not None and _shares(other, begin, end):
             raise ValueError(
                 f"{name}: expected memory apart from {other_name}, got a tensor that overlaps it; pass another one"
             )
     for other_name, other in (may_be or {}).items():
-        if other is None or (other.data_ptr() == written.data_ptr() and other.nbytes == written.nbytes):
+        if other is None or (other.data_ptr() == begin and other.nbytes == end - begin):
             continue
-        if _overlap(written, other):
+        if _shares(other, begin, end):
             raise ValueError(
                 f"{name}: expected {other_name} itself or memory apart from {other_name}, got a tensor that overlaps "
                 "it; pass another one"
             )
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    begin, other_begin = one.data_ptr(), other.data_ptr()
-    nbytes, other_bytes = one.nbytes, other.nbytes
-    return begin < other_begin + other_bytes and other_begin < begin + nbytes and bool(nbytes and other_bytes)
+def _shares(tensor: torch.Tensor, begin: int, end: int) -> bool:
+    """Return whether a tensor has some of the bytes from `begin` to `end`."""
+    first = tensor.data_ptr()
+    return first < end and begin < first + (nbytes := tensor.nbytes) and begin < end and nbytes > 0

@@ -72,19 +72,16 @@ class StreamOrder:
         """
         self._foreign = None
         last, capture = self._last(stream)
-        try:
-            for collective in self._collectives.get(capture, {}).values():
-                collective.wait()
-        except BaseException:  # it has ended; what comes later need not hear of it
-            self._collectives.pop(capture)
-            raise
+        if self._collectives:
+            self._wait_for_collectives(capture)
         if not _is_on(last, stream):
             here = self._behind(last, capture)
             if is_foreign(here):
                 self._foreign = here, capture
                 return
             self._note(_Last(stream, here, None), capture)
-        self._collectives.pop(capture, None)
+        if self._collectives:
+            self._collectives.pop(capture, None)
 
     def join(self, stream: int) -> int:
         """Order what comes next on the current stream behind the last launch, as `follow`, without being one.
@@ -120,6 +117,14 @@ class StreamOrder:
         if last is None:
             self._forget_captures(stream)
         return last, capture
+
+    def _wait_for_collectives(self, capture: int) -> None:
+        try:
+            for collective in self._collectives.get(capture, {}).values():
+                collective.wait()
+        except BaseException:  # it has ended; what comes later need not hear of it
+            self._collectives.pop(capture)
+            raise
 
     def _behind(self, last: _Last | None, capture: int) -> torch.cuda.Stream:
         """Let the current stream, which is returned, wait for a launch of the same capture, or eager as it is."""

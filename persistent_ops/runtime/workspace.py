@@ -214,17 +214,23 @@ class Workspace:
         *,
         raises_input_errors: bool = True,
         begins_early: bool = False,
+        is_counted: bool = False,
     ) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
         A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised behind
         the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`. So it is
         in a backward pass and under `whole_call`, too: peers count on the launches behind this one.
-        `begins_early`: see `Kernel.launch`.
+        `begins_early`: see `Kernel.launch`. `is_counted`: whether other launches may belong to this call, which takes
+        the next number (`CallNumbers`) then, also where an earlier failure is raised.
         """
-        self.refuse_within()
+        this_thread = threading.get_ident()
+        if self._launching == this_thread:
+            raise RuntimeError(_WITHIN)
+        if is_counted:
+            self.calls.count()
         with self.lock:
-            self._launching = threading.get_ident()
+            self._launching = this_thread
             try:
                 if self._failure is not None or self._error.state:
                     self.raise_failure()
