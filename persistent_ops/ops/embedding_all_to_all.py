@@ -433,9 +433,7 @@ def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Te
 
 def _place_of(world: _world.World, out: torch.Tensor) -> int:
     """Return where in the heap a tensor is, which is written now."""
-    offset = world.heap.offset_at(out.data_ptr())
-    if offset is None:  # it is a part of a symmetric tensor, or none
-        offset = world.heap.offset_of(out, "out")
+    offset = world.heap.offset_of(out, "out")
     increment_version(out)
     return offset
 

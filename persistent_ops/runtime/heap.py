@@ -208,11 +208,6 @@ class SymmetricHeap:
             view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
         return view.view(tensor.dtype).view(tensor.shape)
 
-    def offset_at(self, address: int) -> int | None:
-        """Return the offset of the tensor from `empty` that begins at an address; None where none does."""
-        offset = address - self._backend.heap_base
-        return offset if offset in self._live else None
-
     def offset_of(self, tensor: torch.Tensor, name: str) -> int:
         """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""
         if tensor.layout != torch.strided:
@@ -220,9 +215,11 @@ class SymmetricHeap:
         tensor = without_wrappers(tensor)
         if is_wrapped(tensor):
             raise NotSymmetricError(f"{name}: expected a tensor in the symmetric heap, got one of torch.func.vmap's")
+        address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes
+        if address - base in self._live:  # as of most
+            return address - base
         if not tensor.numel() and tensor.device == self._backend.device:
             return 0  # nothing to read or write
-        address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes
         if base <= address < base + size:
             offset = address - base
             for start, (nbytes, _) in self._live.items():
