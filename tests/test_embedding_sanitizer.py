@@ -188,7 +188,7 @@ MUTATIONS = {
         (Drop("staging-quiet"),), "--tables=2,0 --batch=4,4 --transport=staged --delay-us=3000", RACE
     ),
     "one_staging_copy_of_the_grant": Mutation(
-        (Swap("grant-copies", "static_cast<int>(team.epoch % 2)", "0"),), SPECIAL["no_tables_staged"], RACE
+        (Swap("grant-copies", "static_cast<int>(team.epoch % kGrantCopies)", "0"),), SPECIAL["no_tables_staged"], RACE
     ),
     "departure_does_not_release": Mutation(
         (Relaxed("add-acq-rel"),),

@@ -102,14 +102,15 @@ def _places() -> list[str]:
     workspace = world.workspace
     shape = (8, 1, torch.float32, torch.float32, False, False, False, 1, 0)
     contracts = (OPERATOR.contract(team, *shape) for team in (world.team, world.alone))
-    grant_bytes = ctypes.sizeof(describe("comm/team.cuh").structs["Grant"])
+    description = describe("comm/team.cuh")
+    grant_bytes, copies = ctypes.sizeof(description.structs["Grant"]), description.constants["kGrantCopies"]
     ours, own = map(workspace.team, contracts)
     problems = []
     if (own.rank, own.size) != (0, 1) or own.local == ours.local:
         problems.append(f"rank {own.rank} of {own.size}, state at {own.local}")
-    end_of_world = ours.grants_offset + (world.size + 2) * grant_bytes
+    end_of_world = ours.grants_offset + (world.size + copies) * grant_bytes
     end_of_area = ours.grants_offset + workspace._grants.nbytes
-    if not end_of_world <= own.grants_offset <= end_of_area - 3 * grant_bytes:
+    if not end_of_world <= own.grants_offset <= end_of_area - (1 + copies) * grant_bytes:
         problems.append(f"grants from {own.grants_offset}, of the world up to {end_of_world}, of all to {end_of_area}")
     first = (own.peer_heaps - workspace._peer_heaps.data_ptr()) // 8
     if int(workspace._peer_heaps[first]) != world.backend.heap_base:

@@ -91,12 +91,15 @@ PO_DESCRIBE(InputErrorRecord, state, kind, operator_id, outer, inner, value, lim
 
 class Network;  // host backend only
 
+inline constexpr int kGrantCopies = 2;  // from which grants are put
+PO_CONSTANT(kGrantCopies)
+
 struct Team {
   int32_t rank;
   int32_t size;
   uint8_t* heap;               // base of this PE's symmetric heap
   const uint64_t* peer_heaps;  // [size] base of each PE's heap as mapped here; 0: not load/store reachable
-  uint64_t grants_offset;      // Grant[size + 2], indexed by receiver; the last two are staging copies of this PE's own
+  uint64_t grants_offset;      // Grant[size + kGrantCopies], indexed by receiver; the last are copies of this PE's own
   uint64_t ready_offset;       // uint64_t[size][ready_stride], indexed by sender
   uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up: epoch, why, who says so of whom
   uint64_t ready_stride;

@@ -30,6 +30,9 @@ struct Config {
   int threads = 128;
 };
 
+inline constexpr int kMaxSharingThreads = 256;  // of a WG, so that two fit an SM
+PO_CONSTANT(kMaxSharingThreads)
+
 template <Config kConfig>
 struct Traits {
   using Scalar = ScalarOf<kConfig.scalar>;
@@ -40,7 +43,7 @@ struct Traits {
   static constexpr bool kSendsPackets = kAlgorithm != Algorithm::kSlices;
   using Block = RowBlock<Scalar, kConfig.aligned, kSendsPackets>;  // slices take all registers
   // With its successor, which begins when this launch lets it in, or with another WG. Larger ones have too many registers.
-  static constexpr bool kSharesSm = kThreads <= 256;
+  static constexpr bool kSharesSm = kThreads <= kMaxSharingThreads;
   // There may be more blocks than warps, so that only one of them has none.
   static constexpr bool kLastWarpsReduce = kSendsPackets && !kSharesSm;
   // PEs whose elements are loaded together.

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.arguments import as_number, refuse_nested
 from ..runtime.dtypes import fill_nan
+from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator
@@ -188,7 +189,8 @@ def _execute(
     for address in addresses[:6]:
         together |= address
     rows = 1 if width == numel else numel // width
-    is_aligned = not together & 15 and (rows == 1 or width * dtype.itemsize % 16 == 0)
+    unit = vector_bytes()
+    is_aligned = not together % unit and (rows == 1 or width * dtype.itemsize % unit == 0)
     if out is not None or norm_out is not None:
         read, may_be = {"bias": bias, "weight": weight, "scale": scale}, {"x": x, "residual": residual}
         check_apart("out", total, read, may_be)

@@ -68,7 +68,6 @@ _MOST_PACKET_LAUNCHES = 2  # for which "auto" takes packets
 _MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which warps have one block at most, a WG's last none
-_SLICE_THREADS = 256  # of a WG, of which two fit an SM
 _HOST_THREADS = 128
 _WARP_BLOCKS = (2, 1)
 
@@ -160,7 +159,8 @@ def reserve_room(world: World) -> None:
     flags = 2 * (packets // 4 // constants["kBlockBytes"]) * 8
     turns = world.size * constants["kMaxSliceWgs"] * 8
     slices = room // 512 * 512 - packets - flags - turns
-    least = _slice_places(world.size, _MOST_WAYS) * world.backend.warps_of(_SLICE_THREADS) * constants["kBlockBytes"]
+    warps = world.backend.warps_of(constants["kMaxSharingThreads"])  # as those of slices have by default
+    least = _slice_places(world.size, _MOST_WAYS) * warps * constants["kBlockBytes"]
     if slices < least:
         raise ValueError(
             f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {least - slices} too few; pass more to "
@@ -334,9 +334,10 @@ class AllReducePlan(Plan):
         """Choose grid, WGs and slices; return how many blocks a launch can have."""
         world, team, constants = self._world, self._key.team, self._constants
         is_host = world.backend.name == "host"
-        self._threads = _HOST_THREADS if is_host else self._tuning.threads or _SLICE_THREADS
+        most_sharing = constants["kMaxSharingThreads"]
+        self._threads = _HOST_THREADS if is_host else self._tuning.threads or most_sharing
         warps = world.backend.warps_of(self._threads)
-        wgs_per_sm = 2 if self._threads <= _SLICE_THREADS and not world.backend.leaves_room else 1
+        wgs_per_sm = 2 if self._threads <= most_sharing and not world.backend.leaves_room else 1
         most_wgs = min(self._tuning.work_groups or wgs_per_sm * world.backend.num_sms, constants["kMaxSliceWgs"])
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
         places = _slice_places(team.size, _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS)

@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from ..runtime.arguments import refuse_nested
+from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator
@@ -85,7 +86,7 @@ def execute(
     if out is not None:
         check_apart("out", out, {"weight": weight, "x": x, "bias": bias}, {"residual": residual})
     weight_at, x_at = weight.data_ptr(), x.data_ptr()
-    is_aligned = not ((weight_at | x_at | columns * weight.dtype.itemsize) & 15)
+    is_aligned = not (weight_at | x_at | columns * weight.dtype.itemsize) % vector_bytes()
     team = world.alone if is_alone else world.team
     state = OPERATOR.state(world)
     key = GemvKey(

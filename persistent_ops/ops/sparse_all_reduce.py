@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from ..runtime.arguments import refuse_nested
+from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.torch_library import TorchOperator
 from ..runtime.uncompiled import uncompiled
@@ -364,8 +365,8 @@ def _check_buffers(
 
 def _check_places(inputs: dict[str, torch.Tensor | None], outputs: dict[str, torch.Tensor]) -> None:
     """Raise for buffers that lie where the kernel cannot use them."""
-    if outputs["out_values"].data_ptr() % 16:
-        raise ValueError("out_values: expected a tensor that begins at a multiple of 16 bytes, as from po.empty()")
+    if outputs["out_values"].data_ptr() % (unit := vector_bytes()):
+        raise ValueError(f"out_values: expected a tensor that begins at a multiple of {unit} bytes, as from po.empty()")
     # Rows are looked up, and sums are sent, while others are written.
     others = dict(inputs)
     for name, tensor in outputs.items():

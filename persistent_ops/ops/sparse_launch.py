@@ -7,6 +7,7 @@ import functools
 import torch
 
 from ..runtime.errors import PeerLostError, PeerTimeoutError, to_raise
+from ..runtime.literals import vector_bytes
 from ..runtime.world import World
 from .sparse_plan import (
     GIVEN_UP,
@@ -60,7 +61,7 @@ def find_plan(
     """
     state = OPERATOR.state(world)
     rows, order, values = entries
-    is_aligned = not (row_bytes | values.data_ptr()) & 15
+    is_aligned = not (row_bytes | values.data_ptr()) % vector_bytes()
     key = SparseKey(
         world.team, layout, state.tuning, capacity, gathers, rows.dtype, order is not None, is_aligned, is_into, tag
     )

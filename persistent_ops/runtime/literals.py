@@ -27,6 +27,7 @@ def literal(header: str, name: str) -> int:
     return int(found[1], 0)
 
 
+@functools.cache
 def vector_bytes() -> int:
     """Return the most that a thread loads or stores at once."""
     return literal("sched/row_blocks.cuh", "kChunkBytes")

@@ -34,7 +34,6 @@ from .torch_private import backward_pass
 
 __all__ = ["InputRecord", "Workspace"]
 
-_ALONE_GRANTS = 3
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have
 _MAX_CONTRACTS = 1024  # whose values are kept for messages
 _WITHIN = (
@@ -108,8 +107,9 @@ class Workspace:
         self._lost = self._preparing = 0  # a bit per PE
         self._is_interrupted = False
         size = bootstrap.world_size
-        # One per peer and two staging copies; behind them the same for a team of this PE alone.
-        self._grants = heap.empty(((size + 2 + _ALONE_GRANTS) * self._grant_bytes // 8,), torch.int64)
+        # One per peer and copies; behind them the same for a team of this PE alone.
+        num_grants = size + 1 + 2 * self._constants["kGrantCopies"]
+        self._grants = heap.empty((num_grants * self._grant_bytes // 8,), torch.int64)
         self._ready_words = ready_words
         self._ready = heap.empty((size * ready_words,), torch.int64)
         self._abort = heap.empty((size,), torch.int64)
@@ -184,7 +184,8 @@ class Workspace:
         first_heap, first_grant = 0, 0
         is_alone = contract.team.number == ALONE
         if is_alone:  # what it needs lies behind what the world needs
-            first_heap, first_grant = self._bootstrap.world_size, self._bootstrap.world_size + 2
+            first_heap = self._bootstrap.world_size
+            first_grant = first_heap + self._constants["kGrantCopies"]
         return self._structs["Team"](
             rank=contract.team.rank,
             size=contract.team.size,
