@@ -202,7 +202,7 @@ PO_FN void grant_credit(const Team& team, const Group& group, uint64_t output_of
     signal(team, peer, grant_offset(team, team.rank), launch_flag(team));  // @grant-signal
   }
   if (group.rank() == 0) {
-    // The copies in turn: that a peer granted this epoch's credit, awaited before the next one, says that it has taken
+    // Two copies in turn: that a peer granted this epoch's credit, awaited before the next one, says that it has taken
     // the last epoch's, so the put of that one has been performed.
     const int copy = team.size + static_cast<int>(team.epoch % kGrantCopies);  // @grant-copies
     auto* staged = reinterpret_cast<Grant*>(team.heap + grant_offset(team, copy));

@@ -91,7 +91,7 @@ PO_DESCRIBE(InputErrorRecord, state, kind, operator_id, outer, inner, value, lim
 
 class Network;  // host backend only
 
-inline constexpr int kGrantCopies = 2;  // from which grants are put
+inline constexpr int kGrantCopies = 2;  // from which grants are put in turn; why two are enough: see grant_credit
 PO_CONSTANT(kGrantCopies)
 
 struct Team {

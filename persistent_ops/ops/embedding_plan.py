@@ -372,16 +372,8 @@ class EmbeddingPlan(Plan):
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
-        device = self._device
-        if not (
-            indices.dim() == offsets.dim() == 1
-            and indices.is_contiguous()
-            and offsets.is_contiguous()
-            and indices.device == device
-            and offsets.device == device
-        ):
-            self._check_is_list("indices", indices)
-            self._check_is_list("offsets", offsets)
+        self._check_is_list("indices", indices)
+        self._check_is_list("offsets", offsets)
         if per_sample_weights is None:
             return
         if per_sample_weights.dtype != torch.float32 or per_sample_weights.device != self._device:
