@@ -96,8 +96,12 @@ def test_a_pe_alone_has_nobody_to_wait_for() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of the cuda backend over a driver and a torch that say yes to all."""
-    driver = mock.MagicMock()
+    """The module of the cuda backend over a driver and a torch that say yes to all.
+
+    What is made a text or a number of is one: a MagicMock makes `__str__` and `__int__` at their first use, and threads
+    that use one at the same time can find it half made.
+    """
+    driver = mock.MagicMock(CUresult=SimpleNamespace(CUDA_SUCCESS=0))
     driver.cuStreamCreate.return_value = driver.cuDeviceGetAttribute.return_value = (driver.CUresult.CUDA_SUCCESS, 1)
     bindings, nvshmem = mock.MagicMock(driver=driver), mock.MagicMock()
     nvshmem.bindings.init_status.return_value = 2
@@ -107,8 +111,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, module)
     had = sys.modules.pop("persistent_ops.runtime.gpu", None)
     module = importlib.import_module("persistent_ops.runtime.gpu")
-    capability = {"cuda.get_device_capability.return_value": (9, 0)}
-    monkeypatch.setattr(module, "torch", mock.MagicMock(**capability))
+    properties = SimpleNamespace(uuid="GPU-0", multi_processor_count=132, shared_memory_per_block_optin=232448)
+    device = {"get_device_capability.return_value": (9, 0), "get_device_properties.return_value": properties}
+    monkeypatch.setattr(module, "torch", mock.MagicMock(**{f"cuda.{name}": value for name, value in device.items()}))
+    nvshmem.core.buffer.return_value = SimpleNamespace(handle=1 << 20)
     monkeypatch.setattr(module, "_choose_device", lambda _: 0)
     monkeypatch.setattr(module, "check_sharing", lambda *_: "")
     monkeypatch.setattr(module, "NvshmemVariables", lambda *_, **__: contextlib.nullcontext())
