@@ -40,9 +40,10 @@ from dlrm.options import Options
 from dlrm.records import Batch, Span
 from dlrm.schedule import Schedule
 from dlrm.step_watch import StepWatch
-from dlrm.summary import print_summary
+from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
 from dlrm.workload import run_pe
+from embedding_step.exchanged_fbgemm import why_no_fbgemm
 from rich.console import Console
 
 CPU = torch.device("cpu")
@@ -66,6 +67,7 @@ class Again:
 
     def replay(self) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", None)
             if po.is_initialized():
                 patch.setattr(po_world.current().workspace, "is_capturing", lambda: True)
             return self._program()
@@ -500,6 +502,39 @@ def test_another_number_of_pes_goes_on(tmp_path: Path) -> None:
     assert report["losses"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.host
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "sgd"])
+def test_a_comparison_of_replays(optimizer: str, tmp_path: Path) -> None:
+    """Of FBGEMM's tables, where it is installed; torch's wait for a number on the host."""
+    options = options_of(tmp_path, compare_steps=21, replicated_rows=20, optimizer=optimizer, is_captured=True)
+    fbgemm = "FBGEMM + gloo"
+    for report, events in in_processes(run_on_host, 2, options, timeout=200):
+        compared, ways = report["compared"], {"persistent_ops"} | ({fbgemm} if why_no_fbgemm() is None else set())
+        assert set(compared["losses"]) == set(compared["seconds"]) == ways and not problems(report)
+        assert compared["steps"] == 25 and all(len(set(each)) == 15 for each in compared["losses"].values())
+        assert compared["left_out"][0].startswith("torch + gloo is left out: PE 0: its optimizer asks on the host")
+        captured, given_back = ["captured"] * len(ways), ["given back"] * len(ways)
+        assert events == [*captured, *given_back, "group destroyed"]
+
+
+@pytest.mark.host
+def test_a_comparison_of_replays_wants_as_many_lookups_of_every_sample(tmp_path: Path) -> None:
+    options = options_of(tmp_path, compare_steps=1, is_captured=True, **gappy_text(tmp_path))
+    for report, _ in in_processes(run_on_host, 2, options, timeout=200):
+        left_out = report["compared"]["left_out"]
+        assert set(report["compared"]["losses"]) == {"persistent_ops"}
+        assert [line.split(" is left out: ")[0] for line in left_out] == ["torch + gloo", "FBGEMM + gloo"]
+        assert "samples differ in that" in left_out[1] or why_no_fbgemm() is not None
+
+
+@pytest.mark.host
+def test_a_comparison_of_replays_wants_a_whole_batch(tmp_path: Path) -> None:
+    options = options_of(tmp_path, compare_steps=1, batch=700, is_captured=True)
+    ((report, events),) = in_processes(run_on_host, 1, options, timeout=200)
+    assert report == {"error": "--graph: expected a whole batch of 700 samples, got fewer; pass a smaller --batch"}
+    assert events == ["group destroyed"]
+
+
 # ---- what is told and refused ----------------------------------------------------------------------------------------
 
 
@@ -535,7 +570,7 @@ REFUSED = {
     "--graph --backend host": (8, "--graph: expected a GPU, as the host backend has no CUDA graphs"),
     "--graph": (0, "--graph: expected a GPU, as the host backend has no CUDA graphs"),
     "--graph --pes 3": (2, "--graph: expected a GPU for each PE, as gloo's sums cannot be captured"),
-    "--graph --compare 5": (8, "--graph: a comparison's steps are not captured"),
+    "--graph --compare 5 --warmup-steps 2": (8, "--graph: FBGEMM reads its rate on the host"),
 }
 
 

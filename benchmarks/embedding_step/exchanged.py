@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import persistent_ops as po
 from persistent_ops.nn.table_layout import Layout, Slot
 
-__all__ = ["Bags", "ExchangedEmbedding", "means_over_pes", "own_slots", "parts_of", "sums"]
+__all__ = ["Bags", "ExchangedEmbedding", "KnownCounts", "means_over_pes", "own_slots", "parts_of", "sums"]
 
 
 class Bags(NamedTuple):
@@ -28,6 +28,21 @@ class Bags(NamedTuple):
     values: list[torch.Tensor]
     lengths: list[torch.Tensor]
     whole: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class KnownCounts:
+    """Brings numbers of lookups to the host once, and tells them again from then on, also in a CUDA-graph capture.
+
+    For batches that have as many lookups, each in the same bag. A step asks for numbers of one shape once.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[torch.Size, Any] = {}
+
+    def __call__(self, counts: torch.Tensor) -> Any:
+        if counts.shape not in self._told:
+            self._told[counts.shape] = counts.tolist()
+        return self._told[counts.shape]
 
 
 class _Arrived(NamedTuple):
@@ -60,7 +75,7 @@ class ExchangedEmbedding(nn.Module):
         shares_memory: whether the tables that the PEs share out are the collection's own, and not copies.
 
     Attributes:
-        read: brings numbers of lookups to the host; what knows them beforehand may take its place.
+        read: brings numbers of lookups to the host; `KnownCounts` may take its place.
 
     Raises:
         ValueError: tables are not of one dtype and pooling "sum", or have several features.

@@ -13,7 +13,7 @@ import torch
 
 from persistent_ops.ops import embedding_recorded_call
 
-from .exchanged import ExchangedEmbedding
+from .exchanged import ExchangedEmbedding, KnownCounts
 from .lookups import Batch
 from .tables import StepTables
 
@@ -191,7 +191,7 @@ class PeerStep(Step):
     def __init__(self, embedding: ExchangedEmbedding, batches: Sequence[Batch], gradient: torch.Tensor) -> None:
         super().__init__(batches, gradient)
         self.embedding = embedding
-        self._told: dict[int, list[Any]] = {}
+        self._counts: dict[int, KnownCounts] = {}
 
     def send(self, number: int) -> Any:
         batch = self._batches[number]
@@ -210,18 +210,7 @@ class PeerStep(Step):
 
     def run_told(self, number: int) -> torch.Tensor:
         """Make a step that waits for nothing on the host, behind a first one that does."""
-        is_known = number in self._told
-        told = self._told.setdefault(number, [])
-        if is_known:
-            left = iter(told)
-            self.embedding.read = lambda counts: next(left)
-        else:
-
-            def read(counts: torch.Tensor) -> Any:
-                told.append(counts.tolist())
-                return told[-1]
-
-            self.embedding.read = read
+        self.embedding.read = self._counts.setdefault(number, KnownCounts())
         try:
             return self.run(number)
         finally:

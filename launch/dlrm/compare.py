@@ -2,22 +2,24 @@
 
 Ways round differently, and a training magnifies that. Adagrad's first step moves a weight by the learning rate however
 small its gradient is, so where the gradient is little more than rounding, its sign decides; and steps that overshoot
-multiply what differs. All ways therefore begin every round with the same weights and states, and a round is short.
+multiply what differs. All ways therefore begin every round with the same weights and states, and the losses of its
+first steps are compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from embedding_step.exchanged import ExchangedEmbedding, own_slots, parts_of
+from embedding_step.exchanged import ExchangedEmbedding, KnownCounts, own_slots, parts_of
 from embedding_step.exchanged_fbgemm import FbgemmEmbedding, fused_tables, why_no_fbgemm
 from embedding_step.row_update import RowUpdate
 from harness.pes import agree, gather
@@ -26,18 +28,21 @@ from harness.timing import in_turn
 import persistent_ops as po
 from persistent_ops.runtime.world import World
 
+from .captured_step import EAGER_STEPS
 from .data import Data
-from .dense_optimizer import DENSE_OPTIMIZERS, EPS
-from .embedding import EmbeddingModule
+from .dense_optimizer import DENSE_OPTIMIZERS, EPS, make_capturable
 from .options import Options
+from .records import Batch
 from .training import Training
 from .way import make_training
 
 __all__ = ["OWN", "compare", "disagreements"]
 
 OWN = "persistent_ops"
+_Held = tuple[Batch, int]  # this PE's samples, and how many the global batch has
 _LEAST_ROUNDS = 5  # of which the first is not timed
-_MOST_STEPS = 3  # of a round
+_MOST_STEPS = 10  # of a round, which begins on GPUs that have nothing to do
+_COMPARED_STEPS = 3  # of a round
 _HELD_BATCHES = 8  # that are read beforehand, and come again
 # Relative, of losses within a round. The "mlperf" model from its first weights on (batch 160, host, bf16), against the
 # same with first rows that differ by a rounding of fp32: 2e-4 behind the first step, and behind a later one up to 10
@@ -57,41 +62,71 @@ def compare(
         group: that group's backend.
 
     Returns:
-        `losses` of every step, of which there are as many as asked for or some more, and `seconds` per step (median
-        over the rounds, maximum over the PEs) by way; `tolerance` of losses; `left_out`: lines that say which way is
-        not there, and why.
+        `losses` of every step that is compared, `steps` that are timed of each way, of which there are as many as asked
+        for or some more, and `seconds` per step (median over the rounds, maximum over the PEs) by way; `tolerance` of
+        losses; `left_out`: lines that say which way is not there, and why.
+
+    Raises:
+        ValueError: steps are to be captured, and the log has no whole batch.
     """
-    ways, left_out = _ways(options, collection, world, group)
-    trainings = {name: make_training(options, data, embedding, world) for name, embedding in ways.items()}
+    own = make_training(options, data, collection, world)
+    held = _held(own, only_whole=options.is_captured)
+    others, left_out = _others(options, collection, held, sum(data.train.hotness), world, group)
+    with contextlib.ExitStack() as end:
+        trainings = {OWN: end.enter_context(contextlib.closing(own))}
+        for name, embedding in others.items():
+            trainings[name] = end.enter_context(contextlib.closing(make_training(options, data, embedding, world)))
+        return _compared(options, collection, others, trainings, held, world) | {"left_out": left_out}
+
+
+def _compared(
+    options: Options,
+    collection: po.nn.ShardedEmbeddingBagCollection,
+    others: Mapping[str, ExchangedEmbedding],
+    trainings: Mapping[str, Training],
+    held: Sequence[_Held],
+    world: World,
+) -> dict[str, Any]:
     burst = min(-(-options.compare_steps // _LEAST_ROUNDS), _MOST_STEPS)
     num_rounds = max(-(-options.compare_steps // burst), _LEAST_ROUNDS)
-    batches = itertools.cycle(_held(trainings[OWN]))
-    taken = list(itertools.islice(batches, burst * num_rounds))
+    num_first = EAGER_STEPS + 1 if options.is_captured else 0  # of which the last is captured
+    taken = list(itertools.islice(itertools.cycle(held), num_first + burst * num_rounds))
     walks = {name: training.steps(taken) for name, training in trainings.items()}
     shares: dict[str, list[torch.Tensor]] = {name: [] for name in walks}
     seconds: dict[str, list[float]] = {name: [] for name in walks}
+
+    def walk(name: str, num_steps: int) -> list[torch.Tensor]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse invariant checks")  # of torch's optimizers
+            warnings.filterwarnings("ignore", "fbgemm::dense.*autograd kernel")  # it has one, of the older kind
+            made = list(itertools.islice(walks[name], num_steps))
+        trainings[name].wait()
+        world.check()
+        world.backend.synchronize()
+        return made
+
+    for name in walks:
+        walk(name, num_first)
     order = in_turn(walks, num_rounds)
     for _ in range(num_rounds):
-        _begin_alike(collection, ways, trainings)
+        for name, embedding in others.items():
+            embedding.take_over(collection)
+            trainings[name].take_over(trainings[OWN])
         for name in itertools.islice(order, len(walks)):
             world.backend.synchronize()
             world.barrier()
             begin = time.perf_counter()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Sparse invariant checks")  # of torch's optimizers
-                warnings.filterwarnings("ignore", "fbgemm::dense.*autograd kernel")  # it has one, of the older kind
-                shares[name] += itertools.islice(walks[name], burst)
-            world.check()
-            world.backend.synchronize()
+            made = walk(name, burst)
             seconds[name].append((time.perf_counter() - begin) / burst)
+            shares[name] += made[:_COMPARED_STEPS]
     return {
         "losses": {name: _sums(each) for name, each in shares.items()},
+        "steps": burst * num_rounds,
         "seconds": {
             name: max(gather(world.bootstrap, statistics.median(each[1:]), timeout=options.timeout))
             for name, each in seconds.items()
         },
         "tolerance": _TOLERANCES["bf16" if torch.bfloat16 in (options.dense_dtype, options.wire_dtype) else "fp32"],
-        "left_out": left_out,
     }
 
 
@@ -105,27 +140,21 @@ def disagreements(compared: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _begin_alike(
+def _others(
+    options: Options,
     collection: po.nn.ShardedEmbeddingBagCollection,
-    ways: Mapping[str, EmbeddingModule],
-    trainings: Mapping[str, Training],
-) -> None:
-    """Let the others take over this package's weights and states."""
-    for name, embedding in ways.items():
-        if isinstance(embedding, ExchangedEmbedding):
-            embedding.take_over(collection)
-            trainings[name].take_over(trainings[OWN])
-
-
-def _ways(
-    options: Options, collection: po.nn.ShardedEmbeddingBagCollection, world: World, group: str
-) -> tuple[dict[str, EmbeddingModule], list[str]]:
+    held: Sequence[_Held],
+    lookups_per_sample: int,
+    world: World,
+    group: str,
+) -> tuple[dict[str, ExchangedEmbedding], list[str]]:
+    """Return the ways there are beside this package's, and why others are not there."""
     exchange = {"nccl": "NCCL", "gloo": "gloo"}[group]
     makers = {
         f"torch + {exchange}": functools.partial(_with_torch, collection, options),
-        f"FBGEMM + {exchange}": functools.partial(_with_fbgemm, collection, options),
+        f"FBGEMM + {exchange}": functools.partial(_with_fbgemm, collection, options, held, lookups_per_sample),
     }
-    ways: dict[str, EmbeddingModule] = {OWN: collection}
+    ways: dict[str, ExchangedEmbedding] = {}
     left_out = []
     for name, make in makers.items():
         made, problem = _made(make)
@@ -138,22 +167,32 @@ def _ways(
     return ways, left_out
 
 
-def _made(make: Callable[[], EmbeddingModule]) -> tuple[EmbeddingModule | None, str | None]:
+def _made(make: Callable[[], ExchangedEmbedding]) -> tuple[ExchangedEmbedding | None, str | None]:
     try:
         return make(), None
     except Exception as error:  # another library's, of any version; or no memory for the tables once more
         return None, (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _with_torch(collection: po.nn.ShardedEmbeddingBagCollection, options: Options) -> EmbeddingModule:
-    return ExchangedEmbedding(collection, _tables_optimizer(options), wire_dtype=options.wire_dtype)
+def _with_torch(collection: po.nn.ShardedEmbeddingBagCollection, options: Options) -> ExchangedEmbedding:
+    if options.is_captured:
+        raise ValueError("its optimizer asks on the host how many rows have gradients, and no graph captures that")
+    device = next(collection.parameters()).device
+    return ExchangedEmbedding(collection, _tables_optimizer(options, device), wire_dtype=options.wire_dtype)
 
 
-def _with_fbgemm(collection: po.nn.ShardedEmbeddingBagCollection, options: Options) -> EmbeddingModule:
+def _with_fbgemm(
+    collection: po.nn.ShardedEmbeddingBagCollection,
+    options: Options,
+    held: Sequence[_Held],
+    lookups_per_sample: int,
+) -> ExchangedEmbedding:
     problem = why_no_fbgemm()
     if problem is not None:
         raise ValueError(f"it cannot be imported ({problem})")
-    rate = options.table_learning_rate
+    if options.is_captured and any(batch.values.numel() < batch.num_samples * lookups_per_sample for batch, _ in held):
+        raise ValueError("a graph holds how many lookups each exchange brings, and samples differ in that")
+    rate, device = options.table_learning_rate, next(collection.parameters()).device
     parts = parts_of(collection, own_slots(collection.layout, dist.get_rank())[0])
     fused = fused_tables(
         [rows.shape for rows, *_ in parts],
@@ -162,25 +201,35 @@ def _with_fbgemm(collection: po.nn.ShardedEmbeddingBagCollection, options: Optio
         eps=EPS,
         dtype=torch.float32,
         wire_dtype=options.wire_dtype or torch.float32,
-        device=next(collection.parameters()).device,
+        device=device,
     )
-    return FbgemmEmbedding(collection, fused, rate, _tables_optimizer(options), wire_dtype=options.wire_dtype)
+    made = FbgemmEmbedding(collection, fused, rate, _tables_optimizer(options, device), wire_dtype=options.wire_dtype)
+    if options.is_captured:
+        made.read = KnownCounts()
+    return made
 
 
-def _tables_optimizer(options: Options) -> Callable[..., torch.optim.Optimizer]:
+def _tables_optimizer(options: Options, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
     """Return what makes the optimizer of tables: torch's, or, as it has no row-wise Adagrad, one of its operators."""
     rate = options.table_learning_rate
     if options.optimizer == "rowwise_adagrad":
         width = options.preset.dim
         return functools.partial(RowUpdate, algorithm=options.optimizer, lr=rate, eps=EPS, width=width)
+    if options.is_captured:
+        return functools.partial(make_capturable, options.optimizer, rate=rate, device=device)
     return functools.partial(DENSE_OPTIMIZERS[options.optimizer], lr=rate)
 
 
-def _held(training: Training) -> list[Any]:
+def _held(training: Training, *, only_whole: bool) -> list[_Held]:
     """Return the first batches of the first epoch, on the device."""
     batches = training.batches
     numbers = range(min(_HELD_BATCHES, batches.num_batches))
-    return [(batches.read(0, number).to(training.device), batches.size(number)) for number in numbers]
+    found = [number for number in numbers if not only_whole or batches.size(number) == batches.batch_size]
+    if not found:
+        raise ValueError(
+            f"--graph: expected a whole batch of {batches.batch_size} samples, got fewer; pass a smaller --batch"
+        )
+    return [(batches.read(0, number).to(training.device), batches.size(number)) for number in found]
 
 
 def _sums(shares: list[torch.Tensor]) -> list[float]:

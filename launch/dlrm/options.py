@@ -185,8 +185,8 @@ class Options:
             raise ValueError(f"heap_gib must be at most {_MOST_HEAP_GIB}, got {self.heap_gib:g}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.is_captured and self.compare_steps:
-            raise ValueError("--graph: a comparison's steps are not captured; leave out --graph or --compare")
+        if self.is_captured and self.compare_steps and self.schedule != Schedule():
+            raise ValueError("--graph: FBGEMM reads its rate on the host; leave out --graph, --compare or the schedule")
         if self.beside_nccl == "room" and self.compare_steps:
             raise ValueError("--beside-nccl: a comparison's peers have NCCL as it is; leave out room or --compare")
         if (self.data is None) != (self.format == "synthetic"):
@@ -212,7 +212,7 @@ class Options:
 
     @property
     def num_sms_of_nccl(self) -> int | None:
-        """As `Training` takes it."""
+        """That launches leave to NCCL's collectives, which need no order with them then; None for one order."""
         return _NUM_SMS_OF_NCCL if self.beside_nccl == "room" else None
 
     def sizes(self, num_features: int, num_dense: int) -> Sizes:

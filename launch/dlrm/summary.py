@@ -113,7 +113,9 @@ def _print_compared(report: dict[str, Any], console: Console) -> None:
         times = (f"{seconds * 1e3:.2f}", f"{seconds / own:.2f}")
         table.add_row(name, *times, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", difference)
     console.print(table)
-    for line in compared["left_out"]:
+    kind = "replays of its CUDA graph" if report["options"]["is_captured"] else "eager"
+    lines = [f"{compared['steps']} steps of each way are timed, {kind}", *compared["left_out"]]
+    for line in lines:
         console.print(escape(line), highlight=False)
     if differences and not problems(report):
         steps = len(compared["losses"][OWN])

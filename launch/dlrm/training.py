@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from persistent_ops.nn import OrderedAllReduce, balanced_splits, leave_room
+from persistent_ops.nn import balanced_splits
 
 from . import checkpoint
 from .ahead import Sender
@@ -98,8 +97,8 @@ class Training:
             done on one stream, see `own_stream`; and `close` comes before the process group's end.
         watch: waits for the steps where the host wants losses, and raises what launches have reported, neither of which
             a replay does; None where torch and the operators do.
-        num_sms_of_nccl: that launches leave to the process group's collectives, which then need no order with them;
-            None to put both in one order.
+        beside_launches: called with the DistributedDataParallel where there is one: has its collectives and the
+            embedding's launches go side by side. None where the embedding makes none.
 
     Attributes:
         batches, device: see above.
@@ -129,7 +128,7 @@ class Training:
         is_compiled: bool = False,
         is_captured: bool = False,
         watch: StepWatch | None = None,
-        num_sms_of_nccl: int | None = None,
+        beside_launches: Callable[[DistributedDataParallel], Any] | None = None,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
             if (source.num_dense, len(source.num_rows)) != (model.sizes.num_dense, len(model.sizes.dims)):
@@ -153,10 +152,8 @@ class Training:
             constants: Any = [name for name, _ in model.named_buffers()]
             model._ddp_params_and_buffers_to_ignore = constants  # torch 2.13 has renamed the option for it
             self._dense = DistributedDataParallel(model)
-            if num_sms_of_nccl is None:
-                OrderedAllReduce(self._dense)
-            else:
-                leave_room(self._dense, num_sms=num_sms_of_nccl)
+            if beside_launches is not None:
+                beside_launches(self._dense)
         if is_compiled:
             self._dense = torch.compile(self._dense)
         self._captured: CapturedStep | None = None
@@ -291,9 +288,19 @@ class Training:
             self._captured.close()
 
     def take_over(self, other: Training) -> None:
-        """Take over the dense part of another training, and its optimizer; the position stays."""
+        """Take over the dense part of another training, and its optimizer's states; position and rates stay.
+
+        They are copied to where they lie, which is where a graph reads them.
+        """
         self._model.load_state_dict(other._model.state_dict())
-        self._optimizer.load_state_dict(copy.deepcopy(other._optimizer.state_dict()))
+        for own, given in zip(self._model.parameters(), other._model.parameters(), strict=True):
+            for name, state in other._optimizer.state[given].items():
+                self._optimizer.state[own][name].copy_(state)
+
+    def wait(self) -> None:
+        """Wait for the steps under way, and raise what they have reported."""
+        if self._watch is not None:
+            self._watch.wait()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -392,8 +399,7 @@ class Training:
         """Move the losses that are still on the device into the history; return how many."""
         if not self._shares:
             return 0
-        if self._watch is not None:
-            self._watch.wait()
+        self.wait()
         sums = torch.stack(self._shares).double()
         if self._num_pes > 1:
             dist.all_reduce(sums)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,11 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         "index_dtype": torch.int32 if max(source.num_rows) <= 2**31 else torch.int64,
         "num_readers": options.readers,
     }
+    beside_launches: Callable[..., Any] | None = None
+    if isinstance(embedding, po.nn.ShardedEmbeddingBagCollection):
+        beside_launches = po.nn.OrderedAllReduce
+        if options.num_sms_of_nccl is not None:
+            beside_launches = functools.partial(po.nn.leave_room, num_sms=options.num_sms_of_nccl)
     return Training(
         model,
         embedding,
@@ -90,5 +96,5 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         is_compiled=options.is_compiled,
         is_captured=options.is_captured,
         watch=StepWatch(world, device, world.workspace.timeout, world.check) if options.is_captured else None,
-        num_sms_of_nccl=options.num_sms_of_nccl,
+        beside_launches=beside_launches,
     )
