@@ -198,6 +198,47 @@ def test_ten_steps_are_those_of_one_process(backend: str, algorithm: str, is_who
     assert in_world(_against_torch, world, backend, algorithm, is_whole) == [[]] * world
 
 
+def _with_decay(algorithm: str, mode: str) -> list[float]:
+    """Six steps with weight decay and of torch's optimizers, with all rows looked up in each; return where they differ.
+
+    Rows have the same number in all columns, so that row-wise Adagrad's mean of squares is the square of each.
+    """
+    rate, decay, rows, batch = 0.3, 0.2, 9, 11
+    drawer = torch.Generator().manual_seed(5)
+    begin = torch.randn(rows, 1, generator=drawer).expand(rows, 8)
+    own, wanted = begin.to(po.device(), copy=True), begin.clone().requires_grad_()
+    modes = {} if algorithm == "adam" else {"weight_decay_mode": mode}
+    optimizer = po.EmbeddingOptimizer([own], algorithm, lr=rate, weight_decay=decay, **modes)
+    if algorithm == "adam":
+        of_torch: torch.optim.Optimizer = torch.optim.AdamW([wanted], lr=rate, eps=1e-8, weight_decay=decay)
+    else:
+        of_torch = torch.optim.Adagrad([wanted], lr=rate, eps=1e-8, weight_decay=decay * (mode == "l2"))
+    errors = []
+    for _ in range(6):
+        indices = torch.cat([torch.randperm(rows, generator=drawer), torch.randint(rows, (13,), generator=drawer)])
+        offsets = torch.tensor([0, *sorted(torch.randint(23, (batch - 1,), generator=drawer).tolist()), len(indices)])
+        gradient = torch.randn(batch, 1, generator=drawer).expand(batch, 8).contiguous()
+        given = (indices.to(po.device()), offsets.to(po.device()))
+        po.embedding_all_to_all([own], *given, optimizer=optimizer).backward(gradient.to(po.device()))
+        of_torch.zero_grad()
+        bags = torch.nn.functional.embedding_bag(indices, wanted, offsets, mode="sum", include_last_offset=True)
+        bags.backward(gradient)
+        if mode == "decoupled":
+            with torch.no_grad():
+                wanted.mul_(1 - rate * decay)
+        of_torch.step()
+        errors.append(float((own.cpu() - wanted.detach()).abs().max()))
+    po.check()
+    return [error for error in errors if not error < 1e-5]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode"), [("adam", ""), ("rowwise_adagrad", "l2"), ("rowwise_adagrad", "decoupled")]
+)
+def test_weight_decay_is_that_of_torchs_optimizers(backend: str, algorithm: str, mode: str) -> None:
+    assert in_world(_with_decay, 1, backend, algorithm, mode) == [[]]
+
+
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
