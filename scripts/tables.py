@@ -208,7 +208,14 @@ def _dlrm_train_tables(run: Run) -> list[str]:
         rows.append(
             [name, f"{1e3 * seconds:.2f}", f"{seconds / own:.2f}", f"{losses[0]:.6f}", f"{losses[-1]:.6f}", far]
         )
-    head = [f"tables by, {pes_text(run.pes)}", "ms per step", "x time", "first loss", "last loss", "largest difference"]
+    head = [
+        f"tables by, {pes_text(run.pes)}",
+        "ms per step",
+        "x time",
+        "first loss",
+        "last compared",
+        "largest difference",
+    ]
     kind = "replays of CUDA graphs" if options.get("is_captured") else "eager"
     what = f"Model {most}, {options['optimizer']}, dense part in {options['precision']}; steps are {kind}."
     return [_table(head, rows), what, *[f"{line}." for line in compared["left_out"]]]

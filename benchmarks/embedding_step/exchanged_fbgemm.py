@@ -197,9 +197,9 @@ def _dense(tables: list[torch.Tensor]) -> Any:
 
 
 def _flat(bags: Bags) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lookups of all slots, and where bags begin and end."""
+    """Return the lookups of all slots, and where bags begin and end, in the lookups' dtype."""
     values, lengths = bags.whole or (torch.cat(bags.values), torch.cat(bags.lengths))
-    return values.long(), F.pad(lengths.long().cumsum(0), (1, 0))
+    return values, F.pad(lengths.cumsum(0, dtype=values.dtype), (1, 0))
 
 
 class _FusedRate:

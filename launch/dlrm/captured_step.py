@@ -115,8 +115,12 @@ class StepGraph:
         stream = torch.cuda.current_stream()
         # Threads that read batches allocate page-locked memory meanwhile, and NCCL's watchdog asks for its events: the
         # default mode forbids both to all threads.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self._result: torch.Tensor | None = program()
+        try:
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._result: torch.Tensor | None = program()
+        except BaseException:
+            self._graph.reset()  # else NCCL waits for its end where the error's traceback keeps it
+            raise
 
     def replay(self) -> torch.Tensor:
         """See `Graph`."""

@@ -15,7 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from .way import make_training
 __all__ = ["OWN", "compare", "disagreements"]
 
 OWN = "persistent_ops"
+_Result = TypeVar("_Result")
 _Held = tuple[Batch, int]  # this PE's samples, and how many the global batch has
 _LEAST_ROUNDS = 5  # of which the first is not timed
 _MOST_STEPS = 10  # of a round, which begins on GPUs that have nothing to do
@@ -62,9 +63,9 @@ def compare(
         group: that group's backend.
 
     Returns:
-        `losses` of every step that is compared, `steps` that are timed of each way, of which there are as many as asked
-        for or some more, and `seconds` per step (median over the rounds, maximum over the PEs) by way; `tolerance` of
-        losses; `left_out`: lines that say which way is not there, and why.
+        `losses` of every step that is compared, `steps` that are timed of each way, which are those asked for or some
+        more but for the first round's, and `seconds` per step (median over the rounds, maximum over the PEs) by way;
+        `tolerance` of losses; `left_out`: lines that say which way is not there, and why.
 
     Raises:
         ValueError: steps are to be captured, and the log has no whole batch.
@@ -76,7 +77,7 @@ def compare(
         trainings = {OWN: end.enter_context(contextlib.closing(own))}
         for name, embedding in others.items():
             trainings[name] = end.enter_context(contextlib.closing(make_training(options, data, embedding, world)))
-        return _compared(options, collection, others, trainings, held, world) | {"left_out": left_out}
+        return _compared(options, collection, others, trainings, held, left_out, world)
 
 
 def _compared(
@@ -85,6 +86,7 @@ def _compared(
     others: Mapping[str, ExchangedEmbedding],
     trainings: Mapping[str, Training],
     held: Sequence[_Held],
+    left_out: list[str],
     world: World,
 ) -> dict[str, Any]:
     burst = min(-(-options.compare_steps // _LEAST_ROUNDS), _MOST_STEPS)
@@ -92,8 +94,6 @@ def _compared(
     num_first = EAGER_STEPS + 1 if options.is_captured else 0  # of which the last is captured
     taken = list(itertools.islice(itertools.cycle(held), num_first + burst * num_rounds))
     walks = {name: training.steps(taken) for name, training in trainings.items()}
-    shares: dict[str, list[torch.Tensor]] = {name: [] for name in walks}
-    seconds: dict[str, list[float]] = {name: [] for name in walks}
 
     def walk(name: str, num_steps: int) -> list[torch.Tensor]:
         with warnings.catch_warnings():
@@ -105,13 +105,21 @@ def _compared(
         world.backend.synchronize()
         return made
 
-    for name in walks:
-        walk(name, num_first)
+    walk(OWN, num_first)
+    for name in others:
+        _, problem = _tried(functools.partial(walk, name, num_first))
+        problem = agree(world.bootstrap, problem, timeout=options.timeout)
+        if problem is not None:
+            left_out.append(f"{name} is left out: {problem}")
+            del walks[name]
+    shares: dict[str, list[torch.Tensor]] = {name: [] for name in walks}
+    seconds: dict[str, list[float]] = {name: [] for name in walks}
     order = in_turn(walks, num_rounds)
     for _ in range(num_rounds):
         for name, embedding in others.items():
-            embedding.take_over(collection)
-            trainings[name].take_over(trainings[OWN])
+            if name in walks:
+                embedding.take_over(collection)
+                trainings[name].take_over(trainings[OWN])
         for name in itertools.islice(order, len(walks)):
             world.backend.synchronize()
             world.barrier()
@@ -121,12 +129,13 @@ def _compared(
             shares[name] += made[:_COMPARED_STEPS]
     return {
         "losses": {name: _sums(each) for name, each in shares.items()},
-        "steps": burst * num_rounds,
+        "steps": burst * (num_rounds - 1),
         "seconds": {
             name: max(gather(world.bootstrap, statistics.median(each[1:]), timeout=options.timeout))
             for name, each in seconds.items()
         },
         "tolerance": _TOLERANCES["bf16" if torch.bfloat16 in (options.dense_dtype, options.wire_dtype) else "fp32"],
+        "left_out": left_out,
     }
 
 
@@ -157,7 +166,7 @@ def _others(
     ways: dict[str, ExchangedEmbedding] = {}
     left_out = []
     for name, make in makers.items():
-        made, problem = _made(make)
+        made, problem = _tried(make)
         problem = agree(world.bootstrap, problem, timeout=options.timeout)
         if problem is None:
             assert made is not None
@@ -167,7 +176,7 @@ def _others(
     return ways, left_out
 
 
-def _made(make: Callable[[], ExchangedEmbedding]) -> tuple[ExchangedEmbedding | None, str | None]:
+def _tried(make: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
     try:
         return make(), None
     except Exception as error:  # another library's, of any version; or no memory for the tables once more

@@ -105,7 +105,7 @@ def _print_compared(report: dict[str, Any], console: Console) -> None:
     differences, own = disagreements(compared), compared["seconds"][OWN]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("tables by", no_wrap=True)
-    for name in ("ms per step", "x time", "first loss", "last loss", "difference"):
+    for name in ("ms per step", "x time", "first loss", "last compared", "difference"):
         table.add_column(name, justify="right")
     for name, losses in compared["losses"].items():
         seconds = compared["seconds"][name]
