@@ -43,6 +43,7 @@ class Parts:
 
 # Of nn, the embedding module: it trains with the backward pass, and adds up gradients of replicated tables.
 _TABLES = (
+    "nn/ahead_of_update.py",
     "nn/automatic_placement.py",
     "nn/column_runs.py",
     "nn/embedding_bag_collection.py",

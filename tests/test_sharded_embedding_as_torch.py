@@ -158,6 +158,40 @@ def test_rows_that_were_updated_are_not_read_anew(placement: str) -> None:
         assert kind == "RuntimeError" and "leave all but the last one out of checkpointed regions" in text
 
 
+def _alone_in_a_region(placement: str, is_split: bool, is_reentrant: bool) -> list[bool]:
+    """Return whether a step whose only call is in such a region is that of one that is not."""
+    rows = []
+    for is_checkpointed in (False, True, True):
+        module, factor = _module(placement), torch.full((8,), 0.5, requires_grad=True)
+        given = _lookups(3, 1, 3)
+        options = {"batch_per_rank": [3] * po.world_size()} if is_split else {}
+
+        def region(
+            values: torch.Tensor,
+            lengths: torch.Tensor,
+            factor: torch.Tensor,
+            module: Any = module,
+            options: Any = options,
+        ) -> torch.Tensor:
+            return (module(values, lengths, **options) * factor).tanh()  # type: ignore[no-any-return]
+
+        for _ in range(2):
+            if is_checkpointed:
+                result = checkpoint(region, *given, factor, use_reentrant=is_reentrant)
+            else:
+                result = region(*given, factor)
+            result.sum().backward()
+        rows.append([each.clone() for each in module.parameters()] + [factor.grad])
+    return [all(map(torch.equal, rows[0], others)) for others in rows[1:]]
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+def test_a_call_alone_in_a_region_that_is_made_anew(placement: str, is_split: bool, is_reentrant: bool) -> None:
+    assert in_world(_alone_in_a_region, 2, "host", placement, is_split, is_reentrant) == [[True, True]] * 2
+
+
 def _sent_and_made_anew(placement: str) -> list[tuple[str, str]]:
     """Make a region anew while other lookups wait, and one that pools what was sent."""
     told = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -68,6 +69,18 @@ def pe_ends(how: str) -> None:
         os._exit(6)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
+
+
+def pe_leaves_a_child(end: str) -> None:
+    """Be killed, while a child that has all that this process had lives on until there is a file."""
+    if os.environ["PERSISTENT_OPS_RANK"] == "0":
+        time.sleep(1000)
+    if os.fork() == 0:
+        until = time.monotonic() + 100.0
+        while not os.path.exists(end) and time.monotonic() < until:
+            time.sleep(0.05)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def children() -> set[int]:
@@ -193,6 +206,64 @@ def test_processes_do_not_outlive_launch(tmp_path: Path, number: signal.Signals)
     assert parent.returncode != 0
     assert (b"KeyboardInterrupt" in log) == (number == signal.SIGINT)
     wait_for(lambda: not any(Path("/proc", entry.name).exists() for entry in pids.iterdir()))
+
+
+def test_a_pe_s_end_is_seen_though_a_child_of_it_lives(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    begin = time.monotonic()
+    try:
+        with pytest.raises(PersistentOpsError, match="PE 1 of 2 was killed by SIGKILL"):
+            spawn.launch(pe_leaves_a_child, 2, str(end))
+        assert time.monotonic() - begin < 60.0, "as long as the child lives"
+    finally:
+        end.touch()
+
+
+def test_ctrl_c_while_processes_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when one is there, which nobody would end; and in the middle of a start, to another thread."""
+    kind = multiprocessing.get_context("spawn").Process
+    start = kind.start
+    seen: list[Any] = []
+
+    def interrupted(process: Any) -> None:
+        other = threading.Thread(target=signal.raise_signal, args=(signal.SIGINT,))
+        other.start()
+        other.join()
+        start(process)
+        seen.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(kind, "start", interrupted)
+    before = multiprocessing.active_children()
+    with pytest.raises(KeyboardInterrupt):
+        spawn.launch(time.sleep, 2, 1000)
+    assert len(seen) == 1, "the first one's start came to its end, and no other one began"
+    assert multiprocessing.active_children() == before
+
+
+def test_threads_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PEs that have begun learn of it."""
+    start = threading.Thread.start
+    ends: list[str] = []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "PE 2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def meet() -> None:
+        board = thread_bootstrap()
+        assert board is not None
+        try:
+            board.exchange("all", b"")
+        except Exception as error:
+            ends.append(str(error))
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(PersistentOpsError, match="PE 2 of 3: the system has no room for its thread"):
+        spawn.launch(meet, 3, threads=True, timeout=100.0)
+    wait_for(lambda: len(ends) == 2, 30.0)
+    assert all("launch() has ended without it" in text for text in ends)
 
 
 def test_launch_with_threads() -> None:

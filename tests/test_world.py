@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import re
@@ -237,6 +238,30 @@ def test_operators_are_called_from_one_thread(backend: str, tmp_path: Path) -> N
     assert seen == [("", "")]
 
 
+def _behind_another_thread() -> str:
+    """Return what is told to this thread when one that Python has not started has called and ended."""
+    po.init("host", heap_size=16 << 20)
+    has_called = threading.Event()
+
+    def call() -> None:
+        po.barrier()
+        has_called.set()
+
+    _thread.start_new_thread(call, ())
+    assert has_called.wait(60.0)
+    told, until = "never", time.monotonic() + 30.0
+    while told and time.monotonic() < until:  # it ends behind the event
+        told = error_of(po.barrier)[1]
+    po.finalize()
+    return told
+
+
+@pytest.mark.host
+def test_a_thread_that_python_has_not_started_may_end() -> None:
+    """Python takes it for alive as long as it knows it."""
+    assert po.launch(_behind_another_thread, 1, timeout=200) == [""]
+
+
 def _settled() -> tuple[int, int, int]:
     """Return what this process has open, once threads that have been told to end have had the time for it."""
     found = [(-1, -1, -1)] * 4
@@ -262,3 +287,29 @@ def test_worlds_that_are_gone_leave_nothing_behind(options: dict[str, Any]) -> N
     for _ in range(5):
         world_after_world()
     assert _settled() == before, "open files, threads, mapped heaps"
+
+
+@pytest.mark.host
+def test_a_thread_that_has_called_operators_keeps_no_world() -> None:
+    """Such as one of a pool, which goes on."""
+    mapped, is_over = [_mapped_heaps()], threading.Event()
+    threads = []
+    for _ in range(3):
+        po.init("host", heap_size=16 << 20)
+        has_called = threading.Event()
+
+        def call(has_called: threading.Event = has_called) -> None:
+            po.barrier()
+            has_called.set()
+            is_over.wait(100.0)
+
+        threads.append(threading.Thread(target=call))
+        threads[-1].start()
+        assert has_called.wait(60.0)
+        po.finalize()
+        gc.collect()
+        mapped.append(_mapped_heaps())
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert mapped == mapped[:1] * 4

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
-from ..ops.embedding_checks import BOUNDS, check_derivatives
+from ..ops.embedding_checks import BOUNDS, check_derivatives, refuse_fakes
 from ..ops.embedding_inputs import EmbeddingInputs, checked_split
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
@@ -20,6 +20,7 @@ from ..runtime.errors import CapacityError, to_raise
 from ..runtime.operator import Operator
 from ..runtime.torch_private import backward_pass
 from ..runtime.uncompiled import uncompiled
+from .ahead_of_update import AheadOfUpdate
 from .automatic_placement import layout_of
 from .column_runs import side_by_side
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
@@ -66,19 +67,10 @@ class _Updates:
         self.are_new = True
 
 
-def _hook_ahead_of_update(
-    optimizer: EmbeddingBagOptimizer, world: _world.World, clamp: float | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what sees, ahead of an update, to what that takes as it is then: the rate, and the result's gradient."""
-
-    def begin(gradient: torch.Tensor) -> torch.Tensor:
-        if not world.workspace.is_capturing():
-            optimizer.push_rate()
-        if clamp is None or clamp > torch.finfo(gradient.dtype).max:
-            return gradient
-        return gradient.clamp(-clamp, clamp)
-
-    return begin
+def _versions_of(tables: Sequence[ShardedTable], optimizers: Sequence[EmbeddingOptimizer]) -> Callable[[], list[int]]:
+    """Return what tells, without holding the collection, whether rows have changed: on PEs without a table, too."""
+    weights = [table.weight for table in tables]
+    return lambda: [*(weight._version for weight in weights), *(each.num_passes for each in optimizers)]
 
 
 class ShardedEmbeddingBagCollection(torch.nn.Module):
@@ -259,7 +251,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             drawn_of(self.layout, world.rank),
             rounding,
         )
-        self._ahead_of_update = _hook_ahead_of_update(self.optimizer, world, self._clamp)
+        self._versions = _versions_of(self._tables, optimizers)
         self._ddp_params_and_buffers_to_ignore = self.table_names()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -447,6 +439,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             given = features_of(features, self.feature_names, is_weighted=self._is_weighted)
         device = self._world.backend.device
         check_features(given, len(self.feature_names), self._max_batch, device, is_weighted=self._is_weighted)
+        refuse_fakes("ShardedEmbeddingBagCollection", *given)
         if given.weights is not None:
             check_derivatives(given.weights)
         if batch_per_rank is not None and not self._inputs:  # else the exchanges check it
@@ -595,7 +588,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             raise to_raise(problem)
         result = side_by_side(self.layout.runs, pooled)
         if result.requires_grad:
-            result.register_hook(self._ahead_of_update)
+            wants_factors = any(lookups.gives_gradients for lookups in sent)
+            wants_factors |= features.own is not None and features.own.weights is not None
+            kept = sent if is_kept else []
+            versions = self._versions if wants_factors else None
+            result.register_hook(AheadOfUpdate(self.optimizer, self._world, self._clamp, kept, versions))
             for each in pooled:
                 if each.grad_fn is not None:
                     each.grad_fn.register_hook(self._behind_update)

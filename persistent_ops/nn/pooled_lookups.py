@@ -53,20 +53,23 @@ def pool_arrived(
         )
         return from_sources
     indices, offsets, factors, batch_per_rank = _global_batch(lookups)
-    pooled: torch.Tensor = _ops.embedding_all_to_all(
-        weights,
-        indices,
-        offsets,
-        factors,
-        mode=group.pooling,
-        batch_per_rank=batch_per_rank,
-        dim_per_rank=group.dim_per_rank,
-        dtype=group.dtype,
-        wire_dtype=wire_dtype,
-        bounds="ignore",
-        columns=columns,
-        optimizer=optimizer,
-    )
+    # The copies are nobody else's. Hooks of others, such as torch.utils.checkpoint's, see nothing saved, as where
+    # nothing is copied: a region that is made anew may copy what it did not copy before.
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda held: held[0]):
+        pooled: torch.Tensor = _ops.embedding_all_to_all(
+            weights,
+            indices,
+            offsets,
+            factors,
+            mode=group.pooling,
+            batch_per_rank=batch_per_rank,
+            dim_per_rank=group.dim_per_rank,
+            dtype=group.dtype,
+            wire_dtype=wire_dtype,
+            bounds="ignore",
+            columns=columns,
+            optimizer=optimizer,
+        )
     return pooled
 
 

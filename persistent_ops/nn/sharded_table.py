@@ -93,6 +93,7 @@ class ShardedTable(torch.nn.Module):
 
     def draw(self, seed: int) -> None:
         """Draw the rows, of the whole table, since a generator gives numbers in its order; large parts side by side."""
+        torch.autograd.graph.increment_version(self.weight)  # also on PEs without a part of it
         if not self.slices:
             return
         config, (low, high) = self._config, self._config.init_bounds
@@ -159,4 +160,5 @@ class ShardedTable(torch.nn.Module):
         except ValueError as error:
             error_msgs.append(f"{name}: {error}")
             return
+        torch.autograd.graph.increment_version(self.weight)  # also on PEs without a part of it
         self._world.workspace.changes.loaded(*self._blocks)

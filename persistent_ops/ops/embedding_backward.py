@@ -271,10 +271,12 @@ class EmbeddingOptimizer:
             calls=world.workspace.calls,
             name=self._name or self._first_named(world),
             once="would update the tables twice",
-            version=self._version,
+            version=lambda: self.num_passes,
         )
 
-    def _version(self) -> int:
+    @property
+    def num_passes(self) -> int:
+        """Backward passes of forward passes so far: of all PEs, also of those without a table."""
         return self._num_passes
 
     def name_tables(self, names: Sequence[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from ..runtime.dtypes import SCALARS
 from ..runtime.forward_mode import refuse_tangents
 from ..runtime.literals import literal
 from ..runtime.team import Team
-from ..runtime.torch_private import function_transform
+from ..runtime.torch_private import function_transform, num_dispatch_modes
 
 if TYPE_CHECKING:
     from .embedding_inputs_lookups import Lookups
@@ -31,7 +33,9 @@ __all__ = [
     "check_tables_and_split",
     "check_types",
     "check_wire",
+    "has_memory",
     "most_rows",
+    "refuse_fakes",
     "seeds_of",
 ]
 
@@ -54,6 +58,28 @@ def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], d
         raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
     if tensor.is_neg():
         raise ValueError(f"{name}: expected a tensor without the negative bit; pass its resolve_neg()")
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory, or needs none: a fake one has not, nor has one of torch.func's."""
+    if not tensor.numel():
+        return True
+    with contextlib.suppress(RuntimeError):
+        if type(tensor) is torch.Tensor:
+            return bool(tensor.data_ptr())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return bool(tensor.data_ptr())
+    return False
+
+
+def refuse_fakes(name: str, *tensors: torch.Tensor | None) -> None:
+    """Raise NotImplementedError for a tensor without memory, or where new ones have none, in a FakeTensorMode."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not num_dispatch_modes() and all(type(tensor) is torch.Tensor for tensor in given):
+        return
+    if not all(map(has_memory, [*given, torch.empty(1)])):
+        raise NotImplementedError(f"{name}: no exchange of fake tensors, whose numbers decide what travels")
 
 
 def check_types(

@@ -18,7 +18,7 @@ from ..runtime.arguments import as_number, as_whole_numbers
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError, SymmetricHeapError
 from ..runtime.operator import Operator
-from .embedding_checks import BOUNDS, check_derivatives, check_list, most_rows
+from .embedding_checks import BOUNDS, check_derivatives, check_list, most_rows, refuse_fakes
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import (
     MOST_LOOKUPS,
@@ -261,6 +261,7 @@ class EmbeddingInputs:
                 raise ValueError(
                     f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
                 )
+        refuse_fakes("EmbeddingInputs", values, bounds, weights)
         num_bags = bounds.numel() - (lengths is None)
         samples, rest = divmod(num_bags, layout.num_features)
         if rest or num_bags < 0:

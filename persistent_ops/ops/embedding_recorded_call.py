@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
 from ..runtime.plain_call import materialized
 from ..runtime.uncompiled import uncompiled
+from .embedding_checks import has_memory
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 from .embedding_weight_gradients import return_gradients
@@ -235,9 +235,8 @@ def _memory_of(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()  # type: ignore[no-untyped-call]
     gradient = materialized(gradient)
-    with contextlib.suppress(RuntimeError):
-        if gradient.data_ptr() or not gradient.numel():
-            return gradient
+    if has_memory(gradient):
+        return gradient
     raise NotImplementedError(
         "embedding_all_to_all: no backward pass of a call that is traced, batched (is_grads_batched, vectorize) or "
         "differentiated by torch.func; make it plainly, one after the other"

@@ -39,6 +39,7 @@ __all__ = ["Job", "cache_folder", "fetch"]
 
 _OUTPUT_LINES = 60
 _DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_TIMEOUT_S = 20 * 86400.0  # the system counts milliseconds in 32 bits
 _LEFT_OVER_S = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def timeout() -> float:
         seconds = -1.0
     if not 0.0 < seconds < float("inf"):
         raise CompileError(f"PERSISTENT_OPS_COMPILE_TIMEOUT must be a number of seconds above 0; got {value!r}.")
-    return seconds
+    return min(seconds, _LONGEST_TIMEOUT_S)
 
 
 def _digest(path: Path) -> str:

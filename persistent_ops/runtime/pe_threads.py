@@ -70,9 +70,15 @@ class _Threads:
         ]
 
     def run(self) -> list[Any]:
-        for thread in self._threads:
-            thread.start()
         try:
+            for rank, thread in enumerate(self._threads):
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise PersistentOpsError(
+                        f"PE {rank} of {self._num_pes}: the system has no room for its thread ({error}); launch fewer "
+                        "PEs, or raise the limit of threads (ulimit -u, a container's pids.max)"
+                    ) from error
             self._watch()
         finally:
             self._await_ends()

@@ -11,9 +11,10 @@ import secrets
 import selectors
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -33,6 +34,7 @@ _MANY = 32  # PEs of which it is asked whether a world may have so many, which t
 _GRACE_S = 1.0  # for the other PEs to report their own errors after the first one
 _LEAVE_S = 10.0  # for the exit handlers of a PE
 _TERMINATE_S = 0.5  # between SIGTERM and SIGKILL
+_LOOK_S = 1.0  # between looks at whether PEs are alive
 _LONGEST_WAIT_S = 86400.0  # at a time: the system counts milliseconds in 32 bits
 _HEADER_BYTES = 8
 _PR_SET_PDEATHSIG = 1
@@ -135,9 +137,9 @@ class _Processes:
             process = context.Process(
                 target=_run_process, args=(self._task, environment, writer, os.getpid()), name=f"PE {rank}"
             )
+            self._processes.append(process)
             with contextlib.closing(writer), hidden_main(), _held_back_interrupts():
                 process.start()
-            self._processes.append(process)
             os.set_blocking(reader.fileno(), False)
 
     def _watch(self) -> None:
@@ -152,9 +154,10 @@ class _Processes:
                 if self._failures and grace_ends is None:
                     grace_ends = time.monotonic() + _GRACE_S
                 limits = [limit for limit in (grace_ends, self._deadline) if limit is not None]
-                wait = min(max(0.0, min(limits) - time.monotonic()), _LONGEST_WAIT_S) if limits else None
-                ready = {key.data for key, _ in selector.select(wait)} & running
-                for rank in ready:
+                wait = max(0.0, min(limits) - time.monotonic()) if limits else _LOOK_S
+                ready = {key.data for key, _ in selector.select(min(wait, _LOOK_S))} & running
+                # A child of a PE's holds both ends that would tell of the PE's end, for as long as it lives itself.
+                for rank in ready | {rank for rank in running if not self._processes[rank].is_alive()}:
                     if self._collect(rank):
                         running.discard(rank)
                         selector.unregister(self._readers[rank].fileno())
@@ -224,15 +227,16 @@ class _Processes:
 
     def _end(self) -> None:
         """End and reap every process, whatever state it is in."""
+        started = [process for process in self._processes if process.pid is not None]
         if self._failures or len(self._results) < len(self._processes):
-            for process in self._processes:
+            for process in started:
                 process.terminate()
-            self._join(_TERMINATE_S)
+            self._join(started, _TERMINATE_S)
         else:
-            self._join(self._time_to_leave())
-        for process in self._processes:
+            self._join(started, self._time_to_leave())
+        for process in started:
             process.kill()
-        for process in self._processes:
+        for process in started:
             process.join()
             process.close()
         for reader in self._readers:
@@ -244,9 +248,10 @@ class _Processes:
             return _LEAVE_S
         return min(max(1.0, self._deadline - time.monotonic()), _LONGEST_WAIT_S)
 
-    def _join(self, seconds: float) -> None:
+    @staticmethod
+    def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
         until = time.monotonic() + seconds
-        for process in self._processes:
+        for process in processes:
             process.join(max(0.0, until - time.monotonic()))
 
 
@@ -254,14 +259,24 @@ class _Processes:
 def _held_back_interrupts() -> Iterator[None]:
     """Let processes that are started here begin with SIGINT blocked, as this thread has it meanwhile.
 
-    A PE ignores it from where it can, behind its imports: up to there Ctrl-C would end it with a traceback.
+    A PE ignores it from where it can, behind its imports: up to there Ctrl-C would end it with a traceback. Another
+    thread of this process, which does not block it, may get it meanwhile: what that does comes behind the start, too.
     """
     resource_tracker.ensure_running()  # which unblocks SIGINT where it starts its process
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    is_noted = callable(handler) and threading.current_thread() is threading.main_thread()
+    if is_noted:
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # which lets the handler run, if it has been held back
+        if is_noted:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _run_process(task: Task, environment: dict[str, str], writer: Connection, parent: int) -> None:

@@ -49,9 +49,15 @@ class _OfThread(threading.local):
     world: World | None = None
 
 
+class _Admission(threading.local):
+    """The world whose operators a thread may call, by its token: the thread may outlive it, and must not keep it."""
+
+    token: object = None
+
+
 _process_world: World | None = None
 _thread_worlds = _OfThread()
-_admitted = _OfThread()  # the world whose operators this thread may call: a thread's number is given out again
+_admitted = _Admission()  # a thread's number is given out again
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
 _BARRIER = Operator("barrier", ())
@@ -105,6 +111,7 @@ class World:
         self._kernels: dict[KernelRequest, Kernel] = {}
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: threading.Thread | None = None
+        self._token = object()
         self.num_recoveries = 0
         self._lost: BootstrapError | None = None
         self._is_closed = False
@@ -247,7 +254,7 @@ class World:
             self.backend.use_in_this_thread()
             return  # in a backward pass torch's own threads call for the one that began it, which waits
         thread = threading.current_thread()
-        if self._caller is not None and self._caller is not thread and self._caller.is_alive():
+        if self._caller is not None and self._caller is not thread and _is_alive(self._caller):
             raise RuntimeError(
                 f"this PE's operators are called by thread {self._caller.name!r}, and now by {thread.name!r}: calls of "
                 "two threads have no order that all PEs could share. Make them from one thread; another one may go on "
@@ -255,7 +262,7 @@ class World:
             )
         self.backend.use_in_this_thread()
         self._caller = thread
-        _admitted.world = self
+        _admitted.token = self._token
 
     def enqueue_barrier(self) -> None:
         """Let the current stream wait until every PE has launched this barrier; on GPUs the host goes on."""
@@ -402,6 +409,13 @@ def upload(backend: Backend, *parts: ctypes.Structure | array[int]) -> torch.Ten
     return words
 
 
+def _is_alive(thread: threading.Thread) -> bool:
+    """Return whether a thread runs; Python takes one that it has not started for alive as long as it knows it."""
+    if isinstance(thread, threading._DummyThread) and thread.native_id is not None:
+        return os.path.exists(f"/proc/self/task/{thread.native_id}")
+    return thread.is_alive()
+
+
 def most_pes() -> int:
     """Return how many PEs a world may have."""
     return int(describe(COMM).constants["kMaxPes"])
@@ -432,8 +446,8 @@ def current() -> World:
 
 def admitted() -> World | None:
     """Return this PE's world where this thread has called an operator before; None elsewhere."""
-    world = _admitted.world
-    return world if world is not None and world is (_thread_worlds.world or _process_world) else None
+    world = _thread_worlds.world or _process_world
+    return world if world is not None and world._token is _admitted.token else None
 
 
 def for_call() -> World:
@@ -534,8 +548,6 @@ def _leave_thread_world() -> None:
 
 
 def _close(world: World) -> None:
-    if _admitted.world is world:
-        _admitted.world = None
     world.close()
     _open.discard(world)
 

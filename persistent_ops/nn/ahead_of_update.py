@@ -1,0 +1,56 @@
+"""What is seen to when a gradient comes to a collection's result, ahead of all updates that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..ops.embedding_inputs_lookups import Lookups
+from ..runtime.world import World
+from .embedding_bag_optimizer import EmbeddingBagOptimizer
+
+__all__ = ["AheadOfUpdate"]
+
+
+class AheadOfUpdate:
+    """The hook of one result: takes the gradient that comes, and returns it as the tables get it.
+
+    Each group of tables is updated by a launch of its own. What would be refused for one of them is refused here, so
+    that none is updated, and on all PEs alike, those without a table among them.
+
+    Args:
+        optimizer: of the tables; the rate that it has now is that of the update.
+        world: of the collection.
+        clamp: the largest element of a gradient, or None.
+        lookups: that are kept for the backward pass.
+        versions: of all tables, which change where rows do, where the gradient of weights is made of them; else None.
+    """
+
+    def __init__(
+        self,
+        optimizer: EmbeddingBagOptimizer,
+        world: World,
+        clamp: float | None,
+        lookups: Sequence[Lookups],
+        versions: Callable[[], list[int]] | None,
+    ) -> None:
+        self._optimizer, self._world, self._clamp = optimizer, world, clamp
+        self._lookups = list(lookups)
+        self._versions, self._were = versions, None if versions is None else versions()
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        for lookups in self._lookups:
+            lookups.check_is_here()
+        self._lookups.clear()  # a second backward pass is refused by what has had the first one
+        if self._versions is not None and self._were != self._versions():
+            raise RuntimeError(
+                "the tables have changed since the forward pass, so the gradient of per_sample_weights cannot be "
+                "computed; make the backward pass first, one for each call"
+            )
+        self._versions = None
+        if not self._world.workspace.is_capturing():
+            self._optimizer.push_rate()
+        if self._clamp is None or self._clamp > torch.finfo(gradient.dtype).max:
+            return gradient
+        return gradient.clamp(-self._clamp, self._clamp)
