@@ -6,7 +6,7 @@
     python launch/decode_loop.py --model DIR                a Hugging Face folder: config.json and *.safetensors
     launch/torchrun.sh 8 python launch/decode_loop.py --model 405B
 
-Exits with 1 where results do not agree, with 2 where an option or the model is wrong.
+Exits with 1 where results do not agree or the run was cut off, with 2 where an option or the model is wrong.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 """DLRM: tables over the PEs through po.nn.ShardedEmbeddingBagCollection, the dense part under DistributedDataParallel.
 
     python launch/dlrm_train.py                                       all GPUs, or host PEs; a synthetic click log
-    python launch/dlrm_train.py --interaction dot --resume --epochs 3 from the checkpoint of a run before
+    python launch/dlrm_train.py --resume --epochs 3                   from the checkpoint of a run before
     python launch/dlrm_train.py --format criteo --data FILE --evaluation-samples 10000
     launch/torchrun.sh 4 python launch/dlrm_train.py --model mlperf --format npy --data FOLDER --precision bf16
     launch/torchrun.sh 4 python launch/dlrm_train.py --model mlperf --compare 50   beside other tables
 
-Exits with 1 where the AUC stays more than 0.01 below the best possible one, or losses that are compared differ; with 2
-where an option, the data or the checkpoint is wrong.
+Exits with 1 where the AUC stays more than 0.01 below the best possible one, losses that are compared differ, or the run
+was cut off; with 2 where an option, the data or the checkpoint is wrong, or the training diverges.
 """
 
 from __future__ import annotations
@@ -142,9 +142,13 @@ def _default(name: str) -> str:
     """Return what help says about an option's default."""
     field = name.replace("-", "_")
     if field in MODELS["small"].defaults:
-        return "default " + ", ".join(f"{model} {preset.defaults[field]:g}" for model, preset in MODELS.items())
+        return "default " + ", ".join(f"{model} {_number(preset.defaults[field])}" for model, preset in MODELS.items())
     found = getattr(Options, field, getattr(Schedule, field, None))
-    return "default: all there is" if found is None else f"default {found:g}"
+    return "default: all there is" if found is None else f"default {_number(found)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _options(arguments: argparse.Namespace) -> Options:

@@ -129,7 +129,7 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
                 f"--output: another run writes to {str(folder)!r}; pass another folder, or wait for its end"
             )
         if checkpoint is not None and checkpoint.exists():
-            told = "is replaced by this run's first checkpoint; --resume goes on from it"
+            told = "will be replaced by this run's first checkpoint; --resume goes on from it"
             print(f"note: {checkpoint} {told}", file=sys.stderr)
         yield
     finally:

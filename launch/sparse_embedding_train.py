@@ -6,7 +6,8 @@
     python launch/sparse_embedding_train.py --resume --steps 800  from the checkpoint of the run before
     launch/torchrun.sh 8 python launch/sparse_embedding_train.py --batch 65536 --dim 256
 
-Exits with 1 where losses are not those of one process, with 2 where an option, the text or the checkpoint is wrong.
+Exits with 1 where losses are not those of one process, or the run was cut off; with 2 where an option, the text or the
+checkpoint is wrong.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def init(
         timeout: seconds within which all PEs must have joined; None for PERSISTENT_OPS_TIMEOUT or 120.
         operator_timeout: seconds after which a wait for a peer, in a kernel or where PEs meet on the host (`po.empty`,
             `po.recover`), becomes an error; None for PERSISTENT_OPS_OPERATOR_TIMEOUT or 600. It is for a peer that is
-            alive: one that has ended is noticed within a second, and the time in which one compiles a kernel is not
-            counted.
+            alive: one that was killed is noticed within a second, one that has left with `finalize` or at its program's
+            end within 5 (on "cuda" 15), and the time in which one compiles a kernel is not counted.
         heap_size: bytes of symmetric heap on each PE; None for 4 GiB on "cuda", 1 GiB on "host" (where pages that are
             not used cost nothing).
         transport: "auto", or "staged" to send everything by put and signal, as to a peer on another host.

@@ -143,5 +143,5 @@ def test_a_folder_is_one_run_s(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert kept.exists()
     assert (
         capsys.readouterr().err
-        == f"note: {kept} is replaced by this run's first checkpoint; --resume goes on from it\n"
+        == f"note: {kept} will be replaced by this run's first checkpoint; --resume goes on from it\n"
     )

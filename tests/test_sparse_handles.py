@@ -156,7 +156,7 @@ def test_room_for_large_results_shrinks_at_once() -> None:
     assert (room.rows, room.shares) == (106_304, 1.5)
 
 
-def _bad_row_ends_a_loop() -> dict[str, Any]:
+def _bad_row_ends_a_loop(algorithm: str) -> dict[str, Any]:
     """A bad row on PE 0 ends its loop over handles, and it drops them; PE 1 waits for all of its own."""
     rank, world = po.rank(), po.world_size()
     cases = [Case(f"loop {number}", 400, uniform(60), (4,)) for number in range(3)]
@@ -166,13 +166,13 @@ def _bad_row_ends_a_loop() -> dict[str, Any]:
         if step == 1 and rank == 0:
             inputs[0].indices[0] = 400
         works = [
-            po.sparse_all_reduce(to_sparse(case, entries), async_op=True)
+            po.sparse_all_reduce(to_sparse(case, entries), algorithm=algorithm, async_op=True)
             for case, entries in zip(cases, inputs, strict=True)
         ]
         try:
             results = [work.wait() for work in works]
         except IndexError as error:
-            seen["error"] = str(error)
+            seen["error"], seen["again"] = str(error), error_of(works[0].wait)[1]
             continue
         if step != 1:
             found = [
@@ -184,9 +184,10 @@ def _bad_row_ends_a_loop() -> dict[str, Any]:
     return seen
 
 
-def test_a_bad_row_that_ends_a_loop_over_handles(backend: str) -> None:
-    first, second = in_world(_bad_row_ends_a_loop, 2, backend)
-    assert "row 400" in first["error"] and second["error"] == ""
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
+def test_a_bad_row_that_ends_a_loop_over_handles(backend: str, algorithm: str) -> None:
+    first, second = in_world(_bad_row_ends_a_loop, 2, backend, algorithm)
+    assert "row 400" in first["error"] == first["again"] and second["error"] == ""
     assert first["problems"] == second["problems"] == []
 
 

@@ -21,6 +21,7 @@ BESIDE_NCCL = ("serial", "room")
 FORMATS = ("synthetic", "criteo", "npy", "raw")
 PLACEMENTS = ("model", "table_wise", "auto")
 PRECISIONS = ("fp32", "bf16")
+_TAKEN = {"synthetic": "no file or folder", "criteo": "a text file", "npy": "a folder", "raw": "a file"}
 _MOST_HEAP_GIB = 1 << 20
 _NUM_SMS_OF_NCCL = 8  # enough for the dense part's few MB
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -190,7 +191,7 @@ class Options:
         if self.beside_nccl == "room" and self.compare_steps:
             raise ValueError("--beside-nccl: a comparison's peers have NCCL as it is; leave out room or --compare")
         if (self.data is None) != (self.format == "synthetic"):
-            raise ValueError(f"data: format {self.format} takes {'no' * (self.data is not None) or 'a'} file or folder")
+            raise ValueError(f"data: format {self.format} takes {_TAKEN[self.format]} (--data)")
 
     @property
     def preset(self) -> Preset:

@@ -66,7 +66,7 @@ def check_features(
     if rest:
         raise ValueError(f"lengths: expected F * B elements for F = {num_features}, got {given.lengths.numel()}")
     if samples > max_batch:
-        raise ValueError(f"lengths: {samples} samples, but max_batch is {max_batch}")
+        raise ValueError(f"lengths: {samples} samples, but max_batch is {max_batch}; pass fewer, or make it with more")
 
 
 def counted_lengths(given: Features) -> torch.Tensor:

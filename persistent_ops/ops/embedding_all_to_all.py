@@ -60,8 +60,9 @@ def embedding_all_to_all(
 
     Row b of PE r's result is ``cat over all PEs, over their tables t, of pool(weights_t[bag (t, start_r + b)])``, where
     start_r is the first sample of PE r, or has these columns in the order of `columns`: ready for an interaction layer,
-    with no reorder. Sums are in fp32, in the order
-    of the indices, and rounded once, to nearest: the same bits on every run, world size and schedule.
+    with no reorder. Sums are in fp32, in the order of the indices, and rounded once, to nearest: the same bits on every
+    run, world size and schedule. A mean is the fp32 sum times fp32's nearest number to 1 / n, rounded to fp32, and then
+    to the result's dtype.
 
     Args:
         weights: this PE's T tables, each `[R_t, D_t]`, contiguous, all of one dtype (float32, float16 or bfloat16), the
@@ -148,7 +149,10 @@ def embedding_all_to_all(
         check_arrived(indices, weights, offsets, per_sample_weights, batch_per_rank)
         batch_per_rank = indices.batch_per_rank
     elif offsets is None:
-        raise TypeError("offsets: only None where lookups come from an input exchange")
+        raise TypeError(
+            "offsets: expected [T * B + 1], int32 or int64, got None, which goes with Lookups of po.EmbeddingInputs "
+            "alone; of indices [B, L] of a table they are torch.arange(0, B * L + 1, L), beside indices.flatten()"
+        )
     differentiated = indices.per_sample_weights if isinstance(indices, Lookups) else per_sample_weights
     records = torch.is_grad_enabled()
     may_record = records and _may_record()

@@ -270,7 +270,9 @@ class EmbeddingInputs:
                 f"{bounds.numel()}"
             )
         if samples > layout.max_batch:
-            raise ValueError(f"{name}: {samples} samples, but max_batch is {layout.max_batch}")
+            raise ValueError(
+                f"{name}: {samples} samples, but max_batch is {layout.max_batch}; pass fewer, or make it with more"
+            )
         for each, tensor in (("values", values), (name, bounds)):
             if tensor.numel() >= 2**31:
                 raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")

@@ -117,7 +117,7 @@ def _new_plan(world: _world.World, key: GemvKey) -> GemvPlan:
         reserve_packets(world)  # collective, and so before what one PE alone may refuse
         check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)
     plans: Plans[GemvPlan] = OPERATOR.state(world).plans
-    if not isinstance(key.prefetch_weight, int):
+    if not isinstance(key.prefetch_weight, bool):
         raise TypeError(f"prefetch_weight: expected True or False, got {key.prefetch_weight!r}")
     if key.algorithm != "auto":
         return plans.make(key, lambda: GemvPlan(world, key), None if key.team is world.team else "gemv")
@@ -185,7 +185,9 @@ def check(
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"
+            )
         if device is not None and tensor.device != device:
             raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
     return rows, columns, num_vectors, shape

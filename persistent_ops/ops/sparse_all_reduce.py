@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from ..runtime.arguments import refuse_nested
+from ..runtime.errors import to_raise
 from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.torch_library import TorchOperator
@@ -43,9 +44,9 @@ def sparse_all_reduce(
             summed up by one of them. "allgather" sends the latter to every PE, which sums up for itself: a latency
             less, more bytes and room. "dense" goes through dense tensors `[R, ...]` in fp32. "auto" takes "owner" or
             "allgather" by the size and overlap of the last call with such a tensor.
-        async_op: return a `SparseWork` at once. On "cuda" the kernel then runs on a stream of its own. The next call
-            with equal shape, dtype and op waits on the host for this one's number of rows. x stays as it is until then,
-            or until `wait()`: where the sum finds no room it is launched again.
+        async_op: return a `SparseWork` at once ("dense" with the sum). On "cuda" the kernel then runs on a stream of
+            its own. The next call with equal shape, dtype and op waits on the host for this one's number of rows. x
+            stays as it is until then, or until `wait()`: where the sum finds no room it is launched again.
 
     Returns:
         The sum, of x's shape and dtype: coalesced, indices int64, sorted, unique. It lies in a buffer of the symmetric
@@ -127,9 +128,12 @@ def sparse_all_reduce_into(
 class SparseWork:
     """A sum under way, as torch.distributed's Work."""
 
-    def __init__(self, pending: PendingSum | None, result: torch.Tensor | None) -> None:
+    def __init__(
+        self, pending: PendingSum | None, result: torch.Tensor | None, problem: IndexError | None = None
+    ) -> None:
         self._pending = pending
         self._result = result
+        self._problem = problem
 
     @uncompiled
     def wait(self) -> torch.Tensor:
@@ -140,6 +144,8 @@ class SparseWork:
         Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
         PEs.
         """
+        if self._problem is not None:
+            raise to_raise(self._problem)
         if self._pending is not None:
             if self._result is None:
                 self._result = self._pending.result()
@@ -168,7 +174,7 @@ def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
     world = _world.for_call()
     layout = _check(x, op, algorithm, world.backend.device)
     refuse_capture(world)
-    return SparseWork(None, _through_dense(world, layout, x))
+    return SparseWork(None, *_through_dense(world, layout, x))
 
 
 def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0) -> PendingSum:
@@ -190,8 +196,10 @@ def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm:
     return start(world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), tag=tag)
 
 
-def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torch.Tensor:
-    """Sum dense copies: every PE has all rows then, and only the rows of the union are kept."""
+def _through_dense(
+    world: _world.World, layout: Layout, x: torch.Tensor
+) -> tuple[torch.Tensor | None, IndexError | None]:
+    """Sum dense copies: every PE has all rows then, and only the rows of the union are kept; or return a bad row."""
     numbers = x._indices()[0]
     inside = (numbers >= 0) & (numbers < layout.num_rows)
     is_bad = bool((~inside).any())
@@ -213,11 +221,12 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     _, sums = start(world, whole, everywhere, dense, "owner", in_order=True).pair()
     world.workspace.raise_pending()
     if is_bad:
-        raise bad_row(int((~inside).nonzero()[0]), int(numbers[~inside][0]), layout.num_rows)
+        return None, bad_row(int((~inside).nonzero()[0]), int(numbers[~inside][0]), layout.num_rows)
     values = sums.index_select(0, union).to(layout.dtype)
-    return torch.sparse_coo_tensor(
+    summed = torch.sparse_coo_tensor(
         union.unsqueeze(0), values, x.shape, device=x.device, check_invariants=False, is_coalesced=True
     )
+    return summed, None
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -225,7 +234,7 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
 
 def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> Layout:
     if x.layout != torch.sparse_coo:
-        raise TypeError(f"x: expected a sparse COO tensor, got layout {x.layout}; x.to_sparse(1) makes one")
+        raise TypeError(f"x: expected a sparse COO tensor, got layout {x.layout}; {_remedy(x)} makes one")
     if x.sparse_dim() != 1:
         raise ValueError(
             f"x: expected one sparse dimension (rows), got {x.sparse_dim()} of shape {list(x.shape)}; x.to_sparse(1) "
@@ -237,6 +246,10 @@ def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> La
     check_num_rows("x", shape[0])
     check_num_entries("x", x._nnz())
     return Layout(shape[0], tuple(shape[1:]), dtype, op)
+
+
+def _remedy(x: torch.Tensor) -> str:
+    return "x.to_sparse(1)" if x.layout == torch.strided else "x.to_dense().to_sparse(1)"
 
 
 def _check_types(x: torch.Tensor, op: str, algorithm: str) -> None:
@@ -359,7 +372,9 @@ def _check_buffers(
             raise ValueError(f"{name}: expected a tensor on {values.device}, got one on {tensor.device}")
     for name, tensor in (("values", values), ("out_values", out_values), ("out_indices", out_indices)):
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"
+            )
     return capacity
 
 
@@ -381,7 +396,7 @@ def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
     world = _world.for_call()
     layout = _check(x, op, algorithm, world.backend.device)
     if algorithm == "dense":
-        return _through_dense(world, layout, x)
+        return SparseWork(None, *_through_dense(world, layout, x)).wait()
     return start(
         world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), is_for_later=False
     ).result()

@@ -203,7 +203,7 @@ class SymmetricHeap:
         if base == 0:
             raise NotSymmetricError(f"PE {peer} is not load/store reachable from this PE, so it has no view here")
         if not tensor.is_contiguous():
-            raise ValueError("tensor: expected a contiguous tensor")
+            raise ValueError(f"tensor: expected a contiguous tensor, got strides {tensor.stride()}")
         with without_transforms():
             view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
         return view.view(tensor.dtype).view(tensor.shape)

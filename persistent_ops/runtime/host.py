@@ -222,7 +222,10 @@ def _room_for(heap_bytes: int) -> Iterator[None]:
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_ROOM:
             raise
-        raise SymmetricHeapError(f"heap_size: this machine has no {heap_bytes} bytes for a PE ({error})") from error
+        raise SymmetricHeapError(
+            f"heap_size: this machine has no {heap_bytes} bytes for a PE ({error}); pass a smaller heap_size to "
+            "po.init, or start fewer PEs"
+        ) from error
 
 
 def _open_peer(rank: int, card: dict[str, int]) -> int:
