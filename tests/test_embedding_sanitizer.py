@@ -208,7 +208,10 @@ MUTATIONS = {
         PASSED_ON,
         {Exit.WRONG_REPORT},
     ),
-    "credit_behind_an_aborted_launch": Mutation((Drop("grant-takes-part"),), QUEUED, {Exit.WRONG_REPORT}),
+    # Whoever is done first says it: the peer that the credit misleads, or who looks at what was granted.
+    "credit_behind_an_aborted_launch": Mutation(
+        (Drop("grant-takes-part"),), QUEUED, {Exit.WRONG_REPORT, Exit.TOOK_PART}
+    ),
 }
 
 

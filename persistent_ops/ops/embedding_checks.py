@@ -78,7 +78,7 @@ def refuse_fakes(name: str, *tensors: torch.Tensor | None) -> None:
     given = [tensor for tensor in tensors if tensor is not None]
     if not num_dispatch_modes() and all(type(tensor) is torch.Tensor for tensor in given):
         return
-    if not all(map(has_memory, [*given, torch.empty(1)])):
+    if not all(map(has_memory, [*given, torch.empty(1, dtype=torch.uint8, device="cpu")])):
         raise NotImplementedError(f"{name}: no exchange of fake tensors, whose numbers decide what travels")
 
 
