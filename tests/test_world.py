@@ -238,28 +238,39 @@ def test_operators_are_called_from_one_thread(backend: str, tmp_path: Path) -> N
     assert seen == [("", "")]
 
 
-def _behind_another_thread() -> str:
-    """Return what is told to this thread when one that Python has not started has called and ended."""
+def _behind_other_threads() -> list[str]:
+    """Return what is told to this thread while one that Python has not started calls, and when it has ended.
+
+    It is the second one, which Python may take for the first one, as that has ended.
+    """
     po.init("host", heap_size=16 << 20)
-    has_called = threading.Event()
+    told = []
 
-    def call() -> None:
-        po.barrier()
+    def call(has_called: threading.Event, may_end: threading.Event) -> None:
+        while error_of(po.barrier)[0]:  # the first one ends behind its event
+            time.sleep(0.01)
         has_called.set()
+        may_end.wait(60.0)
 
-    _thread.start_new_thread(call, ())
-    assert has_called.wait(60.0)
-    told, until = "never", time.monotonic() + 30.0
-    while told and time.monotonic() < until:  # it ends behind the event
-        told = error_of(po.barrier)[1]
+    for may_end_at_once in (True, False):
+        has_called, may_end = threading.Event(), threading.Event()
+        if may_end_at_once:
+            may_end.set()
+        _thread.start_new_thread(call, (has_called, may_end))
+        assert has_called.wait(60.0)
+    told.append(error_of(po.barrier)[0])
+    may_end.set()
+    until = time.monotonic() + 30.0
+    while (error := error_of(po.barrier)[1]) and time.monotonic() < until:
+        time.sleep(0.01)
     po.finalize()
-    return told
+    return [*told, error]
 
 
 @pytest.mark.host
 def test_a_thread_that_python_has_not_started_may_end() -> None:
     """Python takes it for alive as long as it knows it."""
-    assert po.launch(_behind_another_thread, 1, timeout=200) == [""]
+    assert po.launch(_behind_other_threads, 1, timeout=200) == [["RuntimeError", ""]]
 
 
 def _settled() -> tuple[int, int, int]:

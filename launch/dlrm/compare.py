@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,8 @@ def _compared(
     walk(OWN, num_first)
     for name in others:
         _, problem = _tried(functools.partial(walk, name, num_first))
+        if problem is not None:  # which the others may wait for in NCCL, and not come to hear
+            print(f"PE {world.rank}: {name}: {problem}", file=sys.stderr, flush=True)
         problem = agree(world.bootstrap, problem, timeout=options.timeout)
         if problem is not None:
             left_out.append(f"{name} is left out: {problem}")

@@ -42,15 +42,21 @@ class AheadOfUpdate:
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         for lookups in self._lookups:
             lookups.check_is_here()
-        self._lookups.clear()  # a second backward pass is refused by what has had the first one
         if self._versions is not None and self._were != self._versions():
             raise RuntimeError(
                 "the tables have changed since the forward pass, so the gradient of per_sample_weights cannot be "
                 "computed; make the backward pass first, one for each call"
             )
-        self._versions = None
         if not self._world.workspace.is_capturing():
             self._optimizer.push_rate()
         if self._clamp is None or self._clamp > torch.finfo(gradient.dtype).max:
             return gradient
         return gradient.clamp(-self._clamp, self._clamp)
+
+    def begun(self, *_: object) -> None:
+        """Look no more: a table has been updated. What had the first backward pass refuses a second one.
+
+        Not told by a gradient that came to the result alone, as `torch.autograd.grad` brings it there.
+        """
+        self._lookups.clear()
+        self._versions = None

@@ -592,10 +592,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             wants_factors |= features.own is not None and features.own.weights is not None
             kept = sent if is_kept else []
             versions = self._versions if wants_factors else None
-            result.register_hook(AheadOfUpdate(self.optimizer, self._world, self._clamp, kept, versions))
+            ahead = AheadOfUpdate(self.optimizer, self._world, self._clamp, kept, versions)
+            result.register_hook(ahead)
             for each in pooled:
                 if each.grad_fn is not None:
                     each.grad_fn.register_hook(self._behind_update)
+                    each.grad_fn.register_hook(ahead.begun)
         return result
 
     def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from .. import ops as _ops
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_inputs_lookups import Lookups
+from ..runtime.torch_private import function_transform
 from .table_layout import Group
 
 __all__ = ["pool_arrived"]
@@ -55,7 +58,7 @@ def pool_arrived(
     indices, offsets, factors, batch_per_rank = _global_batch(lookups)
     # The copies are nobody else's. Hooks of others, such as torch.utils.checkpoint's, see nothing saved, as where
     # nothing is copied: a region that is made anew may copy what it did not copy before.
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda held: held[0]):
+    with _seen_by_nobody():
         pooled: torch.Tensor = _ops.embedding_all_to_all(
             weights,
             indices,
@@ -71,6 +74,12 @@ def pool_arrived(
             optimizer=optimizer,
         )
     return pooled
+
+
+def _seen_by_nobody() -> AbstractContextManager[Any]:
+    if function_transform() is not None:
+        return nullcontext()  # the operator refuses it, and torch has no such hooks there
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda held: held[0])
 
 
 def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:

@@ -266,17 +266,20 @@ def _held_back_interrupts() -> Iterator[None]:
     came: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     is_noted = callable(handler) and threading.current_thread() is threading.main_thread()
-    if is_noted:
-        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:  # nested, as another signal's handler may raise anywhere
+        if is_noted:
+            signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # which lets the handler run, if it has been held back
-        if is_noted:
-            signal.signal(signal.SIGINT, handler)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # which lets the handler run, if it has been held back
+        finally:
+            if is_noted:
+                signal.signal(signal.SIGINT, handler)
+            if came:
+                signal.raise_signal(signal.SIGINT)
 
 
 def _run_process(task: Task, environment: dict[str, str], writer: Connection, parent: int) -> None:

@@ -110,7 +110,7 @@ class World:
         self._captured: dict[int, object] = {}
         self._kernels: dict[KernelRequest, Kernel] = {}
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
-        self._caller: threading.Thread | None = None
+        self._caller: tuple[threading.Thread, int] | None = None  # and its number, which the system has given it
         self._token = object()
         self.num_recoveries = 0
         self._lost: BootstrapError | None = None
@@ -254,14 +254,14 @@ class World:
             self.backend.use_in_this_thread()
             return  # in a backward pass torch's own threads call for the one that began it, which waits
         thread = threading.current_thread()
-        if self._caller is not None and self._caller is not thread and _is_alive(self._caller):
+        if self._caller is not None and _is_another_alive(*self._caller):
             raise RuntimeError(
-                f"this PE's operators are called by thread {self._caller.name!r}, and now by {thread.name!r}: calls of "
-                "two threads have no order that all PEs could share. Make them from one thread; another one may go on "
-                "when that one has ended"
+                f"this PE's operators are called by thread {self._caller[0].name!r}, and now by {thread.name!r}: calls "
+                "of two threads have no order that all PEs could share. Make them from one thread; another one may go "
+                "on when that one has ended"
             )
         self.backend.use_in_this_thread()
-        self._caller = thread
+        self._caller = thread, threading.get_native_id()
         _admitted.token = self._token
 
     def enqueue_barrier(self) -> None:
@@ -409,11 +409,14 @@ def upload(backend: Backend, *parts: ctypes.Structure | array[int]) -> torch.Ten
     return words
 
 
-def _is_alive(thread: threading.Thread) -> bool:
-    """Return whether a thread runs; Python takes one that it has not started for alive as long as it knows it."""
-    if isinstance(thread, threading._DummyThread) and thread.native_id is not None:
-        return os.path.exists(f"/proc/self/task/{thread.native_id}")
-    return thread.is_alive()
+def _is_another_alive(thread: threading.Thread, number: int) -> bool:
+    """Return whether a thread is not this one, and runs.
+
+    Of those that it has not started Python does not learn the end, and may take the next one for the same.
+    """
+    if isinstance(thread, threading._DummyThread):
+        return number != threading.get_native_id() and os.path.exists(f"/proc/self/task/{number}")
+    return thread is not threading.current_thread() and thread.is_alive()
 
 
 def most_pes() -> int:
