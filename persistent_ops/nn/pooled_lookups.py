@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,39 +41,27 @@ def pool_arrived(
         wire_dtype: of what float32 tables send; None for theirs.
         is_copied: whether the backward pass has a copy, so that lookups may be released at once.
     """
-    wire_dtype = wire_dtype if group.dtype == torch.float32 else None
+    pool = functools.partial(
+        _ops.embedding_all_to_all,
+        weights,
+        mode=group.pooling,
+        dim_per_rank=group.dim_per_rank,
+        dtype=group.dtype,
+        wire_dtype=wire_dtype if group.dtype == torch.float32 else None,
+        bounds="ignore",
+        columns=columns,
+        optimizer=optimizer,
+    )
+    pooled: torch.Tensor
     if not is_copied:
         lookups.learn_split()
-        from_sources: torch.Tensor = _ops.embedding_all_to_all(
-            weights,
-            lookups,
-            mode=group.pooling,
-            dim_per_rank=group.dim_per_rank,
-            dtype=group.dtype,
-            wire_dtype=wire_dtype,
-            bounds="ignore",
-            columns=columns,
-            optimizer=optimizer,
-        )
-        return from_sources
+        pooled = pool(lookups)
+        return pooled
     indices, offsets, factors, batch_per_rank = _global_batch(lookups)
     # The copies are nobody else's. Hooks of others, such as torch.utils.checkpoint's, see nothing saved, as where
     # nothing is copied: a region that is made anew may copy what it did not copy before.
     with _seen_by_nobody():
-        pooled: torch.Tensor = _ops.embedding_all_to_all(
-            weights,
-            indices,
-            offsets,
-            factors,
-            mode=group.pooling,
-            batch_per_rank=batch_per_rank,
-            dim_per_rank=group.dim_per_rank,
-            dtype=group.dtype,
-            wire_dtype=wire_dtype,
-            bounds="ignore",
-            columns=columns,
-            optimizer=optimizer,
-        )
+        pooled = pool(indices, offsets, factors, batch_per_rank=batch_per_rank)
     return pooled
 
 

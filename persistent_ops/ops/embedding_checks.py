@@ -13,6 +13,7 @@ from ..runtime.arguments import as_whole_numbers, refuse_nested
 from ..runtime.dtypes import SCALARS
 from ..runtime.forward_mode import refuse_tangents
 from ..runtime.literals import literal
+from ..runtime.plain_call import PLAIN
 from ..runtime.team import Team
 from ..runtime.torch_private import function_transform, num_dispatch_modes
 
@@ -42,7 +43,6 @@ __all__ = [
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
 BOUNDS = ("fatal", "ignore")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # none of which is fake
 
 
 def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
@@ -66,7 +66,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     if not tensor.numel():
         return True
     with contextlib.suppress(RuntimeError):
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             return bool(tensor.data_ptr())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -77,7 +77,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def refuse_fakes(name: str, *tensors: torch.Tensor | None) -> None:
     """Raise NotImplementedError for a tensor without memory, or where new ones have none, in a FakeTensorMode."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if not num_dispatch_modes() and all(type(tensor) in _PLAIN for tensor in given):
+    if not num_dispatch_modes() and all(type(tensor) in PLAIN for tensor in given):
         return
     if not all(map(has_memory, [*given, torch.empty(1, dtype=torch.uint8, device="cpu")])):
         raise NotImplementedError(f"{name}: no exchange of fake tensors, whose numbers decide what travels")

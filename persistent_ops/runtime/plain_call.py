@@ -16,9 +16,9 @@ from .torch_private import (
     tracing_state,
 )
 
-__all__ = ["PlainCalls", "is_plain", "materialized"]
+__all__ = ["PLAIN", "PlainCalls", "is_plain", "materialized"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may have a __torch_function__ of its own
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may have a __torch_function__ of its own
 _is_recording = torch.is_grad_enabled
 _NO_TABLES: tuple[torch.Tensor, ...] = ()  # which is one object: who passes another one loses a little time
 _MOST_KINDS = 4  # of calls with so many tensors: what follows is looked at tensor by tensor
@@ -46,14 +46,14 @@ def is_plain(
         return False
     is_recording = _is_recording()
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or (is_recording and tensor.requires_grad):
+        if type(tensor) not in PLAIN or (is_recording and tensor.requires_grad):
             return False
         if tensor.is_neg() or tensor.is_nested or is_zero_tensor(tensor):
             return False
     for other in optional:
         if other is None:
             continue
-        if type(other) not in _PLAIN or (is_recording and other.requires_grad):
+        if type(other) not in PLAIN or (is_recording and other.requires_grad):
             return False
         if other.is_neg() or other.is_nested or is_zero_tensor(other):
             return False
