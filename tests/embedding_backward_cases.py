@@ -97,6 +97,7 @@ _NARROW = dataclasses.replace(_TILES, name="narrow", wire=torch.bfloat16)
 _NARROW_SHAPES = [name for name in _SHAPES if name.startswith("bf16 on the wire, ")]
 _NARROW_WIDE = dataclasses.replace(_WIDE, name="narrow wide", rows=12, is_weighted=True, wire=torch.bfloat16)
 _DECAY = (("weight_decay", 0.01),)
+_MAX_NORM = (("max_norm", 3.0),)
 _VARIED = "mixed and odd widths, one PE without tables"
 _STOCHASTIC = (("rounding", "stochastic"), ("seed", 1 << 40))
 _OF_16_BITS = (
@@ -146,6 +147,11 @@ CASES = [
     Case("rowwise, wide rows", _SHAPES["wide rows"], "rowwise_adagrad"),
     Case("rowwise, L2", algorithm="rowwise_adagrad", options=_DECAY, scale=0.25),
     Case("rowwise, decoupled", algorithm="rowwise_adagrad", options=(*_DECAY, ("weight_decay_mode", "decoupled"))),
+    Case("rowwise, norms", algorithm="rowwise_adagrad", options=_MAX_NORM),
+    Case("rowwise, norms, L2, means in fp16", _SHAPES["mean fp16"], "rowwise_adagrad", (*_MAX_NORM, *_DECAY)),
+    Case(f"rowwise, norms, {_VARIED}", _SHAPES[_VARIED], "rowwise_adagrad", _MAX_NORM),
+    Case("rowwise, norms, wide rows", _WIDE, "rowwise_adagrad", (("max_norm", 15.0),)),
+    Case("rowwise, norms, bf16, stochastic", _SHAPES["bf16"], "rowwise_adagrad", (*_MAX_NORM, *_STOCHASTIC)),
     Case("adam, weighted, decay", _SHAPES["weighted"], "adam", (*_DECAY, ("betas", (0.8, 0.95)))),
     Case("adam, bf16", _SHAPES["bf16"], "adam", scale=0.5),
     Case("sgd, skipped entries", bad=5),
@@ -424,6 +430,9 @@ class Model:
             m = rate / (_root(states[0][touched]) + eps)
             kept = torch.ones(1) if not decay else 1 - m * decay if is_l2 else 1 - (rate * decay).view(1)
             w = kept.view(-1, 1) * w - m[:, None] * sums
+            if "max_norm" in options:
+                norm, largest = _root(self._over_columns(w * w)), torch.tensor(options["max_norm"])
+                w = w * torch.where(norm > largest, largest / norm, torch.ones(1))[:, None]
         else:
             b1, b2 = torch.tensor(options.get("betas", (0.9, 0.999)))
             first, second = states

@@ -102,6 +102,7 @@ class EmbeddingBackward:
     has_wide_keys: bool = False
     arch: str = "sm_90"
     wire: str | None = None
+    has_max_norm: bool = False
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ class EmbeddingBackward:
         parts += [f"{self.wire} on the wire"] if self.wire else []
         parts += [f"decay {self.decay}"] if self.decay != "none" else []
         parts += [f"rounding {self.rounding}"] if self.rounding != "nearest" else []
-        flags = {"unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
+        flags = {"largest norm": self.has_max_norm, "unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
         return ", ".join((*parts, *(name for name, is_so in flags.items() if is_so)))
 
     @property
@@ -130,6 +131,7 @@ class EmbeddingBackward:
             tiles=Tiles.of(self.width * dtype.itemsize),
             decay=self.decay,
             rounding=self.rounding,
+            has_max_norm=self.has_max_norm,
             has_wide_keys=self.has_wide_keys,
         )
 
@@ -435,6 +437,16 @@ def _rest() -> Iterator[Combination]:
     for dtype, decay in itertools.product(DTYPES, ("l2", "decoupled")):
         yield EmbeddingBackward(dtype, "rowwise_adagrad", "sum", 256, decay)
         yield EmbeddingBackward(dtype, "rowwise_adagrad", "weighted sum", 512, decay, has_wide_keys=True)
+    for dtype, width in itertools.product(DTYPES, (64, 256, 512, 4096)):
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "sum", width, has_max_norm=True)
+        yield EmbeddingBackward(dtype, "rowwise_adagrad", "sum", width, "l2", is_aligned=False, has_max_norm=True)
+    for dtype, rounding in itertools.product(("float16", "bfloat16"), ("nearest", "stochastic")):
+        yield EmbeddingBackward(
+            dtype, "rowwise_adagrad", "weighted sum", 512, "l2", rounding, has_wide_keys=True, has_max_norm=True
+        )
+    yield EmbeddingBackward(
+        "float32", "rowwise_adagrad", "weighted sum", 512, "l2", has_wide_keys=True, wire="bfloat16", has_max_norm=True
+    )
     for dtype, step in itertools.product(("float32", "bfloat16"), _UPDATES):
         yield EmbeddingBackward(dtype, step, "weighted sum", next(widths), is_aligned=False)
         yield EmbeddingBackward(dtype, step, "sum", 256, has_wide_keys=True)

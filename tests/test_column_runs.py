@@ -30,7 +30,7 @@ def test_results_and_gradients_are_those_of_slices() -> None:
         result = side_by_side(_RUNS, pooled)
         assert torch.equal(result, expected) and result.dtype == expected.dtype
         for found, wanted in zip(_gradients(result, pooled), _gradients(expected, pooled), strict=True):
-            assert torch.equal(found, wanted) and found.dtype == wanted.dtype and found.is_contiguous()
+            assert torch.equal(found, wanted) and found.dtype == wanted.dtype
 
 
 def test_a_group_alone_is_the_result() -> None:
@@ -64,10 +64,11 @@ class _Written(TorchDispatchMode):
 
 
 def test_a_gradient_is_written_once() -> None:
-    for dtypes in ([torch.float32] * 3, [torch.bfloat16, torch.float32, torch.float16]):
+    """Or not at all, where a group has one run and the result's dtype."""
+    for dtypes, not_written in (([torch.float32] * 3, _WIDTHS[2]), ([torch.bfloat16, torch.float32, torch.float16], 0)):
         pooled = _pooled(dtypes)
         result = side_by_side(_RUNS, pooled)
         gradient = torch.ones(5, sum(_WIDTHS))
         with _Written() as written:
             torch.autograd.grad(result, pooled, gradient)
-        assert written.count == result.numel()
+        assert written.count == result.numel() - 5 * not_written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -67,9 +68,7 @@ class BackwardTrial(Trial):
         result = placed.by_pe(result)
         first = sum(split[:rank])
         gradient = make_gradient(case, world, iteration, 0)[first : first + split[rank]].to(po.device())
-        if turn % 2:  # begins anywhere
-            gradient = torch.cat([gradient.flatten()[:1], gradient.flatten()])[1:].view(gradient.shape)
-        result.backward(gradient)
+        result.backward(_as_it_may_lie(gradient, turn % 4))
         wanted = self._model.step(iteration, 0, lr)
         found = None
         pairs = [*zip(self._tables, self._model.tables, strict=True)]
@@ -82,6 +81,18 @@ class BackwardTrial(Trial):
             found = found or ((problem := difference(tensor, want)) and f"tensor {number}: {problem}")
         outputs = [tensor.detach().clone() for tensor, _ in pairs]
         return Outcome(outputs, found)
+
+
+def _as_it_may_lie(gradient: torch.Tensor, way: int) -> torch.Tensor:
+    if way == 1:  # anywhere
+        return torch.cat([gradient.flatten()[:1], gradient.flatten()])[1:].view(gradient.shape)
+    if way == 2:  # among others' columns, as torch.cat hands it on
+        before = gradient.new_full((len(gradient), 16), math.nan)
+        behind = before[:, : -gradient.shape[1] % 8]
+        return torch.cat([before, gradient, behind], 1)[:, 16 : 16 + gradient.shape[1]]
+    if way == 3:  # column by column
+        return gradient.t().contiguous().t()
+    return gradient
 
 
 class TestBits(BitsSuite):
@@ -198,8 +209,9 @@ def test_ten_steps_are_those_of_one_process(backend: str, algorithm: str, is_who
     assert in_world(_against_torch, world, backend, algorithm, is_whole) == [[]] * world
 
 
-def _with_decay(algorithm: str, mode: str) -> list[float]:
-    """Six steps with weight decay and of torch's optimizers, with all rows looked up in each; return where they differ.
+def _with_decay(algorithm: str, mode: str, max_norm: float | None) -> list[float]:
+    """Six steps with weight decay and of torch's optimizers, and renorm, with all rows looked up in each; return where
+    they differ.
 
     Rows have the same number in all columns, so that row-wise Adagrad's mean of squares is the square of each.
     """
@@ -207,13 +219,13 @@ def _with_decay(algorithm: str, mode: str) -> list[float]:
     drawer = torch.Generator().manual_seed(5)
     begin = torch.randn(rows, 1, generator=drawer).expand(rows, 8)
     own, wanted = begin.to(po.device(), copy=True), begin.clone().requires_grad_()
-    modes = {} if algorithm == "adam" else {"weight_decay_mode": mode}
+    modes = {} if algorithm == "adam" else {"weight_decay_mode": mode, "max_norm": max_norm}
     optimizer = po.EmbeddingOptimizer([own], algorithm, lr=rate, weight_decay=decay, **modes)
     if algorithm == "adam":
         of_torch: torch.optim.Optimizer = torch.optim.AdamW([wanted], lr=rate, eps=1e-8, weight_decay=decay)
     else:
         of_torch = torch.optim.Adagrad([wanted], lr=rate, eps=1e-8, weight_decay=decay * (mode == "l2"))
-    errors = []
+    errors, shrunk = [], list[bool]()
     for _ in range(6):
         indices = torch.cat([torch.randperm(rows, generator=drawer), torch.randint(rows, (13,), generator=drawer)])
         offsets = torch.tensor([0, *sorted(torch.randint(23, (batch - 1,), generator=drawer).tolist()), len(indices)])
@@ -227,16 +239,29 @@ def _with_decay(algorithm: str, mode: str) -> list[float]:
             with torch.no_grad():
                 wanted.mul_(1 - rate * decay)
         of_torch.step()
+        if max_norm is not None:
+            shrunk += (wanted.detach().norm(dim=1) > max_norm).tolist()
+            with torch.no_grad():
+                wanted.copy_(wanted.renorm(2, 0, max_norm))
         errors.append(float((own.cpu() - wanted.detach()).abs().max()))
     po.check()
+    assert max_norm is None or 0 < sum(shrunk) < len(shrunk)
     return [error for error in errors if not error < 1e-5]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "mode"), [("adam", ""), ("rowwise_adagrad", "l2"), ("rowwise_adagrad", "decoupled")]
+    ("algorithm", "mode", "max_norm"),
+    [
+        ("adam", "", None),
+        ("rowwise_adagrad", "l2", None),
+        ("rowwise_adagrad", "decoupled", None),
+        ("rowwise_adagrad", "decoupled", 2.0),
+    ],
 )
-def test_weight_decay_is_that_of_torchs_optimizers(backend: str, algorithm: str, mode: str) -> None:
-    assert in_world(_with_decay, 1, backend, algorithm, mode) == [[]]
+def test_weight_decay_and_norms_are_those_of_torch(
+    backend: str, algorithm: str, mode: str, max_norm: float | None
+) -> None:
+    assert in_world(_with_decay, 1, backend, algorithm, mode, max_norm) == [[]]
 
 
 # ---- what is not finite ----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding_backward_plan import Tiles
+from persistent_ops.ops.embedding_gradient_rows import rows_of
 
 
 def _passes() -> list[Any]:
@@ -90,6 +91,9 @@ def test_a_second_backward_pass_is_refused(backend: str) -> None:
         ({"weight_decay": 0.1}, "weight_decay"),
         ({"algorithm": "adam", "betas": (0.9, 1.0)}, "betas"),
         ({"algorithm": "rowwise_adagrad", "weight_decay_mode": "cowclip"}, "weight_decay_mode"),
+        ({"algorithm": "rowwise_adagrad", "max_norm": 0.0}, "max_norm: expected a number above 0"),
+        ({"algorithm": "rowwise_adagrad", "max_norm": float("nan")}, "max_norm: expected"),
+        ({"algorithm": "adam", "max_norm": 1.0}, "max_norm: 'rowwise_adagrad' alone has one, got 1.0 for 'adam'"),
         ({"algorithm": "gradient"}, "algorithm"),
         ({"rounding": "up"}, "rounding"),
         ({"rounding": "stochastic"}, "rounding"),
@@ -279,3 +283,26 @@ def test_tiles_add_up_wide_rows_as_a_whole_warp_does(lanes: int | None) -> None:
         tiles = Tiles.of(16 * chunks, lanes)
         assert tiles.row_chunks % tiles.lanes == 0
         assert tiles.row_chunks >= (32 if tiles.has_wide_rows else chunks), (lanes, chunks, tiles)
+
+
+_WIDER = torch.arange(5 * 40, dtype=torch.float32).view(5, 40)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "is_copied"),
+    [
+        (_WIDER, False),
+        (_WIDER[:, 8:24], False),
+        (_WIDER[:1, 8:24].expand(5, 16), False),
+        (_WIDER[:, 9:25], True),  # begins between multiples of 16 bytes
+        (torch.ones(5, 41)[:, 8:24], True),  # so do most rows
+        (torch.ones(16, 5).t(), True),
+        (torch.ones(1, 1).expand(5, 16), True),
+        (torch._neg_view(_WIDER), True),
+    ],
+)
+def test_a_gradient_is_read_where_it_is(gradient: torch.Tensor, is_copied: bool) -> None:
+    """As columns of a larger tensor, too, which torch.cat hands on; what kernels cannot read so is copied."""
+    found = rows_of(gradient)
+    assert torch.equal(found, gradient)
+    assert (found.data_ptr() != gradient.data_ptr()) == is_copied

@@ -52,7 +52,8 @@ using Wire = po::ScalarOf<kConfig.wire>;
 using Backward = Kernel<kConfig>;
 
 constexpr uint64_t kReadyStride = 64;
-constexpr int64_t kLookups = 3;  // of a bag
+constexpr int64_t kLookups = 3;       // of a bag
+constexpr int64_t kOtherColumns = 8;  // of the tensor that has the gradient
 
 driver::Options options({{"--tables", "2"},
                          {"--rows", "5"},
@@ -121,7 +122,6 @@ class Pe final : public driver::BasePe<Plan> {
     plan.first_sample = batch_start[static_cast<size_t>(rank)];
     plan.num_samples = samples();
     plan.sum_elements = width;
-    plan.row_elements = size * num_tables * width;
   }
 
  private:
@@ -151,12 +151,14 @@ class Pe final : public driver::BasePe<Plan> {
       keys.push_back(key);
       bags.push_back(bag);
     }
-    std::vector<Wire::Storage> gradient;
+    const int64_t columns = size * num_tables * width;
+    std::vector<Wire::Storage> gradient;  // columns of a larger one
     for (int64_t b = 0; b < samples(); ++b) {
-      for (int64_t c = 0; c < plan.row_elements; ++c) {
+      for (int64_t c = 0; c < columns; ++c) {
         const float value = gradient_value(batch_start[static_cast<size_t>(rank)] + b, c, launch);
         gradient.push_back(Wire::from_float(value));
       }
+      gradient.insert(gradient.end(), kOtherColumns, Wire::from_float(std::nanf("")));
     }
     const float rate = 0.5f;
     Plan used = plan_of(launch);
@@ -166,6 +168,7 @@ class Pe final : public driver::BasePe<Plan> {
     }
     Call call{};
     call.gradient = reinterpret_cast<const uint8_t*>(gradient.data());
+    call.gradient_stride = columns + kOtherColumns;
     call.keys = keys.data();
     call.bags = bags.data();
     const auto count = static_cast<int64_t>(keys.size());

@@ -110,6 +110,7 @@ OPERATORS = {
         (
             "ops/embedding_backward.py",
             "ops/embedding_backward_plan.py",
+            "ops/embedding_gradient_rows.py",
             "ops/embedding_gradients.py",
             "ops/embedding_inversion.py",
             "ops/embedding_recorded_call.py",

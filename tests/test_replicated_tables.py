@@ -35,7 +35,7 @@ _REPLICATED: dict[str, Any] = dict.fromkeys("acde", "replicated")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "adagrad": {},
-    "rowwise_adagrad": {"weight_decay": 0.01, "weight_decay_mode": "decoupled"},
+    "rowwise_adagrad": {"weight_decay": 0.01, "weight_decay_mode": "decoupled", "max_norm": 0.4},
     "adam": {"weight_decay": 0.01},
 }
 

@@ -16,8 +16,8 @@ __all__ = ["side_by_side"]
 def side_by_side(runs: Sequence[Run], pooled: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the runs' columns, one behind the other.
 
-    Backward, each group's gradient is put together in one pass over it. Autograd would take three passes over the whole
-    group for each of its runs: zeros, a copy, and a sum.
+    Backward, each group's gradient is put together in one pass over it, or is columns of the result's where the group
+    has one run. Autograd would take three passes over the whole group for each of its runs: zeros, a copy, and a sum.
 
     Args:
         runs: of a result; each column of a group is in one of them.
@@ -46,7 +46,7 @@ class _SideBySide(torch.autograd.Function):
             if not context.needs_input_grad[1 + group]:
                 found.append(None)
             elif dtype == gradient.dtype:
-                found.append(torch.cat([part for _, part in parts], dim=1))
+                found.append(parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts], dim=1))
             else:  # which torch.cat would leave to another pass
                 made = gradient.new_empty((len(gradient), parts[-1][0].end), dtype=dtype)
                 for run, part in parts:

@@ -91,7 +91,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         placement: "table_wise", "replicated", "auto", a `TablePlacement`, a mapping of tables' names to these, or
             TorchRec's ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
         algorithm: of `EmbeddingOptimizer`.
-        lr, eps, weight_decay, weight_decay_mode, betas: of it too.
+        lr, eps, weight_decay, weight_decay_mode, max_norm, betas: of it too; each slice of a table has norms of its
+            own.
         gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
             DistributedDataParallel takes of the dense part's.
         max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
@@ -150,6 +151,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         weight_decay_mode: str = "l2",
+        max_norm: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         gradient_scale: float | None = None,
         max_gradient: float | None = None,
@@ -186,6 +188,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             "eps": eps,
             "weight_decay": weight_decay,
             "weight_decay_mode": weight_decay_mode,
+            "max_norm": max_norm,
             "betas": betas,
         }
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale

@@ -25,7 +25,8 @@ _OF_MODULE = (
     "algorithm",
     "column_slices",
 )  # of a saved group; not taken over as they are
-_FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
+# Of a group: what kernels have from the beginning.
+_FIXED = ("eps", "weight_decay", "weight_decay_mode", "max_norm", "betas")
 _OF_SLICES = "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
 _UNKNOWN = object()  # a rate that no group can have
 

@@ -13,8 +13,6 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.arguments import as_number, as_whole_number
-from ..runtime.literals import vector_bytes
-from ..runtime.plain_call import materialized
 from ..runtime.plans import Plans
 from .embedding_backward_plan import (
     DECAYS,
@@ -28,13 +26,14 @@ from .embedding_backward_plan import (
 )
 from .embedding_checks import check_gradient, seeds_of
 from .embedding_columns import columns_of
+from .embedding_gradient_rows import rows_of
 from .embedding_inputs_lookups import Lookups
 from .embedding_recorded_call import Inputs, OfBatch, record
 from .embedding_split import completed_split, table_set
 from .embedding_widths import agree_on_widths
 from .table_set import TableSet
 
-__all__ = ["EmbeddingOptimizer", "aligned", "backward_key", "in_float32", "num_tables", "tables_named"]
+__all__ = ["EmbeddingOptimizer", "backward_key", "in_float32", "num_tables", "tables_named"]
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
@@ -56,7 +55,7 @@ class EmbeddingOptimizer:
     - "adagrad": ``s += g^2; w -= lr * g / (sqrt(s) + eps)``
     - "rowwise_adagrad": ``s += mean(g'^2); m = lr / (sqrt(s) + eps); w = c * w - m * g``, where g' = g and c = 1;
       with weight decay "l2" g' = g + weight_decay * w and c = 1 - m * weight_decay, with "decoupled" g' = g and
-      c = 1 - lr * weight_decay
+      c = 1 - lr * weight_decay; with `max_norm` then ``w *= min(1, max_norm / |w|)``, before w is rounded to 16 bits
     - "adam": ``m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g^2;
       w -= lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)``, t counting all steps
 
@@ -67,6 +66,7 @@ class EmbeddingOptimizer:
         lr: of the first step; see `lr`.
         eps: added to roots.
         weight_decay, weight_decay_mode: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
+        max_norm: the largest Euclidean norm of a row behind the step, for "rowwise_adagrad"; None for any.
         betas: of "adam".
         rounding: of rows of 16 bits: "nearest", ties to even, or "stochastic", up or down in magnitude with the
             probability that makes the new row's value the expected one (in float16, below 2^-14, to within 2^-40).
@@ -104,6 +104,7 @@ class EmbeddingOptimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         weight_decay_mode: str = "l2",
+        max_norm: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         rounding: str = "nearest",
         seed: int | Sequence[int] = 0,
@@ -116,6 +117,8 @@ class EmbeddingOptimizer:
             _check_number(name, value)
         if weight_decay and algorithm in ("sgd", "adagrad"):
             raise ValueError(f"weight_decay: {algorithm!r} has none, got {weight_decay}")
+        if max_norm is not None:
+            _check_max_norm(max_norm, algorithm)
         try:
             betas = (float(betas[0]), float(betas[1]))
         except (TypeError, ValueError, IndexError, OverflowError):
@@ -155,6 +158,7 @@ class EmbeddingOptimizer:
         self._constants = {
             "eps": eps,
             "weight_decay": weight_decay,
+            "max_norm": 0.0 if max_norm is None else float(max_norm),
             "beta1": betas[0],
             "beta2": betas[1],
         }
@@ -351,7 +355,7 @@ class EmbeddingOptimizer:
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         if self._counted != self._step_count._version and not world.workspace.is_capturing():
             self.step_count = int(self._step_count)  # type: ignore[assignment]  # written where it lies
-        gradient = aligned(gradient)
+        gradient = rows_of(gradient)
         plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         own = self._own
         # A CUDA graph keeps what its launches read and write.
@@ -398,12 +402,6 @@ def tables_named(names: Sequence[str]) -> str:
 def num_tables(count: int) -> str:
     """Return the same for so many."""
     return f"{count} table{'s' * (count != 1)}"
-
-
-def aligned(gradient: torch.Tensor) -> torch.Tensor:
-    """Return it contiguous and at a multiple of 16 bytes."""
-    gradient = materialized(gradient).contiguous()
-    return gradient.clone() if gradient.data_ptr() % vector_bytes() else gradient
 
 
 def backward_key(
@@ -462,6 +460,14 @@ def _listed(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _check_number(name: str, value: float) -> None:
     if not 0 <= in_float32(as_number(name, value)) < math.inf:
         raise ValueError(f"{name}: expected a number of at least 0 and below infinity, also in float32, got {value}")
+
+
+def _check_max_norm(max_norm: float, algorithm: str) -> None:
+    _check_number("max_norm", max_norm)
+    if not in_float32(max_norm) > 0:
+        raise ValueError(f"max_norm: expected a number above 0, also in float32, or None for any norm, got {max_norm}")
+    if algorithm != "rowwise_adagrad":
+        raise ValueError(f"max_norm: 'rowwise_adagrad' alone has one, got {max_norm} for {algorithm!r}")
 
 
 def _write(name: str, memory: torch.Tensor, value: float | torch.Tensor) -> None:

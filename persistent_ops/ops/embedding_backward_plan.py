@@ -22,6 +22,7 @@ from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 from .embedding_columns import columns_of
+from .embedding_gradient_rows import row_stride
 from .embedding_inversion import Inverted, Rows
 from .table_set import TableSet
 
@@ -213,6 +214,7 @@ def kernel_request(
     tiles: Tiles,
     decay: str = "none",
     rounding: str = "nearest",
+    has_max_norm: bool = False,
     has_wide_keys: bool = False,
     blocks_per_sm: int | None = None,
     has_one_wg: bool = False,
@@ -231,7 +233,7 @@ def kernel_request(
     is_one_short = step == "rowwise_adagrad" and (
         tiles.row_chunks > 32 if is_narrow else not is_aligned and tiles.lanes > _LANES[0]
     )
-    needs_registers = max(needs_registers, rounding == "stochastic", is_one_short)
+    needs_registers = max(needs_registers, rounding == "stochastic", is_one_short, has_max_norm)
     lane_chunks, threads = tiles.row_chunks // tiles.lanes, _THREADS
     blocks = blocks_per_sm or max(1, _BLOCKS_PER_SM[lane_chunks] - needs_registers)
     if has_one_wg:
@@ -246,6 +248,7 @@ def kernel_request(
             "pooling": f"{scope}Pooling::{pooling}",
             "decay": f"{scope}Decay::{DECAYS[decay]}",
             "rounding": f"{scope}Rounding::{ROUNDINGS[rounding]}",
+            "has_max_norm": has_max_norm,
             "aligned": is_aligned,
             "wide_keys": has_wide_keys,
             "lanes": tiles.lanes,
@@ -288,7 +291,7 @@ class BackwardPlan(Plan):
         step: of STEPS.
         decay: of DECAYS.
         rounding: of ROUNDINGS.
-        constants: eps, weight_decay, beta1, beta2, where the step has them.
+        constants: eps, weight_decay, max_norm (0 for any norm), beta1, beta2, where the step has them.
 
     Attributes:
         rows: of the tables.
@@ -321,7 +324,8 @@ class BackwardPlan(Plan):
         self._reserve()
         order = _order_in_groups(self.groups) if key.from_sources else None
         self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], self._batch, order)
-        self._kernel = world.load(self._choose_kernel(weights, step, decay, rounding))
+        has_max_norm = constants.get("max_norm", 0.0) > 0
+        self._kernel = world.load(self._choose_kernel(weights, step, decay, rounding, has_max_norm))
         fit = world.backend.num_sms if self._is_host else resident_work_groups(world.backend, self._kernel)
         self._grid = tuning.work_groups or fit
         check_resident(world.backend, self._kernel, self._grid)
@@ -362,7 +366,6 @@ class BackwardPlan(Plan):
             batch=self._batch,
             first_sample=batch_start[key.team.rank],
             num_samples=self._samples,
-            row_elements=sum(key.dim_per_rank),
             sum_elements=self._sum_elements,
             **constants,
         )
@@ -476,7 +479,9 @@ class BackwardPlan(Plan):
             self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
             self.areas = (_STAGING, _OUTGOING)
 
-    def _choose_kernel(self, weights: Sequence[torch.Tensor], step: str, decay: str, rounding: str) -> KernelRequest:
+    def _choose_kernel(
+        self, weights: Sequence[torch.Tensor], step: str, decay: str, rounding: str, has_max_norm: bool
+    ) -> KernelRequest:
         key, row_bytes = self._key, max(self._own_widths, default=1) * self._key.dtype.itemsize
         tiles = Tiles.on_host(row_bytes) if self._is_host else Tiles.of(row_bytes, self._tuning.lanes)
         places = [*map(self._wire_bytes, self._widths), *(weight.data_ptr() for weight in weights)]
@@ -490,6 +495,7 @@ class BackwardPlan(Plan):
             tiles=tiles,
             decay=decay,
             rounding=rounding,
+            has_max_norm=has_max_norm,
             has_wide_keys=self.rows.key_dtype == torch.int64,
             blocks_per_sm=self._tuning.blocks_per_sm,
             has_one_wg=self._world.backend.leaves_room,
@@ -538,7 +544,7 @@ class BackwardPlan(Plan):
         """Launch on the current stream.
 
         Args:
-            gradient: `[samples of this PE, columns of all PEs]`, contiguous.
+            gradient: `[samples of this PE, columns of all PEs]`, of `rows_of`.
             inverted: the lookups.
             factors, factor_gradients: of lookups, float32, or None.
             forward_pass: its number (`CallNumbers`), which is a part of the contract; 0 on a PE alone.
@@ -559,7 +565,7 @@ class BackwardPlan(Plan):
             self._slots = slots
         sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
         call = self._new_call()
-        call.gradient = gradient.data_ptr()
+        call.gradient, call.gradient_stride = gradient.data_ptr(), row_stride(gradient)
         call.keys, call.bags, call.count = (each.data_ptr() for each in (inverted.keys, inverted.bags, inverted.count))
         call.lookups = 0 if inverted.lookups is None else inverted.lookups.data_ptr()
         call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()

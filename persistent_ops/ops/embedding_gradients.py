@@ -15,9 +15,10 @@ from ..runtime import world as _world
 from ..runtime.literals import vector_bytes
 from ..runtime.plans import Plans
 from ..runtime.torch_private import queue_callback
-from .embedding_backward import aligned, backward_key, num_tables
+from .embedding_backward import backward_key, num_tables
 from .embedding_backward_plan import GRADIENT, OPERATOR, BackwardKey, BackwardPlan, identity
 from .embedding_checks import MODES, check_gradient
+from .embedding_gradient_rows import rows_of
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, invert
 from .embedding_recorded_call import Inputs, record
@@ -118,7 +119,7 @@ def dense_gradients(
     flags = memory[memory.numel() - plan.rows.num_keys :]
     world.workspace.raise_failure()  # of earlier launches
     plan.launch(
-        aligned(gradient), inverted, per_sample_weights, factors, scale=scale, sums=memory, places=None, touched=flags
+        rows_of(gradient), inverted, per_sample_weights, factors, scale=scale, sums=memory, places=None, touched=flags
     )
     return DenseGradients(memory, *found, factors)
 
@@ -195,7 +196,7 @@ def _sparse_gradients(
             "lookups have, which a CUDA-graph capture cannot do; pass optimizer=po.EmbeddingOptimizer(...), or leave "
             "the backward pass out of the capture"
         )
-    gradient = aligned(gradient)
+    gradient = rows_of(gradient)
     key = backward_key(world, None, gradient.dtype, weights, inputs, split, mode, forward_pass)
     plan = gradient_plan(world, key, weights)
     inverted = inputs.invert(world, plan.rows, counts=mode == "mean")

@@ -88,7 +88,7 @@ class Pusher {
       for (int i = 0; i < kChunksAtOnce; ++i) {
         places[i] = at;
         if (at.row < count) {
-          const int64_t source = (first + at.row) * plan_.row_elements + push.column + at.chunk * kElements;
+          const int64_t source = (first + at.row) * call_.gradient_stride + push.column + at.chunk * kElements;
           chunks[i] = load_once<Storage, Traits::kIsAligned>(call_.gradient, source, width - at.chunk * kElements);
         }
         at.row += stride.row;

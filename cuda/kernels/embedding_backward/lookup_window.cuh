@@ -180,7 +180,7 @@ class WindowFiller {
     const Table& table = plan_.tables[number];
     const int32_t sample = bag - number * batch;
     const int64_t own = sample - plan_.first_sample;
-    const int64_t element = own >= 0 && own < plan_.num_samples ? own * plan_.row_elements + table.column
+    const int64_t element = own >= 0 && own < plan_.num_samples ? own * call_.gradient_stride + table.column
                                                                 : static_cast<int64_t>(sample) * group.width;
     const uint8_t* tensor = own >= 0 && own < plan_.num_samples
                                 ? call_.gradient

@@ -23,11 +23,12 @@ struct Config {
   Pooling pooling = Pooling::kSum;
   Decay decay = Decay::kNone;
   Rounding rounding = Rounding::kNearest;
-  bool aligned = true;    // all rows of tables, states, gradient and staging begin at multiples of 16 bytes
-  bool wide_keys = true;  // keys have 64 bits
-  int lanes = 32;         // of a warp that have a row: a tile
-  int row_chunks = 32;    // of 16 bytes of a row, that a tile has in registers
-  bool wide_rows = true;  // there are rows with more
+  bool has_max_norm = false;  // row-wise Adagrad
+  bool aligned = true;        // all rows of tables, states, gradient and staging begin at multiples of 16 bytes
+  bool wide_keys = true;      // keys have 64 bits
+  int lanes = 32;             // of a warp that have a row: a tile
+  int row_chunks = 32;        // of 16 bytes of a row, that a tile has in registers
+  bool wide_rows = true;      // there are rows with more
   int threads = 256;
   int blocks_per_sm = 2;
 };
@@ -42,6 +43,7 @@ struct Traits {
   static constexpr Pooling kPooling = kConfig.pooling;
   static constexpr Decay kDecay = kConfig.decay;
   static constexpr Rounding kRounding = kConfig.rounding;
+  static constexpr bool kHasMaxNorm = kConfig.has_max_norm;
   static constexpr bool kIsAligned = kConfig.aligned;
   static constexpr bool kHasFactors = kPooling != Pooling::kSum;
   static constexpr bool kHasWideRows = kConfig.wide_rows;
@@ -53,6 +55,7 @@ struct Traits {
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static_assert(kShare > 0 && kElements % kShare == 0, "lanes share a chunk equally");
   static_assert(kShare == kElements || !kHasWideRows, "a row in several parts has a chunk for each lane");
+  static_assert(!kHasMaxNorm || kStep == Step::kRowwiseAdagrad, "other optimizers bound no norm");
   static_assert(kRounding == Rounding::kNearest || kElements == 8,
                 "a draw's 128 bits are 16 for each element of a chunk");
 };
@@ -124,22 +127,23 @@ struct Plan {
   int64_t batch;
   int64_t first_sample;  // of this PE
   int64_t num_samples;
-  int64_t row_elements;  // of this PE's gradient
   uint64_t staging_offset;
   int64_t sum_elements;  // of a chunk's sums: the widest row's
   float eps;
   float weight_decay;
+  float max_norm;
   float beta1;
   float beta2;
 };
 PO_DESCRIBE(Plan, team, groups, members, tables, pushes, num_groups, num_tables, num_pushes, slice_samples, num_slices,
-            pushing_wgs, pushing_wg_lookups, pushed, batch_start, batch, first_sample, num_samples, row_elements,
-            staging_offset, sum_elements, eps, weight_decay, beta1, beta2)
+            pushing_wgs, pushing_wg_lookups, pushed, batch_start, batch, first_sample, num_samples, staging_offset,
+            sum_elements, eps, weight_decay, max_norm, beta1, beta2)
 
 // ---- call -----------------------------------------------------------------------------------------------------------
 
 struct Call {
   const uint8_t* gradient;  // [samples of this PE, columns of all PEs]
+  int64_t gradient_stride;  // elements from one sample to the next
   // Of the lookups in this PE's tables, sorted by key, which is a row of a group.
   const void* keys;        // int32 or int64
   const int32_t* bags;     // table * batch + sample
@@ -162,7 +166,7 @@ struct Call {
   float* touched;         // by key: 1 is written where a row has lookups; null: not wanted
   uint64_t forward_pass;  // its number; 0 where no peer takes part
 };
-PO_DESCRIBE(Call, gradient, keys, bags, lookups, factors, factor_gradients, num_factors, counts, count, rate, scale,
-            step_count, beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched, forward_pass)
+PO_DESCRIBE(Call, gradient, gradient_stride, keys, bags, lookups, factors, factor_gradients, num_factors, counts, count,
+            rate, scale, step_count, beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched, forward_pass)
 
 }  // namespace po::embedding_backward

@@ -87,6 +87,12 @@ class RowUpdate {
   static constexpr bool kHasStates = Traits::kStep == Step::kAdagrad || Traits::kStep == Step::kAdam;
   struct None {};
 
+  // By what row-wise Adagrad multiplies a row's gradient, and then the row.
+  struct RowFactors {
+    float rate = 0.0f;
+    float shrinkage = 1.0f;
+  };
+
   // A part of a row as it is before the step.
   struct Old {
     Chunk row[kLaneChunks];
@@ -113,7 +119,7 @@ class RowUpdate {
 
   template <class SumOf>
   PO_FN void update(const GroupView& view, int64_t row, const SumOf& sum_of) const {
-    float multiplier = 0.0f;
+    RowFactors factors;
     [[maybe_unused]] const float row_state = load_row_state(view, row);
     if constexpr (!Traits::kHasWideRows) {
       Old old;
@@ -122,8 +128,11 @@ class RowUpdate {
       sum_of(0, sums);
       if constexpr (!kEarly) old = load_old(view, row, 0);
       scale(view, sums);
-      if constexpr (kIsRowwise) multiplier = row_rate(view, row, row_state, add_squares(view, 0, old, sums, 0.0f));
-      step(view, row, 0, old, sums, multiplier);
+      if constexpr (kIsRowwise) factors.rate = row_rate(view, row, row_state, add_squares(view, 0, old, sums, 0.0f));
+      if constexpr (Traits::kHasMaxNorm) {
+        factors.shrinkage = shrinkage(add_stepped_squares(view, 0, old, sums, factors.rate, 0.0f));
+      }
+      step(view, row, 0, old, sums, factors);
     } else {
       const int count = Sums::num_parts(view);
       if constexpr (kIsRowwise) {
@@ -135,14 +144,25 @@ class RowUpdate {
           scale(view, sums);
           squares = add_squares(view, part, load_old(view, row, part), sums, squares);
         }
-        multiplier = row_rate(view, row, row_state, squares);
+        factors.rate = row_rate(view, row, row_state, squares);
+      }
+      if constexpr (Traits::kHasMaxNorm) {
+        float squares = 0.0f;
+        PO_NO_UNROLL
+        for (int part = 0; part < count; ++part) {
+          Columns sums = {};
+          sum_of(part, sums);
+          scale(view, sums);
+          squares = add_stepped_squares(view, part, load_old(view, row, part), sums, factors.rate, squares);
+        }
+        factors.shrinkage = shrinkage(squares);
       }
       PO_NO_UNROLL
       for (int part = 0; part < count; ++part) {
         Columns sums = {};
         sum_of(part, sums);
         scale(view, sums);
-        step(view, row, part, load_old(view, row, part), sums, multiplier);
+        step(view, row, part, load_old(view, row, part), sums, factors);
       }
     }
   }
@@ -204,8 +224,32 @@ class RowUpdate {
     return lanes_.shuffle(rate, 0);
   }
 
+  // Of the part's columns as row-wise Adagrad's step makes them.
+  PO_FN float add_stepped_squares(const GroupView& view, int part, const Old& old, const Columns& sums, float rate,
+                                  float total) const {
+    float squares[kLaneChunks];
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      squares[i] = 0.0f;
+      float rows[kElements];
+      to_floats<Scalar>(old.row[i], rows);
+      step_rowwise(view, sums.values[i], rate, rows);
+      PO_UNROLL
+      for (int e = 0; e < kElements; ++e) {
+        if (is_column(e, view.width - sums_.element_of(part, i))) squares[i] += rounded_product(rows[e], rows[e]);
+      }
+    }
+    return sum_by_trees(lanes_, squares, total);
+  }
+
+  // By what a row with this sum of squares is multiplied, so that its norm is not above the largest one.
+  PO_FN float shrinkage(float squares) const {
+    const float norm = square_root(squares);
+    return norm > plan_.max_norm ? plan_.max_norm / norm : 1.0f;
+  }
+
   PO_FN void step(const GroupView& view, int64_t row, int part, const Old& old, const Columns& sums,
-                  float multiplier) const {
+                  const RowFactors& factors) const {
     const int64_t first = row * view.width;
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
@@ -216,7 +260,11 @@ class RowUpdate {
         PO_UNROLL
         for (int e = 0; e < kElements; ++e) rows[e] -= rounded_product(view.rates.rate, sums.values[i][e]);
       } else if constexpr (kIsRowwise) {
-        step_rowwise(view, sums.values[i], multiplier, rows);
+        step_rowwise(view, sums.values[i], factors.rate, rows);
+        if constexpr (Traits::kHasMaxNorm) {
+          PO_UNROLL
+          for (float& value : rows) value *= factors.shrinkage;
+        }
       } else {
         step_by_element(view, i, part, first, old, sums.values[i], rows);
       }
