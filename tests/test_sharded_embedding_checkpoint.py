@@ -19,7 +19,7 @@ from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_o
 from worlds import error_of, gave_up, in_world, init_with_impatient_kernels
 
 import persistent_ops as po
-from persistent_ops.nn import TablePlacement, TableShards
+from persistent_ops.nn import TableConfig, TablePlacement, TableShards
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
 
@@ -194,6 +194,23 @@ def test_another_number_of_slices(backend: str, tmp_path: Path) -> None:
             assert torch.equal(_whole(found, name, shape), _whole(saved, name, shape)), name
 
 
+_ENTRIES = {
+    *("params", "lr", "eps", "weight_decay", "weight_decay_mode", "betas", "seed"),
+    *("step", "beta_powers", "algorithm", "column_slices"),
+}
+
+
+def _entries() -> list[set[str]]:
+    makes = functools.partial(po.nn.ShardedEmbeddingBagCollection, [TableConfig("a", 5, 4, ["a"])], max_batch=4)
+    made = [makes(algorithm="adam"), makes(algorithm="rowwise_adagrad", max_norm=1.0)]
+    return [set(module.optimizer.state_dict()["param_groups"][0]) for module in made]
+
+
+def test_what_a_group_is_saved_with() -> None:
+    """torch.distributed.checkpoint loads no checkpoint that lacks an entry: with another one none from before."""
+    assert in_world(_entries, 1, "host") == [[_ENTRIES, _ENTRIES]]
+
+
 # ---- without torch.distributed.checkpoint ----------------------------------------------------------------------------
 
 
@@ -215,6 +232,13 @@ def _refused() -> dict[str, str]:
     tried("shape of slices", module.optimizer.load_state_dict, of_four.optimizer.state_dict(), ValueError)
     other = {**states, "param_groups": [{**states["param_groups"][0], "algorithm": "adam"}]}
     tried("algorithm", module.optimizer.load_state_dict, other, ValueError)
+    tables_of_norms = [TableConfig("a", 5, 4, ["a"])]
+    makes = functools.partial(po.nn.ShardedEmbeddingBagCollection, tables_of_norms, max_batch=4)
+    bounded, free = (makes(algorithm="rowwise_adagrad", max_norm=norm).optimizer for norm in (2, None))
+    tried("a norm", free.load_state_dict, bounded.state_dict(), ValueError)
+    tried("any norm", bounded.load_state_dict, free.state_dict(), ValueError)
+    bounded.load_state_dict(bounded.state_dict())
+    bounded.load_state_dict({"state": free.state_dict()["state"]})  # TorchRec's does not tell
     tried("no states", module.optimizer.load_state_dict, {"state": {}}, ValueError)
     tried("no prefix", module.optimizer.load_state_dict, module.optimizer.state_dict(prefix="m."), ValueError)
     of_a = {**states["state"]["embedding_bags.a.weight"], "a.exp_avg_sq": torch.zeros(30, 8)}
@@ -240,6 +264,8 @@ def test_what_cannot_be_loaded(backend: str) -> None:
         "slices": "a was trained in 4 column slices, and has 2",
         "shape of slices": "the number of column slices must stay",
         "algorithm": "of 'adam', but the optimizer is 'rowwise_adagrad'",
+        "a norm": "of 'rowwise_adagrad, max_norm=2.0', but the optimizer is 'rowwise_adagrad'",
+        "any norm": "of 'rowwise_adagrad', but the optimizer is 'rowwise_adagrad, max_norm=2.0'",
         "no states": "expected 'a.momentum1'",
         "no prefix": "expected states of ['embedding_bags.a.weight'",
         "another table": "got ['embedding_bags.a.weight', 'embedding_bags.b.weight', 'embedding_bags.c.weight', 'embe",

@@ -185,18 +185,18 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         estimates = lookup_estimates(configs, lookups_per_sample)
         options = {
             "lr": lr,
-            "eps": eps,
-            "weight_decay": weight_decay,
+            "eps": as_number("eps", eps),
+            "weight_decay": as_number("weight_decay", weight_decay),
             "weight_decay_mode": weight_decay_mode,
-            "max_norm": max_norm,
             "betas": betas,
         }
+        max_norm = None if max_norm is None else as_number("max_norm", max_norm)
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         placements = placements_of(configs, placement)
         # Before all that is collective, of which PEs with other tables or placements make more or less.
         self._agree(
             "tables, placement, algorithm and its options, wire_dtype, seed",
-            [configs, placements, algorithm, options, scale, max_gradient, wire_dtype, rounding, seed],
+            [configs, placements, algorithm, options, max_norm, scale, max_gradient, wire_dtype, rounding, seed],
         )
         self.layout = layout_of(world, configs, placements, estimates, max_batch, algorithm, wire_dtype, rounding)
         self._agree("max_batch, lookups_per_sample", [max_batch, estimates, self.layout])
@@ -216,7 +216,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 estimates,
                 bounds=bounds,
                 algorithm=algorithm,
-                options=options,
+                options={**options, "max_norm": max_norm},
                 rounding=rounding,
                 scale=scale,
             )
@@ -232,7 +232,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         for group in self.layout.groups:
             weights = [self._table(slot.table).slice(slot.slice) for slot in group.slots[world.rank]]
             rounded = rounding_of(group, rounding)
-            optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounded, **options)  # type: ignore[arg-type]
+            optimizer = EmbeddingOptimizer(weights, algorithm, max_norm=max_norm, rounding=rounded, **options)  # type: ignore[arg-type]
             optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
             optimizer.name_tables(list(dict.fromkeys(configs[slot.table].name for slot in group.columns)))
             self._weights.append(weights)
@@ -253,6 +253,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             [*optimizers, *of_replicas],
             drawn_of(self.layout, world.rank),
             rounding,
+            max_norm,
         )
         self._versions = _versions_of(self._tables, optimizers)
         self._ddp_params_and_buffers_to_ignore = self.table_names()

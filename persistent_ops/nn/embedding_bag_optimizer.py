@@ -25,8 +25,7 @@ _OF_MODULE = (
     "algorithm",
     "column_slices",
 )  # of a saved group; not taken over as they are
-# Of a group: what kernels have from the beginning.
-_FIXED = ("eps", "weight_decay", "weight_decay_mode", "max_norm", "betas")
+_FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
 _OF_SLICES = "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
 _UNKNOWN = object()  # a rate that no group can have
 
@@ -54,6 +53,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         optimizers: that have these states.
         drawn: what the tables of each of them are drawn as (`drawn_of`).
         rounding: of the rows of tables of 16 bits.
+        max_norm: of rows.
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses
@@ -66,8 +66,11 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         optimizers: Sequence[EmbeddingOptimizer],
         drawn: Sequence[Sequence[Drawn]],
         rounding: str,
+        max_norm: float | None,
     ) -> None:
         self._algorithm = algorithm
+        # A part of that, as a group's own entry would be missed in checkpoints that do not have it.
+        self._saved_as = algorithm if max_norm is None else f"{algorithm}, max_norm={max_norm}"
         self._optimizers, self._drawn = list(optimizers), drawn
         self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
         self._drawing = {name for name, (parameter, *_) in tables.items() if draws(parameter.dtype, rounding)}
@@ -218,7 +221,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         # As the kernel has multiplied them, so that what is loaded goes on with the same bits.
         group["beta_powers"] = self._optimizers[0]._beta_powers.tolist()
         group["step"] = int(self._optimizers[0].step_count)
-        group["algorithm"] = self._algorithm
+        group["algorithm"] = self._saved_as
         group["column_slices"] = [list(each) for each in self._column_slices.items()]
         return {"state": state, "param_groups": [group]}
 
@@ -250,8 +253,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         groups = state_dict.get("param_groups") or [{}]
         saved = groups[0]
-        if saved.get("algorithm", self._algorithm) != self._algorithm:
-            raise ValueError(f"state_dict: of {saved['algorithm']!r}, but the optimizer is {self._algorithm!r}")
+        if saved.get("algorithm", self._saved_as) != self._saved_as:
+            raise ValueError(f"state_dict: of {saved['algorithm']!r}, but the optimizer is {self._saved_as!r}")
         for name, value in self._fixed.items():
             if _plain(saved.get(name, value)) != value:
                 raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")

@@ -61,12 +61,14 @@ class EmbeddingOptimizer:
 
     Args:
         tables: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
-            `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs.
+            `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs,
+            of the same algorithm. What else is chosen here is for this PE's tables alone: peers may choose otherwise.
         algorithm: see above.
         lr: of the first step; see `lr`.
         eps: added to roots.
         weight_decay, weight_decay_mode: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
-        max_norm: the largest Euclidean norm of a row behind the step, for "rowwise_adagrad"; None for any.
+        max_norm: for "rowwise_adagrad", from 1e-18 to 1e18: rows whose Euclidean norm is larger behind the step, and
+            before they are rounded, are scaled to it; None for any.
         betas: of "adam".
         rounding: of rows of 16 bits: "nearest", ties to even, or "stochastic", up or down in magnitude with the
             probability that makes the new row's value the expected one (in float16, below 2^-14, to within 2^-40).
@@ -463,9 +465,8 @@ def _check_number(name: str, value: float) -> None:
 
 
 def _check_max_norm(max_norm: float, algorithm: str) -> None:
-    _check_number("max_norm", max_norm)
-    if not in_float32(max_norm) > 0:
-        raise ValueError(f"max_norm: expected a number above 0, also in float32, or None for any norm, got {max_norm}")
+    if not 1e-18 <= as_number("max_norm", max_norm) <= 1e18:  # the squares of which float32 holds
+        raise ValueError(f"max_norm: expected a number from 1e-18 to 1e18, or None for any norm, got {max_norm}")
     if algorithm != "rowwise_adagrad":
         raise ValueError(f"max_norm: 'rowwise_adagrad' alone has one, got {max_norm} for {algorithm!r}")
 

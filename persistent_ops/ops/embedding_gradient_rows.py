@@ -13,8 +13,8 @@ __all__ = ["row_stride", "rows_of"]
 def rows_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as kernels read it, a copy if need be.
 
-    A sample's columns lie side by side, and samples begin at multiples of 16 bytes, if in a larger tensor: what a
-    `torch.cat` hands on are columns of its own gradient.
+    It is contiguous, or columns of a larger tensor, side by side, of which samples begin at multiples of 16 bytes: a
+    `torch.cat` hands on such columns of its own gradient.
     """
     gradient = materialized(gradient)
     stride_bytes = row_stride(gradient) * gradient.itemsize
