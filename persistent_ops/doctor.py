@@ -24,7 +24,7 @@ from rich.table import Table
 
 from .runtime.errors import PersistentOpsError
 
-__all__ = ["Finding", "Report", "examine", "run_doctor"]
+__all__ = ["Finding", "Report", "available_memory", "examine", "run_doctor"]
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MARKS = {"ok": "[green]ok[/]", "missing": "[bold red]missing[/]", "warning": "[yellow]check[/]", "info": ""}
@@ -397,7 +397,7 @@ def _heap() -> list[Finding]:
     except (AttributeError, OSError) as error:
         text = f"memfd_create failed: {error}"
         findings.append(Finding(section, "shared memory", "missing", text, "run on Linux 3.17 or newer", ("host",)))
-    available = _available_memory()
+    available = available_memory()
     if available is not None:
         # Pages that are never touched cost nothing, so little memory is no error.
         findings.append(Finding(section, "memory for host PEs", "info", f"{available / 2**30:.1f} GiB available"))
@@ -407,7 +407,7 @@ def _heap() -> list[Finding]:
     return findings
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
     """Return the bytes that this process can still get: of the machine, or of its control group where that has less."""
     numbers = []
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)

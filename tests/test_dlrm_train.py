@@ -22,9 +22,11 @@ from kept_pes import in_processes
 from PIL import Image
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
+from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
+from persistent_ops.doctor import available_memory
 from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.process_group import process_group
@@ -43,10 +45,12 @@ from dlrm.model import DenseModel
 from dlrm.options import MODELS, Options
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
+from dlrm.table_memory import check_memory, table_bytes
 from dlrm.training import Plan, Training
 from dlrm.way import placement_of
 from dlrm.workload import run_pe
 from embedding_step.exchanged import ExchangedEmbedding
+from embedding_step.exchanged_fbgemm import why_no_fbgemm
 from harness.record import append_line, what_ran
 
 CPU = torch.device("cpu")
@@ -515,3 +519,33 @@ def test_a_heap_that_is_too_small_is_said(capsys: pytest.CaptureFixture[str], tm
     assert dlrm_train.main(command) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and "Traceback" not in told
+
+
+def _without_room(folder: str) -> list[Any]:
+    world = po_world.current()
+    seen = []
+    for changes in ({}, {"optimizer": "rowwise_adagrad"}, {"optimizer": "sgd", "compare_steps": 5}):
+        options = options_of(Path(folder), **changes)
+        check = functools.partial(check_memory, options, [10, 5], world)
+        needed = table_bytes(options, [10, 5])
+        ways = 1 if not options.compare_steps else 2 + (why_no_fbgemm() is None)
+        check(available=lambda needed=needed * ways: needed)
+        check(available=lambda: None)
+        of_one = needed * ways - 1 if po.rank() else None
+        seen.append([needed, *error_of(lambda check=check, left=of_one: check(available=lambda: left))[:2]])
+    return seen
+
+
+@pytest.mark.host
+def test_tables_without_room_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By all PEs, if one has too little; before the tables are made, as the host's process would be killed."""
+    dim = options_of(tmp_path).preset.dim
+    of_pes = in_world(_without_room, 2, "host", str(tmp_path))
+    assert of_pes[0] == of_pes[1]
+    assert [needed for needed, *_ in of_pes[0]] == [15 * dim * 8, 15 * (dim * 4 + 4), 15 * dim * 4]
+    for _, kind, told in of_pes[0]:
+        assert kind == "ValueError" and "pass a smaller --max-rows, which is 10 now" in told
+    needed, left = table_bytes(options_of(tmp_path, model="mlperf"), DLRM_ROWS), available_memory()
+    if left is not None and left < needed:
+        assert dlrm_train.main(["--backend", "host", "--pes", "1", "--output", str(tmp_path), "--model", "mlperf"]) == 2
+        assert "take 209.1 GB where this machine has" in capsys.readouterr().err

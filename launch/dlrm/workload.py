@@ -23,6 +23,7 @@ from .captured_step import check_machine, own_stream
 from .compare import compare
 from .data import Data, open_data
 from .options import Options
+from .table_memory import check_memory
 from .training import Plan, Training
 from .way import make_collection, make_training
 
@@ -60,6 +61,7 @@ def run_pe(options: Options) -> dict[str, Any]:
             stream = own_stream(world.backend.device)
         device = world.backend.device
         data = open_data(options)
+        check_memory(options, data.train.num_rows, world)
         sums = process_group(
             world.bootstrap, backend=group, device=device, timeout=options.timeout, max_ctas=options.num_sms_of_nccl
         )

@@ -259,7 +259,8 @@ class Bootstrap:
 
     def _exchange(self, mailbox: Mailbox, tag: str, value: bytes, deadline: float) -> list[bytes]:
         number = self._sequence
-        longest = deadline - time.monotonic()
+        begin = time.monotonic()
+        longest = deadline - begin
         self._sequence += 1
         label = tag.encode()
         mailbox.put(f"{number}/{self.rank}", struct.pack("<H", len(label)) + label + value, deadline)
@@ -275,8 +276,8 @@ class Bootstrap:
                     deadline = now + longest
                     continue
                 raise BootstrapError(
-                    f"{_ranks(missing)} of {self.world_size} did not reach {tag!r} within the time-out; look at their "
-                    "output, and check that all of them were started and make the same calls"
+                    f"{_ranks(missing)} of {self.world_size} did not reach {tag!r} within {now - begin:.3g} s; look at "
+                    "their output, and check that all of them were started and make the same calls"
                 )
             if now >= next_look:
                 next_look = now + _LOOK_AT_PROCESSES_S

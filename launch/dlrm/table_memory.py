@@ -1,0 +1,57 @@
+"""Whether the tables find room: on the host a process that takes too much is killed, with whatever else runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from embedding_step.exchanged_fbgemm import why_no_fbgemm
+from harness.pes import gather
+
+from persistent_ops.doctor import available_memory
+from persistent_ops.runtime.world import World
+
+from .options import Options
+
+__all__ = ["check_memory", "table_bytes"]
+
+_GB = 1e9
+
+
+def table_bytes(options: Options, num_rows: Sequence[int]) -> int:
+    """Return the bytes of float32 tables with so many rows, and of their optimizer's states."""
+    row_bytes = 4 * options.preset.dim
+    states = {"sgd": 0, "adagrad": row_bytes, "rowwise_adagrad": 4}[options.optimizer]
+    return sum(num_rows) * (row_bytes + states)
+
+
+def check_memory(
+    options: Options,
+    num_rows: Sequence[int],
+    world: World,
+    *,
+    available: Callable[[], int | None] = available_memory,
+) -> None:
+    """Raise ValueError where not even the tables fit; collective.
+
+    Args:
+        options, num_rows: of the training.
+        world: of this PE.
+        available: returns the bytes of host memory that there are, None where nobody knows.
+    """
+    needed, left = table_bytes(options, num_rows), available()
+    where = "this machine has"
+    if world.backend.name == "cuda":
+        # As much as a PE has on average; other ways to train that do not fit beside this one are left out.
+        gpus = min(world.bootstrap.local_world_size, torch.cuda.device_count())
+        pes_of_gpu = -(-world.bootstrap.local_world_size // gpus)
+        needed = needed * pes_of_gpu // world.size
+        left, where = torch.cuda.mem_get_info(world.backend.device)[0], "a GPU has"
+    elif options.compare_steps:
+        needed *= 2 + (why_no_fbgemm() is None)
+    known = [each for each in gather(world.bootstrap, left, timeout=options.timeout) if each is not None]
+    if known and needed > min(known):
+        raise ValueError(
+            f"tables: they and their optimizer's states take {needed / _GB:.1f} GB where {where} "
+            f"{min(known) / _GB:.1f} left; pass a smaller --max-rows, which is {max(num_rows)} now"
+        )
