@@ -134,36 +134,30 @@ class RowUpdate {
       }
       step(view, row, 0, old, sums, factors);
     } else {
-      const int count = Sums::num_parts(view);
-      if constexpr (kIsRowwise) {
-        float squares = 0.0f;
+      const auto for_parts = [&](const auto& act) {
         PO_NO_UNROLL
-        for (int part = 0; part < count; ++part) {
+        for (int part = 0; part < Sums::num_parts(view); ++part) {
           Columns sums = {};
           sum_of(part, sums);
           scale(view, sums);
-          squares = add_squares(view, part, load_old(view, row, part), sums, squares);
+          act(part, load_old(view, row, part), sums);
         }
+      };
+      if constexpr (kIsRowwise) {
+        float squares = 0.0f;
+        for_parts([&](int part, const Old& old, const Columns& sums) {
+          squares = add_squares(view, part, old, sums, squares);
+        });
         factors.rate = row_rate(view, row, row_state, squares);
       }
       if constexpr (Traits::kHasMaxNorm) {
         float squares = 0.0f;
-        PO_NO_UNROLL
-        for (int part = 0; part < count; ++part) {
-          Columns sums = {};
-          sum_of(part, sums);
-          scale(view, sums);
-          squares = add_stepped_squares(view, part, load_old(view, row, part), sums, factors.rate, squares);
-        }
+        for_parts([&](int part, const Old& old, const Columns& sums) {
+          squares = add_stepped_squares(view, part, old, sums, factors.rate, squares);
+        });
         factors.shrinkage = shrinkage(squares);
       }
-      PO_NO_UNROLL
-      for (int part = 0; part < count; ++part) {
-        Columns sums = {};
-        sum_of(part, sums);
-        scale(view, sums);
-        step(view, row, part, load_old(view, row, part), sums, factors);
-      }
+      for_parts([&](int part, const Old& old, const Columns& sums) { step(view, row, part, old, sums, factors); });
     }
   }
 
