@@ -24,7 +24,12 @@ import torch
 from kernel_digests import digest
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_kernel_request
-from persistent_ops.ops.embedding_backward_plan import GRADIENT, STEPS, Tiles, kernel_request as backward_kernel_request
+from persistent_ops.ops.embedding_backward_kernel import (
+    GRADIENT,
+    STEPS,
+    Tiles,
+    kernel_request as backward_kernel_request,
+)
 from persistent_ops.ops.embedding_inputs_plan import (
     THREADS as INPUTS_THREADS,
     THREADS_BESIDE as INPUTS_THREADS_BESIDE,

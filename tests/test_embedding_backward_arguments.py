@@ -16,7 +16,7 @@ from embedding_cases import split_of
 from worlds import error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_backward_plan import Tiles
+from persistent_ops.ops.embedding_backward_kernel import Tiles
 from persistent_ops.ops.embedding_gradient_rows import rows_of
 
 

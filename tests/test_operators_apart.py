@@ -109,6 +109,7 @@ OPERATORS = {
     "embedding_backward": Parts(
         (
             "ops/embedding_backward.py",
+            "ops/embedding_backward_kernel.py",
             "ops/embedding_backward_plan.py",
             "ops/embedding_gradient_rows.py",
             "ops/embedding_gradients.py",

@@ -14,16 +14,8 @@ import torch
 from ..runtime import world as _world
 from ..runtime.arguments import as_number, as_whole_number
 from ..runtime.plans import Plans
-from .embedding_backward_plan import (
-    DECAYS,
-    GRADIENT,
-    OPERATOR,
-    STEPS,
-    BackwardKey,
-    BackwardPlan,
-    check_rounding,
-    identity,
-)
+from .embedding_backward_kernel import DECAYS, GRADIENT, STEPS, check_rounding
+from .embedding_backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity
 from .embedding_checks import check_gradient, seeds_of
 from .embedding_columns import columns_of
 from .embedding_gradient_rows import rows_of

@@ -16,7 +16,8 @@ from ..runtime.literals import vector_bytes
 from ..runtime.plans import Plans
 from ..runtime.torch_private import queue_callback
 from .embedding_backward import backward_key, num_tables
-from .embedding_backward_plan import GRADIENT, OPERATOR, BackwardKey, BackwardPlan, identity
+from .embedding_backward_kernel import GRADIENT
+from .embedding_backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity
 from .embedding_checks import MODES, check_gradient
 from .embedding_gradient_rows import rows_of
 from .embedding_inputs_lookups import Lookups
