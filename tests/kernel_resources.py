@@ -115,7 +115,7 @@ class EmbeddingBackward:
         parts += [f"{self.wire} on the wire"] if self.wire else []
         parts += [f"decay {self.decay}"] if self.decay != "none" else []
         parts += [f"rounding {self.rounding}"] if self.rounding != "nearest" else []
-        flags = {"largest norm": self.has_max_norm, "unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
+        flags = {"max norm": self.has_max_norm, "unaligned": not self.is_aligned, "64-bit keys": self.has_wide_keys}
         return ", ".join((*parts, *(name for name, is_so in flags.items() if is_so)))
 
     @property

@@ -236,7 +236,7 @@ class RowUpdate {
     return sum_by_trees(lanes_, squares, total);
   }
 
-  // By what a row with this sum of squares is multiplied, so that its norm is not above the largest one.
+  // By what a row with this sum of squares is multiplied, so that its norm is not above max_norm.
   PO_FN float shrinkage(float squares) const {
     const float norm = square_root(squares);
     return norm > plan_.max_norm ? plan_.max_norm / norm : 1.0f;
