@@ -31,11 +31,15 @@ def opcheck_problems(
     return problems
 
 
-def assert_schemas(name: str, *outputs: str) -> None:
-    """Fail where an operator says that it writes something, or its form with outputs anything but them."""
+def assert_schemas(name: str, *outputs: str, is_collective: bool = True) -> None:
+    """Fail where an operator says that it writes something, or its form with outputs anything but them.
+
+    Collective ones also say that they change what orders them in compiled graphs.
+    """
+    order = ["order"] if is_collective else []
     plain, with_out = (getattr(torch.ops.persistent_ops, each).default._schema for each in (name, f"{name}_out"))
-    assert not plain.is_mutable and len(plain.returns) == len(outputs)
-    assert written_by(with_out) == list(outputs) and not with_out.returns
+    assert written_by(plain) == order and len(plain.returns) == len(outputs)
+    assert written_by(with_out) == order + list(outputs) and not with_out.returns
 
 
 def written_by(schema: torch.FunctionSchema) -> list[str]:

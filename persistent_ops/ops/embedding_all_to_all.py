@@ -521,7 +521,7 @@ _NO_GRADIENT = (
     "optimizer=po.EmbeddingOptimizer(...), or under torch.no_grad(), or use embedding_bag + all_to_all_single"
 )
 _SPLIT_AND_CHOICES = (
-    "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str mode, str bounds, "
+    "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str pooling, str bounds, "
     "str schedule, SymInt[]? columns=None"
 )
 _operator = TorchOperator(
@@ -536,8 +536,8 @@ _operator = TorchOperator(
 )
 _operator_from_sources = TorchOperator(
     "embedding_all_to_all_from_sources",
-    "Tensor[] weights, Tensor sources, ScalarType index_dtype, bool is_weighted, SymInt pooling, SymInt num_beside, "
-    f"{_SPLIT_AND_CHOICES}",
+    "Tensor[] weights, Tensor sources, ScalarType index_dtype, bool is_weighted, SymInt lookups_per_bag, "
+    f"SymInt num_beside, {_SPLIT_AND_CHOICES}",
     _run_from_sources,
     _check_from_sources,
     complete=_complete_from_sources,

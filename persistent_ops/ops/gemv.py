@@ -21,7 +21,12 @@ def _run(
 
 
 _operator = gemv_operator(
-    "gemv", "bool prefetch_weight", _run, lambda prefetch_weight, dtype: None, "torch.nn.functional.linear"
+    "gemv",
+    "bool prefetch_weight",
+    _run,
+    lambda prefetch_weight, dtype: None,
+    "torch.nn.functional.linear",
+    is_collective=False,
 )
 
 

@@ -16,6 +16,7 @@ _operator = gemv_operator(
     execute,
     check_choices,
     "torch.nn.functional.linear + all_reduce",
+    is_collective=True,
 )
 
 

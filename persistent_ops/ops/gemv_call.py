@@ -29,7 +29,13 @@ __all__ = ["check_choices", "execute", "gemv_operator"]
 
 
 def gemv_operator(
-    name: str, choices: str, run: Callable[..., torch.Tensor], check_choices: Callable[..., None], instead: str
+    name: str,
+    choices: str,
+    run: Callable[..., torch.Tensor],
+    check_choices: Callable[..., None],
+    instead: str,
+    *,
+    is_collective: bool,
 ) -> TorchOperator:
     """Return one of the two as torch sees it.
 
@@ -39,6 +45,7 @@ def gemv_operator(
         run: called as run(weight, x, bias, residual, *choices, out=out), with out or None.
         check_choices: called as check_choices(*choices, weight.dtype) for fake tensors.
         instead: what gives gradients.
+        is_collective: whether peers take part.
     """
 
     def fake(
@@ -62,6 +69,7 @@ def gemv_operator(
         no_gradient=(
             f"{name} is forward only: call it under torch.no_grad(), or use {instead} where gradients are needed"
         ),
+        is_collective=is_collective,
     )
 
 

@@ -10,7 +10,8 @@ import torch
 
 from .forward_mode import refuse_tangents
 from .plain_call import PlainCalls
-from .torch_private import autograd_kernel, function_transform
+from .program_order import ARGUMENT as ORDER, order_of
+from .torch_private import autograd_kernel, function_transform, never_recomputed
 
 __all__ = ["TorchOperator"]
 
@@ -36,6 +37,8 @@ class TorchOperator:
             of these are given, `fake` makes the others.
         no_gradient: what a backward pass through the result raises, and a call with tensors that have tangents (the
             forward mode); None: the operator has no result, its outputs must be given, and `name` itself writes them.
+        is_collective: whether peers take part, so that compilers may neither drop a call nor merge or move any
+            (program_order.py).
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class TorchOperator:
         fake: _Run | None = None,
         outputs: Sequence[str] = (),
         no_gradient: str | None = None,
+        is_collective: bool = True,
     ) -> None:
         self._name = name
+        self._is_collective = is_collective
         self._run = run
         self._check = check
         self._fake = fake
@@ -58,13 +63,17 @@ class TorchOperator:
         self._plain_calls = PlainCalls()
         self._no_gradient = no_gradient
         self._writing_name = name if no_gradient is None else f"{name}_out"
+        by_name = [ORDER] if is_collective else []
+        if is_collective:
+            run, fake = _without_order(run), fake and _ordered(name, fake)
         if no_gradient is not None:
             results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
-            _define(name, f"({arguments}) -> {results}", run, fake, no_gradient)
+            signature = f"({', '.join([arguments, '*', *by_name] if by_name else [arguments])}) -> {results}"
+            _define(name, signature, run, fake, no_gradient)
         if outputs:
             # Aliases by letters; arguments that change have those from the end of the alphabet.
-            written = ", ".join(f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs))
-            signature = f"({arguments}, *, {written}) -> ()"
+            by_name += [f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs)]
+            signature = f"({', '.join([arguments, '*', *by_name])}) -> ()"
             refusal = no_gradient or f"{name} is forward only: it has no derivative"
             _define(self._writing_name, signature, _without_result(run), fake and _without_result(fake), refusal)
 
@@ -87,7 +96,11 @@ class TorchOperator:
             outputs: by name, None for those that are not given.
             required, optional, tables: the tensors among both, as `is_plain` takes them.
         """
-        if not torch.compiler.is_compiling():
+        order: dict[str, torch.Tensor | None] = {}
+        if torch.compiler.is_compiling():
+            if self._is_collective:
+                order = {"order": order_of(required[0])}
+        else:
             if self._plain_calls.has(required, optional, tables):
                 return self._run(*arguments, **outputs)
             self._check(*arguments, **outputs)
@@ -99,7 +112,7 @@ class TorchOperator:
         operators = torch.ops.persistent_ops
         given = [name for name, output in outputs.items() if output is not None]
         if not given:
-            return getattr(operators, self._name)(*arguments)
+            return getattr(operators, self._name)(*arguments, **order)
         records = self._no_gradient is not None and torch.is_grad_enabled()
         if records and any(tensor is not None and tensor.requires_grad for tensor in (*required, *optional, *tables)):
             raise NotImplementedError(f"{given[0]}: cannot be given where gradients are recorded. {self._no_gradient}")
@@ -107,7 +120,7 @@ class TorchOperator:
             assert self._fake is not None
             made = zip(outputs.items(), self._fake(*arguments, **outputs), strict=True)
             outputs = {name: new if output is None else output for (name, output), new in made}
-        getattr(operators, self._writing_name)(*arguments, **outputs)
+        getattr(operators, self._writing_name)(*arguments, **order, **outputs)
         return tuple(outputs.values()) if len(outputs) > 1 else outputs[given[0]]
 
 
@@ -128,7 +141,8 @@ def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient
         is_recorded = torch.is_grad_enabled() and function_transform() is not None
         if is_recorded and _requires_grad((*arguments, *outputs.values())):
             raise NotImplementedError(no_gradient)  # torch.func.grad, which looks for a function of torch's own
-        return recorded(keyset, *arguments, **outputs)
+        with never_recomputed():
+            return recorded(keyset, *arguments, **outputs)
 
     _library.impl(name, differentiate, "Autograd", with_keyset=True)
 
@@ -141,6 +155,27 @@ def _requires_grad(arguments: Iterable[Any]) -> bool:
         else isinstance(argument, torch.Tensor) and argument.requires_grad
         for argument in arguments
     )
+
+
+def _without_order(run: _Run) -> _Run:
+    def call(*arguments: Any, order: torch.Tensor | None = None, **outputs: torch.Tensor) -> Any:
+        return run(*arguments, **outputs)
+
+    return call
+
+
+def _ordered(name: str, fake: _Run) -> _Run:
+    """Return the same of a fake kernel, which refuses a call that nothing orders in a graph that is compiled."""
+
+    def call(*arguments: Any, order: torch.Tensor | None = None, **outputs: torch.Tensor) -> Any:
+        if order is None and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{name}: torch.compile may drop, merge or move this call. Call persistent_ops.{name}, not "
+                f"torch.ops, after persistent_ops.init() and with tensors on its device."
+            )
+        return fake(*arguments, **outputs)
+
+    return call
 
 
 def _without_result(run: _Run) -> _Run:

@@ -6,8 +6,9 @@ at import; pyproject.toml bounds torch by the versions that were run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from torch._compile import _disable_dynamo
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import Variable, forward_ad
 from torch.distributed import ProcessGroup
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 _guards = getattr(torch._C._dynamo, "guards", None)
 
@@ -36,6 +40,7 @@ __all__ = [
     "is_tracked",
     "is_wrapped",
     "is_zero_tensor",
+    "never_recomputed",
     "num_dispatch_modes",
     "queue_callback",
     "storage_has_expired",
@@ -205,4 +210,26 @@ tracing_state: Callable[[], object] = torch._C._get_tracing_state
 """What torch.jit.trace records in, or None: it sees what the dispatcher sees.
 
 Public torch's `torch.jit.is_tracing` is a function of Python around it, of which every call would have a part.
+"""
+
+
+@contextmanager
+def _never_recomputed() -> Iterator[None]:
+    mode = get_proxy_mode() if traceback.has_preserved_node_meta() else None
+    if mode is None:
+        yield
+        return
+    nodes = mode.tracer.graph.nodes
+    num_before = len(nodes)
+    yield
+    for node in itertools.islice(reversed(nodes), len(nodes) - num_before):
+        node.meta.pop("recompute", None)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+never_recomputed: Callable[[], AbstractContextManager[None]] = _never_recomputed
+"""A context in which nodes of a graph that is traced are made such that a backward pass keeps their results.
+
+Public torch takes such a policy from who writes a checkpoint, and not from an operator.
 """

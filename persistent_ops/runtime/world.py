@@ -26,6 +26,7 @@ from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator
 from .pe_failure import text_of
 from .plans import OperatorState
+from .program_order import keep_order_on
 from .residency import Residency
 from .stream_order import Collective, in_order
 from .team import ALONE, WORLD, Team
@@ -103,6 +104,7 @@ class World:
         self.all_reachable = all(all(row) for row in matrix)
         self.team = Team(self.rank, self.size, WORLD, self.all_reachable)
         self.alone = Team(0, 1, ALONE, True)
+        keep_order_on(backend.device)
         self.tracer: Tracer | None = None
         """Where kernels leave timelines, while that is wanted (`persistent_ops.trace`)."""
         self.operator_state: dict[str, Any] = {}

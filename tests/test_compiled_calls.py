@@ -1,0 +1,198 @@
+"""Collective calls within torch.compile: each is made once on every PE, in program order, whoever uses its result."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kept_pes import in_processes
+from torch.utils.checkpoint import checkpoint
+
+import persistent_ops as po
+import persistent_ops.nn as po_nn
+from persistent_ops.runtime.world import current
+
+ROWS, SIZE = 6, 16
+Tensors = dict[str, torch.Tensor]
+Program = Callable[[int, Tensors], torch.Tensor]
+
+
+def _given(iteration: int) -> Tensors:
+    """Return what a program gets on this PE: numbers of its own, but `same`, of which both PEs have equal ones."""
+    rng = torch.Generator().manual_seed(10 * iteration + po.rank())
+    made = {name: torch.randn(ROWS, SIZE, generator=rng) for name in ("x", "y", "h")}
+    made |= {"weight": torch.randn(SIZE, SIZE, generator=rng), "norm": torch.rand(SIZE, generator=rng)}
+    made |= {"table": torch.randn(9, SIZE, generator=rng), "rows": torch.randint(0, 9, (ROWS,), generator=rng)}
+    made |= {"bags": torch.arange(ROWS + 1), "same": torch.full((ROWS, SIZE), 1.0 + iteration)}
+    made = {name: tensor.to(po.device()) for name, tensor in made.items()}
+    made["trained"] = made["weight"].clone().requires_grad_()
+    return made
+
+
+def _only_rank_0_looks(call: Callable[[Tensors], torch.Tensor]) -> Program:
+    def program(rank: int, given: Tensors) -> torch.Tensor:
+        result = call(given)
+        return (result if rank == 0 else given["x"]).sum() * 2
+
+    return program
+
+
+def _into_nowhere(given: Tensors) -> torch.Tensor:
+    out = torch.empty_like(given["x"])
+    po.all_reduce(given["x"], out=out)
+    return out
+
+
+def _equal_arguments(rank: int, given: Tensors) -> torch.Tensor:
+    """Sum twice in a training graph; on PE 1 the two calls have equal arguments."""
+    hidden = given["h"] @ given["trained"]
+    first, second = po.all_reduce(given["same"]), po.all_reduce(given["x"] if rank == 0 else given["same"])
+    return (hidden * first + second).sum()
+
+
+def _barriers(rank: int, given: Tensors) -> torch.Tensor:
+    po.all_reduce(given["x"])
+    doubled = given["y"] * 2
+    po.all_reduce(given["x"])
+    return doubled.sum()
+
+
+def _mixed(rank: int, given: Tensors) -> torch.Tensor:
+    """Mix forms and operators, of which each PE uses others."""
+    out = torch.empty_like(given["x"])
+    total = po.all_reduce(given["x"], residual=given["same"])
+    po.all_reduce(given["y"], out=out)
+    both = po.all_reduce_rms_norm(given["x"], given["norm"])
+    po.all_reduce(total if rank else given["y"], out=total)
+    product = po.gemv_all_reduce(given["weight"], given["x"])
+    return out.sum() + both[0].sum() if rank else total.sum() + both[1].sum() + product.sum()
+
+
+def _in_order(rank: int, given: Tensors) -> torch.Tensor:
+    """Call in an order that no result asks for: what PE 1 needs first comes last."""
+    first, second = po.all_reduce(given["x"]), po.all_reduce(given["y"])
+    return (first - 2 * second).sum() if rank == 0 else torch.relu(second).sum() + first[0].sum()
+
+
+def _checkpointed(rank: int, given: Tensors) -> torch.Tensor:
+    """Recompute regions, of which PE 0 needs both, PE 1 the first, in the backward pass."""
+
+    def region(x: torch.Tensor, weight: torch.Tensor, summed: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ weight * po.all_reduce(summed))
+
+    first = checkpoint(region, given["h"], given["trained"], given["x"], use_reentrant=False)
+    second = checkpoint(region, given["h"], given["trained"], given["y"], use_reentrant=False)
+    return first.sum() + 2 * second.sum() if rank == 0 else first.sum()
+
+
+def _sampled_on_rank_0(rank: int, given: Tensors) -> torch.Tensor:
+    with torch.no_grad():
+        logits = _LAYERS["row"](given["x"])
+    return logits.argmax(-1).sum() * 1.0 if rank == 0 else given["y"].sum()
+
+
+_LAYERS: dict[str, torch.nn.Module] = {}
+PROGRAMS: dict[str, Program] = {
+    "all_reduce": _only_rank_0_looks(lambda given: po.all_reduce(given["x"])),
+    "all_reduce, out": _only_rank_0_looks(_into_nowhere),
+    "all_reduce_rms_norm": _only_rank_0_looks(lambda given: po.all_reduce_rms_norm(given["x"], given["norm"])[1]),
+    "gemv_all_reduce": _only_rank_0_looks(lambda given: po.gemv_all_reduce(given["weight"], given["x"])),
+    "embedding_all_to_all": _only_rank_0_looks(
+        lambda given: po.embedding_all_to_all([given["table"]], given["rows"], given["bags"], dim_per_rank=[SIZE, SIZE])
+    ),
+    "equal arguments": _equal_arguments,
+    "barriers": _barriers,
+    "mixed": _mixed,
+    "in order": _in_order,
+    "checkpointed": _checkpointed,
+    "RowParallelLinear": _sampled_on_rank_0,
+}
+
+
+def _all(rank: int, given: Tensors) -> torch.Tensor:
+    return torch.stack([program(rank, given) for program in PROGRAMS.values()]).sum()
+
+
+def _run(program: Program, given: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+    result = program(po.rank(), given)
+    if result.requires_grad:
+        result.backward()
+    return result.detach(), given["trained"].grad
+
+
+def _eagerly(program: Program, given: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a program with nothing recomputed: in eager mode each PE's autograd recomputes what that PE needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_checkpointed.__globals__, "checkpoint", lambda region, *args, use_reentrant: region(*args))
+        return _run(program, given)
+
+
+def _compiled(backend: str, names: list[str], options: dict[str, str]) -> list[str]:
+    po.init(backend, operator_timeout=100.0, heap_size=64 << 20)
+    workspace, problems = current().workspace, []
+    _LAYERS["row"] = po_nn.RowParallelLinear(2 * SIZE, SIZE)
+    launched: list[Any] = []  # kernels and numbers of WGs
+    launch = workspace.launch
+    try:
+        for name in names:
+            torch.compiler.reset()
+            program = PROGRAMS.get(name, _all)
+            compiled = torch.compile(program, fullgraph=True, **options)  # type: ignore[call-overload]
+            for iteration in range(4):
+                if iteration == 0:
+                    _eagerly(program, _given(iteration))  # makes the plans, for which PEs meet
+                results, calls = [], []
+                for run in (functools.partial(_eagerly, program), functools.partial(_run, compiled)):
+                    workspace.launch = lambda kernel, grid, plan, *call, **how: [  # type: ignore[assignment,misc]
+                        launched.append((kernel, grid)),
+                        launch(kernel, grid, plan, *call, **how),
+                    ][1]
+                    results.append(run(_given(iteration)))
+                    workspace.launch = launch  # type: ignore[method-assign]
+                    po.check()
+                    calls.append(launched.copy())
+                    launched.clear()
+                if not calls[0] or (calls[0] != calls[1] and "reduce-overhead" not in options.values()):
+                    problems.append(
+                        f"{name}, {iteration}: {len(calls[1])} launches for {len(calls[0])}, or another order"
+                    )
+                for eager, other in zip(*results, strict=True):
+                    if (eager is None) != (other is None) or not (
+                        eager is None or torch.allclose(eager, other, rtol=1e-3)
+                    ):  # type: ignore[arg-type]
+                        problems.append(f"{name}, {iteration}: {other} for {eager}")
+    finally:
+        workspace.launch = launch  # type: ignore[method-assign]
+        po.finalize()
+    return problems
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_calls_are_made_once_and_in_order(backend: str, name: str) -> None:
+    assert in_processes(_compiled, 2, backend, [name], {"backend": "aot_eager"}, timeout=250) == [[]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"backend": "inductor"}, {"mode": "reduce-overhead"}], ids=lambda o: "".join(o.values())
+)
+def test_calls_of_kernels_that_inductor_makes(backend: str, options: dict[str, str]) -> None:
+    assert in_processes(_compiled, 2, backend, ["all"], options, timeout=280) == [[]] * 2
+
+
+def _without_the_function(backend: str) -> str:
+    po.init(backend, heap_size=64 << 20)
+    call = torch.compile(lambda x: torch.ops.persistent_ops.all_reduce(x, None, None, "auto"), fullgraph=True)
+    with pytest.raises(Exception) as caught:
+        call(torch.ones(3, device=po.device()))
+    po.finalize()
+    return "".join(traceback.format_exception(caught.value))
+
+
+def test_what_nothing_orders_is_refused(backend: str) -> None:
+    (text,) = in_processes(_without_the_function, 1, backend, timeout=100)
+    assert "NotImplementedError: all_reduce: torch.compile may drop, merge or move this call" in text
