@@ -11,7 +11,7 @@ import torch
 from .forward_mode import refuse_tangents
 from .plain_call import PlainCalls
 from .program_order import ARGUMENT as ORDER, order_of
-from .torch_private import autograd_kernel, function_transform, never_recomputed
+from .torch_private import autograd_kernel, function_transform, never_recomputed, tracing_context
 
 __all__ = ["TorchOperator"]
 
@@ -168,7 +168,7 @@ def _ordered(name: str, fake: _Run) -> _Run:
     """Return the same of a fake kernel, which refuses a call that nothing orders in a graph that is compiled."""
 
     def call(*arguments: Any, order: torch.Tensor | None = None, **outputs: torch.Tensor) -> Any:
-        if order is None and torch.compiler.is_compiling():
+        if order is None and tracing_context() is not None:
             raise NotImplementedError(
                 f"{name}: torch.compile may drop, merge or move this call. Call persistent_ops.{name}, not "
                 f"torch.ops, after persistent_ops.init() and with tensors on its device."

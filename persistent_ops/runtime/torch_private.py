@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch._guards import TracingContext
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import Variable, forward_ad
 from torch.distributed import ProcessGroup
@@ -46,6 +47,7 @@ __all__ = [
     "storage_has_expired",
     "storage_of_weak",
     "storage_use_count",
+    "tracing_context",
     "tracing_state",
     "unwrapped",
     "without_dispatch_modes",
@@ -204,6 +206,12 @@ frame_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fram
 """What compiles the frames of Python that begin now, under torch.compile, or None.
 
 Public torch's `torch.compiler.is_compiling` is true in what is compiled, and false where a frame has been passed over.
+"""
+
+tracing_context: Callable[[], object | None] = TracingContext.try_get
+"""What torch.compile keeps of the graph that it makes, or None: fake kernels run there.
+
+Public torch's `torch.compiler.is_compiling` is false in fake kernels of torch 2.11.
 """
 
 tracing_state: Callable[[], object] = torch._C._get_tracing_state
