@@ -127,7 +127,7 @@ def pytest_fixture_setup(
 _LONG = (
     "sparse_sanitizer",
     "lifecycle",
-    "kernel_resources",
+    "gpu_kernels",
     "bootstrap",
     "spawn",
     "real_launchers",

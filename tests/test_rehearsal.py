@@ -26,7 +26,7 @@ import test_embedding_lookups
 from all_reduce_cases import AllReduceTrial
 from embedding_cases import EmbeddingTrial
 from gemv_cases import GemvTrial
-from kernel_resources import ALL_SHAPES, AllReduce, Barrier, Embedding, Sparse
+from gpu_kernels import ALL_SHAPES, BF16, FP32, all_reduce, barrier, embedding, sparse
 from rehearsal import Compiler, Gpu, Noted, Notes, NotingBackend, PaperGpu, bound, rehearsing
 from sparse_cases import SparseTrial
 
@@ -103,14 +103,14 @@ def test_plans_are_those_for_a_gpu(tmp_path: Path) -> None:
     notes = Notes(tmp_path / "notes")
     noted = _rehearsed(notes, bound(PaperGpu, Gpu(), notes), operators)
     wanted = (
-        AllReduce("bfloat16", "one_shot", 128),
-        AllReduce("bfloat16", "slices", 256),
-        Barrier("sm_90"),
-        Embedding("float32", "sum", ALL_SHAPES + 1 >> 1),
-        Sparse("float32", 32, "owner"),
-        Sparse("float32", 32, "allgather"),
+        all_reduce(BF16, "one_shot", 128, norms=False),
+        all_reduce(BF16, "slices", 256, norms=False),
+        barrier(),
+        embedding(FP32, "sum", ALL_SHAPES + 1 >> 1),
+        sparse(FP32, 32, "owner"),
+        sparse(FP32, 32, "allgather"),
     )
-    assert {Noted(each.request().source(), nvshmem=False) for each in wanted} <= noted
+    assert {Noted(each.request.source(), nvshmem=False) for each in wanted} <= noted
 
 
 def test_what_is_compiled_ahead_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_what_is_compiled_ahead_is_found(tmp_path: Path, monkeypatch: pytest.Mon
         find_nvcc()
     except CompileError as error:
         pytest.skip(f"needs the CUDA compiler: {error}")
-    source = Barrier("sm_90").request().source()
+    source = barrier().request.source()
     monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(tmp_path / "cache"))
     notes = Notes(tmp_path / "notes")
     for _ in range(3):

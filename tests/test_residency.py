@@ -17,7 +17,7 @@ from persistent_ops.runtime.residency import Footprint, Residency, Sm, room_besi
 from persistent_ops.runtime.workspace import Workspace
 
 H200 = Sm(threads=2048, registers=65536, shared_bytes=228 << 10, blocks=32)
-# As tests/kernel_resources.py has them compiled: threads, registers, bytes of shared memory, WGs that an SM holds.
+# Of kernels for sm_90: threads, registers, bytes of shared memory, WGs that an SM holds.
 INPUTS = Footprint(64, 64, 376, 16)
 FORWARD = Footprint(256, 114, 344, 2)
 BACKWARD = Footprint(256, 96, 376, 2)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_kernels import SAMPLE
 from host_driver.build import CUDA
-from kernel_resources import sample
 from worlds import in_world
 
 import persistent_ops as po
@@ -43,7 +43,7 @@ def _without_hooks(folder: Path) -> tuple[Path, int]:
     return root, count
 
 
-_SAMPLES = {c.request().name: c for c in sample() if c.arch == "sm_90" and not c.request().traces}
+_SAMPLES = {c.request.name: c for c in SAMPLE if c.arch == "sm_90" and not c.request.traces}
 
 
 @pytest.mark.host
@@ -51,7 +51,7 @@ _SAMPLES = {c.request().name: c for c in sample() if c.arch == "sm_90" and not c
 def test_a_kernel_that_does_not_trace_is_the_same_to_the_byte(tmp_path: Path, kernel: str) -> None:
     root, count = _without_hooks(tmp_path)
     assert count >= 12
-    source = _SAMPLES[kernel].request().source()
+    source = _SAMPLES[kernel].request.source()
     with_hooks = compile_cuda(source).path.read_bytes()
     assert compile_cuda(dataclasses.replace(source, root=root)).path.read_bytes() == with_hooks
 

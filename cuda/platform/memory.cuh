@@ -91,7 +91,7 @@ PO_FN void copy_async(uint8_t* own, const uint8_t* source, int bytes) {
 }
 
 // The same for what is not read again soon: in the L2 cache it makes room first. Not in a kernel that traces, where nvcc 13.0
-// loses the registers of such a copy in a loop (tests/kernel_resources.py sees that), which is an illegal instruction then.
+// loses the registers of such a copy in a loop (tests/gpu_kernels.py sees that), which is an illegal instruction then.
 PO_FN void copy_async_once(uint8_t* own, const uint8_t* source, int bytes) {
 #if PO_ON_DEVICE
   if constexpr (kTraces<>) return copy_async(own, source, bytes);

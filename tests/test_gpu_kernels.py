@@ -1,0 +1,51 @@
+"""GPU kernels compile for sm_80, sm_90 and sm_100 without spills or stack, and as many WGs as planned fit an SM."""
+
+from __future__ import annotations
+
+import pytest
+from gpu_kernels import ARCHITECTURES, BLOCKS_PER_SM, SAMPLE, GpuKernel, every_kernel
+
+from persistent_ops.ops.gemv_plan import OPERATOR as GEMV
+from persistent_ops.runtime.errors import CompileError
+from persistent_ops.runtime.toolchain import find_nvcc
+
+REGISTERS_PER_SM = 1 << 16
+
+
+def _blocks_per_sm(kernel: GpuKernel) -> int:
+    """Return how many WGs of a kernel an SM must hold at once."""
+    request = kernel.request
+    if request.name == "embedding_inputs":
+        return 1 if request.traces else 1024 // request.threads  # with few threads they find room beside others
+    # A GEMV has one WG per SM. With a single vector there is room for a successor's beside it.
+    is_alone = request.name == "gemv_all_reduce" and dict(request.config or ())["vectors"] != "1"
+    is_alone |= request.name == "all_reduce" and request.threads > 256
+    is_alone |= request.name == "embedding_backward"  # whose grid is what fits
+    return 1 if is_alone else BLOCKS_PER_SM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", SAMPLE, ids=lambda kernel: kernel.name)
+def test_what_a_kernel_needs_of_an_sm(kernel: GpuKernel) -> None:
+    try:
+        find_nvcc()
+    except CompileError as error:
+        pytest.skip(f"needs the CUDA compiler: {error}")
+    used, _ = kernel.compiled()
+    assert used.registers > 16, "so few registers mean that the kernel was compiled to nothing"
+    if not kernel.request.traces:
+        assert used.spill_store_bytes == used.spill_load_bytes == 0, f"it spills at {used.registers} registers"
+        assert used.stack_bytes == 0, "each thread has an array in memory: it is indexed at run time"
+    # The register file is given out in units of 8 per thread.
+    threads, blocks = kernel.request.threads, _blocks_per_sm(kernel)
+    held = -(-used.registers // 8) * 8 * threads * blocks
+    assert held <= REGISTERS_PER_SM, f"{blocks} WGs of {threads} threads hold {held} registers of an SM"
+    if kernel.request.name == "gemv_all_reduce":  # a plan leaves room for what a kernel has beside its arena
+        assert 0 < used.shared_bytes <= GEMV.description.constants["kStaticBytes"]
+
+
+def test_the_sample_has_each_operator_and_each_architecture() -> None:
+    kernels = every_kernel()
+    assert {each.request.name for each in SAMPLE} == {each.request.name for each in kernels}
+    assert {each.arch for each in SAMPLE} == {each.arch for each in kernels} == set(ARCHITECTURES)
+    assert len({each.name for each in kernels}) == len(kernels)
