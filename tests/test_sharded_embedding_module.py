@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +259,71 @@ def _clamped_beyond(dtype: torch.dtype) -> bool:
 def test_a_bound_that_no_gradient_exceeds_is_none(backend: str, dtype: torch.dtype) -> None:
     """PEs divide the sum of their gradients by their number, so the bound of each is as many times as large."""
     assert in_world(_clamped_beyond, 2, backend, dtype) == [True] * 2
+
+
+_MOST = {torch.float16: 65504.0, torch.bfloat16: torch.finfo(torch.bfloat16).max, torch.float32: 3.4028234663852886e38}
+_CLAMPED: dict[str, tuple[torch.dtype, torch.dtype | None, float, float, float]] = {
+    # dtype, wire dtype, max_gradient; a gradient's elements; what a step of lr=1 makes of them
+    "infinite, beyond float16": (torch.float16, None, 40_000.0, math.inf, _MOST[torch.float16] / 2),
+    "infinite, beyond a wire of bfloat16": (torch.float32, torch.bfloat16, 3e38, math.inf, _MOST[torch.bfloat16] / 2),
+    "infinite, beyond float32": (torch.float32, None, 3e38, -math.inf, -_MOST[torch.float32] / 2),
+    "rounded down on a wire of bfloat16": (torch.float32, torch.bfloat16, 0.1, 100.0, 0.099609375),
+    "rounded down in float16": (torch.float16, None, 0.3, -100.0, -0.2998046875),
+    "as it is in float32": (torch.float32, None, 0.1, 100.0, torch.tensor(0.1).item()),
+    "no bound": (torch.float32, None, math.inf, math.inf, math.inf),
+    "no number": (torch.float16, None, 0.1, math.nan, math.nan),
+}
+
+
+def _clamped_step(placement: str) -> list[str]:
+    """Return the cases in which elements of rows behind a step are other ones than expected."""
+    wrong = []
+    for name, (dtype, wire, bound, element, expected) in _CLAMPED.items():
+        if placement == "replicated" and dtype == torch.float16:
+            continue  # which is refused
+        config = po.nn.TableConfig("t", 4, 8, ["x"], "sum", dtype, init_fn=torch.nn.init.zeros_)
+        module = po.nn.ShardedEmbeddingBagCollection(
+            [config], max_batch=2, lr=1.0, max_gradient=bound, wire_dtype=wire, placement=placement
+        )
+        pooled = module(*(torch.tensor([each], device=po.device()) for each in (po.rank(), 1)))
+        pooled.backward(torch.full_like(pooled, element))
+        for _, block in module.state_dict()["embedding_bags.t.weight"].shards:
+            rows = block[:2].cpu()
+            wanted = torch.full_like(rows, -expected)
+            if not torch.equal(rows.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0)):
+                wrong.append(f"{name}: {rows.tolist()}, expected {-expected}")
+    po.check()
+    return wrong
+
+
+@pytest.mark.parametrize("placement", ["table_wise", "replicated"])
+def test_what_is_sent_of_a_gradient_is_at_most_the_bound(backend: str, placement: str) -> None:
+    """Each of two PEs has a row of its own, and divides its gradient by two."""
+    assert in_world(_clamped_step, 2, backend, placement) == [[], []]
+
+
+def _clamped_side_by_side() -> list[float]:
+    """Return an element of each table behind a step whose gradient is of another dtype than a table's."""
+    dtypes = {"a": torch.float16, "b": torch.float32}
+    module = po.nn.ShardedEmbeddingBagCollection(
+        [
+            po.nn.TableConfig(name, 4, 8, [name], "sum", dtype, init_fn=torch.nn.init.zeros_)
+            for name, dtype in dtypes.items()
+        ],
+        max_batch=2,
+        lr=1.0,
+        max_gradient=40_000.0,
+    )
+    pooled = module(torch.tensor([1, 1], device=po.device()), torch.tensor([1, 1], device=po.device()))
+    assert pooled.dtype == torch.float32
+    pooled.backward(torch.full_like(pooled, 1e5))
+    blocks = {name: shards.shards for name, shards in module.state_dict().items()}
+    po.check()
+    return [float(block[1].min()) for name in sorted(blocks) for _, block in blocks[name]]
+
+
+def test_each_table_has_its_own_dtypes_bound(backend: str) -> None:
+    assert sorted(itertools.chain(*in_world(_clamped_side_by_side, 2, backend))) == [-80_000.0, -_MOST[torch.float16]]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

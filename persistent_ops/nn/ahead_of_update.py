@@ -14,7 +14,7 @@ __all__ = ["AheadOfUpdate"]
 
 
 class AheadOfUpdate:
-    """The hook of one result: takes the gradient that comes, and returns it as the tables get it.
+    """The hook of one result, which looks ahead of its gradient's way to the tables.
 
     Each group of tables is updated by a launch of its own. What would be refused for one of them is refused here, so
     that none is updated, and on all PEs alike, those without a table among them.
@@ -22,7 +22,6 @@ class AheadOfUpdate:
     Args:
         optimizer: of the tables; the rate that it has now is that of the update.
         world: of the collection.
-        clamp: the largest element of a gradient, or None.
         lookups: that are kept for the backward pass.
         versions: of all tables, which change where rows do, where the gradient of weights is made of them; else None.
     """
@@ -31,15 +30,14 @@ class AheadOfUpdate:
         self,
         optimizer: EmbeddingBagOptimizer,
         world: World,
-        clamp: float | None,
         lookups: Sequence[Lookups],
         versions: Callable[[], list[int]] | None,
     ) -> None:
-        self._optimizer, self._world, self._clamp = optimizer, world, clamp
+        self._optimizer, self._world = optimizer, world
         self._lookups = list(lookups)
         self._versions, self._were = versions, None if versions is None else versions()
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+    def __call__(self, _: torch.Tensor) -> None:
         for lookups in self._lookups:
             lookups.check_is_here()
         if self._versions is not None and self._were != self._versions():
@@ -49,9 +47,6 @@ class AheadOfUpdate:
             )
         if not self._world.workspace.is_capturing():
             self._optimizer.push_rate()
-        if self._clamp is None or self._clamp > torch.finfo(gradient.dtype).max:
-            return gradient
-        return gradient.clamp(-self._clamp, self._clamp)
 
     def begun(self, *_: object) -> None:
         """Look no more: a table has been updated. What had the first backward pass refuses a second one.

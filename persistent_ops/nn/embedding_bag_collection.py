@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ..runtime.torch_private import backward_pass
 from ..runtime.uncompiled import uncompiled
 from .ahead_of_update import AheadOfUpdate
 from .automatic_placement import layout_of
+from .clamped_gradients import clamp_gradient
 from .column_runs import side_by_side
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
@@ -96,6 +98,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
             DistributedDataParallel takes of the dense part's.
         max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
+            What is sent in 16 bits is clamped to their largest number that is at most P times the bound.
         max_grad_norm: refused.
         is_weighted: whether lookups have weights; all tables are pooled by "sum" then. Weights that require a gradient,
             on all PEs or on none, get that of this PE's result with respect to them, in float32: `gradient_scale` does
@@ -205,7 +208,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self.embedding_names = list(self.layout.names)
         self.embedding_dims = list(self.layout.dims)
         self._is_weighted, self._keyed_tensor, self._max_batch = is_weighted, keyed_tensor, max_batch
-        self._clamp = None if max_gradient is None else max_gradient * world.size
+        self._clamp = None if max_gradient in (None, math.inf) else max_gradient * world.size
         self._inputs = self._make_inputs(max_batch, estimates, bounds)
         self._replicas = None
         if self.layout.replicated:
@@ -596,10 +599,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             wants_factors |= features.own is not None and features.own.weights is not None
             kept = sent if is_kept else []
             versions = self._versions if wants_factors else None
-            ahead = AheadOfUpdate(self.optimizer, self._world, self._clamp, kept, versions)
+            ahead = AheadOfUpdate(self.optimizer, self._world, kept, versions)
             result.register_hook(ahead)
             for each in pooled:
                 if each.grad_fn is not None:
+                    if self._clamp is not None:
+                        clamp_gradient(each, self._clamp)
                     each.grad_fn.register_hook(self._behind_update)
                     each.grad_fn.register_hook(ahead.begun)
         return result
