@@ -14,13 +14,14 @@ from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, Outcome, Trial
 from embedding_inputs_cases import CASES, Case, arrived, batches, global_view, make, make_given, problem
 from graphs import NUM_INPUTS, Call, Graph, GraphSuite
 from protocol import Mismatch, ProtocolSuite, Work
-from worlds import error_of, in_world
+from worlds import TRANSPORTS, error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops import embedding_inputs
 from persistent_ops.ops.embedding_inputs import _num_beside
 from persistent_ops.ops.embedding_inputs_lookups import fields_of_source
 from persistent_ops.ops.embedding_inputs_plan import OPERATOR, Tuning
+from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.workspace import Workspace
 
 _FEW = [case for number, case in enumerate(CASES) if number % 3 == 0 or "room" in case.name]
@@ -541,6 +542,35 @@ def _heap_too_small() -> list[Any]:
 
 def test_room_that_the_heap_has_not(backend: str) -> None:
     assert in_world(_heap_too_small, 2, backend, heap_size=16 << 20) == [["SymmetricHeapError", None]] * 2
+
+
+def _enlarged_too_far(lookups: int) -> list[Any]:
+    """Return what there is before an exchange that is refused, behind it, and whether one that fits comes through.
+
+    PE 0, to which all lookups go, has room for one region of that size, and not for two.
+    """
+    slots: list[list[tuple[int, int]]] = [[(0, 9)], *([[]] * (po.world_size() - 1))]
+    made = po.EmbeddingInputs(slots, num_features=1, max_batch=1, lookups_per_sample=1.0)
+    heap, seen = po_world.current().heap.free_list, []
+    for count in (lookups, lookups // 3):
+        before = made.capacity, [region.memory.nbytes for region in made._regions], heap.free_bytes
+        values = torch.ones(count, dtype=torch.int64, device=po.device())
+        arriving = made.exchange(values, lengths=torch.tensor([count], device=po.device()))
+        failure = error_of(arriving.wait)[0] if count == lookups else arriving.wait()
+        arriving.release()
+        after = made.capacity, [region.memory.nbytes for region in made._regions], heap.free_bytes
+        seen += [failure, after == before]
+    sizes = {region.memory.nbytes for region in made._regions}
+    po.check()
+    return [*seen, len(sizes)]
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_a_refused_enlargement_leaves_all_regions_as_they_were(backend: str, options: dict[str, Any]) -> None:
+    """A message of 4 bytes a lookup, with a quarter more, comes from each of two PEs."""
+    lookups = (16 << 20) * 6 // 10 // 2 // 5  # of 6/10 of the heap, a region
+    found = in_world(_enlarged_too_far, 2, backend, lookups, heap_size=16 << 20, **options)
+    assert found == [["SymmetricHeapError", True, None, False, 1]] * 2
 
 
 # ---- beside other launches -------------------------------------------------------------------------------------------

@@ -651,6 +651,28 @@ def _areas_without_room(backend: str) -> list[Any]:
     return seen
 
 
+def _own_area_without_room(backend: str) -> list[Any]:
+    """Of the PEs' own areas the last PE's alone finds no room."""
+    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
+    world = current()
+    areas, contract = Areas(world, Plans(world, _BARRIER)), _BARRIER.contract(world.team)
+    free, seen = world.heap.free_list.free_bytes, []
+    for own in (20 if po.rank() else 2, 2):
+        try:
+            areas.reserve([Need("small", MB)], lambda: contract, Need("own", own * MB))
+            seen.append("room")
+        except po.SymmetricHeapError as error:
+            seen.append(str(error)[: len("room on PE 1")])
+        seen.append((areas.nbytes_of("small"), areas.nbytes_of("own"), free - world.heap.free_list.free_bytes))
+    po.finalize()
+    return seen
+
+
+def test_areas_of_which_one_pe_has_no_room_for_its_own_leave_nothing_behind(backend: str) -> None:
+    wants = ["room on PE 1", (0, 0, 0), "room", (MB, 2 * MB, 3 * MB)]
+    assert _run(_own_area_without_room, 2, backend) == [wants] * 2
+
+
 def test_areas_for_which_there_is_no_room_leave_nothing_behind(backend: str) -> None:
     wants = [([], 0)] * 3 + [(["other", "small"], True)]
     assert _run(_areas_without_room, 2, backend) == [wants] * 2

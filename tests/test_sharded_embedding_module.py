@@ -326,6 +326,29 @@ def test_each_table_has_its_own_dtypes_bound(backend: str) -> None:
     assert sorted(itertools.chain(*in_world(_clamped_side_by_side, 2, backend))) == [-80_000.0, -_MOST[torch.float16]]
 
 
+# ---- room for lookups ------------------------------------------------------------------------------------------------
+
+
+def _refused_together() -> list[Any]:
+    """Of two groups of tables that need more room the second one finds none; then the first one alone needs some."""
+    tables = [("a", 10, 4, ["x"], "sum"), ("b", 10, 4, ["y"], "mean")]
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=1, lookups_per_sample=1.0)
+    seen = []
+    for lengths in ([1000, 2_000_000], [1000, 1]):
+        before = [inputs.capacity for inputs in module._inputs], po_world.current().heap.free_list.free_bytes
+        given = torch.ones(sum(lengths), dtype=torch.int64), torch.tensor(lengths)
+        failure = error_of(functools.partial(module, *(each.to(po.device()) for each in given)))[0]
+        after = [inputs.capacity for inputs in module._inputs], po_world.current().heap.free_list.free_bytes
+        seen.append((failure, after == before, [now == then for now, then in zip(after[0], before[0], strict=True)]))
+    po.check()
+    return seen
+
+
+def test_groups_of_tables_get_more_room_together_or_none(backend: str) -> None:
+    wants = [("SymmetricHeapError", True, [True, True]), ("", False, [False, True])]
+    assert in_world(_refused_together, 2, backend, heap_size=16 << 20) == [wants] * 2
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 _PLAIN = [("a", 10, 8, ["x"]), ("b", 5, 4, ["y"])]

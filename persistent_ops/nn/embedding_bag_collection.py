@@ -575,7 +575,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 self.layout.groups, self.layout.begins, self._weights, self._optimizers, sent, strict=False
             ):
                 try:
-                    lookups.wait()
+                    lookups.wait(among=sent)
                 except (IndexError, CapacityError) as error:
                     # Told when the peers, which wait for this PE, have what they need.
                     problem = problem or to_raise(error)

@@ -348,11 +348,9 @@ class BackwardPlan(Plan):
         if self._key.team.size > 1:
             room = max(map(sum, self._key.widths)) * self._batch * self._key.wire_dtype.itemsize
             contract = _ROOM.contract(self._key.team, room)
-            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: contract)
-            self.areas = (_STAGING,)
-        if self._outgoing_bytes:
-            self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
-            self.areas = (_STAGING, _OUTGOING)
+            own = Need(_OUTGOING, self._outgoing_bytes) if self._outgoing_bytes else None
+            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: contract, own)
+            self.areas = (_STAGING,) if own is None else (_STAGING, _OUTGOING)
 
     def _choose_kernel(
         self, weights: Sequence[torch.Tensor], step: str, decay: str, rounding: str, has_max_norm: bool

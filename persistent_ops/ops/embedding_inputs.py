@@ -14,25 +14,29 @@ from typing import Any
 import torch
 
 from ..runtime import world as _world
+from ..runtime.areas import Area
 from ..runtime.arguments import as_number, as_whole_numbers
 from ..runtime.dtypes import INDEX_TYPES
-from ..runtime.errors import CapacityError, SymmetricHeapError
+from ..runtime.errors import CapacityError
 from ..runtime.operator import Operator
 from .embedding_checks import BOUNDS, check_derivatives, check_list, most_rows, refuse_fakes
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import (
     MOST_LOOKUPS,
     OPERATOR,
+    OUTGOING,
     WORKSPACE,
     InputsKey,
     InputsLayout,
     InputsPlan,
     launches_beside,
+    outgoing_bytes,
 )
 
 __all__ = ["EmbeddingInputs", "checked_split"]
 
 _REGIONS = 2
+Capacity = tuple[tuple[int, ...], ...]  # of each PE's message to each owner
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
 _ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 
@@ -116,10 +120,10 @@ class EmbeddingInputs:
         self._generation = 0
         self._next = 0
         self._regions = [Region(world) for _ in range(_REGIONS)]
-        self._set_capacity(self._first_capacity)
+        self._set_capacities([(self, self._first_capacity)])
 
     @property
-    def capacity(self) -> tuple[tuple[int, ...], ...]:
+    def capacity(self) -> Capacity:
         return self._capacity
 
     def _agree(self) -> int:
@@ -142,22 +146,27 @@ class EmbeddingInputs:
         made.alive.add(self)
         return made.count
 
-    def _set_capacity(self, capacity: tuple[tuple[int, ...], ...]) -> None:
-        """Make room for such messages in all regions; collective. What others hold of the last ones stays."""
-        world = self._world
-        nbytes = self._layout.region_offsets(world.rank, capacity)[-1]
-        problem = ""
-        try:
-            for region in self._regions:
-                region.make_room(nbytes)
-        except SymmetricHeapError as error:
-            problem = str(error)
-        world.backend.synchronize()  # nobody writes to them before they are zero
-        told = [raw.decode() for raw in world.bootstrap.exchange("embedding-inputs-room", problem.encode())]
-        refused = next((pe for pe, text in enumerate(told) if text), None)
-        if refused is not None:
-            raise SymmetricHeapError(f"room for lookups on PE {refused}: {told[refused]}")
-        self._capacity = capacity
+    def _set_capacities(self, chosen: Sequence[tuple[EmbeddingInputs, Capacity]]) -> None:
+        """Make room for such messages in all regions of these, or in none; collective.
+
+        What others hold of the last ones stays.
+        """
+        world, areas = self._world, OPERATOR.state(self._world).areas
+        growing = []
+        for inputs, capacity in chosen:
+            nbytes = inputs._layout.region_offsets(world.rank, capacity)[-1]
+            growing += [(region, nbytes) for region in inputs._regions if region.nbytes < nbytes]
+        outgoing = max(outgoing_bytes(world, inputs._layout, capacity) for inputs, capacity in chosen)
+        sizes = [nbytes for _, nbytes in growing]
+        if areas.nbytes_of(OUTGOING) < outgoing:
+            sizes.append(outgoing)
+        taken = world.outputs.take_on_all_pes(sizes, "room for lookups")
+        for (region, _), (memory, offset) in zip(growing, taken, strict=False):
+            region.move(memory, offset)
+        if len(taken) > len(growing):
+            areas.put({OUTGOING: Area(*taken[-1])})
+        for inputs, capacity in chosen:
+            inputs._capacity = capacity
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
@@ -299,8 +308,12 @@ class EmbeddingInputs:
         plan: InputsPlan | None = state.plans.find(key, *used)
         return plan or state.plans.make(key, lambda: InputsPlan(world, self.workspace, key))
 
-    def _enlarge(self, sources: torch.Tensor) -> None:
-        """Make room for all messages of an exchange; collective."""
+    def _enlarge(self, lacking: Sequence[Lookups]) -> None:
+        """Make room for all messages of these exchanges, or for none; collective."""
+        self._set_capacities([(each._inputs, each._inputs._enlarged(each.sources)) for each in lacking])
+
+    def _enlarged(self, sources: torch.Tensor) -> Capacity:
+        """Return a capacity for all messages of an exchange; collective."""
         world, layout = self._world, self._layout
         fields = fields_of_source()
         counts = [max(of_pe[fields["count"]], of_pe[fields["left_out"]]) for of_pe in sources.tolist()]
@@ -314,14 +327,13 @@ class EmbeddingInputs:
                     f"values: PE {source} has {told[owner][source]} lookups for PE {owner}; a message takes at most "
                     f"{MOST_LOOKUPS}"
                 )
-        capacity = tuple(
+        return tuple(
             tuple(
                 had if told[owner][source] <= had else min(told[owner][source] * 5 // 4, MOST_LOOKUPS)
                 for owner, had in enumerate(of_source)
             )
             for source, of_source in enumerate(self._capacity)
         )
-        self._set_capacity(capacity)
 
     def _forget(self) -> None:
         """Go back to what all PEs agree on, behind a recovery: nothing is under way, and nothing held."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,7 +86,7 @@ class Region:
     """This PE's room for the lookups of one batch, from all PEs.
 
     Attributes:
-        memory, offset: in this PE's part of the heap.
+        memory, offset, nbytes: in this PE's part of the heap.
         sources: `[size, ...]`, int64: LookupSource of the kernels.
         num_launches: that were to fill it.
         is_held: whether lookups are there that have not been released.
@@ -93,7 +94,7 @@ class Region:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._nbytes = 0
+        self.nbytes = 0
         self.is_held = False
         self.num_launches = 0
         self._released: Moment | None = None
@@ -116,13 +117,10 @@ class Region:
         """Remember the launch that reports here: its number, and where it ends; None on the host."""
         self._reporting = number, arrived
 
-    def make_room(self, nbytes: int) -> None:
-        if nbytes <= self._nbytes:
-            return
+    def move(self, memory: torch.Tensor, offset: int) -> None:
+        """Take memory of zeros: any offset that is ever read there is one that a kernel has written, or 0."""
         world = self._world
-        slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
-        self.memory, self.offset, self._nbytes = slot.tensor(torch.uint8, (nbytes,)), slot.offset, nbytes
-        self.memory.zero_()  # any offset that is ever read here is one that a kernel has written, or 0
+        self.memory, self.offset, self.nbytes = memory, offset, memory.nbytes
         words = world.backend.private_words(world.size * self._words)
         self.sources = words.view(world.size, self._words)
 
@@ -225,11 +223,15 @@ class Lookups:
         else:
             region.reported_by(self._report_number, self._arrived)
 
-    def wait(self) -> None:
+    def wait(self, *, among: Sequence[Lookups] = ()) -> None:
         """Order what the current stream does next behind the arrival.
 
         Outside of CUDA graphs it looks at what the exchange reports, and waits on the host until it has ended, which
         in a loop that sends a batch ahead is long over; where a message found no room it makes more and sends again.
+
+        Args:
+            among: exchanges of the same batch, by other `EmbeddingInputs`; of them and this one all that lack room get
+                it, or none.
 
         Raises:
             IndexError: an input of this PE is bad, see `EmbeddingInputs`; the lookups are here all the same. Told by
@@ -243,7 +245,7 @@ class Lookups:
         if self._is_released:
             raise RuntimeError("embedding_inputs: these lookups have been released")
         if self._given is not None:
-            self._resolve()
+            self._resolve(among)
         if self._arrived is not None:
             self._arrived.order_behind()
         self._is_ordered = True
@@ -361,15 +363,17 @@ class Lookups:
         if self._generation != self._inputs._generation:
             raise PeerTimeoutError(_GIVEN_UP)
 
-    def _resolve(self) -> None:
+    def _resolve(self, among: Sequence[Lookups]) -> None:
         """Wait for the report; where there was no room, make it and launch again."""
-        while True:
-            report = self._await_report()
-            if report.full_source < 0:
-                break
-            self._inputs._enlarge(self.sources)
-            self._launch(is_captured=False)
+        while self._lacks_room():
+            lacking = [self, *(each for each in among if each is not self and each._lacks_room())]
+            self._inputs._enlarge(lacking)
+            for each in lacking:
+                each._launch(is_captured=False)
         self._given = None
+
+    def _lacks_room(self) -> bool:
+        return self._given is not None and self._await_report().full_source >= 0
 
     def _await_report(self) -> Any:
         report, number, looks = self._region.report, self._report_number, 0

@@ -26,6 +26,7 @@ __all__ = [
     "MOST_PIECES",
     "MOST_PIECE_LOOKUPS",
     "OPERATOR",
+    "OUTGOING",
     "THREADS",
     "THREADS_BESIDE",
     "WORKSPACE",
@@ -37,11 +38,12 @@ __all__ = [
     "aligned_bytes",
     "kernel_request",
     "launches_beside",
+    "outgoing_bytes",
 ]
 
 WORKSPACE = "inputs"
 _NAME = "embedding_inputs"
-_OUTGOING = "outgoing lookups"  # an area: copies of what is put to PEs that are not reachable
+OUTGOING = "outgoing lookups"  # an area: copies of what is put to PEs that are not reachable
 _HOST_WORK_GROUPS = 2
 _MOST_WORK_GROUPS_BESIDE = 16
 THREADS = 256
@@ -194,6 +196,12 @@ class InputsKey(NamedTuple):
     gives_gradients: bool
 
 
+def outgoing_bytes(world: World, layout: InputsLayout, capacities: Sequence[Sequence[int]]) -> int:
+    """Return the size of this PE's copies of messages that are put."""
+    heaps, of_owners = world.backend.peer_heaps, capacities[world.rank]
+    return sum(layout.region_bytes(pe, of_owners[pe]) for pe in range(world.size) if not heaps[pe])
+
+
 def kernel_request(
     value_dtype: torch.dtype,
     index_dtype: torch.dtype,
@@ -288,8 +296,7 @@ class InputsPlan(Plan):
         self._uploaded = [upload(backend, *each) for each in (slots, senders)]
         self._areas = OPERATOR.state(world).areas
         if self._outgoing_bytes:
-            self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
-            self.areas = (_OUTGOING,)
+            self.areas = (OUTGOING,)  # which has room for all capacities that there are
         self._struct: Any = structs["Plan"](
             team=workspace.team(self._contract(())),
             slots=self._uploaded[0].data_ptr(),
@@ -378,7 +385,7 @@ class InputsPlan(Plan):
         for owner in self._owners:
             placed = type(owner).from_buffer_copy(owner)
             if self.areas:
-                placed.outgoing_offset += self._areas[_OUTGOING].offset
+                placed.outgoing_offset += self._areas[OUTGOING].offset
             owners.append(placed)
         self._placed = upload(self._world.backend, *owners)
         self._struct.owners = self._placed.data_ptr()

@@ -151,11 +151,9 @@ class ReturnPlan(Plan):
         self._areas = OPERATOR.state(world).areas
         if team.size > 1:
             room = max(of_pe[-1] for of_pe in places)
-            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: _ROOM.contract(team, room))
-            self.areas = (_STAGING,)
-        if self._outgoing_bytes:
-            self._areas.reserve_own(_OUTGOING, self._outgoing_bytes)
-            self.areas = (_STAGING, _OUTGOING)
+            own = Need(_OUTGOING, self._outgoing_bytes) if self._outgoing_bytes else None
+            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: _ROOM.contract(team, room), own)
+            self.areas = (_STAGING,) if own is None else (_STAGING, _OUTGOING)
         self._sent = world.workspace.zero_words(team, team.size)
         self._struct: Any = structs["Plan"](
             slots=self._slots.data_ptr(),

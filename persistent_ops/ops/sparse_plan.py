@@ -331,11 +331,9 @@ class SparsePlan(Plan):
         workers = grid * (constants["kMaxWarps"] if is_host else _THREADS // warp_size())
         num_words = max(1, -(-layout.num_rows // constants["kRowsPerWord"]))
         self._world, self._key, self._areas = world, key, OPERATOR.state(world).areas
-        self._reserve(num_words, workers)
         is_narrow = layout.dtype.itemsize == 2
         uses_low = bool(is_narrow and not key.gathers and (key.has_order or not team.all_reachable) and key.capacity)
-        if uses_low:
-            self._areas.reserve_own(_LOW, key.capacity * layout.row_bytes)
+        self._reserve(num_words, workers, Need(_LOW, key.capacity * layout.row_bytes) if uses_low else None)
         own = (_GATHER,) * key.gathers + (_LOW,) * uses_low
         self.areas = ("headers", "progress", "planes", "first_entry", "totals", "met", "hot", *own)
         request = kernel_request(
@@ -367,7 +365,7 @@ class SparsePlan(Plan):
         self._new_call = structs["Call"]
         self.place()
 
-    def _reserve(self, num_words: int, workers: int) -> None:
+    def _reserve(self, num_words: int, workers: int, own: Need | None) -> None:
         """See to what every launch needs; collective where the symmetric areas must grow."""
         constants, areas, key = OPERATOR.description.constants, self._areas, self._key
         size, words = key.team.size, 1 << (num_words - 1).bit_length()
@@ -379,7 +377,7 @@ class SparsePlan(Plan):
         if key.gathers:
             last = areas.nbytes_of(_GATHER)
             needs.append(Need(_GATHER, size * key.capacity * key.layout.columns * 4, last + last // 2))
-        areas.reserve(needs, self._contract)
+        areas.reserve(needs, self._contract, own)
         areas.reserve_private("first_entry", num_words * 4, words * 4)
         areas.reserve_private("totals", constants["sizeof(Packet)"] * self._grid)
         areas.reserve_private("met", constants["kNumMeetings"] * self._grid * 8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class Area(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a launch needs of a symmetric area.
+    """What a launch needs of an area.
 
     Attributes:
         name: of the area.
@@ -72,19 +72,22 @@ class Areas(dict[str, Area]):
         self._world = world
         self._plans = plans
 
-    def reserve(self, needs: Sequence[Need], contract: Callable[[], Contract]) -> None:
+    def reserve(self, needs: Sequence[Need], contract: Callable[[], Contract], own: Need | None = None) -> None:
         """See to symmetric areas; collective where one is too small, which it is on all PEs at once, or on none.
 
         Args:
             needs: all that the launch has.
             contract: of the launch, under which the PEs meet.
+            own: what the launch needs besides in this PE's part of the heap; None for nothing.
 
         Raises:
             SymmetricHeapError: no room for all of them on some PE; then none is set aside.
             RuntimeError: the current stream is being captured.
         """
-        missing = [need for need in needs if self.nbytes_of(need.name) < max(need.nbytes, 1)]
+        missing = [need for need in needs if self._is_too_small(need)]
         if not missing:
+            if own is not None:
+                self.reserve_own(own.name, own.nbytes, own.room)
             return
         self._plans.refuse_capture()
         world = self._world
@@ -93,6 +96,9 @@ class Areas(dict[str, Area]):
         try:
             for need in missing:
                 fresh[need.name] = self._symmetric(need)
+            lacking = [own] if own is not None and self._is_too_small(own) else []
+            # Behind the exchange in there nobody writes to any of them before it is filled.
+            taken = world.outputs.take_on_all_pes([max(need.nbytes, need.room) for need in lacking], "room")
         except SymmetricHeapError:  # as on all other PEs, which have made the same ones
             for area in fresh.values():
                 world.heap.free(area.memory, lambda: None)  # the PEs have met
@@ -101,10 +107,14 @@ class Areas(dict[str, Area]):
             if need.is_restored:
                 assert need.fill is not None
                 world.workspace.restore_in_recovery(fresh[need.name].memory, need.fill)
+        for need, (memory, offset) in zip(lacking, taken, strict=True):
+            fresh[need.name] = Area(memory, offset)
         # Of plans that are not a graph's, all are to name the same areas as on the other PEs.
+        self.put(fresh)
+
+    def put(self, fresh: Mapping[str, Area]) -> None:
+        """Have plans name these areas from now on."""
         self._plans.renew(set(fresh), lambda: self.update(fresh))
-        world.backend.synchronize()
-        world.bootstrap.exchange("areas", b"")  # nobody writes to them before they are filled
 
     def reserve_own(self, name: str, nbytes: int, room: int = 0) -> Area:
         """See to an area of this PE's part of the heap alone; arguments as of `Need`."""
@@ -132,6 +142,9 @@ class Areas(dict[str, Area]):
 
             self._plans.renew({name}, replace)
         return self[name]
+
+    def _is_too_small(self, need: Need) -> bool:
+        return self.nbytes_of(need.name) < max(need.nbytes, 1)
 
     def nbytes_of(self, name: str) -> int:
         """Return the size of an area; 0 where there is none."""

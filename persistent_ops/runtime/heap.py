@@ -12,7 +12,7 @@ import bisect
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -348,8 +348,9 @@ def _outside_of_modes() -> Iterator[None]:
 class OutputPool:
     """Buffers for results in this PE's heap; idle is one that no tensor shares, and whose storage nobody has."""
 
-    def __init__(self, backend: Backend, heap: SymmetricHeap) -> None:
+    def __init__(self, backend: Backend, heap: SymmetricHeap, bootstrap: Bootstrap) -> None:
         self._backend = backend
+        self._bootstrap = bootstrap
         self._free_list = heap.free_list
         self._slots: dict[int, list[_Slot]] = {}
         heap.reclaim = self._evict_idle
@@ -390,10 +391,42 @@ class OutputPool:
         self._slots.setdefault(nbytes, []).append(slot)
         return slot
 
+    def take_on_all_pes(self, sizes: Sequence[int], name: str) -> list[tuple[torch.Tensor, int]]:
+        """Take buffers of zeros on every PE, or on none; collective, not in a CUDA-graph capture.
+
+        Args:
+            sizes: in bytes, of what this PE takes.
+            name: of what it is for, in errors.
+
+        Returns:
+            Of each the bytes, and their offset.
+
+        Raises:
+            SymmetricHeapError: some PE has no room for all of its own.
+        """
+        slots, taken, problem = [], [], ""
+        try:
+            for nbytes in sizes:
+                slots.append(self.take(nbytes, self._backend.stream(), is_captured=False))
+                taken.append((slots[-1].tensor(torch.uint8, (nbytes,)), slots[-1].offset))
+                taken[-1][0].zero_()
+        except SymmetricHeapError as error:
+            problem = str(error)
+        self._backend.synchronize()  # no peer writes to them before they are zero
+        told = [raw.decode() for raw in self._bootstrap.exchange("room-on-all-pes", problem.encode())]
+        refused = next((pe for pe, text in enumerate(told) if text), None)
+        if refused is not None:
+            taken.clear()
+            for slot in slots:
+                self._drop(slot)
+            raise SymmetricHeapError(f"{name} on PE {refused}: {told[refused]}")
+        return taken
+
     def _evict_idle(self) -> None:
         for slot in [slot for slots in self._slots.values() for slot in slots if slot.is_idle()]:
             self._drop(slot)
 
     def _drop(self, slot: _Slot) -> None:
+        """Give the room of a buffer back that nobody reads or writes any more."""
         self._slots[slot.nbytes].remove(slot)
         self._free_list.give(slot.offset, _rounded(slot.nbytes))

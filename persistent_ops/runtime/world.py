@@ -93,7 +93,7 @@ class World:
         self._told: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self.workspace.admit = self._admit
         backend.waits.interrupted = self._interrupted
-        self.outputs = OutputPool(backend, self.heap)
+        self.outputs = OutputPool(backend, self.heap, bootstrap)
         reachable = [int(base != 0) for base in backend.peer_heaps]
         matrix = [list(raw) for raw in bootstrap.exchange("reachable", bytes(reachable))]
         for peer in range(self.size):
