@@ -242,6 +242,41 @@ def test_without_the_file_there_are_no_turns(turn: Turn, tmp_path: Path, caplog:
     assert "may crash each other" in caplog.text
 
 
+def _fifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("turn", [_start_alone, turn_to_end])
+@pytest.mark.parametrize("put", [Path.symlink_to, Path.hardlink_to, _fifo], ids=["link", "hard link", "fifo"])
+def test_what_another_user_may_have_put_there_is_left_alone(
+    put: Callable[[Path, Path], None], turn: Turn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("years of work", None):
+        precious = tmp_path / f"precious {text}"
+        if text is not None:
+            precious.write_text(text)
+        elif put is Path.hardlink_to:
+            continue
+        put(tmp_path / _LOCK, precious)
+        with turn(60.0):
+            pass
+        assert text == (precious.read_text() if precious.exists() else None)
+        (tmp_path / _LOCK).unlink()
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert all("may crash each other" in record.getMessage() for record in caplog.records)
+
+
+def test_a_file_of_another_user_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / _LOCK).write_text("of another user")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with _start_alone(60.0):
+        pass
+    assert (tmp_path / _LOCK).read_text() == "of another user"
+    assert f"{_LOCK} is not a file of user id {os.getuid() + 1} alone" in caplog.text
+
+
 # ---- an end without peers --------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def _lock_file() -> Iterator[int | None]:
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     path = folder / f"persistent_ops.nvshmem.{os.getuid()}.lock"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = _open_own(path)
     except OSError as error:
         _log.warning("persistent_ops: jobs that start at the same time may crash each other: %s", error)
         yield None
@@ -88,6 +89,16 @@ def _lock_file() -> Iterator[int | None]:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile shares the lock
         os.close(descriptor)
+
+
+def _open_own(path: Path) -> int:
+    """Open or make a file that is nobody else's: the name can be guessed, and all users may write to the folder."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(f"{path} is not a file of user id {os.geteuid()} alone; remove it")
+    return descriptor
 
 
 def _identity(descriptor: int) -> str:
