@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,8 @@ class Seen:
     """What a PE reports.
 
     Attributes:
-        are_right: of each forced step whether its results are right.
-        error: name and text of what was raised.
+        are_right: of each forced step that has ended whether its results are right.
+        error: name and text of what was raised by the one behind these.
         num_sms: that its launches may take, and that the GPU has.
         goes_on: whether the world could be used behind.
     """
@@ -236,33 +237,50 @@ def _meet_in_opposite_order(backend: str, way: str, is_captured: bool, is_ahead:
                     graph = StepGraph(step)
                     stack.callback(graph.close)
                     run = graph.replay
-                if way == "neither":
-                    seen.error = _error_of_one(step, run)
-                else:
-                    for _ in range(FORCED_STEPS):
-                        step.load()
-                        world.barrier()  # the PEs begin together: what is late is so by the cycles above
-                        run()
-                        seen.are_right.append(step.is_right())
+                for _ in range(FORCED_STEPS):
+                    step.load()
+                    world.barrier()  # the PEs begin together: what is late is so by the cycles above
+                    seen.error = _error_of_one(run)
+                    if seen.error[0]:
+                        break
+                    seen.are_right.append(step.is_right())
             seen.goes_on = _goes_on()
         return seen
     finally:
         po.finalize()
 
 
-def _error_of_one(step: Step, run: Callable[[], Any]) -> tuple[str, str]:
-    """Return what one step raises, behind it: both kernels have left the GPU then."""
+def _error_of_one(run: Callable[[], Any]) -> tuple[str, str]:
+    """Return what a step raises on this PE, behind it: both kernels have left the GPU then."""
 
     def once() -> None:
         run()
         po.check()
 
-    step.load()
-    po.barrier()
     name, text, _ = error_of(once)
     torch.cuda.synchronize()
-    po.recover()
+    told = po_world.current().bootstrap.exchange("step-ended", name.encode())
+    if any(told):
+        po.recover()
+        name = name or "no error"  # though the other PE has one
     return name, text
+
+
+def _assert_right_or_deadlocked(found: list[Seen], way: str) -> bool:
+    """Check what the PEs report, and return whether they have waited for each other until the time was over.
+
+    With neither an order nor room they may: whether both kernels find room on a GPU is the scheduler's choice.
+    """
+    errors = [seen.error[0] for seen in found]
+    has_deadlocked = errors == ["PeerTimeoutError"] * 2
+    assert errors == ["", ""] or (has_deadlocked and way == "neither"), [seen.error for seen in found]
+    for seen in found:
+        assert seen.goes_on and all(seen.are_right) and len(seen.are_right) <= FORCED_STEPS
+        assert has_deadlocked == (len(seen.are_right) < FORCED_STEPS)
+    if way == "neither":
+        count = len(found[0].are_right) + has_deadlocked
+        warnings.warn(f"{int(has_deadlocked)} of {count} runs deadlocked, the last one", stacklevel=2)
+    return has_deadlocked
 
 
 def _goes_on() -> bool:
@@ -285,13 +303,10 @@ def test_opposite_arrival(backend: str, way: str, is_captured: bool) -> None:
     found = in_processes(_meet_in_opposite_order, 2, backend, way, is_captured, timeout=250)
     for seen in found:
         taken, total = seen.num_sms
-        assert taken == (total - NUM_SMS if way == "room" else total) and seen.goes_on
-        assert seen.are_right == ([] if way == "neither" else [True] * FORCED_STEPS)
-    (first, text), (second, told) = (seen.error for seen in found)
-    if way != "neither":
-        assert (first, second) == ("", "")
+        assert taken == (total - NUM_SMS if way == "room" else total)
+    if not _assert_right_or_deadlocked(found, way):
         return
-    assert first == second == "PeerTimeoutError"
+    (_, text), (_, told) = (seen.error for seen in found)
     assert "for PE 1" in text and "No launch of PE 1 has begun for it" in text and "NCCL" in text
     assert "because of PE 1 (this PE)" in told
     assert "PE 1 called the operator too late, or its launch found no room" in told
@@ -305,9 +320,7 @@ def test_an_exchange_that_is_ahead(backend: str, way: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     found = in_processes(_meet_in_opposite_order, 2, backend, way, False, True, timeout=250)
-    for seen in found:
-        assert seen.goes_on and seen.are_right == ([] if way == "neither" else [True] * FORCED_STEPS)
-    assert [seen.error[0] for seen in found] == (["PeerTimeoutError"] * 2 if way == "neither" else ["", ""])
+    _assert_right_or_deadlocked(found, way)
 
 
 @pytest.mark.gpu
