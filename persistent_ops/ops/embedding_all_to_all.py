@@ -533,6 +533,7 @@ _operator = TorchOperator(
     fake=_fake,
     outputs=("out",),
     no_gradient=_NO_GRADIENT,
+    result_in_heap=True,
 )
 _operator_from_sources = TorchOperator(
     "embedding_all_to_all_from_sources",
@@ -544,6 +545,7 @@ _operator_from_sources = TorchOperator(
     fake=_fake_from_sources,
     outputs=("out",),
     no_gradient=_NO_GRADIENT,
+    result_in_heap=True,
 )
 
 

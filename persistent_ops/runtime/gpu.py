@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -253,9 +254,17 @@ class GpuBackend:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.as_tensor(_DeviceMemory(address, nbytes, self._buffer), dtype=torch.uint8, device=self.device)
 
-    @torch.inference_mode(False)
     def private_words(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64, device=self.device)
+        # In a thread of its own: torch.compile(mode="reduce-overhead") has the calling thread allocate from the pool of
+        # a CUDA graph, whose memory is given out again.
+        stream = torch.cuda.current_stream(self.device)
+
+        def make() -> torch.Tensor:
+            with torch.cuda.stream(stream):
+                return torch.zeros(count, dtype=torch.int64, device=self.device)
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make).result()
 
     @torch.inference_mode(False)
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:

@@ -39,6 +39,8 @@ class TorchOperator:
             forward mode); None: the operator has no result, its outputs must be given, and `name` itself writes them.
         is_collective: whether peers take part, so that compilers may neither drop a call nor merge or move any
             (program_order.py).
+        result_in_heap: whether the result lies in the symmetric heap. CUDA graphs of torch.compile take no call that
+            returns memory from elsewhere than their own pool, so such a call runs between two graphs.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TorchOperator:
         outputs: Sequence[str] = (),
         no_gradient: str | None = None,
         is_collective: bool = True,
+        result_in_heap: bool = False,
     ) -> None:
         self._name = name
         self._is_collective = is_collective
@@ -69,7 +72,8 @@ class TorchOperator:
         if no_gradient is not None:
             results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
             signature = f"({', '.join([arguments, '*', *by_name] if by_name else [arguments])}) -> {results}"
-            _define(name, signature, run, fake, no_gradient)
+            tags = (torch.Tag.cudagraph_unsafe,) if result_in_heap else ()
+            _define(name, signature, run, fake, no_gradient, tags)
         if outputs:
             # Aliases by letters; arguments that change have those from the end of the alphabet.
             by_name += [f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs)]
@@ -124,8 +128,10 @@ class TorchOperator:
         return tuple(outputs.values()) if len(outputs) > 1 else outputs[given[0]]
 
 
-def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient: str) -> None:
-    _library.define(f"{name}{signature}")
+def _define(
+    name: str, signature: str, run: _Run, fake: _Run | None, no_gradient: str, tags: Sequence[torch.Tag] = ()
+) -> None:
+    _library.define(f"{name}{signature}", tags=tags)
     _library.impl(name, run, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"persistent_ops::{name}", fake, lib=_library)
