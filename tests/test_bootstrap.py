@@ -6,6 +6,7 @@ torch takes far longer than a test.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -17,13 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pe_processes import LOOPBACK, SLACK, clean_environment, host_address, listening, wait_for
 from warm_python import Popen
 
-from persistent_ops.runtime import spawn
+from persistent_ops.runtime import bootstrap, file_lock, mailbox, rendezvous, spawn
 from persistent_ops.runtime.bootstrap import Bootstrap, connect, from_threads
 from persistent_ops.runtime.errors import BootstrapError, PersistentOpsError
 from persistent_ops.runtime.launchers import LaunchEnvironment, detect
@@ -482,6 +485,95 @@ def test_who_leaves_behind_an_exchange_does_not_end_it(arrives: bool) -> None:
     with pytest.raises(BootstrapError, match="rank 1 gave up: it has closed its connection"):
         slow.exchange("t", b"0")
     slow.close()
+
+
+class HeldUpBoard(ThreadMailbox):
+    """Holds its PE up once, behind its first look at a counter, until time is over; something happens meanwhile."""
+
+    def __init__(self, table: ThreadTable, counter: str, happens: Callable[[], None]) -> None:
+        super().__init__(table)
+        self._counter, self._happens = counter, [happens]
+
+    def add(self, key: str, amount: int, deadline: float) -> int:
+        total = super().add(key, amount, deadline)
+        if key == self._counter and self._happens:
+            self._happens.pop()()
+            time.sleep(0.6)
+        return total
+
+
+def test_a_rank_that_is_held_up_itself_does_not_miss_who_came_in_time() -> None:
+    table = ThreadTable()
+    other = Bootstrap(ThreadMailbox(table), 1, 2, "slurm", 5.0)
+
+    def arrive() -> None:
+        assert other.exchange("t", b"1") == [b"0", b"1"]
+
+    slow = Bootstrap(HeldUpBoard(table, "0/count", arrive), 0, 2, "slurm", 5.0)
+    assert slow.exchange("t", b"0", timeout=0.5) == [b"0", b"1"]
+    for pe in (slow, other):
+        pe.close()
+
+
+def test_a_rank_that_is_held_up_itself_gives_up_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_MEET_BEHIND_FAILURE_S", 0.5)
+    table = ThreadTable()
+
+    def other_fails() -> None:
+        table.counters["failed"] += 1
+
+    slow = Bootstrap(HeldUpBoard(table, "failed", other_fails), 0, 2, "slurm", 5.0)
+    assert slow.fail_and_meet("the disk is full")
+    slow.close()
+
+
+def test_an_answer_that_has_come_while_its_process_was_held_up_is_taken() -> None:
+    worker = mailbox.Worker()
+    assert worker.call(lambda: time.sleep(0.2), 0.01) is None
+    hanging = threading.Event()
+    with pytest.raises(TimeoutError):
+        worker.call(hanging.wait, 0.01)
+    hanging.set()
+    worker.close()
+
+
+def test_a_lock_that_is_free_when_time_is_over_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with open(tmp_path / "lock", "w") as mine, open(tmp_path / "lock") as theirs:
+        assert file_lock.lock_within(0.0, theirs.fileno())
+        flock = fcntl.flock
+
+        def flock_held_up(descriptor: int, operation: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            try:
+                flock(descriptor, operation)
+            finally:
+                flock(theirs.fileno(), fcntl.LOCK_UN)
+                time.sleep(0.6)
+
+        monkeypatch.setattr(fcntl, "flock", flock_held_up)
+        assert file_lock.lock_within(0.5, mine.fileno())
+        assert not file_lock.lock_within(0.0, theirs.fileno())
+
+
+def test_rank_zero_that_is_there_when_time_is_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"\0persistent_ops/test/{os.getpid()}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    clock = iter([0.0])
+    stops: list[Callable[[], None]] = []
+
+    def monotonic() -> float:
+        """The first time it is early; then time is over, and rank 0 has come."""
+        now = next(clock, 100.0)
+        if now and not stops:
+            listener.bind(name)
+            stops.append(rendezvous._hand_out(listener, "127.0.0.1|1|token"))
+        return now
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+        found = rendezvous._ask_locally(name, 1.0)
+    stops[0]()
+    assert found == "127.0.0.1|1|token"
 
 
 def test_world_of_one_needs_nobody() -> None:

@@ -121,6 +121,7 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t&
   const uint32_t eighths = phase >> kCodeBits;
   const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
+  bool was_over = false;
   WaitTrace trace(phase);
   for (uint32_t spins = 1;; ++spins) {
     uint64_t seen;
@@ -132,10 +133,12 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t&
       const uint64_t now = clock_ns();
       if (started == 0 || host_says(team.local->preparing, peer, peer)) started = now;
       const bool is_lost = host_says(team.local->lost, peer, team.rank);
-      if (is_lost || (now - started > bound_ns && peer != team.rank)) {  // @wait-bound
+      const bool is_over = is_lost || (now - started > bound_ns && peer != team.rank);  // @wait-bound
+      if (is_over && was_over) {  // else it looks again: this thread may not have run since its last look
         raise_abort(team, is_lost ? kPeerLost : kTimeout, phase, peer, index, seen, now - started);
         return false;
       }
+      was_over = is_over;
     }
     spin_pause(spins);
   }

@@ -180,14 +180,18 @@ class Bootstrap:
             return
         with self._lock:
             deadline = time.monotonic() + _MEET_BEHIND_FAILURE_S
-            failed = mailbox.add("failed", 1, deadline)
-            while failed < self.world_size:
-                if time.monotonic() >= deadline or mailbox.has("leave", deadline):
+            mailbox.add("failed", 1, deadline)
+            while True:
+                # The reasons to give up come first: this PE may not run for a while.
+                is_over = time.monotonic() >= deadline or mailbox.has("leave", deadline)
+                has_died = any(self._is_dead(identity) for identity in self._identities)
+                if mailbox.add("failed", 0, deadline) >= self.world_size:
+                    return
+                if is_over:
                     raise BootstrapError("not all ranks have given up")
-                if any(self._is_dead(identity) for identity in self._identities):
+                if has_died:
                     raise BootstrapError("a rank has died")
                 mailbox.pause(_LONGEST_PAUSE_S)
-                failed = mailbox.add("failed", 0, deadline)
 
     def fail(self, message: str) -> None:
         """Tell the other PEs that this one gives up, so that their exchanges raise at once.
@@ -271,6 +275,8 @@ class Bootstrap:
             now = time.monotonic()
             if now >= deadline:
                 missing = [r for r in range(self.world_size) if not mailbox.has(f"{number}/{r}", deadline)]
+                if not missing:
+                    break  # they came after this PE's last look: it may not have run for a while
                 known = [f"state/{r}" for r in missing if mailbox.has(f"state/{r}", deadline)]
                 if known and PREPARING in mailbox.read(known, deadline):
                     deadline = now + longest

@@ -21,11 +21,11 @@ def lock_within(seconds: float, descriptor: int, *, shared: bool = False) -> boo
     """
     began = time.monotonic()
     while True:
+        waited = time.monotonic() - began  # before the look: this process may not run for a while
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            waited = time.monotonic() - began
             if waited >= seconds:
                 return False
             time.sleep(max(_SHORTEST_POLL_S, _POLL_S / (1.0 + 4.0 * waited)))

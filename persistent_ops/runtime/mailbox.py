@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -92,17 +93,20 @@ class Worker:
         """Return what `function` returns.
 
         Raises:
-            TimeoutError: It did not return within `seconds`, or an earlier call still has not.
+            TimeoutError: It did not return within `seconds`, nor a moment later, or an earlier call still has not.
         """
         if self._stuck:
             raise TimeoutError
         answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
         self._jobs.put((function, answer))
-        try:
-            good, value = answer.get(timeout=max(seconds, 0.001))
-        except queue.Empty:
+        # The moment is for the thread where this process did not run for a while: it may have to take an answer yet.
+        for patience in (max(seconds, 0.001), _LAST_REQUEST_S):
+            with suppress(queue.Empty):
+                good, value = answer.get(timeout=patience)
+                break
+        else:
             self._stuck = True
-            raise TimeoutError from None
+            raise TimeoutError
         if not good:
             raise value
         return value  # type: ignore[no-any-return]
@@ -170,7 +174,7 @@ class StoreMailbox:
         if worker is None:
             raise BootstrapError("the connection to the other ranks is closed; call init() again on every rank")
         try:
-            return worker.call(lambda: function(store), max(deadline - time.monotonic(), _LAST_REQUEST_S))
+            return worker.call(lambda: function(store), deadline - time.monotonic())
         except TimeoutError:
             raise BootstrapError(
                 "the store of this job does not answer any more; is the process that serves it (rank 0, or the "
@@ -260,7 +264,7 @@ def serve_store(host: str, worker: Worker, deadline: float) -> tuple[Any, int]:
         return store, port
 
     try:
-        return worker.call(serve, max(deadline - time.monotonic(), _LAST_REQUEST_S))
+        return worker.call(serve, deadline - time.monotonic())
     except TimeoutError:
         raise BootstrapError("this process could not serve the job's store within the time-out") from None
     except (RuntimeError, OSError) as error:
@@ -284,16 +288,17 @@ def connect_store(host: str, port: int, worker: Worker, deadline: float) -> Any:
     def connect() -> Any:
         # torch's own attempts log the address and a C++ stack each time; so knock first.
         while True:
+            remaining = deadline - time.monotonic()
             try:
                 addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 progress[0] = "nobody listens at the address"
                 family, kind, protocol, _, address = addresses[0]
                 with socket.socket(family, kind, protocol) as probe:
-                    probe.settimeout(max(0.05, deadline - time.monotonic()))
+                    probe.settimeout(max(0.05, remaining))
                     probe.connect(address)
                 break
             except OSError:
-                if time.monotonic() >= deadline:
+                if remaining <= 0:
                     raise
                 time.sleep(0.05)
         progress[0] = "what listens there does not speak the protocol of torch.distributed's store"

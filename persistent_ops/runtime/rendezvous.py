@@ -198,8 +198,9 @@ def _hand_out(listener: socket.socket, text: str) -> Callable[[], None]:
 
 def _ask_locally(name: str, deadline: float) -> str:
     while True:
+        remaining = deadline - time.monotonic()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(max(deadline - time.monotonic(), 0.05))
+            connection.settimeout(max(remaining, 0.05))
             try:
                 connection.connect(name)
                 uid = _peer_uid(connection)
@@ -217,7 +218,7 @@ def _ask_locally(name: str, deadline: float) -> str:
                     return text.decode("ascii", "replace")
             except OSError:
                 pass  # Rank 0 is not there yet, or was just leaving.
-        if time.monotonic() >= deadline:
+        if remaining <= 0:
             raise BootstrapError(
                 "rank 0 is missing: it did not appear on this host within the time-out; did it start, did it fail, and "
                 "is it on this host?"
@@ -284,8 +285,11 @@ def _same_numbers(communicator: Any, environment: LaunchEnvironment) -> None:
 def _broadcast(communicator: Any, text: str | None, deadline: float) -> str:
     buffer = bytearray((text or "").encode().ljust(256, b"\0"))
     request = communicator.Ibcast(buffer, root=0)
-    while not request.Test():
-        if time.monotonic() >= deadline:
+    while True:
+        is_over = time.monotonic() >= deadline
+        if request.Test():
+            break
+        if is_over:
             raise BootstrapError("rank 0's address did not arrive over MPI within the time-out; is a rank missing?")
         time.sleep(0.001)
     return bytes(buffer).rstrip(b"\0").decode("ascii", "replace")

@@ -154,7 +154,7 @@ class _Processes:
                 if self._failures and grace_ends is None:
                     grace_ends = time.monotonic() + _GRACE_S
                 limits = [limit for limit in (grace_ends, self._deadline) if limit is not None]
-                wait = max(0.0, min(limits) - time.monotonic()) if limits else _LOOK_S
+                wait = max(0.0, min(limits) - time.monotonic()) if limits else _LOOK_S  # 0: this look is the last
                 ready = {key.data for key, _ in selector.select(min(wait, _LOOK_S))} & running
                 # A child of a PE's holds both ends that would tell of the PE's end, for as long as it lives itself.
                 for rank in ready | {rank for rank in running if not self._processes[rank].is_alive()}:
@@ -162,7 +162,7 @@ class _Processes:
                         running.discard(rank)
                         selector.unregister(self._readers[rank].fileno())
                         selector.unregister(self._processes[rank].sentinel)
-                if running and limits and time.monotonic() >= min(limits):
+                if running and wait == 0.0:
                     if not self._failures:
                         names = ", ".join(map(str, sorted(running)))
                         text = f"launch() ran longer than {self._timeout} s and was ended; still running: PE {names}"
