@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from embedding_backward_cases import SMALL, Training, case_of, make_inputs
 from protocol import Mismatch, ProtocolSuite, Work
@@ -132,6 +133,45 @@ def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Pat
     assert "PE 1 gave up" in late[1] and "EmbeddingOptimizer.loaded(step_count)" in late[1], late[1]
     assert again[0] == "PersistentOpsError" and again[1].startswith("tables: "), again
     assert "load it anew" in again[1] and "EmbeddingOptimizer.loaded(step_count)" in again[1], again
+
+
+def _refused_by_all(has_tables: bool) -> list[Any]:
+    """PE 0 knows nothing of a backward pass that PE 1 gives up, and may have no table at all."""
+    device = po.device()
+    tables = [torch.ones(4, 2, device=device)] if has_tables or po.rank() else []
+    optimizer = po.EmbeddingOptimizer(tables, lr=1.0)
+    lookups = torch.arange(2 * len(tables), device=device), torch.arange(2 * len(tables) + 1, device=device)
+    dims = [2 * has_tables, 2]
+
+    def forward() -> torch.Tensor:
+        return po.embedding_all_to_all(
+            tables, *lookups, dim_per_rank=dims, batch_per_rank=[1, 1], dtype=torch.float32, optimizer=optimizer
+        )
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            forward()
+
+    forward().sum().backward()
+    po.check()
+    given_up, later = forward(), forward()
+    told = [error_of(lambda: [po.barrier() if po.rank() == 0 else given_up.sum().backward(), po.check()])[0]]
+    po.recover()
+    told += [":".join(error_of(call)[:2]) for call in (lambda: later.sum().backward(), forward, evaluate)]
+    for table in tables:
+        table.fill_(1.0)
+    optimizer.loaded(1)
+    forward().sum().backward()
+    po.check()
+    updated = [table.tolist() for table in tables]
+    return [*told, updated == [[[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]] * len(tables)]
+
+
+@pytest.mark.parametrize("has_tables", [True, False], ids=["both", "one_has_tables"])
+def test_what_one_pe_refuses_is_refused_by_all(backend: str, has_tables: bool) -> None:
+    for mismatch, *refusals, is_right in in_world(_refused_by_all, 2, backend, has_tables):
+        assert mismatch == "ContractMismatchError" and is_right
+        assert all(told.startswith("PersistentOpsError:tables: a launch that was given up may") for told in refusals)
 
 
 def _sums_beside_leftovers() -> bool:

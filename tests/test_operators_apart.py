@@ -318,6 +318,7 @@ THE_LAYER_S_OWN = {
     "call_numbers.CallNumbers.of_caller": "likewise",
     "operator.Operator.begin_changes": "what a failed launch did to inputs that it changes must hold for every launch",
     "operator.Operator.changed_inputs": "likewise",
+    "changes.Changes.know": "PEs agree in `recover` on what to refuse, whichever operator changes it",
     "world.World.learn_of_failures": "what it may have left half changed is not saved either",
     "plans.Plans.drop": "the only way for plans to go before their world does",
     "torch_private.autograd_node": "every private name of torch stands there (test_torch_private.py)",

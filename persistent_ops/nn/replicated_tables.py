@@ -122,7 +122,9 @@ class ReplicatedTables:
         # What autograd sees of the tables.
         self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
         names = [config.name for number, config in enumerate(layout.configs) if layout.is_replicated(number)]
-        self._caller = _new_caller(world, f"replicated {tables_named(names)}")  # of its forward passes
+        name = world.workspace.calls.next_of("ReplicatedTables")
+        world.workspace.changes.know(name, self._changed)
+        self._caller = _new_caller(world, f"replicated {tables_named(names)}, {name}")  # of its forward passes
         self._num_recorded = 0  # forward passes
         add_up_gradients(self._sums, 0)  # the PEs see to its room here, not in the first backward pass
 
@@ -253,7 +255,7 @@ def _new_caller(world: _world.World, name: str) -> int:
     calls = world.workspace.calls
     told = world.bootstrap.exchange("replicated-tables", str(calls.last_caller).encode())
     caller = max(map(int, told)) + 1
-    calls.add_caller(caller, f"{name}, {calls.next_of('ReplicatedTables')}")
+    calls.add_caller(caller, name)
     return caller
 
 

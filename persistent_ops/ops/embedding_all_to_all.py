@@ -154,14 +154,17 @@ def embedding_all_to_all(
             "alone; of indices [B, L] of a table they are torch.arange(0, B * L + 1, L), beside indices.flatten()"
         )
     differentiated = indices.per_sample_weights if isinstance(indices, Lookups) else per_sample_weights
+    if optimizer is not None:
+        if isinstance(optimizer, type) or not hasattr(optimizer, "record"):
+            raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
+        if not torch.compiler.is_compiling():
+            optimizer.refuse_half_updated()
     records = torch.is_grad_enabled()
     may_record = records and _may_record()
     is_required = _require_gradients(weights, differentiated) if may_record else None
     if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
-        if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "record")):
-            raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
         if function_transform() is not None:

@@ -82,8 +82,8 @@ class EmbeddingOptimizer:
 
     Backward is collective: every PE must reach it, in the same order as its peers, which is a ContractMismatchError
     otherwise, also for equal tables and for two forward passes of one optimizer. A second backward pass of one forward
-    pass is refused. A launch that is given up may leave tables half updated: they are refused then until they
-    are loaded from a checkpoint, and `loaded` says so.
+    pass is refused. A launch that is given up may leave tables half updated: all PEs refuse all of the optimizer's then
+    until they are loaded from a checkpoint, and `loaded` says so.
     Source: FBGEMM's table-batched embeddings (exact optimizers), section III of the SC24 paper for the exchange, and
     Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3" (SC11).
     """
@@ -213,6 +213,8 @@ class EmbeddingOptimizer:
 
         Args:
             step_count: of what was loaded, the same on every PE.
+
+        All PEs load and say so: they have agreed in `po.recover()` on what to refuse, whichever of them has changed it.
         """
         self.step_count = step_count  # type: ignore[assignment]  # mypy knows one type for both
         _world.current().workspace.changes.loaded(*self._tables, *self._own)
@@ -284,8 +286,14 @@ class EmbeddingOptimizer:
             self._name = self._tables_named + self._name.removeprefix(before)
 
     def _first_named(self, world: _world.World) -> str:
-        self._name = f"{self._tables_named}, {world.workspace.calls.next_of('EmbeddingOptimizer')}"
+        name = world.workspace.calls.next_of("EmbeddingOptimizer")
+        world.workspace.changes.know(name, OPERATOR.changed_inputs(tables=self._tables, states=self._own))
+        self._name = f"{self._tables_named}, {name}"
         return self._name
+
+    def refuse_half_updated(self) -> None:
+        """Raise PersistentOpsError where tables, of any PE, may be half updated; also on a PE that has none."""
+        _world.current().workspace.changes.check("tables", self._own)
 
     def _backward(
         self,
@@ -299,6 +307,7 @@ class EmbeddingOptimizer:
         forward_pass: int,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world = _world.for_call()
+        self.refuse_half_updated()
         self._num_passes += 1
         key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode, forward_pass)
         return self._launch(

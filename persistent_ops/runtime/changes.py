@@ -85,6 +85,16 @@ class Changes:
         self._under_way: set[ChangedInputs] = set()  # by launches that may still give up
         self._captured: set[ChangedInputs] = set()  # by graphs, at every replay
         self._given_up: dict[_Place, _Input] = {}
+        self._known: dict[str, ChangedInputs] = {}
+
+    def know(self, name: str, inputs: ChangedInputs) -> None:
+        """Let these be refused on all PEs where they are on one, from `recover` on.
+
+        Args:
+            name: the same on all PEs.
+            inputs: all of this PE's that launches under this name change.
+        """
+        self._known = {of_name: each for of_name, each in self._known.items() if each.is_alive()} | {name: inputs}
 
     def begin(self, inputs: ChangedInputs) -> None:
         """Note that the launch to come changes them.
@@ -121,7 +131,8 @@ class Changes:
     def _refuse(name: str, given_up: _Input) -> None:
         if not given_up.storage.expired():
             raise PersistentOpsError(
-                f"{name}: a launch that was given up may have changed a part of this tensor; {given_up.reloading}"
+                f"{name}: a launch that was given up may have changed a part of this tensor, or of a peer's; "
+                f"{given_up.reloading}"
             )
 
     def settle(self) -> None:
@@ -134,7 +145,7 @@ class Changes:
             each
             for inputs in self._under_way | self._captured
             for each in inputs.by_place.values()
-            if each.on_abort is OnAbort.REFUSE and not each.storage.expired()
+            if _is_refused(each)
         ]
         names, ways = sorted({each.name for each in refused}), sorted({each.reloading for each in refused})
         if not refused:
@@ -152,10 +163,22 @@ class Changes:
         if not self._is_capturing():
             self._poison()
 
-    def recover(self) -> None:
-        """Poison once more, now that no launch writes any longer; what was poisoned may be used."""
+    def refused(self) -> list[str]:
+        """Return the names of what this PE refuses (`know`), for the peers."""
+        refused = {at for at, each in self._given_up.items() if _is_refused(each)}
+        return [name for name, inputs in self._known.items() if not refused.isdisjoint(inputs.by_place)]
+
+    def recover(self, refused: Iterable[str]) -> None:
+        """Poison once more, now that no launch writes any longer; what was poisoned may be used.
+
+        Args:
+            refused: what any PE refuses; so does this one.
+        """
         self._poison()
-        self._given_up = {at: each for at, each in self._given_up.items() if each.on_abort is OnAbort.REFUSE}
+        for name in refused:
+            if name in self._known:
+                self._given_up |= self._known[name].by_place
+        self._given_up = {at: each for at, each in self._given_up.items() if _is_refused(each)}
 
     def loaded(self, *tensors: torch.Tensor) -> None:
         """Let tensors be used that have been loaded anew, as a whole."""
@@ -166,3 +189,7 @@ class Changes:
         for each in self._given_up.values():
             if each.on_abort is OnAbort.POISON:
                 each.poison()
+
+
+def _is_refused(given_up: _Input) -> bool:
+    return given_up.on_abort is OnAbort.REFUSE and not given_up.storage.expired()

@@ -458,10 +458,10 @@ class Workspace:
         has_given_up = self._error.state or int(self._local[self._structs["LocalState"].abort.offset // 8])
         if has_given_up and self._failure is None:  # which no call has told
             self.changes.give_up()
-        own = json.dumps([epoch, self.calls.counts]).encode()
+        own = json.dumps([epoch, self.calls.counts, self.changes.refused()]).encode()
         told = [json.loads(raw) for raw in self._bootstrap.exchange("recover", own, timeout=patience)]
-        epochs = [of_pe for of_pe, _ in told]
-        self.calls.agree([counts for _, counts in told])
+        epochs, counts, refused = zip(*told, strict=True)
+        self.calls.agree(counts)
         # No PE runs a kernel any more. What their signals still have under way must land before the words are cleared.
         self._backend.quiet()
         self._bootstrap.exchange("recover-quiet", b"")
@@ -480,7 +480,7 @@ class Workspace:
         self._error.state = 0
         self._input_error.state = 0
         self._failure = None
-        self.changes.recover()
+        self.changes.recover(itertools.chain.from_iterable(refused))
         self._bootstrap.exchange("recovered", b"")
 
     def refuse_launches(self, error: PersistentOpsError) -> None:
