@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from .interruptible import Interruptible
 from .jit import KernelSource
 from .residency import Footprint, Sm
 
-__all__ = ["Backend", "Kernel", "KernelRequest", "check_resident", "resident_work_groups"]
+__all__ = ["Backend", "Kernel", "KernelRequest", "Peeked", "check_resident", "resident_work_groups"]
 
 _TRACES = """#include "platform/platform.cuh"
 template <>
@@ -70,6 +70,13 @@ class KernelRequest:
 
 def _cpp(value: str | int | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Peeked(NamedTuple):
+    """A piece of device memory, and where it is copied to, in `host_visible_bytes`."""
+
+    address: int
+    copy: ctypes.Array[Any]
 
 
 class Kernel(Protocol):
@@ -140,6 +147,13 @@ class Backend(Protocol):
 
     def set_word(self, words: torch.Tensor, index: int, value: int) -> None:
         """Set one of `private_words` at once, also while kernels run and whatever streams are captured; any thread."""
+
+    def peek(self, pieces: Sequence[Peeked]) -> bool:
+        """Bring copies of device memory up to date, soon and also while kernels run; one thread's.
+
+        Returns:
+            Whether the last call's copies have been made.
+        """
 
     def warps_of(self, threads: int) -> int:
         """Return how many warps a WG has where it would have so many threads on the GPU."""

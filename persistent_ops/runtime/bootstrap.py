@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persistent_ops.runtime import pmi
 from persistent_ops.runtime.errors import BootstrapError
@@ -36,6 +36,9 @@ from persistent_ops.runtime.mailbox import Mailbox, StoreMailbox, ThreadMailbox,
 from persistent_ops.runtime.peer_watch import ABSENT, HERE, PREPARING, PeerWatch, tell_state
 from persistent_ops.runtime.process_identity import ProcessIdentity, identify
 from persistent_ops.runtime.rendezvous import meet, store_over
+
+if TYPE_CHECKING:
+    from persistent_ops.runtime.call_order import CallOrder
 
 __all__ = ["Bootstrap", "connect", "fail_all", "from_group", "from_threads"]
 
@@ -244,8 +247,8 @@ class Bootstrap:
             mailbox.pause(_LONGEST_PAUSE_S)
             left = mailbox.add("left", 0, deadline)
 
-    def watch(self, report: Callable[[frozenset[int], frozenset[int]], None]) -> PeerWatch | None:
-        """Watch the other PEs from a thread; None in a world of one. See `PeerWatch` for `report`."""
+    def watch(self, report: Callable[[frozenset[int], frozenset[int]], None], calls: CallOrder) -> PeerWatch | None:
+        """Watch the other PEs from a thread; None in a world of one. See `PeerWatch` for `report` and `calls`."""
         if self._mailbox is None:
             return None
 
@@ -259,6 +262,7 @@ class Bootstrap:
             serving_rank=None if self._serving_rank == self.rank else self._serving_rank,
             find_dead=find_dead,
             report=report,
+            calls=calls,
         )
 
     def _exchange(self, mailbox: Mailbox, tag: str, value: bytes, deadline: float) -> list[bytes]:

@@ -76,4 +76,4 @@ class PeerLostError(PeerTimeoutError):
 
 
 class ContractMismatchError(PersistentOpsError):
-    """The PEs launched operators that do not match: another operator, shape, dtype or option."""
+    """The PEs launched operators that do not match: another operator, shape, dtype, option or order of calls."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
 from . import launchers, nvshmem_end
-from .backend import KernelRequest
+from .backend import KernelRequest, Peeked
 from .bootstrap import Bootstrap
 from .bounded import within
 from .devices import Numbers, architecture, check_sharing, choose_device
@@ -269,6 +270,18 @@ class GpuBackend:
     @torch.inference_mode(False)
     def host_visible_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def peek(self, pieces: Sequence[Peeked]) -> bool:
+        with torch.cuda.device(self.device):
+            # What other threads capture does not forbid this one to ask.
+            driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            if driver.cuStreamQuery(self._side_stream)[0] != _SUCCESS:
+                return False
+            for address, copy in pieces:
+                to, count = ctypes.addressof(copy), ctypes.sizeof(copy)
+                outcome = driver.cuMemcpyDtoHAsync(to, driver.CUdeviceptr(address), count, self._side_stream)
+                _check_driver(outcome, "a copy of what peers have begun")
+        return True
 
     def warps_of(self, threads: int) -> int:
         return threads // warp_size()

@@ -13,12 +13,12 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .backend import KernelRequest
+from .backend import KernelRequest, Peeked
 from .bootstrap import Bootstrap
 from .errors import BootstrapError, PersistentOpsError, SymmetricHeapError
 from .interruptible import Interruptible
@@ -153,6 +153,11 @@ class HostBackend:
 
     def set_word(self, words: torch.Tensor, index: int, value: int) -> None:
         ctypes.c_uint64.from_address(words.data_ptr() + 8 * index).value = value
+
+    def peek(self, pieces: Sequence[Peeked]) -> bool:
+        for address, copy in pieces:
+            ctypes.memmove(copy, address, ctypes.sizeof(copy))
+        return True
 
     def warps_of(self, threads: int) -> int:
         return self._wg_size

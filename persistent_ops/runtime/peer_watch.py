@@ -1,7 +1,8 @@
-"""Knowing of the other PEs, while launches wait for them, what flags cannot tell: that one has ended, or compiles.
+"""Knowing of the other PEs, while launches wait, what flags cannot tell: who has ended, compiles or calls another.
 
-Every PE leaves its state in the mailbox and counts the change. A thread looks at that count, and at the processes of
-this host, four times a second; what it finds goes to the kernels, which then wait no longer, or do not count the time.
+Every PE leaves its state in the mailbox, "here" with what `CallOrder` tells of the peers' launches, and counts changes.
+A thread looks at that count, and at the processes of this host, four times a second; what it finds goes to the kernels,
+which then wait no longer, or do not count the time.
 
 A PE that prepares a launch says so anew every second. Where it falls silent (its process is stopped, say), or prepares
 for longer than any compiler takes, time counts again: no wait is without a bound.
@@ -13,9 +14,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from persistent_ops.runtime.call_order import CallOrder
 
 __all__ = ["ABSENT", "HERE", "PREPARING", "PeerWatch", "tell_state"]
 
@@ -43,6 +48,7 @@ class PeerWatch:
         serving_rank: the PE that serves the mailbox; None where it is none of them.
         find_dead: returns the ranks whose processes are known to have ended.
         report: called from the thread, with the ranks that have ended and those that prepare a launch, at each change.
+        calls: finds out which peers are in other calls; None: nobody does.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class PeerWatch:
         serving_rank: int | None,
         find_dead: Callable[[], Sequence[int]],
         report: Callable[[frozenset[int], frozenset[int]], None],
+        calls: CallOrder | None = None,
     ) -> None:
         self._mailbox: Mailbox | None = mailbox
         self._rank = rank
@@ -61,6 +68,8 @@ class PeerWatch:
         self._serving_rank = serving_rank
         self._find_dead = find_dead
         self._report = report
+        self._calls = calls
+        self._calls_told: dict[int, bytes] = {}  # by peer
         self._seen = 0
         self._lost: frozenset[int] = frozenset()
         self._preparing: frozenset[int] = frozenset()
@@ -94,9 +103,11 @@ class PeerWatch:
             lost, preparing = self._lost, self._preparing
             if self._mailbox is not None:
                 try:
-                    self._tell_busy(self._mailbox)
+                    self._tell(self._mailbox)
                     preparing, absent = self._read(self._mailbox)
                     lost |= absent
+                    if self._calls is not None:
+                        self._calls.compare(self._calls_told)
                 except BootstrapError:
                     # Who served it has left. Of the PEs on this host their processes tell more.
                     self._mailbox, preparing = None, frozenset()
@@ -113,10 +124,11 @@ class PeerWatch:
                 self._lost, self._preparing = lost, preparing
                 self._report(lost, preparing)
 
-    def _tell_busy(self, mailbox: Mailbox) -> None:
+    def _tell(self, mailbox: Mailbox) -> None:
+        begun = b"" if self._calls is None else self._calls.look()
         since = self._busy_since
         seconds = 0.0 if since is None else time.monotonic() - since
-        state = PREPARING + b" %d" % seconds if _PERIOD_S / 2 < seconds < _LONGEST_S else HERE
+        state = PREPARING + b" %d" % seconds if _PERIOD_S / 2 < seconds < _LONGEST_S else HERE + begun
         if state != self._told:
             tell_state(mailbox, self._rank, state, time.monotonic() + _REQUEST_S)
             self._told = state
@@ -130,6 +142,8 @@ class PeerWatch:
             states = mailbox.read([f"state/{rank}" for rank in range(self._size)], deadline)
             self._seen = number
             absent = frozenset(rank for rank, state in enumerate(states) if state == ABSENT)
+            told = {rank: state.removeprefix(HERE) for rank, state in enumerate(states) if state.startswith(HERE)}
+            self._calls_told |= {rank: begun for rank, begun in told.items() if rank != self._rank}
             busy = {rank: state for rank, state in enumerate(states) if state.startswith(PREPARING)}
             now, said = time.monotonic(), self._said
             self._said = {

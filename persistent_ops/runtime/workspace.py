@@ -22,6 +22,7 @@ from . import contract as _contract
 from .backend import Backend, Kernel
 from .bootstrap import Bootstrap
 from .call_numbers import CallNumbers
+from .call_order import Credits, OtherCall
 from .changes import Changes
 from .contract import Contract, differences
 from .description import describe
@@ -105,11 +106,16 @@ class Workspace:
         self._contracts: dict[tuple[int, ...], Contract] = {}
         self._telling = threading.Lock()
         self._lost = self._preparing = 0  # a bit per PE
-        self._is_interrupted = False
+        self._is_interrupted = self._gives_up = False
+        self._other_call: OtherCall | None = None
+        self.first_epoch = 0
+        """Below those of all launches since the last recovery."""
         size = bootstrap.world_size
         # One per peer and copies; behind them the same for a team of this PE alone.
         num_grants = size + 1 + 2 * self._constants["kGrantCopies"]
         self._grants = heap.empty((num_grants * self._grant_bytes // 8,), torch.int64)
+        self.credits = Credits(backend, self._grants.data_ptr(), size)
+        """What PEs have begun here."""
         self._ready_words = ready_words
         self._ready = heap.empty((size * ready_words,), torch.int64)
         self._abort = heap.empty((size,), torch.int64)
@@ -322,6 +328,8 @@ class Workspace:
             return self._describe_report(remedy)
         launch = self._launch_of(operator)
         if kind == "lost" and error.peer == me:
+            if self._other_call is not None:
+                return self._describe_other_call(self._other_call, remedy)
             return PeerLostError(f"PE {me} was interrupted while it waited in {launch} (epoch {error.epoch}). {remedy}")
         what = operator.waited_for(error.phase, error.index)
         waited = (
@@ -370,13 +378,16 @@ class Workspace:
         mine = tuple(error.own_contract)
         side, theirs = self._side_to_tell() if is_hearsay else (error.other_side, tuple(error.peer_contract))
         peer = f"PE {side}" + (f", as far as PE {me} was told" if is_hearsay else "")
-        # A launch may have set the number of its call, which its plan has not.
-        own = self._contracts.get(mine) or self._contracts.get((*mine[:-1], 0))
+        own = self._known(mine)
         show = self.calls.show
         differing = differences(mine, own, theirs, me, side, show)
         head = f": {differing}" if differing else ""
         sides = [_contract.describe(words, own, show) for words in (mine, theirs)]
         return f"{head}. PE {me}: {sides[0]}; {peer}: {sides[1]}"
+
+    def _known(self, words: tuple[int, ...]) -> Contract | None:
+        """Return the contract of a plan of this PE's, which has no number of a call; a launch may have set one."""
+        return self._contracts.get(words) or self._contracts.get((*words[:-1], 0))
 
     def _side_to_tell(self) -> tuple[int, tuple[int, ...]]:
         """Return a side of a reported mismatch, and its contract, of zeros where that is not here yet."""
@@ -409,6 +420,8 @@ class Workspace:
             return ContractMismatchError(
                 f"PE {error.index} and {blamed} launched operators that do not match, {left}{told}. {remedy}"
             )
+        if reason == "lost" and self._other_call is not None:  # which the other PE has found first
+            return self._describe_other_call(self._other_call, remedy)
         if reason == "lost":
             what = "was interrupted" if error.peer == error.index else f"found that {blamed} has ended"
             return PeerLostError(f"PE {error.index} {what}, {left}. {remedy}")
@@ -417,6 +430,32 @@ class Workspace:
             return PeerTimeoutError(f"{gave_up}. {remedy}")
         cause = f"PE {me} called the operator too late{self._lack_of_room(error.index)}"
         return PeerTimeoutError(f"{gave_up}. {cause}. {remedy}")
+
+    def _describe_other_call(self, other: OtherCall, remedy: str) -> ContractMismatchError:
+        me, peer, show = self._bootstrap.rank, other.peer, self.calls.show
+        mine, theirs = (_contract.describe(words, self._known(words), show) for words in (other.mine, other.theirs))
+        return ContractMismatchError(
+            f"PE {me} and PE {peer} wait for each other in different calls: PE {me} in {mine}, PE {peer} in {theirs}. "
+            f"All PEs must make the same calls in the same order. {remedy}"
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a launch was given up since the last recovery, so that later ones give no credit."""
+        return self._failure is not None or bool(self._error.state)
+
+    def is_in_another_call(self, other: OtherCall, first_epoch: int, *, gives_up: bool) -> None:
+        """Let errors tell that a peer is in another call, and launches that wait give up; until `recover`.
+
+        Args:
+            other: the calls.
+            first_epoch: as of which that was found.
+            gives_up: whether they do already.
+        """
+        with self._telling:
+            if first_epoch == self.first_epoch and not self._gives_up:
+                self._other_call, self._gives_up = other, gives_up
+                self._tell_kernels()
 
     # ---- what the host tells launches under way ----------------------------------------------------------------------
 
@@ -442,7 +481,7 @@ class Workspace:
             self._tell_kernels()
 
     def _tell_kernels(self) -> None:
-        own = 1 << self._bootstrap.rank if self._is_interrupted else 0
+        own = (self._is_interrupted or self._gives_up) << self._bootstrap.rank
         self._backend.set_word(self._local, self._structs["LocalState"].preparing.offset // 8, self._preparing)
         self._backend.set_word(self._local, self._structs["LocalState"].lost.offset // 8, self._lost | own)
 
@@ -470,12 +509,13 @@ class Workspace:
             self._local.zero_()
             self._local_alone.zero_()
             self._backend.synchronize()
+            self.first_epoch, self._other_call, self._gives_up = max(epochs) + 1, None, False
             self._tell_kernels()
         for words in itertools.chain.from_iterable(self._zero_words.values()):
             words.zero_()
         for words, value in self._restored:
             words.fill_(value)
-        self._local[self._structs["LocalState"].epoch.offset // 8] = max(epochs) + 1
+        self._local[self._structs["LocalState"].epoch.offset // 8] = self.first_epoch
         self._backend.synchronize()
         self._error.state = 0
         self._input_error.state = 0

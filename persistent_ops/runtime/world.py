@@ -19,6 +19,7 @@ import torch
 from . import launchers, pe_threads, timeouts
 from .backend import Backend, Kernel, KernelRequest
 from .bootstrap import Bootstrap, connect, from_group
+from .call_order import CallOrder
 from .contract import Contract
 from .description import describe
 from .errors import BackendUnavailableError, BootstrapError, PersistentOpsError, to_raise
@@ -117,7 +118,7 @@ class World:
         self.num_recoveries = 0
         self._lost: BootstrapError | None = None
         self._is_closed = False
-        self._watch = bootstrap.watch(self._peers_changed)
+        self._watch = bootstrap.watch(self._peers_changed, CallOrder(self.rank, self._ordered_workspaces, backend.peek))
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
 
     # ---- workspaces --------------------------------------------------------------------------------------------------
@@ -126,6 +127,11 @@ class World:
     def workspaces(self) -> tuple[Workspace, ...]:
         """All of them, the world's own first; in the same order on all PEs."""
         return (self.workspace, *self._side_workspaces.values())
+
+    def _ordered_workspaces(self) -> list[Workspace]:
+        """Return those whose launches have one order, the world's own first; on the host all have."""
+        order = self.workspace.order
+        return [each for each in self.workspaces if each.order is order or self.backend.name == "host"]
 
     def side_workspace(self, name: str) -> Workspace:
         """Return a workspace beside the world's own; collective the first time.

@@ -1,0 +1,136 @@
+"""Finding out that PEs wait for each other in launches of different workspaces, of which each knows only its own flags.
+
+The launches of all workspaces have one order on a PE, that of its calls (`StreamOrder`), and it is the same on all PEs.
+So of two PEs one has begun what the other one has, and perhaps more. Where each has begun a launch that the other one
+has not, they have made different calls, and neither launch will end.
+
+A launch begins with credit for the peers, which has its epoch. So a PE has in its memory what its peers have begun;
+what it has begun itself they tell it, over the mailbox. Both may be old: what a PE had begun at any time is a beginning
+of the one order. But all of it must be of one time, so nothing counts before it has stayed the same for a second.
+
+Workspaces that run beside others have no common order with them, and are left out. Nothing is found behind a failure:
+launches give no credit then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .backend import Backend, Peeked
+from .description import describe
+from .operator import COMM
+
+if TYPE_CHECKING:
+    from .workspace import Workspace
+
+__all__ = ["CallOrder", "Credits", "OtherCall"]
+
+_STILL_LOOKS = 4  # four a second
+_LOOKS_BEFORE_GIVING_UP = 3  # so that all PEs know why, before the first one leaves its launch
+
+
+class OtherCall(NamedTuple):
+    """A peer is in another call than this PE.
+
+    Attributes:
+        peer: it.
+        mine, theirs: the contracts of what this PE has begun and the peer has not, and the other way round.
+    """
+
+    peer: int
+    mine: tuple[int, ...]
+    theirs: tuple[int, ...]
+
+
+class Credits:
+    """A workspace's credits as they were at the last look (`piece`): what its peers have begun, and this PE.
+
+    Args:
+        backend: whose device memory they are in.
+        address: of the first one there.
+        num_pes: of the world.
+    """
+
+    def __init__(self, backend: Backend, address: int, num_pes: int) -> None:
+        description = describe(COMM)
+        self._num_pes, self._copies = num_pes, description.constants["kGrantCopies"]
+        self._epoch_shift = description.constants["kEpochShift"]
+        kind = description.structs["Grant"] * (num_pes + self._copies)
+        self._memory = backend.host_visible_bytes(ctypes.sizeof(kind))
+        self._seen: Any = kind.from_address(self._memory.data_ptr())
+        self.piece = Peeked(address, self._seen)
+
+    def begun(self) -> list[int]:
+        """Return the last epoch that each peer has begun; 0 for this PE."""
+        return [grant.flag >> self._epoch_shift for grant in self._seen[: self._num_pes]]
+
+    def contract_of(self, peer: int) -> tuple[int, ...]:
+        """Return the contract of that."""
+        return tuple(self._seen[peer].contract)
+
+    def own_contract(self, epoch: int) -> tuple[int, ...]:
+        """Return the contract of this PE's last launch, which has this epoch."""
+        return tuple(self._seen[self._num_pes + epoch % self._copies].contract)
+
+
+class CallOrder:
+    """What one PE knows of the order of calls; for the thread of `PeerWatch` alone.
+
+    Args:
+        rank: of this PE.
+        workspaces: returns all that share an order, as all PEs number them.
+        peek: of the backend.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        workspaces: Callable[[], Sequence[Workspace]],
+        peek: Callable[[Sequence[Peeked]], bool],
+    ) -> None:
+        self._rank = rank
+        self._workspaces = workspaces
+        self._peek = peek
+        self._begun: list[list[int]] = []  # by workspace and peer: epochs
+        self._num_still = 0
+        self._num_differing = 0
+        self._told = b""
+
+    def look(self) -> bytes:
+        """Look at what the peers have begun; return what to tell them of it."""
+        workspaces = self._workspaces()
+        is_known = self._peek([workspace.credits.piece for workspace in workspaces])
+        begun = [workspace.credits.begun() for workspace in workspaces]
+        self._num_still = self._num_still + 1 if is_known and begun == self._begun else 0
+        self._begun = begun
+        if self._num_still == _STILL_LOOKS:
+            self._told = json.dumps(begun).encode()
+        return self._told
+
+    def compare(self, told: Mapping[int, bytes]) -> None:
+        """Let launches give up that wait for a peer in another call; behind `look`.
+
+        Args:
+            told: what each peer's `look` has returned last.
+        """
+        found = []
+        if self._num_still >= _STILL_LOOKS and not any(workspace.has_failed for workspace in self._workspaces()):
+            found = [each for peer, raw in told.items() if raw for each in self._differing(peer, json.loads(raw))]
+        self._num_differing = self._num_differing + 1 if found else 0
+        for workspace, epoch, call in found:
+            workspace.is_in_another_call(call, epoch, gives_up=self._num_differing > _LOOKS_BEFORE_GIVING_UP)
+
+    def _differing(self, peer: int, told: Sequence[Sequence[int]]) -> list[tuple[Workspace, int, OtherCall]]:
+        """Return where this PE waits for a peer in another call: the workspace, its first epoch, and the calls."""
+        ahead, behind = [], []
+        for workspace, theirs, mine in zip(self._workspaces(), self._begun, told, strict=False):
+            first = workspace.first_epoch  # below it is what came before the last recovery
+            own, other = max(mine[self._rank], first), max(theirs[peer], first)
+            if own > other:
+                ahead.append((workspace, first, workspace.credits.own_contract(own)))
+            elif other > own:
+                behind.append(workspace.credits.contract_of(peer))
+        return [(workspace, first, OtherCall(peer, own, behind[0])) for workspace, first, own in ahead if behind]
