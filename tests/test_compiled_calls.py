@@ -26,11 +26,23 @@ def _given(iteration: int) -> Tensors:
     rng = torch.Generator().manual_seed(10 * iteration + po.rank())
     made = {name: torch.randn(ROWS, SIZE, generator=rng) for name in ("x", "y", "h")}
     made |= {"weight": torch.randn(SIZE, SIZE, generator=rng), "norm": torch.rand(SIZE, generator=rng)}
-    made |= {"table": torch.randn(9, SIZE, generator=rng), "rows": torch.randint(0, 9, (ROWS,), generator=rng)}
-    made |= {"bags": torch.arange(ROWS + 1), "same": torch.full((ROWS, SIZE), 1.0 + iteration)}
+    made |= {"rows": torch.randint(0, 9, (ROWS,), generator=rng), "bags": torch.arange(ROWS + 1)}
+    made["same"] = torch.full((ROWS, SIZE), 1.0 + iteration)
     made = {name: tensor.to(po.device()) for name, tensor in made.items()}
     made["trained"] = made["weight"].clone().requires_grad_()
     return made
+
+
+class Table(torch.nn.Module):
+    """A table as a model has it, a parameter, which CUDA graphs of torch.compile take where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = torch.randn(9, SIZE, generator=torch.Generator().manual_seed(po.rank()))
+        self.weight = torch.nn.Parameter(rows.to(po.device()), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor, bags: torch.Tensor) -> torch.Tensor:
+        return po.embedding_all_to_all([self.weight], rows, bags, dim_per_rank=[SIZE, SIZE])
 
 
 def _only_rank_0_looks(call: Callable[[Tensors], torch.Tensor]) -> Program:
@@ -101,9 +113,7 @@ PROGRAMS: dict[str, Program] = {
     "all_reduce, out": _only_rank_0_looks(_into_nowhere),
     "all_reduce_rms_norm": _only_rank_0_looks(lambda given: po.all_reduce_rms_norm(given["x"], given["norm"])[1]),
     "gemv_all_reduce": _only_rank_0_looks(lambda given: po.gemv_all_reduce(given["weight"], given["x"])),
-    "embedding_all_to_all": _only_rank_0_looks(
-        lambda given: po.embedding_all_to_all([given["table"]], given["rows"], given["bags"], dim_per_rank=[SIZE, SIZE])
-    ),
+    "embedding_all_to_all": _only_rank_0_looks(lambda given: _LAYERS["table"](given["rows"], given["bags"])),
     "equal arguments": _equal_arguments,
     "barriers": _barriers,
     "mixed": _mixed,
@@ -134,7 +144,7 @@ def _eagerly(program: Program, given: Tensors) -> tuple[torch.Tensor, torch.Tens
 def _compiled(backend: str, names: list[str], options: dict[str, str]) -> list[str]:
     po.init(backend, operator_timeout=100.0, heap_size=64 << 20)
     workspace, problems = current().workspace, []
-    _LAYERS["row"] = po_nn.RowParallelLinear(2 * SIZE, SIZE)
+    _LAYERS.update(row=po_nn.RowParallelLinear(2 * SIZE, SIZE), table=Table())
     launched: list[Any] = []  # kernels and numbers of WGs
     launch = workspace.launch
     try:
@@ -156,15 +166,14 @@ def _compiled(backend: str, names: list[str], options: dict[str, str]) -> list[s
                     po.check()
                     calls.append(launched.copy())
                     launched.clear()
-                if not calls[0] or (calls[0] != calls[1] and "reduce-overhead" not in options.values()):
+                is_replay = backend == "cuda" and iteration > 1 and options.get("mode") == "reduce-overhead"
+                if not calls[0] or calls[1] != ([] if is_replay else calls[0]):
                     problems.append(
                         f"{name}, {iteration}: {len(calls[1])} launches for {len(calls[0])}, or another order"
                     )
                 for eager, other in zip(*results, strict=True):
-                    if (eager is None) != (other is None) or not (
-                        eager is None or torch.allclose(eager, other, rtol=1e-3)
-                    ):  # type: ignore[arg-type]
-                        problems.append(f"{name}, {iteration}: {other} for {eager}")
+                    is_right = other is None if eager is None else torch.allclose(eager, other, rtol=1e-3)
+                    problems += [] if is_right else [f"{name}, {iteration}: {other} for {eager}"]
     finally:
         workspace.launch = launch  # type: ignore[method-assign]
         po.finalize()

@@ -11,7 +11,13 @@ import torch
 from .forward_mode import refuse_tangents
 from .plain_call import PlainCalls
 from .program_order import ARGUMENT as ORDER, order_of
-from .torch_private import autograd_kernel, function_transform, never_recomputed, tracing_context
+from .torch_private import (
+    autograd_kernel,
+    function_transform,
+    is_for_compiled_cuda_graph,
+    never_recomputed,
+    tracing_context,
+)
 
 __all__ = ["TorchOperator"]
 
@@ -39,8 +45,8 @@ class TorchOperator:
             forward mode); None: the operator has no result, its outputs must be given, and `name` itself writes them.
         is_collective: whether peers take part, so that compilers may neither drop a call nor merge or move any
             (program_order.py).
-        result_in_heap: whether the result lies in the symmetric heap. CUDA graphs of torch.compile take no call that
-            returns memory from elsewhere than their own pool, so such a call runs between two graphs.
+        result_in_heap: whether the result lies in the symmetric heap. CUDA graphs of torch.compile take only results
+            from a pool of their own, so there a copy is returned.
     """
 
     def __init__(
@@ -68,12 +74,11 @@ class TorchOperator:
         self._writing_name = name if no_gradient is None else f"{name}_out"
         by_name = [ORDER] if is_collective else []
         if is_collective:
-            run, fake = _without_order(run), fake and _ordered(name, fake)
+            run, fake = _without_order(run, copies=result_in_heap), fake and _ordered(name, fake)
         if no_gradient is not None:
             results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
             signature = f"({', '.join([arguments, '*', *by_name] if by_name else [arguments])}) -> {results}"
-            tags = (torch.Tag.cudagraph_unsafe,) if result_in_heap else ()
-            _define(name, signature, run, fake, no_gradient, tags)
+            _define(name, signature, run, fake, no_gradient)
         if outputs:
             # Aliases by letters; arguments that change have those from the end of the alphabet.
             by_name += [f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs)]
@@ -128,10 +133,8 @@ class TorchOperator:
         return tuple(outputs.values()) if len(outputs) > 1 else outputs[given[0]]
 
 
-def _define(
-    name: str, signature: str, run: _Run, fake: _Run | None, no_gradient: str, tags: Sequence[torch.Tag] = ()
-) -> None:
-    _library.define(f"{name}{signature}", tags=tags)
+def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient: str) -> None:
+    _library.define(f"{name}{signature}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"persistent_ops::{name}", fake, lib=_library)
@@ -163,9 +166,14 @@ def _requires_grad(arguments: Iterable[Any]) -> bool:
     )
 
 
-def _without_order(run: _Run) -> _Run:
+def _without_order(run: _Run, *, copies: bool) -> _Run:
+    """Return a kernel without the argument that orders calls; `copies`: whether the result lies in the heap."""
+
     def call(*arguments: Any, order: torch.Tensor | None = None, **outputs: torch.Tensor) -> Any:
-        return run(*arguments, **outputs)
+        result = run(*arguments, **outputs)
+        if copies and not outputs and order is not None and is_for_compiled_cuda_graph(order.device):
+            return result.clone()
+        return result
 
     return call
 

@@ -7,6 +7,7 @@ at import; pyproject.toml bounds torch by the versions that were run.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = [
     "dual_level",
     "frame_compiler",
     "function_transform",
+    "is_for_compiled_cuda_graph",
     "is_tracked",
     "is_wrapped",
     "is_zero_tensor",
@@ -240,4 +242,19 @@ never_recomputed: Callable[[], AbstractContextManager[None]] = _never_recomputed
 """A context in which nodes of a graph that is traced are made such that a backward pass keeps their results.
 
 Public torch takes such a policy from who writes a checkpoint, and not from an operator.
+"""
+
+
+def _is_for_compiled_cuda_graph(device: torch.device) -> bool:
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda" or not hasattr(trees.local, "tree_manager_containers"):
+        return False
+    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    return manager is not None and manager.stream == torch.cuda.current_stream(device)
+
+
+is_for_compiled_cuda_graph: Callable[[torch.device], bool] = _is_for_compiled_cuda_graph
+"""Whether a call warms up or is recorded for a CUDA graph of torch.compile(mode="reduce-overhead").
+
+Public torch says whether a stream is captured, which it is not while calls warm up.
 """
