@@ -1,4 +1,4 @@
-"""Runs on record: what one has written about a world, which of them are shown, and what speaks against one."""
+"""Runs on record: what each has written about a world, and why one may not be shown."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ __all__ = [
     "RESULTS",
     "Run",
     "case_of",
-    "current_runs",
     "differences",
-    "failed_of",
+    "newest_runs",
     "problems",
     "read_runs",
-    "without_failed",
 ]
 
 _Line = dict[str, Any]
@@ -46,7 +44,7 @@ class Run:
         pes: size of the world.
         about: the line that says what ran, where and when.
         lines: all others of this world; of an example none.
-        note: of a line {"kind": "note", "commit": ..., "command": ...}, added by hand where the run did not know it.
+        note: of a line {"kind": "note", "commit": ...}, added by hand where the run did not know its commit.
     """
 
     file: str
@@ -68,7 +66,7 @@ class Run:
 
     @property
     def command(self) -> str | None:
-        command = self.note.get("command", self.about.get("command"))
+        command = self.about.get("command")
         return None if command is None else re.sub(r" --(out|json) \S+", "", command)
 
     @property
@@ -76,36 +74,6 @@ class Run:
         """What the record says of its commit, short."""
         commit = self.about.get("commit")
         return "none" if commit is None else re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
-
-    @property
-    def cases(self) -> frozenset[tuple[str, ...]]:
-        """What was measured, so that a later run of the same can be told."""
-        times = select(self.lines, "time")
-        keys = (
-            "config",
-            "distribution",
-            "optimizer",
-            "shape",
-            "shape_name",
-            "vectors",
-            "group",
-            "case",
-            "size",
-            "method",
-        )
-        return frozenset(tuple(_text(line.get(key)) for key in keys) for line in times) or frozenset(
-            [tuple(str(self.about.get(name)) for name in ("model", "layers", "num_rows")) + _choices(self.about)]
-        )
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def _choices(about: _Line) -> tuple[str, ...]:
-    """Return what a comparison of trainings was asked for."""
-    options = about.get("options", {}) if "compared" in about else {}
-    return tuple(f"{name}={value}" for name, value in sorted(options.items()) if name not in ("output", "seed"))
 
 
 def read_runs(folder: Path = RESULTS) -> list[Run]:
@@ -119,7 +87,7 @@ def read_runs(folder: Path = RESULTS) -> list[Run]:
                 found = re.search(r"bench (\w+)", line["command"])
                 assert found is not None, f"{path.name}: the run names no benchmark"
                 own = [other for other in lines if other.get("pes") == line["pes"] and other is not line]
-                runs.append(Run(path.name, found[1], line["pes"], line, without_failed(own), note))
+                runs.append(Run(path.name, found[1], line["pes"], line, own, note))
             elif "kind" not in line:
                 subject = next((name for field, name in _EXAMPLES.items() if field in line), "sparse_embedding_train")
                 runs.append(Run(path.name, subject, line["pes"], line, (), note))
@@ -131,43 +99,14 @@ def case_of(line: _Line) -> str:
     return next((name for name in named if isinstance(name, str)), "None")
 
 
-def failed_of(line: _Line) -> list[tuple[str, str]]:
-    """Return the cases and methods of which a check says that they failed ("PE 0, method, ...")."""
-    case = case_of(line)
-    return [(case, [*failure.split(", "), ""][1]) for failure in line["failures"]]
-
-
-def without_failed(lines: Sequence[_Line]) -> list[_Line]:
-    """Return a record's lines without the times of what a check found wrong; where it names no method, of all."""
-    failed = {pair for line in select(lines, "check") for pair in failed_of(line)}
-
-    def is_wrong(line: _Line) -> bool:
-        case = case_of(line)
-        return (case, str(line.get("method"))) in failed or (case, "") in failed
-
-    return [line for line in lines if line["kind"] != "time" or not is_wrong(line)]
-
-
 def problems(run: Run) -> list[str]:
-    """Return what speaks against the figures of a run; nothing where all is known of it and all went well."""
-    found = []
-    commit = run.about.get("commit")
-    if "commit" in run.note:
-        found.append("its commit is noted by hand")
-    elif commit is None:
-        found.append("names no commit")
-    elif not re.fullmatch(r"[0-9a-f]{40}", commit):
-        found.append(f"names commit {run.commit}")
-    if run.command is None:
-        found.append("names no command")
-    failures = sum(len(line["failures"]) for line in select(run.lines, "check"))
-    if failures:
+    """Return why a run may not be shown; nothing where it ran on GPUs and all went well."""
+    found = [] if run.about["backend"] == "cuda" else ["ran without a GPU"]
+    if failures := sum(len(line["failures"]) for line in select(run.lines, "check")):
         found.append(f"reports {failures} failed checks")
     differing = [name for name, (_, is_alike) in differences(run.about).items() if not is_alike]
     if differing:
         found.append(f"losses of {', '.join(differing)} differ")
-    if run.about["backend"] != "cuda":
-        found.append("ran without a GPU")
     return found
 
 
@@ -185,10 +124,17 @@ def differences(about: _Line) -> dict[str, tuple[float, bool]]:
     return found
 
 
-def current_runs(runs: Iterable[Run], subject: str) -> list[Run]:
-    """Return the runs of a subject that may be shown: of those that measured the same on the same GPUs, the newest."""
-    found: dict[tuple[str, frozenset[tuple[str, ...]]], Run] = {}
+def newest_runs(runs: Iterable[Run], subject: str) -> list[Run]:
+    """Return a subject's newest run on each number of GPUs, the largest number first.
+
+    Raises:
+        ValueError: one of them may not be shown.
+    """
+    newest: dict[int, Run] = {}
     for run in runs:
-        if run.subject == subject and run.about["backend"] == "cuda":
-            found.setdefault((run.place, run.cases), run)
-    return sorted(found.values(), key=lambda run: -run.pes)
+        if run.subject == subject:
+            newest.setdefault(run.pes, run)
+    for run in newest.values():
+        if found := problems(run):
+            raise ValueError(f"{run.file} {'; '.join(found)}. Run it again, or delete the record.")
+    return sorted(newest.values(), key=lambda run: -run.pes)

