@@ -10,6 +10,7 @@ import pickle
 import secrets
 import selectors
 import signal
+import socket
 import sys
 import threading
 import time
@@ -50,12 +51,14 @@ def launch(
             be picklable (defined at module level) unless `threads` is set; the script that calls `launch` must guard
             that call with `if __name__ == "__main__":`, because each process imports it afresh. From a notebook,
             `python -c` or standard input, which no process can import, it is sent by value, with what it refers to;
-            that takes cloudpickle (`pip install 'persistent-ops[notebook]'`).
+            that takes cloudpickle (`pip install 'persistent-ops[notebook]'`). Processes have the RANK, WORLD_SIZE,
+            LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT that torchrun sets, so `fn` may call
+            `torch.distributed.init_process_group()`.
         num_pes: Number of PEs.
         args: Arguments of `fn`, the same for all PEs.
         threads: Make the PEs threads of this process instead of processes. A thread cannot be killed: one that hangs
             past `timeout` is left behind as a daemon thread. At the interpreter's exit SystemExit is raised in such
-            threads, once they are back in Python code, and they are waited for, at most 5 s.
+            threads, once they are back in Python code, and they are waited for, at most 5 s. No variables are set.
         timeout: Seconds for the whole; then the processes are killed. None for no limit.
 
     Returns:
@@ -113,8 +116,9 @@ class _Processes:
         try:
             # Nobody but the processes below is told the port; the token keeps a stranger's keys apart from theirs.
             store, port = serve_store("127.0.0.1", worker, time.monotonic() + 30.0)
-            self._start(f"127.0.0.1:{port}", secrets.token_hex(16))
-            self._watch()
+            with _held_port() as torch_port:
+                self._start(f"127.0.0.1:{port}", secrets.token_hex(16), torch_port)
+                self._watch()
         finally:
             self._end()
             del store
@@ -123,7 +127,7 @@ class _Processes:
             raise first_cause(self._failures)
         return [self._results[rank] for rank in range(self._num_pes)]
 
-    def _start(self, store: str, job: str) -> None:
+    def _start(self, store: str, job: str, torch_port: int) -> None:
         context = multiprocessing.get_context("spawn")
         for rank in range(self._num_pes):
             reader, writer = context.Pipe(duplex=False)
@@ -133,6 +137,12 @@ class _Processes:
                 "PERSISTENT_OPS_WORLD_SIZE": str(self._num_pes),
                 "PERSISTENT_OPS_STORE": store,
                 "PERSISTENT_OPS_JOB": job,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._num_pes),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(self._num_pes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(torch_port),
             }
             process = context.Process(
                 target=_run_process, args=(self._task, environment, writer, os.getpid()), name=f"PE {rank}"
@@ -253,6 +263,19 @@ class _Processes:
         until = time.monotonic() + seconds
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """Keep a free port of this host for the store that torch.distributed serves in rank 0.
+
+    Linux lets two sockets that both set SO_REUSEADDR have one port while at most one of them listens. torch's store
+    sets it. A port that is only bound is given to nobody who asks for any free one.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])
 
 
 @contextlib.contextmanager
