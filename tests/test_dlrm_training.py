@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
+import pickle
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
 from PIL import Image
 from torch.nn import functional as F
@@ -23,6 +27,7 @@ from persistent_ops.runtime.process_group import process_group
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
+from dlrm import checkpoint
 from dlrm.batches import Batches
 from dlrm.click_log import ClickLog, Teacher
 from dlrm.embedding import PlainEmbedding
@@ -315,6 +320,90 @@ def test_checkpoints_that_do_not_do_are_refused(tmp_path: Path) -> None:
     (folder / "training.pt").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is no checkpoint of this program"):
         training_of(300, 0, 64).resume(tmp_path)
+
+
+class MakesFolder:
+    """Whoever unpickles it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._folder),)
+
+
+def _damage(training: Training, step: Path, kind: str, made: Path) -> None:
+    """Change a checkpoint so that whoever trusts it runs code, or reads elsewhere."""
+    metadata = step / "embedding" / ".metadata"
+    if kind == "metadata":
+        metadata.write_bytes(pickle.dumps(MakesFolder(made)))
+    elif kind == "metadata of one PE":
+        metadata.rename(step / "embedding" / "__0.metadata").write_bytes(pickle.dumps(MakesFolder(made)))
+    elif kind == "value":
+        tables = checkpoint._tables(training._embedding)
+        tables["optimizer"]["param_groups"][0]["lr"] = MakesFolder(made)
+        shutil.rmtree(step / "embedding")
+        with checkpoint._quietly_alone():
+            dcp.save(tables, checkpoint_id=step / "embedding", no_dist=True)
+    else:
+        outside = step.parent.parent / "outside.distcp"
+        known = pickle.loads(metadata.read_bytes())
+        for stored in known.storage_data.values():
+            shutil.copy(step / "embedding" / stored.relative_path, outside)
+            stored.relative_path = str(outside) if kind == "absolute path" else f"../../../{outside.name}"
+        metadata.write_bytes(pickle.dumps(known))
+
+
+@pytest.mark.parametrize("kind", ["metadata", "metadata of one PE", "value", "absolute path", "path"])
+def test_nothing_in_a_checkpoint_is_run_or_followed(tmp_path: Path, kind: str) -> None:
+    folder, made = tmp_path / "out", tmp_path / "made"
+    training = training_of(300, 0, 64)
+    training.run(Plan(most_steps=2, folder=folder))
+    (step,) = folder.glob("step-*")
+    _damage(training, step, kind, made)
+    with pytest.raises(ValueError, match="embedding cannot be loaded into these tables") as raised:
+        training_of(300, 0, 64).resume(folder)
+    assert not made.exists()
+    if "path" in kind:
+        assert "outside.distcp', which is no file of its folder" in str(raised.value)
+    else:
+        assert f"{os.mkdir.__module__}.mkdir" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["../a/{}", "{}/../../a/{}", "/tmp", "step-2.0123abcd/..", "training.pt", ""])
+def test_latest_names_a_checkpoint_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    training_of(300, 0, 64).run(Plan(most_steps=2, folder=tmp_path / "a"))
+    (tmp_path / "b").mkdir()
+    of_a = (tmp_path / "a" / "latest").read_text()
+    (tmp_path / "b" / "latest").write_text(name.format(of_a, of_a))
+    with pytest.raises(ValueError, match="which is no checkpoint of its folder"):
+        training_of(300, 0, 64).resume(tmp_path / "b")
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = training_of(300, 0, 64)
+    training.run(Plan(most_steps=2, folder=tmp_path))
+    done: list[tuple[str, str]] = []
+
+    def noted(module: Any, name: str) -> None:
+        call = getattr(module, name)
+
+        def run(what: Any, *rest: Any, **options: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+            done.append((name, os.path.relpath(path, tmp_path)))
+            return call(what, *rest, **options)
+
+        monkeypatch.setattr(module, name, run)
+
+    for module, name in ((os, "fsync"), (os, "replace"), (Path, "rename"), (shutil, "rmtree")):
+        noted(module, name)
+    training.save(tmp_path)
+    renamed = done.index(("rename", "latest.writing"))
+    parts = ("training.pt", "embedding/__0_0.distcp", "embedding/.metadata.tmp", "embedding", ".")
+    assert {("fsync", os.path.normpath(f"latest.writing/{part}")) for part in parts} <= set(done[:renamed])
+    (old,) = [path for name, path in done if name == "rmtree" and path.startswith("step-")]
+    later = [("fsync", "."), ("fsync", "latest.part"), ("replace", "latest.part"), ("fsync", "."), ("rmtree", old)]
+    assert done[renamed + 1 :] == later
 
 
 # ---- several PEs ---------------------------------------------------------------------------------------------------

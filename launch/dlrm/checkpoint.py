@@ -10,7 +10,6 @@ A checkpoint is a folder step-N.X, which is complete once the file `latest` name
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import shutil
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from persistent_ops.runtime.file_sync import put_in_place, sync
 
 from .embedding import EmbeddingModule
 
@@ -67,7 +68,7 @@ def pointer(folder: Path) -> Path:
 def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
     """Write a checkpoint and remove the one before; collective, in a folder that all PEs see.
 
-    Whoever interrupts it finds the one before.
+    Whoever interrupts it, or a loss of power, finds the one before.
     """
     import torch.distributed.checkpoint as dcp  # which takes most of a second: not of a program that only starts PEs
 
@@ -81,12 +82,15 @@ def save(folder: Path, progress: Progress, embedding: EmbeddingModule) -> None:
     _meet()
     if _rank() == 0:
         torch.save(dict(vars(progress)), writing / _FILE)
+        for path in (writing / _FILE, writing / _EMBEDDING, writing):  # dcp.save has synced its files
+            sync(path)
         # A step may be saved again by a resumed training.
         done = folder / f"step-{progress.step}.{secrets.token_hex(4)}"
         writing.rename(done)
+        sync(folder)
         beside = folder / f"{_POINTER}.part"
         beside.write_text(done.name)
-        os.replace(beside, pointer(folder))
+        put_in_place(beside, pointer(folder))
         for other in folder.iterdir():
             has_parts = any((other / part).exists() for part in (_FILE, _EMBEDDING))  # perhaps not all, if interrupted
             if other != done and _COMPLETE.fullmatch(other.name) and has_parts:
@@ -110,12 +114,20 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule) -> 
     """
     import torch.distributed.checkpoint as dcp  # as above
 
+    from .checkpoint_reading import PlainPlanner, PlainReader
+
     try:
-        found = folder / pointer(folder).read_text().strip()
+        name = pointer(folder).read_text().strip()
     except FileNotFoundError as error:
         raise ValueError(f"there is no checkpoint in {folder}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{pointer(folder)} cannot be read: {error}") from error
+    if not _COMPLETE.fullmatch(name):
+        raise ValueError(
+            f"{pointer(folder)} names {name!r}, which is no checkpoint of its folder: expected a name such as "
+            "step-10.0123abcd; write that of a complete one there, or train again"
+        )
+    found = folder / name
     try:
         progress = Progress(**torch.load(found / _FILE, map_location="cpu", weights_only=True))
     except Exception as error:
@@ -126,7 +138,8 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule) -> 
     tables = _tables(embedding)
     try:
         with _quietly_alone():
-            dcp.load(tables, checkpoint_id=found / _EMBEDDING, no_dist=_is_alone())
+            reader = PlainReader(found / _EMBEDDING)
+            dcp.load(tables, storage_reader=reader, planner=PlainPlanner(), no_dist=_is_alone())
     except dcp.CheckpointException as error:
         told = "; ".join(f"PE {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
         raise ValueError(f"{found / _EMBEDDING} cannot be loaded into these tables: {told}") from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from persistent_ops.runtime.file_sync import put_in_place
 
 __all__ = ["Checkpoint", "load", "save"]
 
@@ -37,7 +38,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     beside = path.with_suffix(".part")  # of a run that was killed there, the next one's takes its place
     try:
         torch.save(dict(vars(checkpoint)), beside)
-        os.replace(beside, path)
+        put_in_place(beside, path)
     finally:
         beside.unlink(missing_ok=True)
 

@@ -34,6 +34,7 @@ from typing import Any
 
 from .errors import CompileError
 from .file_lock import lock_within
+from .file_sync import sync
 
 __all__ = ["Job", "cache_folder", "fetch"]
 
@@ -165,14 +166,6 @@ def _locked(path: Path, seconds: float, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def fetch(job: Job) -> tuple[Path, dict[str, Any]]:
     """Return a job's artifact, from the cache or compiled now.
 
@@ -238,12 +231,12 @@ def _compile(job: Job, cache: Path, entry: Path, seconds: float) -> dict[str, An
         }
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in (artifact, folder / "manifest.json", folder):
-            _fsync(path)
+            sync(path)
         if entry.exists():  # corrupt, or it would have been a hit
             entry.rename(folder / "replaced")
             shutil.rmtree(folder / "replaced")
         folder.rename(entry)
-        _fsync(entry.parent)
+        sync(entry.parent)
         _log.info("%s: compiled in %.1f s", job.what, elapsed)
         return manifest
     finally:
