@@ -507,7 +507,12 @@ def test_a_model_folder_that_does_not_fit_its_configuration_is_refused(model_fol
         source.read("model.norm.weight", (40,))
     with pytest.raises(ValueError, match="no safetensors file has model.layers.9.mlp.up_proj.weight"):
         source.read("model.layers.9.mlp.up_proj.weight", (40, 48))
-    for file in model_folder.glob("*.safetensors"):
+    files = list(model_folder.glob("*.safetensors"))
+    for content in (files[0].read_bytes()[:-1], b"", b"\xff" * 40):
+        files[0].write_bytes(content)
+        with pytest.raises(ValueError, match=r"model-\d.safetensors is no safetensors file, or is cut off"):
+            FolderWeights(model_folder, CPU, torch.float32)
+    for file in files:
         file.unlink()
     with pytest.raises(ValueError, match=r"holds no \*.safetensors"):
         FolderWeights(model_folder, CPU, torch.float32)

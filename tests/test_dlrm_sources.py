@@ -133,8 +133,7 @@ def test_arrays_in_fortran_s_order(tmp_path: Path) -> None:
     [
         ("dense", (17, 4), np.nan, "record 17: dense column 4 is nan; expected a finite number"),
         ("dense", (17, 12), np.inf, "record 17: dense column 12 is inf"),
-        ("2", (17, 2), -5, "record 17: an id of feature 2 is -5; expected at least 0"),
-        ("labels", (17,), 2, r"record 17: the label is 2.0; expected 0 or 1"),
+        ("labels", (17,), 2, "record 17: the label is {label}; expected 0 or 1"),
     ],
 )
 @pytest.mark.parametrize("kind", ["numpy", "raw"])
@@ -151,8 +150,88 @@ def test_values_that_do_not_do_are_named_when_they_are_read(
         source = RawFile(write_raw_bytes(tmp_path / "raw", log), num_rows=ROWS, hotness=HOTNESS)
         name = str(tmp_path / "raw")
     read(source, [0, 16, 18])
-    with pytest.raises(ValueError, match=re.escape(f"{name}, {message}")):
+    expected = message.format(label="2" if kind == "numpy" else "2.0")
+    with pytest.raises(ValueError, match=re.escape(f"{name}, {expected}")):
         read(source, [3, 17])
+
+
+def test_a_label_that_rounds_to_one_is_none(tmp_path: Path) -> None:
+    log = drawn_log(20)
+    labels = log.labels.astype(np.float64)
+    labels[17] = 1 + 1e-12
+    write_day(tmp_path, 0, Log(log.dense, log.ids, labels))
+    with pytest.raises(ValueError, match=re.escape("record 17: the label is 1.000000000001; expected 0 or 1")):
+        read(numpy_day(tmp_path, 0, num_rows=ROWS), [17])
+
+
+EDGES = (0, 1, 2, 1000, 1001, 2**7 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**63 + 7, 2**64 - 1)
+INTEGERS = [f"{order}{sign}{size}" for order in "<>" for sign in "iu" for size in (1, 2, 4, 8)]
+
+
+def edges_of(dtype: str) -> list[int]:
+    """Return ids that the dtype holds, up to its ends."""
+    bounds = np.iinfo(dtype)
+    return [each for edge in EDGES for each in (edge, -edge) if bounds.min <= each <= bounds.max]
+
+
+@pytest.mark.parametrize("num_rows", [(3, 1000, 1), (2**31, 2**31 - 1, 2**40)])
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("multi_hot", [True, False])
+def test_ids_of_any_dtype_are_taken_modulo_rows_by_python_s_rule(
+    tmp_path: Path, multi_hot: bool, dtype: str, num_rows: tuple[int, ...]
+) -> None:
+    ids = edges_of(dtype)
+    log = drawn_log(len(ids), (1, 1, 1))
+    log = Log(log.dense, [np.array(ids, dtype)[:, None]] * 3, log.labels)
+    write_day(tmp_path, 0, log, multi_hot=multi_hot)
+    found = read(numpy_day(tmp_path, 0, num_rows=num_rows), list(range(len(ids)))).rows
+    assert found.tolist() == [[each % rows for rows in num_rows] for each in ids]
+    assert found.dtype in (np.int32, np.int64)
+
+
+@pytest.mark.parametrize("dtypes", [("<i8", "<u8", "<i4"), ("<u8", "<i4", "<u4"), ("<i1", ">u8", "<i8")])
+def test_arrays_of_different_dtypes_keep_their_ids(tmp_path: Path, dtypes: tuple[str, ...]) -> None:
+    largest = [int(np.iinfo(dtype).max) - 2 for dtype in dtypes]
+    log = drawn_log(1, (1, 1, 1))
+    ids = [np.array([[each]], dtype) for each, dtype in zip(largest, dtypes, strict=True)]
+    write_day(tmp_path, 0, Log(log.dense, ids, log.labels))
+    found = read(numpy_day(tmp_path, 0, num_rows=(1000,) * 3), [0]).rows
+    assert found.tolist() == [[each % 1000 for each in largest]]
+
+
+def test_negative_ids_of_raw_files(tmp_path: Path) -> None:
+    ids = [[-1, -(2**31)], [2**31 - 1, -5]]
+    log = Log(drawn_log(2).dense, [np.array(ids, np.int32)], drawn_log(2).labels)
+    source = RawFile(write_raw_bytes(tmp_path / "raw", log), num_rows=(1000,), hotness=(2,))
+    assert read(source, [0, 1]).rows.tolist() == [[each % 1000 for each in line] for line in ids]
+
+
+@pytest.mark.parametrize(("column", "name"), [(0, "label"), (1, "dense column 1"), (13, "dense column 13")])
+@pytest.mark.parametrize("value", ["1e39", "-1e39", "1e400", "-" + "9" * 60, "3.4028236e38"])
+def test_text_beyond_float32_is_named_by_its_line(tmp_path: Path, column: int, name: str, value: str) -> None:
+    lines = [criteo_line(number) for number in range(5000)]
+    fields = lines[4700].split("\t")
+    fields[column] = value
+    lines[4700] = "\t".join(fields)
+    path = write(tmp_path / "day_0", ["\t".join(["label"] + ["x"] * 39), *lines])
+    shown = value if len(value) <= 40 else value[:40] + "..."
+    message = f"{path}, line 4702: {name} is {shown!r}; expected a finite number of float32"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CriteoText(path, num_rows=TEXT_ROWS)
+
+
+def test_text_at_the_ends_of_float32_is_read(tmp_path: Path) -> None:
+    fields = criteo_line(1).split("\t")
+    fields[1:3] = ["3.4028235e38", "-3.4028235e38"]
+    found = read(CriteoText(write(tmp_path / "day_0", ["\t".join(fields)]), num_rows=TEXT_ROWS), [0])
+    assert found.dense[0, :2].tolist() == pytest.approx([math.log(3.4028235e38), 0.0])
+
+
+def test_rows_beyond_int32_are_not_written_raw(tmp_path: Path) -> None:
+    write_day(tmp_path, 0, drawn_log(20))
+    day = numpy_day(tmp_path, 0, num_rows=(3, 2**31 + 1, 5))
+    with pytest.raises(ValueError, match="the format has ids of int32, the source has a table of 2147483649 rows"):
+        write_raw(day, tmp_path / "raw")
 
 
 def _shorten(path: Path) -> None:
@@ -172,15 +251,15 @@ def _spoil_header(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
-        ("dense.npy", _shorten, "day_0_dense.npy is no .npy file, or is cut off"),
-        ("labels.npy", _spoil_header, "day_0_labels.npy is no .npy file, or is cut off"),
+        ("dense.npy", _shorten, "day_0_dense.npy is no .npy array, or is cut off"),
+        ("labels.npy", _spoil_header, "day_0_labels.npy is no .npy array, or is cut off"),
         ("sparse_multi_hot.npz", _shorten, "day_0_sparse_multi_hot.npz is no .npz file, or is cut off"),
         (
             "sparse_multi_hot.npz",
             _compress,
             "npz, 0.npy: is compressed, and cannot be mapped",
         ),
-        ("sparse_multi_hot.npz", _spoil_header, "npz, 0.npy: is no .npy array, or is cut off"),
+        ("sparse_multi_hot.npz", _spoil_header, "npz, 0.npy is no .npy array, or is cut off"),
         ("dense.npy", lambda path: np.save(path, np.zeros((20, 12), np.float32)), r"expected [samples, 13] of float32"),
         ("dense.npy", lambda path: np.save(path, np.zeros((20, 13))), "got [20, 13] of float64"),
         ("dense.npy", lambda path: np.save(path, np.zeros((0, 13), np.float32)), "day_0_dense.npy holds no sample"),
@@ -198,7 +277,7 @@ def _spoil_header(path: Path) -> None:
         (
             "sparse_multi_hot.npz",
             lambda path: np.savez(path, **{str(t): np.array([[None]] * 20) for t in range(3)}),
-            "npz, 0.npy: is no .npy array, or is cut off: holds Python's objects",
+            "npz, 0.npy is no .npy array, or is cut off: holds Python's objects",
         ),
         (
             "sparse_multi_hot.npz",
@@ -215,6 +294,46 @@ def test_arrays_that_do_not_do_are_refused(
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         numpy_day(tmp_path, 0, num_rows=ROWS)
     assert f"day_0_{name}" in str(raised.value)
+
+
+def _regions(path: Path) -> list[int]:
+    """Return the places of a file's bytes that are no numbers of its arrays."""
+    content = path.read_bytes()
+    if path.suffix == ".npy":
+        return list(range(content.index(b"\n") + 1))
+    directory = content.index(b"PK\x01\x02")
+    headers = [at.start() for at in re.finditer(b"PK\x03\x04", content)]
+    return [*(at + byte for at in headers for byte in range(180)), *range(directory, len(content))]
+
+
+@pytest.mark.parametrize("name", ["dense.npy", "labels.npy", "sparse.npy", "sparse_multi_hot.npz"])
+def test_damaged_headers_are_refused_by_the_file_s_name(tmp_path: Path, name: str) -> None:
+    write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)), multi_hot=name.endswith(".npz"))
+    path = tmp_path / f"day_0_{name}"
+    whole, places = path.read_bytes(), _regions(path)
+    drawer = np.random.default_rng(7)
+    refused = []
+    for _ in range(500):
+        damaged = bytearray(whole)
+        for place in drawer.choice(places, drawer.integers(1, 4)):
+            damaged[place] = drawer.choice([0, 32, 40, 41, 49, 0x7F, 0xFF, drawer.integers(256)])
+        path.write_bytes(damaged[: drawer.integers(len(whole))] if drawer.random() < 0.1 else damaged)
+        try:
+            read(numpy_day(tmp_path, 0, num_rows=ROWS), NUMBERS)
+        except ValueError as error:
+            refused.append(str(error))
+    assert 250 < len(refused) < 500  # a header has bytes that nobody needs
+    assert all(str(tmp_path / "day_0_") in message for message in refused)
+
+
+def test_members_of_an_archive_are_whole(tmp_path: Path) -> None:
+    write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)))
+    path = tmp_path / "day_0_sparse_multi_hot.npz"
+    content = path.read_bytes()
+    header = content.index(b"'shape': (20, 1)")
+    path.write_bytes(content[:header] + b"'shape': (90, 1)" + content[header + 16 :])  # into the next member
+    with pytest.raises(ValueError, match=r"npz, 0.npy is no .npy array, or is cut off: 360 bytes should follow"):
+        numpy_day(tmp_path, 0, num_rows=ROWS)
 
 
 def test_one_hot_arrays_that_do_not_do_are_refused(tmp_path: Path) -> None:

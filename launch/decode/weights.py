@@ -79,12 +79,12 @@ class FolderWeights:
         dtype: of the tensors; what the files have is converted.
 
     Raises:
-        ValueError: there are no such files, or the library safetensors is not installed.
+        ValueError: there are no such files, one is damaged, or the library safetensors is not installed.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ValueError("reading a model folder needs the library safetensors: pip install safetensors") from error
         self._device = device
@@ -92,7 +92,10 @@ class FolderWeights:
         self._folder = folder
         self._file_of: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            file = safe_open(str(path), framework="pt", device="cpu")
+            try:
+                file = safe_open(str(path), framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise ValueError(f"{path} is no safetensors file, or is cut off: {error}") from error
             self._file_of.update(dict.fromkeys(file.keys(), file))
         if not self._file_of:
             raise ValueError(f"{folder} holds no *.safetensors; expected a Hugging Face model folder")

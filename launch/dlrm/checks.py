@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from persistent_ops.demo.lookups import rows_of
 from persistent_ops.demo.synthetic import DLRM_POOLING
 
 from .records import Records
@@ -31,38 +32,39 @@ def checked_tables(num_rows: Sequence[int], hotness: Sequence[int]) -> tuple[tup
 
 def checked(
     dense: npt.NDArray[np.float32],
-    ids: npt.NDArray[np.integer[Any]],
-    labels: npt.NDArray[np.float32],
+    ids: Sequence[npt.NDArray[np.integer[Any]]],
+    labels: npt.NDArray[np.generic],
     *,
     num_rows: Sequence[int],
     hotness: Sequence[int],
     where: Callable[[str, int], str],
 ) -> Records:
-    """Turn what a file holds into records; a row is an id modulo the rows of its table, as MLPerf has it.
+    """Turn what a file holds into records; a row is an id modulo the rows of its table (`rows_of`).
 
     Args:
-        dense, ids, labels: as in `Records`, with ids for rows.
+        dense: as in `Records`.
+        ids: side by side, of the same samples: `[n, ...]` each, sum of hotness columns in all, of any integer dtypes.
+        labels: `[n]`, of any real dtype.
         num_rows, hotness: of the features.
-        where: returns what names a sample, by the argument (dense, ids, labels) and the place in it.
+        where: returns what names a sample, by the argument (dense, labels) and the place in it.
 
     Raises:
-        ValueError: a number is not finite, an id is negative, or a label is neither 0 nor 1.
+        ValueError: a number is not finite, or a label is neither 0 nor 1.
     """
     if bad := _first(~np.isfinite(dense)):
         raise ValueError(f"{where('dense', bad[0])}: dense column {bad[1]} is {dense[bad]}; expected a finite number")
-    if ids.dtype not in (np.int32, np.int64):
-        ids = ids.astype(np.int64)
-    features = np.repeat(np.arange(len(hotness)), hotness)
-    if ids.size and ids.min() < 0 and (bad := _first(ids < 0)):
-        feature = features[bad[1]]
-        raise ValueError(f"{where('ids', bad[0])}: an id of feature {feature} is {ids[bad]}; expected at least 0")
     if bad := _first((labels != 0) & (labels != 1)):
         raise ValueError(f"{where('labels', bad[0])}: the label is {labels[bad]}; expected 0 or 1")
-    # Of the ids' dtype where that reaches so far: then there is no copy of all of them.
-    table_rows = np.asarray(num_rows, ids.dtype if max(num_rows) <= np.iinfo(ids.dtype).max else np.int64)[features]
-    if (ids >= table_rows).any():  # a division takes many times as long as a comparison, and most files need none
-        ids = ids % table_rows
-    return Records(dense, ids, labels)
+    if len({part.dtype for part in ids}) == 1:  # numpy would join int64 and uint64 in float64
+        ids = [_side_by_side(ids)]  # and narrow arrays, one after the other, take twice as long
+    table_rows = np.repeat(np.asarray(num_rows, np.int64), hotness)
+    ends = np.cumsum([part.shape[1] for part in ids])
+    rows = [rows_of(part, table_rows[end - part.shape[1] : end]) for part, end in zip(ids, ends, strict=True)]
+    return Records(dense, _side_by_side(rows), labels.astype(np.float32))
+
+
+def _side_by_side(parts: Sequence[npt.NDArray[np.integer[Any]]]) -> npt.NDArray[np.integer[Any]]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def _first(is_bad: npt.NDArray[np.bool_]) -> tuple[int, ...] | None:

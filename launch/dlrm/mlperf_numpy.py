@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -73,7 +74,7 @@ class NumpyDay:
             `[N, hotness]` of an integer dtype. numpy.savez writes the latter, numpy.savez_compressed does not: what is
             compressed cannot be mapped.
         labels: `[N, 1]` or `[N]`, of any real dtype; a `.npy` file.
-        num_rows: of the T tables; a row is the id modulo this, as in MLPerf's reference.
+        num_rows: of the T tables; a row is the id modulo this, from 0 on, as in MLPerf's reference.
 
     Raises:
         ValueError: a file is malformed or cut off, or the files do not belong together; the message names it. A value
@@ -98,7 +99,7 @@ class NumpyDay:
                 raise ValueError(f"{sparse}: expected [samples, {num_features}] of integers, got {_shape(ids)}")
             self._features = [ids]
         for number, ids in enumerate(self._features):
-            if ids.ndim != 2 or len(ids) != self.num_samples or not np.issubdtype(ids.dtype, np.integer):
+            if ids.ndim != 2 or len(ids) != self.num_samples or ids.dtype.kind not in "iu":
                 raise ValueError(
                     f"{sparse}, array {number}: expected [{self.num_samples}, lookups] of integers, as {dense} has so "
                     f"many samples, got {_shape(ids)}"
@@ -106,6 +107,8 @@ class NumpyDay:
         self._labels = _mapped(Path(labels))
         if self._labels.shape not in ((self.num_samples, 1), (self.num_samples,)):
             raise ValueError(f"{labels}: expected [{self.num_samples}, 1], got {_shape(self._labels)}")
+        if self._labels.dtype.kind not in "biuf":
+            raise ValueError(f"{labels}: expected real numbers, got {_shape(self._labels)}")
         is_one_hot = Path(sparse).suffix != ".npz"
         hotness = (1,) * num_features if is_one_hot else tuple(ids.shape[1] for ids in self._features)
         self.num_rows, self.hotness = checked_tables(num_rows, hotness)
@@ -114,8 +117,8 @@ class NumpyDay:
         """See `Source`."""
         return checked(
             np.ascontiguousarray(self._dense[numbers]),
-            np.concatenate([ids[numbers] for ids in self._features], axis=1),
-            self._labels[numbers].reshape(len(numbers)).astype(np.float32),
+            [ids[numbers] for ids in self._features],
+            self._labels[numbers].reshape(len(numbers)),
             num_rows=self.num_rows,
             hotness=self.hotness,
             where=lambda part, place: f"{self._paths[part]}, record {numbers[place]}",
@@ -137,44 +140,55 @@ def _shape(array: _Array) -> str:
 
 def _mapped(path: Path) -> _Array:
     """Map a .npy file."""
-    try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no .npy file, or is cut off: {error}") from error
+    with path.open("rb") as file:
+        return _array(file, str(path), path.stat().st_size)
 
 
 def _members(path: Path, num_features: int) -> list[_Array]:
-    """Map the arrays of an uncompressed .npz file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = set(archive.namelist())
-            expected = [f"{number}.npy" for number in range(num_features)]
-            if names != set(expected):
-                raise ValueError(
-                    f"{path}: expected the arrays 0 to {num_features - 1}, one for each table, got "
-                    f"{', '.join(sorted(name.removesuffix('.npy') for name in names))}"
-                )
-            return [_member(path, archive.getinfo(name)) for name in expected]
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is no .npz file, or is cut off: {error}") from error
-
-
-def _member(path: Path, member: zipfile.ZipInfo) -> _Array:
-    """Map one array of a .npz file; numpy itself reads such arrays whole."""
-    if member.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{path}, {member.filename}: is compressed, and cannot be mapped; write it with numpy.savez")
+    """Map the arrays of an uncompressed .npz file; numpy itself reads such arrays whole."""
     with path.open("rb") as file:
+        with _is_whole(str(path), ".npz file"):
+            archive = zipfile.ZipFile(file)
+        names = set(archive.namelist())
+        expected = [f"{number}.npy" for number in range(num_features)]
+        if names != set(expected):
+            raise ValueError(
+                f"{path}: expected the arrays 0 to {num_features - 1}, one for each table, got "
+                f"{', '.join(sorted(name.removesuffix('.npy') for name in names))}"
+            )
+        return [_member(file, f"{path}, {name}", archive, archive.getinfo(name)) for name in expected]
+
+
+def _member(file: IO[bytes], name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Array:
+    if member.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name}: is compressed, and cannot be mapped; write it with numpy.savez")
+    with _is_whole(name, ".npy array"):
+        archive.open(member).close()  # which compares its own header with what the archive says
         file.seek(member.header_offset)
-        header = file.read(_LOCAL_HEADER_BYTES)
-        name_bytes, extra_bytes = struct.unpack("<HH", header[26:30])
+        name_bytes, extra_bytes = struct.unpack("<HH", file.read(_LOCAL_HEADER_BYTES)[26:])
         file.seek(name_bytes + extra_bytes, 1)
-        try:
-            version = np.lib.format.read_magic(file)
-            read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            shape, is_fortran, dtype = read_header[version](file)
-            if dtype.hasobject:
-                raise ValueError(f"holds Python's objects, {dtype}")
-            order = "F" if is_fortran else "C"
-            return np.asarray(np.memmap(path, dtype, "r", file.tell(), shape, order))  # type: ignore[call-overload]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{path}, {member.filename}: is no .npy array, or is cut off: {error}") from error
+    return _array(file, name, file.tell() + member.file_size)
+
+
+def _array(file: IO[bytes], name: str, end: int) -> _Array:
+    """Map the array that begins at a file's position and ends at `end`."""
+    with _is_whole(name, ".npy array"):
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, is_fortran, dtype = read_header[version](file)
+        if dtype.hasobject:
+            raise ValueError(f"holds Python's objects, {dtype}")
+        begin, order = file.tell(), "F" if is_fortran else "C"
+        array = np.asarray(np.memmap(file, dtype, "r", begin, shape, order))  # type: ignore[call-overload]
+        if begin + array.nbytes != end:
+            raise ValueError(f"{array.nbytes} bytes should follow its header, and {end - begin} do")
+        return array
+
+
+@contextlib.contextmanager
+def _is_whole(name: str, kind: str) -> Iterator[None]:
+    """Name the file in whatever is raised: damage ends in many kinds of errors of numpy, zipfile and tokenize."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} is no {kind}, or is cut off: {error}") from error

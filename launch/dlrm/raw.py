@@ -63,7 +63,7 @@ class RawFile:
         found = np.asarray(self._records[numbers])
         return checked(
             np.ascontiguousarray(found["dense"]),
-            found["ids"],
+            [found["ids"]],
             _labels(found["label"]),
             num_rows=self.num_rows,
             hotness=self.hotness,
@@ -90,10 +90,13 @@ def write_raw(source: Source, path: str | Path) -> None:
         path: of the file; an existing one is replaced.
 
     Raises:
-        ValueError: the source has other dense columns, or a bag with less lookups: the format has no empty place.
+        ValueError: the source has other dense columns, or rows beyond int32, or a bag with less lookups: the format has
+            no empty place.
     """
     if source.num_dense != NUM_DENSE:
         raise ValueError(f"{path}: the format has {NUM_DENSE} dense columns, the source has {source.num_dense}")
+    if max(source.num_rows) > 2**31:
+        raise ValueError(f"{path}: the format has ids of int32, the source has a table of {max(source.num_rows)} rows")
     layout = _record(source.hotness)
     with Path(path).open("wb") as file:
         for first in range(0, source.num_samples, _WRITE_SAMPLES):

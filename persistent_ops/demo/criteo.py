@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .lookups import FeatureLookups
+from .lookups import FeatureLookups, rows_of
 
 __all__ = ["NUM_CATEGORICAL", "NUM_DENSE", "CriteoBatch", "read_batches"]
 
@@ -29,6 +29,7 @@ _FIRST_CATEGORICAL = 1 + NUM_DENSE
 _NUMBER = r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
 _HEX = r"[0-9a-fA-F]{1,16}"
 _NAME = re.compile(r"[\"']?[A-Za-z_][^\t,]*")
+_Sample = tuple[int, list[str]]
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class CriteoBatch:
     """Some consecutive samples of a file.
 
     Attributes:
-        labels: `[B]` float32.
-        dense: `[B, 13]` float32, NaN where the field is empty.
+        labels: `[B]` float32, finite.
+        dense: `[B, 13]` float32, finite; NaN where the field is empty.
         categorical: 26 features; an empty field is an empty bag, any other a bag of one row.
     """
 
@@ -60,14 +61,14 @@ def read_batches(path: str | Path, *, batch_size: int, num_rows: Sequence[int]) 
     Args:
         path: the file.
         batch_size: samples per batch; the last batch of the file may be smaller.
-        num_rows: rows of the 26 tables. A row is the hexadecimal value modulo the table's rows.
+        num_rows: rows of the 26 tables. A row is the hexadecimal value modulo the table's rows (`rows_of`).
 
     Yields:
         The batches, in the file's order.
 
     Raises:
-        ValueError: a line is malformed (the message names file, line and what is wrong), the file holds no sample, its
-            compressed data is damaged, or an argument is out of range.
+        ValueError: a line is malformed, or has a number beyond float32 (the message names file, line and what is
+            wrong), the file holds no sample, its compressed data is damaged, or an argument is out of range.
         OSError: the file cannot be read.
     """
     if batch_size < 1:
@@ -75,14 +76,14 @@ def read_batches(path: str | Path, *, batch_size: int, num_rows: Sequence[int]) 
     if len(num_rows) != NUM_CATEGORICAL or min(num_rows) < 1:
         raise ValueError(f"num_rows must be {NUM_CATEGORICAL} positive numbers, one per table, got {list(num_rows)}")
     path = Path(path)
-    rows: list[list[str]] = []
-    for fields in _read_fields(path):
-        rows.append(fields)
-        if len(rows) == batch_size:
-            yield _to_batch(rows, num_rows)
-            rows = []
-    if rows:
-        yield _to_batch(rows, num_rows)
+    samples: list[_Sample] = []
+    for sample in _read_samples(path):
+        samples.append(sample)
+        if len(samples) == batch_size:
+            yield _to_batch(path, samples, num_rows)
+            samples = []
+    if samples:
+        yield _to_batch(path, samples, num_rows)
 
 
 def _open_text(path: Path) -> io.TextIOWrapper:
@@ -98,8 +99,8 @@ def _open_text(path: Path) -> io.TextIOWrapper:
         raise
 
 
-def _read_fields(path: Path) -> Iterator[list[str]]:
-    """Yield the 40 fields of each sample, all of them checked."""
+def _read_samples(path: Path) -> Iterator[_Sample]:
+    """Yield the line's number and the 40 fields of each sample, whose form is checked."""
     separator = ""
     line_pattern: re.Pattern[str] | None = None
     blank_line = 0
@@ -122,7 +123,7 @@ def _read_fields(path: Path) -> Iterator[list[str]]:
                 if line_pattern.fullmatch(line) is None:
                     raise ValueError(f"{path}, line {number}: {_diagnose(line, separator)}")
                 num_samples += 1
-                yield line.split(separator)
+                yield number, line.split(separator)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}, after line {number}: the gzip data is damaged or cut off ({error})") from error
     if num_samples == 0:
@@ -148,6 +149,10 @@ def _column_name(column: int) -> str:
     return f"categorical column {column - NUM_DENSE}"
 
 
+def _shown(field: str) -> str:
+    return repr(field if len(field) <= 40 else field[:40] + "...")
+
+
 def _diagnose(line: str, separator: str) -> str:
     """Say what is wrong with a malformed line."""
     fields = line.split(separator)
@@ -164,21 +169,26 @@ def _diagnose(line: str, separator: str) -> str:
             (_NUMBER, "a number") if column < _FIRST_CATEGORICAL else (_HEX, "1 to 16 hexadecimal digits")
         )
         if value and re.fullmatch(pattern, value) is None:
-            shown = value if len(value) <= 40 else value[:40] + "..."
-            return f"{_column_name(column)} is {shown!r}; expected {expected}"
+            return f"{_column_name(column)} is {_shown(value)}; expected {expected}"
     raise AssertionError(f"the line pattern and the column patterns disagree on {line!r}")
 
 
-def _to_batch(rows: list[list[str]], num_rows: Sequence[int]) -> CriteoBatch:
-    columns = list(zip(*rows, strict=True))
-    labels = np.array(columns[0], dtype=np.float32)
-    dense = np.empty((len(rows), NUM_DENSE), dtype=np.float32)
-    for column in range(NUM_DENSE):
-        dense[:, column] = np.array([value or "nan" for value in columns[1 + column]], dtype=np.float32)
+def _to_batch(path: Path, samples: list[_Sample], num_rows: Sequence[int]) -> CriteoBatch:
+    lines, fields = zip(*samples, strict=True)
+    columns = list(zip(*fields, strict=True))
+    numbers = np.array([[value or "nan" for value in column] for column in columns[:_FIRST_CATEGORICAL]], np.float64)
+    with np.errstate(over="ignore"):
+        held = numbers.astype(np.float32)
+    too_large = np.argwhere(np.isinf(held).T)
+    if len(too_large):
+        sample, column = too_large[0]
+        shown = _shown(columns[column][sample])
+        raise ValueError(
+            f"{path}, line {lines[sample]}: {_column_name(column)} is {shown}; expected a finite number of float32"
+        )
     features = []
-    for table, table_rows in enumerate(num_rows):
-        values = columns[_FIRST_CATEGORICAL + table]
-        hashed = np.array([int(value, 16) for value in values if value], dtype=np.uint64)
+    for values, table_rows in zip(columns[_FIRST_CATEGORICAL:], num_rows, strict=True):
+        ids = np.array([int(value, 16) for value in values if value], dtype=np.uint64)
         lengths = np.array([1 if value else 0 for value in values], dtype=np.int64)
-        features.append(FeatureLookups((hashed % np.uint64(table_rows)).astype(np.int64), lengths))
-    return CriteoBatch(labels, dense, tuple(features))
+        features.append(FeatureLookups(rows_of(ids, table_rows).astype(np.int64, copy=False), lengths))
+    return CriteoBatch(held[0], np.ascontiguousarray(held[1:].T), tuple(features))
