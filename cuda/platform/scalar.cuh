@@ -203,11 +203,7 @@ struct VectorOf {
       for (int i = 0; i < kCount; ++i) sums[v][i] += Scalar::to_float(x[i]);
     }
 #else
-    // One flat loop, which the compiler vectorises.
-    Storage x[kVectors * kCount];
-    __builtin_memcpy(x, vectors, static_cast<size_t>(num_vectors) * kBytes);
-    float* sum = &sums[0][0];
-    for (int i = 0; i < num_vectors * kCount; ++i) sum[i] += Scalar::to_float(x[i]);
+    for_each_sum(sums, num_vectors, [&](float& sum, int i) { sum += element(vectors, i); });
 #endif
   }
 
@@ -224,10 +220,7 @@ struct VectorOf {
       for (int i = 0; i < kCount; ++i) sums[v][i] = __fadd_rn(sums[v][i], __fmul_rn(Scalar::to_float(x[i]), scale));
     }
 #else
-    Storage x[kVectors * kCount];
-    __builtin_memcpy(x, vectors, static_cast<size_t>(num_vectors) * kBytes);
-    float* sum = &sums[0][0];
-    for (int i = 0; i < num_vectors * kCount; ++i) sum[i] += Scalar::to_float(x[i]) * scale;
+    for_each_sum(sums, num_vectors, [&](float& sum, int i) { sum += element(vectors, i) * scale; });
 #endif
   }
 
@@ -239,6 +232,28 @@ struct VectorOf {
     __builtin_memcpy(&vector, x, kBytes);
     return vector;
   }
+
+#if !PO_ON_DEVICE
+  // sums *= factor
+  template <int kVectors>
+  static void scale(float (&sums)[kVectors][kCount], float factor, int num_vectors) {
+    for_each_sum(sums, num_vectors, [factor](float& sum, int) { sum *= factor; });
+  }
+
+ private:
+  // One flat loop, which the compiler vectorises.
+  template <int kVectors, class Update>
+  static void for_each_sum(float (&sums)[kVectors][kCount], int num_vectors, const Update& update) {
+    float* __restrict first = &sums[0][0];
+    for (int i = 0; i < num_vectors * kCount; ++i) update(first[i], i);
+  }
+
+  static float element(const void* vectors, int i) {
+    Storage x;
+    memcpy(&x, static_cast<const uint8_t*>(vectors) + static_cast<size_t>(i) * sizeof(x), sizeof(x));
+    return Scalar::to_float(x);
+  }
+#endif
 };
 
 }  // namespace po

@@ -4,7 +4,7 @@
 // A group of lanes takes one bag at a time; each lane holds kVectors vectors of kBytes of every row. Rows come in two
 // batches that take turns: while one is added up, the other is in flight. A batch's loads are straight-line code, because
 // a load that stands behind a branch of its own makes the next wait cover it too. Rows that are wider than the group are
-// pooled in several passes over their columns.
+// pooled in several passes over their columns. The host has a body of its own, without lanes and batches.
 #pragma once
 
 #include "platform/scalar.cuh"
@@ -218,5 +218,93 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   while (bag < in.num_bags) finish_bag();
   return findings;
 }
+
+#if !PO_ON_DEVICE
+
+namespace detail {
+
+// The same on the host, where one thread does the work of all lanes: bag by bag, and rows are added up where they lie.
+// `kWidth`: vectors of the chunk, where that is a constant; then the compiler unrolls loops over them. Else 0.
+template <class Shape, int kWidth, class Sink>
+BagFindings pool_bags_of_width(const BagInputs& in, int32_t chunk_begin, Sink& sink) {
+  using Elements = typename Shape::Elements;
+  constexpr int kVectors = Shape::kVectors;
+  constexpr int kCount = Elements::kCount;
+  constexpr int64_t kLookahead = 16;  // rows; between them lie about as many cache misses as a core keeps in flight
+  const int num_vectors = kWidth != 0 ? kWidth : min_of(in.row_bytes - chunk_begin, Shape::kChunkBytes) / Shape::kBytes;
+  BagFindings findings;
+
+  const auto* offsets = static_cast<const typename Shape::Offset*>(in.offsets);
+  int64_t begin = 0;
+  int32_t length = 0;
+  if (in.num_bags > 0) {
+    begin = min_of(max_of<int64_t>(offsets[0], 0), in.num_indices);
+    const int64_t end = max_of(min_of<int64_t>(offsets[in.num_bags], in.num_indices), begin);
+    length = static_cast<int32_t>(min_of<int64_t>(end - begin, 0x7fffffff));
+  }
+  const auto* first_index = static_cast<const typename Shape::Index*>(in.indices) + begin;
+  const auto row_at = [&](int64_t place) -> const uint8_t* {
+    const auto index = static_cast<int64_t>(first_index[place]);
+    if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(in.num_rows)) return nullptr;
+    return in.rows + chunk_begin + index * in.row_bytes;
+  };
+  // Indices behind the stream's are mostly those of this table's next task.
+  const int64_t num_ahead = in.num_indices - begin - kLookahead;
+
+  if (!sink.open(typename Shape::Group{})) return findings;
+  int32_t place = 0;
+  int32_t bag_end = 0;
+  for (int32_t bag = 0; bag < in.num_bags; ++bag) {
+    const auto offset = static_cast<int64_t>(offsets[bag + 1]);
+    const int32_t end = offset < begin || offset > begin + length ? -1 : static_cast<int32_t>(offset - begin);
+    if (end < bag_end) findings.bad_bag = bag;
+    bag_end = bag + 1 == in.num_bags ? length : max_of(bag_end, end);
+    float sums[kVectors][kCount] = {};
+    int32_t num_summed = 0;
+    for (; place < bag_end; ++place) {
+      if (place < num_ahead) {
+        const uint8_t* ahead = row_at(place + kLookahead);
+        if (ahead != nullptr) prefetch(ahead, num_vectors * Shape::kBytes);
+      }
+      const uint8_t* row = row_at(place);
+      if (row == nullptr) {
+        findings.bad_index = place;
+        continue;
+      }
+      ++num_summed;
+      const auto& vectors = *reinterpret_cast<const Vector<Shape::kBytes>(*)[kVectors]>(row);
+      if constexpr (Shape::kPooling == Pooling::kWeightedSum) {
+        Elements::add_scaled_to(sums, vectors, in.weights[begin + place], num_vectors);
+      } else {
+        Elements::add_to(sums, vectors, num_vectors);
+      }
+    }
+    if (Shape::kPooling == Pooling::kMean && num_summed > 1) {
+      Elements::scale(sums, 1.0f / static_cast<float>(num_summed), num_vectors);
+    }
+    sink.template emit<Shape>(sums);
+  }
+  return findings;
+}
+
+}  // namespace detail
+
+template <class Shape, class Sink>
+  requires(!PO_ON_DEVICE)
+BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink) {
+  constexpr int kMost = Shape::kVectors;
+  switch (min_of(in.row_bytes - chunk_begin, Shape::kChunkBytes) / Shape::kBytes) {
+    case kMost:
+      return detail::pool_bags_of_width<Shape, kMost>(in, chunk_begin, sink);
+    case kMost / 2:
+      return detail::pool_bags_of_width<Shape, kMost / 2>(in, chunk_begin, sink);
+    case kMost / 4:
+      return detail::pool_bags_of_width<Shape, kMost / 4>(in, chunk_begin, sink);
+    default:
+      return detail::pool_bags_of_width<Shape, 0>(in, chunk_begin, sink);
+  }
+}
+
+#endif
 
 }  // namespace po
