@@ -7,6 +7,7 @@ must return.
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,6 +230,23 @@ class BitsSuite:
             assert problem is None, f"PE {rank}: {problem}"
         if self.is_the_same_on_all_pes:
             assert len({digest for _, digest in results}) == 1, "the PEs have different bits"
+
+    @pytest.mark.host
+    def test_bits_of_kernels_as_users_compile_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Fail where a third of a world's cases have other bits with -O3 than with the other tests' flags.
+
+        Some warnings that guess which values are possible are wrong with -O3.
+        """
+        name, world = next((name, world) for name, world in self.worlds.items() if world.size > 1)
+        names = [case.name for case in world.cases[::3]]
+        compiler = os.environ["PERSISTENT_OPS_CXX"]  # conftest.py has set it
+        found = []
+        for flags in ("", " -O3 -Wno-error"):
+            monkeypatch.setenv("PERSISTENT_OPS_CXX", compiler + flags)
+            found.append(run_pes(self._run, world.size, "host", name, names, timeout=280))
+        for rank, of_pe in enumerate(found[1]):
+            assert [problem for problem, _ in of_pe.values() if problem is not None] == [], f"PE {rank}"
+        assert found[0] == found[1], "the bits depend on the compiler's optimization"
 
     def test_cases_have_names_of_their_own(self) -> None:
         for world in self.worlds.values():

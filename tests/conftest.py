@@ -49,8 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_on_gpus and worker:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_of(worker, is_apart=_is_apart(config)))
     if not is_on_gpus:
+        from jit_workshop import CXX_FLAGS, REAL_CXX
         from one_core import share_one_core  # which imports torch
 
+        os.environ.setdefault("PERSISTENT_OPS_CXX", f"{os.environ.get('CXX') or REAL_CXX} {CXX_FLAGS}")
         share_one_core(int(worker.removeprefix("gw") or 0))
     warm_python.fork_launches(at_once=is_on_gpus and bool(worker))  # which takes as long as to collect the tests
 

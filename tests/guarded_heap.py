@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jit_workshop import CXX_FLAGS
 from worlds import python_path
 
 from persistent_ops.runtime import heap, host
@@ -39,7 +40,7 @@ def environment() -> dict[str, str]:
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:quarantine_size_mb=32",  # what Python keeps is no leak
         "LD_PRELOAD": " ".join(libraries),
-        "PERSISTENT_OPS_CXX": f"{compiler.path} -fsanitize=address -fno-omit-frame-pointer",
+        "PERSISTENT_OPS_CXX": f"{compiler.path} {CXX_FLAGS} -fsanitize=address -fno-omit-frame-pointer",
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": python_path(),
     }

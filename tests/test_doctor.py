@@ -103,6 +103,7 @@ def test_without_a_compiler_no_backend_runs_and_the_remedy_is_named(monkeypatch:
         raise CompileError("no C++20 compiler was found on PATH")
 
     monkeypatch.setattr(toolchain, "find_cxx", none)
+    monkeypatch.delenv("PERSISTENT_OPS_CXX", raising=False)
     screen = console()
     assert doctor.run_doctor(console=screen) == 1
     text = screen.export_text()
@@ -113,6 +114,7 @@ def test_without_a_compiler_no_backend_runs_and_the_remedy_is_named(monkeypatch:
 
 @pytest.mark.parametrize("variable", ["CXX", "PERSISTENT_OPS_CXX"])
 def test_a_variable_that_names_no_compiler_is_to_be_corrected(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.delenv("PERSISTENT_OPS_CXX", raising=False)
     monkeypatch.setenv(variable, "/bin/false")
     (finding,) = (each for each in doctor.examine().findings if each.name == "C++")
     assert finding.status == "missing" and finding.remedy == f"correct {variable}, or unset it"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from jit_workshop import (
     BARE_PACKAGE,
+    CXX_FLAGS,
     ENTRY,
     FAKE_NVCC,
     REAL_CXX,
@@ -106,6 +107,22 @@ def test_key_follows_defines(workshop: Workshop) -> None:
 def test_key_follows_flags(workshop: Workshop) -> None:
     assert workshop.build() != workshop.build(optimize=False)
     assert workshop.compilations == 2
+
+
+def test_kernels_are_optimized_as_far_as_the_variable_says(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop.on_compile(f'echo "$*" > {workshop.state}/command')
+
+    def level() -> str:
+        """Return the one that counts: the compiler takes the last."""
+        return [word for word in (workshop.state / "command").read_text().split() if word.startswith("-O")][-1]
+
+    workshop.build()
+    assert level() == "-O3"
+    monkeypatch.setenv("PERSISTENT_OPS_CXX", f"{workshop.state / 'c++'} -O1")
+    workshop.build()
+    assert level() == "-O1"
+    workshop.build(optimize=False)
+    assert level() == "-O0"
 
 
 def test_key_follows_the_compiler_version_and_its_variables(
@@ -234,14 +251,13 @@ def test_compiler_that_writes_nothing_is_an_error(workshop: Workshop) -> None:
         workshop.build()
 
 
-def test_warnings_stop_a_checkout_but_not_an_installed_package(workshop: Workshop) -> None:
+def test_warnings_stop_the_tests_but_no_user(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = workshop.root / "kernels" / "scale.cuh"
     entry.write_text(ENTRY + "static int unused() { return 1; }\n")
+    assert value_of(workshop.build()) == 7
+    monkeypatch.setenv("PERSISTENT_OPS_CXX", f"{workshop.state / 'c++'} {CXX_FLAGS}")
     with pytest.raises(CompileError, match="unused"):
         workshop.build()
-    installed = workshop.root.parent / "_cuda"
-    shutil.copytree(workshop.root, installed)
-    assert value_of(compile_host(KernelSource(workshop.source.entry, (), installed))) == 7
 
 
 @pytest.mark.parametrize(
