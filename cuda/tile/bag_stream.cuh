@@ -4,7 +4,7 @@
 // A group of lanes takes one bag at a time; each lane holds kVectors vectors of kBytes of every row. Rows come in two
 // batches that take turns: while one is added up, the other is in flight. A batch's loads are straight-line code, because
 // a load that stands behind a branch of its own makes the next wait cover it too. Rows that are wider than the group are
-// pooled in several passes over their columns. The host has a body of its own, without lanes and batches.
+// pooled in several passes over their columns. One lane, as a warp has on the host, goes another way, below.
 #pragma once
 
 #include "platform/scalar.cuh"
@@ -223,7 +223,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
 
 namespace detail {
 
-// The same on the host, where one thread does the work of all lanes: bag by bag, and rows are added up where they lie.
+// The same by one lane, as on the host: bag by bag, and rows are added up where they lie.
 // `kWidth`: vectors of the chunk, where that is a constant; then the compiler unrolls loops over them. Else 0.
 template <class Shape, int kWidth, class Sink>
 BagFindings pool_bags_of_width(const BagInputs& in, int32_t chunk_begin, Sink& sink) {
@@ -290,7 +290,7 @@ BagFindings pool_bags_of_width(const BagInputs& in, int32_t chunk_begin, Sink& s
 }  // namespace detail
 
 template <class Shape, class Sink>
-  requires(!PO_ON_DEVICE)
+  requires(Shape::Group::kSize == 1)
 BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink) {
   constexpr int kMost = Shape::kVectors;
   switch (min_of(in.row_bytes - chunk_begin, Shape::kChunkBytes) / Shape::kBytes) {
