@@ -8,8 +8,7 @@ import torch
 
 from .runtime import world as _world
 from .runtime.arguments import as_whole_number
-from .runtime.heap import without_wrappers
-from .runtime.torch_private import is_wrapped
+from .runtime.plain_call import refuse_transforms, require_plain
 from .runtime.world import finalize as finalize, is_initialized as is_initialized
 
 __all__ = [
@@ -125,6 +124,7 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
         raise ValueError(f"size: expected numbers of at least 0, got {list(shape)}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    refuse_transforms("po.empty")
     return _world.current().empty(shape, dtype)
 
 
@@ -134,16 +134,11 @@ def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
     No gradient flows back from it.
 
     Raises:
-        TypeError: it is no dense tensor with memory.
+        TypeError: it is not a plain dense tensor.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-        kind = f"{tensor.device.type} tensor of layout {tensor.layout}"
-        kind = "nested one" if tensor.is_nested else "quantized one" if tensor.is_quantized else kind
-        raise TypeError(f"tensor: expected a dense tensor with memory, got a {kind}")
-    if is_wrapped(without_wrappers(tensor)):
-        raise TypeError("tensor: expected a dense tensor with memory, got one of torch.func.vmap's")
+    require_plain({"tensor": tensor})
+    if tensor.is_meta:
+        raise ValueError("tensor: expected a tensor with memory, got one on meta")
     copy = empty(*tensor.shape, dtype=tensor.dtype)
     copy.copy_(tensor.detach())
     return copy
@@ -156,11 +151,10 @@ def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
     Raises:
         NotSymmetricError: `tensor` is not this PE's symmetric memory, or the peer is not load/store reachable.
-        TypeError: `tensor` is none, or `rank` no whole number.
+        TypeError: `tensor` is not a plain dense tensor, or `rank` no whole number.
         ValueError: no such PE, or `tensor` is not contiguous.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    require_plain({"tensor": tensor})
     number = as_whole_number(rank, f"rank: expected a whole number, got {rank!r}")
     return _world.current().heap.peer_view(tensor, number)
 
@@ -169,12 +163,11 @@ def free(tensor: torch.Tensor) -> None:
     """Give a tensor from `empty` or `to_symmetric` back; collective. It and its views must not be used afterwards.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a plain dense tensor.
         NotSymmetricError: it is not such a tensor but a part of one, or was given back already.
         PeerTimeoutError, ContractMismatchError: see `empty`.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor: expected a tensor, got {type(tensor).__name__}")
+    require_plain({"tensor": tensor})
     _world.current().free(tensor)
 
 
@@ -187,6 +180,7 @@ def barrier() -> None:
         PeerTimeoutError: a PE did not come within the time-out.
         ContractMismatchError: a PE launched an operator instead.
     """
+    refuse_transforms("po.barrier")
     _world.current().barrier()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.embedding_backward import EmbeddingOptimizer
-from ..ops.embedding_checks import BOUNDS, check_derivatives, refuse_fakes
+from ..ops.embedding_checks import BOUNDS, refuse_fakes
 from ..ops.embedding_inputs import EmbeddingInputs, checked_split
 from ..ops.embedding_inputs_lookups import Lookups
 from ..runtime import world as _world
@@ -446,9 +446,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             given = features_of(features, self.feature_names, is_weighted=self._is_weighted)
         device = self._world.backend.device
         check_features(given, len(self.feature_names), self._max_batch, device, is_weighted=self._is_weighted)
-        refuse_fakes("ShardedEmbeddingBagCollection", *given)
-        if given.weights is not None:
-            check_derivatives(given.weights)
+        refuse_fakes("ShardedEmbeddingBagCollection")
         if batch_per_rank is not None and not self._inputs:  # else the exchanges check it
             samples = given.lengths.numel() // len(self.feature_names)
             checked_split(batch_per_rank, self._world, self._max_batch, samples, "lengths")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops.embedding_checks import check_list
+from ..runtime.plain_call import require_plain
 from .embedding_features import Features
 
 __all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features", "counted_lengths", "value_begins"]
@@ -51,13 +52,12 @@ def check_features(
     given: Features, num_features: int, max_batch: int, device: torch.device, *, is_weighted: bool
 ) -> None:
     """Raise ValueError or TypeError for lookups of another form than `num_features` features have."""
-    for name, tensor, dtypes in (
-        ("values", given.values, _INTEGERS),
-        ("lengths", given.lengths, _INTEGERS),
-        ("per_sample_weights", given.weights, (torch.float32,)),
-    ):
-        if tensor is not None:
-            check_list(name, tensor, dtypes, device)
+    tensors = {"values": given.values, "lengths": given.lengths}
+    if given.weights is not None:
+        tensors["per_sample_weights"] = given.weights
+    require_plain(tensors)
+    for name, tensor in tensors.items():
+        check_list(name, tensor, (torch.float32,) if name == "per_sample_weights" else _INTEGERS, device)
     if (given.weights is not None) != is_weighted:
         raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {is_weighted}")
     if given.weights is not None and given.weights.shape != given.values.shape:

@@ -21,8 +21,7 @@ from ..ops.gemv_plan import ALGORITHMS, MAX_VECTORS, kernel_vectors_of
 from ..runtime import world as _world
 from ..runtime.arguments import as_whole_number, as_whole_numbers
 from ..runtime.dtypes import SCALARS
-from ..runtime.forward_mode import refuse_tangents
-from ..runtime.torch_private import dual_level, function_transform
+from ..runtime.plain_call import require_plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,13 +45,9 @@ def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[obje
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _check_dense(name: str, tensor: object) -> None:
-    """Raise for what is no dense tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
-        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
+def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        require_plain({name: tensor}, may_be_fake=True)
 
 
 def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[int, ...]:
@@ -240,7 +235,7 @@ class _ParallelLinear(torch.nn.Module):
                 f"{type(self).__name__}: this layer is PE {rank}'s of {size}, and this is PE {world.rank} of "
                 f"{world.size}: make a new one, and load the whole layer's state dict"
             )
-        _check_dense("x", x)
+        _require_plain("x", x)
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"x: expected [..., {features}], this PE's features, got {list(x.shape)}")
         if x.dtype != self.weight.dtype and not _is_under_autocast(x.device):
@@ -313,7 +308,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _allows_gemv(self, x: torch.Tensor) -> bool:
         tensors = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
-        is_recorded = (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or dual_level() >= 0
+        is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         device = _world.current().backend.device
         is_here = x.device == device and self.weight.device == device and self.weight.is_contiguous()
         return (
@@ -445,7 +440,7 @@ class RowParallelLinear(_ParallelLinear):
         self._check_input(x, self.weight.shape[1])
         shape = (*x.shape[:-1], self.out_features)
         if residual is not None:
-            _check_dense("residual", residual)
+            _require_plain("residual", residual)
             if tuple(residual.shape) != shape:
                 raise ValueError(f"residual: expected the result's shape {list(shape)}, got {list(residual.shape)}")
             if residual.dtype != self.weight.dtype and not _is_under_autocast(x.device):
@@ -476,18 +471,14 @@ class RowParallelLinear(_ParallelLinear):
 
     def _refuse_gradients(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         tensors = (x, self.weight, self.bias, residual)
-        message = "RowParallelLinear is forward only: call it under torch.no_grad()"
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise NotImplementedError(message)
-        refuse_tangents(tensors, message)
+            raise NotImplementedError("RowParallelLinear is forward only: call it under torch.no_grad()")
 
     def _all_reduced(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         with _without_autocast(x):
             product = F.linear(x, self.weight)
         addend = None if residual is None else residual.contiguous()
-        is_transformed = not torch.compiler.is_compiling() and function_transform() is not None
-        out = None if is_transformed else product  # torch.func.vmap has no place for results
-        return _ops.all_reduce(product, residual=addend, bias=self.bias, out=out)
+        return _ops.all_reduce(product, residual=addend, bias=self.bias, out=product)
 
     def _unfused(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         with _without_autocast(x):

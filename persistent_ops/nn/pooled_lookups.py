@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ import torch
 from .. import ops as _ops
 from ..ops.embedding_backward import EmbeddingOptimizer
 from ..ops.embedding_inputs_lookups import Lookups
-from ..runtime.torch_private import function_transform
 from .table_layout import Group
 
 __all__ = ["pool_arrived"]
@@ -66,8 +65,6 @@ def pool_arrived(
 
 
 def _seen_by_nobody() -> AbstractContextManager[Any]:
-    if function_transform() is not None:
-        return nullcontext()  # the operator refuses it, and torch has no such hooks there
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda held: held[0])
 
 

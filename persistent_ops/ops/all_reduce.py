@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.arguments import as_number, refuse_nested
+from ..runtime.arguments import as_number
 from ..runtime.dtypes import fill_nan
 from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
@@ -230,15 +230,6 @@ def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
 # ---- checks --------------------------------------------------------------------------------------------------------
 
 
-def _check_types(required: dict[str, Any], optional: dict[str, Any]) -> None:
-    """Raise for what is no tensor."""
-    for name, tensor in (required | optional).items():
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in required):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor is not None:
-            refuse_nested(name, tensor)
-
-
 def _check(
     x: torch.Tensor,
     weight: _Optional,
@@ -280,8 +271,6 @@ def _check(
                 raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
         elif tensor.shape != expected:
             raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"
@@ -343,9 +332,6 @@ _all_reduce = TorchOperator(
     "all_reduce",
     "Tensor x, Tensor? residual, Tensor? bias, str algorithm",
     _of_sum(_execute),
-    lambda x, residual, bias, algorithm, **outputs: _check_types(
-        {"x": x}, {"residual": residual, "bias": bias, **outputs}
-    ),
     fake=_of_sum(_fake),
     outputs=("out",),
     no_gradient=_FORWARD_ONLY.format("all_reduce", "torch.distributed.nn.all_reduce"),
@@ -355,9 +341,6 @@ _all_reduce_rms_norm = TorchOperator(
     "Tensor x, Tensor weight, Tensor? residual, Tensor? bias, Tensor? scale, str algorithm, float eps, "
     "float weight_bias",
     _execute,
-    lambda x, weight, residual, bias, scale, *choices, **outputs: _check_types(
-        {"x": x, "weight": weight}, {"residual": residual, "bias": bias, "scale": scale, **outputs}
-    ),
     fake=_fake,
     outputs=("out", "norm_out"),
     no_gradient=_FORWARD_ONLY.format(

@@ -9,16 +9,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.forward_mode import refuse_tangents
+from ..runtime.plain_call import is_watched, require_plain, require_plain_list
 from ..runtime.plans import Plans
 from ..runtime.team import Team
 from ..runtime.torch_library import TorchOperator
-from ..runtime.torch_private import (
-    function_transform,
-    is_wrapped,
-    num_dispatch_modes,
-    tracing_state,
-)
+from ..runtime.torch_private import num_dispatch_modes
 from .embedding_checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
 from .embedding_inputs_lookups import Lookups
 from .embedding_plan import (
@@ -126,8 +121,8 @@ def embedding_all_to_all(
             asynchronous.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else, or makes the
             backward passes of several calls in another order; the same.
-        NotImplementedError: `out` where gradients are recorded; in a backward pass of what torch.compile, torch.func
-            or torch.ops have called; with `Lookups`, inside of torch.compile; under torch.jit.trace.
+        NotImplementedError: `out` where gradients are recorded; in a backward pass of what torch.compile or
+            torch.ops have called; with `Lookups`, inside of torch.compile.
         RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for; a
             backward pass without `optimizer` in a CUDA-graph capture.
 
@@ -141,8 +136,6 @@ def embedding_all_to_all(
         pooled = _as_before(weights, indices, offsets, per_sample_weights, out, choices_of_call)
         if pooled is not None:
             return pooled
-    if tracing_state() is not None:
-        raise NotImplementedError("embedding_all_to_all: not under torch.jit.trace, to which shapes are tensors")
     if isinstance(weights, torch.nn.ParameterList):
         weights = list(weights)
     if isinstance(indices, Lookups):
@@ -167,9 +160,10 @@ def embedding_all_to_all(
             raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
         if out is not None:
             raise NotImplementedError("out: cannot be given where gradients are recorded")
-        if function_transform() is not None:
-            raise NotImplementedError("optimizer: not inside of torch.func, which has no backward pass that updates")
-        refuse_tangents([weights, differentiated], "embedding_all_to_all: no derivative in forward mode")
+        if is_watched():
+            require_plain_list("weights", weights)
+            if differentiated is not None:
+                require_plain({"per_sample_weights": differentiated})
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
         # The backward pass reads what it was called with, also where the caller's lists are filled anew meanwhile.
         split = {
@@ -242,8 +236,8 @@ def _as_before(
 
 
 def _may_record() -> bool:
-    """Return whether a call's backward pass may be the package's: no compiler, mode or transform stands between."""
-    return not (torch.compiler.is_compiling() or num_dispatch_modes()) and function_transform() is None
+    """Return whether a call's backward pass may be the package's: no compiler or mode stands between."""
+    return not (torch.compiler.is_compiling() or num_dispatch_modes())
 
 
 def _require_gradients(weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None) -> bool | None:
@@ -318,26 +312,12 @@ def _complete(
 ) -> tuple[Any, ...]:
     """Fill in what the dispatcher is to see."""
     world = _world.current()
-    if dim_per_rank is None and not torch.compiler.is_compiling() and function_transform() is not None:
-        _refuse_wrapped(weights)
     if dim_per_rank is None and torch.compiler.is_compiling():
         dim_per_rank = dims_at_compile_time(*weights)
     elif dim_per_rank is None and num_dispatch_modes():
         dim_per_rank = exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
     of_call = completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype, wire_dtype)
     return (weights, indices, offsets, per_sample_weights, *of_call, *choices)
-
-
-def _refuse_wrapped(weights: Sequence[torch.Tensor]) -> None:
-    """Raise NotImplementedError for tables that torch.func has wrapped: they are recognised by their memory."""
-    for t, weight in enumerate(weights):
-        if is_wrapped(weight):
-            refuse_tangents((weight,), _NO_GRADIENT)
-            if weight.requires_grad:
-                raise NotImplementedError(_NO_GRADIENT)
-            raise NotImplementedError(
-                f"weights[{t}]: a table that torch.func has wrapped cannot be recognised; pass dim_per_rank"
-            )
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
@@ -520,7 +500,7 @@ def _complete_from_sources(
 
 _NO_GRADIENT = (
     "embedding_all_to_all has a backward pass as a plain call of po.embedding_all_to_all alone, not inside of "
-    "torch.compile, torch.func or through torch.ops: call it outside, with or without "
+    "torch.compile or through torch.ops: call it outside, with or without "
     "optimizer=po.EmbeddingOptimizer(...), or under torch.no_grad(), or use embedding_bag + all_to_all_single"
 )
 _SPLIT_AND_CHOICES = (

@@ -13,6 +13,7 @@ import torch
 
 from ..runtime import world as _world
 from ..runtime.arguments import as_number, as_whole_number
+from ..runtime.plain_call import require_plain_list
 from ..runtime.plans import Plans
 from .embedding_backward_kernel import DECAYS, GRADIENT, STEPS, check_rounding
 from .embedding_backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity
@@ -454,9 +455,7 @@ def _listed(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(tables, (torch.Tensor, torch.nn.Module)) or not isinstance(tables, Iterable):
         raise TypeError(f"tables: expected a sequence of tensors, got {type(tables).__name__}")
     listed = list(tables)
-    for t, table in enumerate(listed):
-        if not isinstance(table, torch.Tensor):
-            raise TypeError(f"tables[{t}]: expected a tensor, got {type(table).__name__}")
+    require_plain_list("tables", listed)
     return listed
 
 

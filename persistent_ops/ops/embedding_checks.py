@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..runtime.arguments import as_whole_numbers, refuse_nested
+from ..runtime.arguments import as_whole_numbers
 from ..runtime.dtypes import SCALARS
-from ..runtime.forward_mode import refuse_tangents
 from ..runtime.literals import literal
 from ..runtime.plain_call import PLAIN
 from ..runtime.team import Team
-from ..runtime.torch_private import function_transform, num_dispatch_modes
+from ..runtime.torch_private import num_dispatch_modes
 
 if TYPE_CHECKING:
     from .embedding_inputs_lookups import Lookups
@@ -26,7 +23,6 @@ __all__ = [
     "SCHEDULES",
     "check_arrived",
     "check_choices",
-    "check_derivatives",
     "check_gradient",
     "check_list",
     "check_split",
@@ -34,7 +30,6 @@ __all__ = [
     "check_tables_and_split",
     "check_types",
     "check_wire",
-    "has_memory",
     "most_rows",
     "refuse_fakes",
     "seeds_of",
@@ -46,10 +41,7 @@ BOUNDS = ("fatal", "ignore")
 
 
 def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-    """Raise TypeError or ValueError for lookups, bounds of bags or weights that no kernel reads as they lie."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    refuse_nested(name, tensor)
+    """Raise TypeError or ValueError for plain tensors that kernels cannot read as lookups, bounds of bags or weights."""
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
@@ -57,29 +49,11 @@ def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], d
         raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
-    if tensor.is_neg():
-        raise ValueError(f"{name}: expected a tensor without the negative bit; pass its resolve_neg()")
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory, or needs none: a fake one has not, nor has one of torch.func's."""
-    if not tensor.numel():
-        return True
-    with contextlib.suppress(RuntimeError):
-        if type(tensor) in PLAIN:
-            return bool(tensor.data_ptr())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            return bool(tensor.data_ptr())
-    return False
-
-
-def refuse_fakes(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError for a tensor without memory, or where new ones have none, in a FakeTensorMode."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not num_dispatch_modes() and all(type(tensor) in PLAIN for tensor in given):
-        return
-    if not all(map(has_memory, [*given, torch.empty(1, dtype=torch.uint8, device="cpu")])):
+def refuse_fakes(name: str) -> None:
+    """Raise NotImplementedError in a FakeTensorMode, in which new tensors have no memory."""
+    if num_dispatch_modes() and type(torch.empty(1, device="cpu")) not in PLAIN:
         raise NotImplementedError(f"{name}: no exchange of fake tensors, whose numbers decide what travels")
 
 
@@ -96,15 +70,8 @@ def check_types(
     """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
     check_tables_and_split(weights, dim_per_rank, batch_per_rank, *choices, out=out)
     for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        refuse_nested(name, tensor)
         if tensor.dim() != 1:
             raise ValueError(f"{name}: expected a contiguous 1-D tensor on the tables' device, got {tensor.dim()}-D")
-    if per_sample_weights is not None:
-        if not isinstance(per_sample_weights, torch.Tensor):
-            raise TypeError(f"per_sample_weights: expected a tensor, got {type(per_sample_weights).__name__}")
-        refuse_nested("per_sample_weights", per_sample_weights)
 
 
 def check_tables_and_split(
@@ -116,8 +83,6 @@ def check_tables_and_split(
 ) -> None:
     """The same for what is not the lookups; `choices`: the other arguments, `columns` last."""
     _check_are_tables(weights)
-    if out is not None and not isinstance(out, torch.Tensor):
-        raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
     columns = choices[-1] if choices else None
     for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank), ("columns", columns)):
         if values is not None and not all(isinstance(value, int) for value in values):
@@ -125,12 +90,7 @@ def check_tables_and_split(
 
 
 def _check_are_tables(weights: Sequence[torch.Tensor]) -> None:
-    if not isinstance(weights, (list, tuple)):
-        raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
     for t, weight in enumerate(weights):
-        if not isinstance(weight, torch.Tensor):
-            raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
-        refuse_nested(f"weights[{t}]", weight)
         if weight.dim() != 2:
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
 
@@ -163,19 +123,6 @@ def check_arrived(
             f"weights: tables of {list(rows)} rows, but the lookups are of slots of {list(lookups.rows)} rows"
         )
     lookups.check_is_here()
-
-
-def check_derivatives(per_sample_weights: torch.Tensor) -> None:
-    """Raise NotImplementedError for weights of this PE's lookups whose derivatives are not a backward pass's."""
-    is_transformed = function_transform() is not None
-    if is_transformed and per_sample_weights.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "per_sample_weights: no gradient inside of torch.func; the backward pass of a plain call brings it"
-        )
-    refuse_tangents(
-        [per_sample_weights],
-        "per_sample_weights: no derivative in forward mode; the backward pass brings the PE its weights' gradients",
-    )
 
 
 def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..runtime.literals import vector_bytes
-from ..runtime.plain_call import materialized
 
 __all__ = ["row_stride", "rows_of"]
 
@@ -16,7 +15,6 @@ def rows_of(gradient: torch.Tensor) -> torch.Tensor:
     It is contiguous, or columns of a larger tensor, side by side, of which samples begin at multiples of 16 bytes: a
     `torch.cat` hands on such columns of its own gradient.
     """
-    gradient = materialized(gradient)
     stride_bytes = row_stride(gradient) * gradient.itemsize
     if not gradient.is_contiguous() and (gradient.stride(1) != 1 or stride_bytes % vector_bytes()):
         gradient = gradient.contiguous()

@@ -19,7 +19,8 @@ from ..runtime.arguments import as_number, as_whole_numbers
 from ..runtime.dtypes import INDEX_TYPES
 from ..runtime.errors import CapacityError
 from ..runtime.operator import Operator
-from .embedding_checks import BOUNDS, check_derivatives, check_list, most_rows, refuse_fakes
+from ..runtime.plain_call import require_plain
+from .embedding_checks import BOUNDS, check_list, most_rows, refuse_fakes
 from .embedding_inputs_lookups import Given, Lookups, Region, fields_of_source
 from .embedding_inputs_plan import (
     MOST_LOOKUPS,
@@ -199,7 +200,7 @@ class EmbeddingInputs:
 
         Raises:
             ValueError, TypeError: an argument; before anything is launched.
-            NotImplementedError: weights that have a tangent, or require a gradient inside of torch.func.
+            NotImplementedError: in a FakeTensorMode.
             RuntimeError: two earlier calls' lookups have not been released; the world has been left.
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
@@ -259,18 +260,19 @@ class EmbeddingInputs:
         name = "offsets" if lengths is None else "lengths"
         bounds = offsets if lengths is None else lengths
         assert bounds is not None
-        for each, tensor in (("values", values), (name, bounds)):
+        given = {"values": values, name: bounds}
+        require_plain(given if weights is None else {**given, "per_sample_weights": weights})
+        for each, tensor in given.items():
             check_list(each, tensor, tuple(INDEX_TYPES), device)
         if (weights is not None) != layout.is_weighted:
             raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
         if weights is not None:
-            check_derivatives(weights)
             check_list("per_sample_weights", weights, (torch.float32,), device)
             if weights.shape != values.shape:
                 raise ValueError(
                     f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
                 )
-        refuse_fakes("EmbeddingInputs", values, bounds, weights)
+        refuse_fakes("EmbeddingInputs")
         num_bags = bounds.numel() - (lengths is None)
         samples, rest = divmod(num_bags, layout.num_features)
         if rest or num_bags < 0:
@@ -282,7 +284,7 @@ class EmbeddingInputs:
             raise ValueError(
                 f"{name}: {samples} samples, but max_batch is {layout.max_batch}; pass fewer, or make it with more"
             )
-        for each, tensor in (("values", values), (name, bounds)):
+        for each, tensor in given.items():
             if tensor.numel() >= 2**31:
                 raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
         split = None

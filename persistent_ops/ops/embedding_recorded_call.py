@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
-from ..runtime.plain_call import materialized
+from ..runtime.plain_call import require_plain
+from ..runtime.torch_private import is_zero_tensor
 from ..runtime.uncompiled import uncompiled
-from .embedding_checks import has_memory
 from .embedding_inputs_lookups import Lookups
 from .embedding_inversion import Inverted, Rows, invert, invert_sources
 from .embedding_weight_gradients import return_gradients
@@ -130,8 +130,6 @@ def record(
     tables = () if once else tuple(weights)
     if isinstance(indices, Lookups):
         per_sample_weights = indices.per_sample_weights
-    # Kernels of the backward pass read what is kept as it lies.
-    indices, offsets, per_sample_weights = map(_as_it_lies, (indices, offsets, per_sample_weights))
     result: torch.Tensor = _Recorded.apply(  # type: ignore[no-untyped-call]
         placeholder,
         per_sample_weights,
@@ -146,10 +144,6 @@ def record(
         *tables,
     )
     return result
-
-
-def _as_it_lies(given: Any) -> Any:
-    return materialized(given) if isinstance(given, torch.Tensor) else given
 
 
 class _Recorded(torch.autograd.Function):
@@ -227,20 +221,15 @@ def _versions(context: Any) -> list[int]:
 
 
 def _memory_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as kernels take it; raise for one that has no memory.
+    """Return a gradient as kernels take it: autograd may hand on one that is sparse, or still to be negated or filled.
 
     Raises:
-        NotImplementedError: it is a fake one, or one of torch.func's.
+        TypeError: it is a fake one, or one of torch.func, as with is_grads_batched or vectorize.
     """
-    if gradient.layout != torch.strided:
-        gradient = gradient.to_dense()  # type: ignore[no-untyped-call]
-    gradient = materialized(gradient)
-    if has_memory(gradient):
-        return gradient
-    raise NotImplementedError(
-        "embedding_all_to_all: no backward pass of a call that is traced, batched (is_grads_batched, vectorize) or "
-        "differentiated by torch.func; make it plainly, one after the other"
-    )
+    gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient  # type: ignore[no-untyped-call]
+    gradient = gradient.clone() if is_zero_tensor(gradient) else gradient.resolve_neg()
+    require_plain({"gradient": gradient})
+    return gradient
 
 
 _NUM_OTHERS = 8  # arguments between per_sample_weights and the tables

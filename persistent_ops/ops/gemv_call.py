@@ -9,7 +9,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.arguments import refuse_nested
 from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
@@ -63,7 +62,6 @@ def gemv_operator(
         name,
         f"Tensor weight, Tensor x, Tensor? bias, Tensor? residual, {choices}",
         run,
-        check_types,
         fake=fake,
         outputs=("out",),
         no_gradient=(
@@ -137,23 +135,6 @@ def _new_plan(world: _world.World, key: GemvKey) -> GemvPlan:
 # ---- checks --------------------------------------------------------------------------------------------------------
 
 
-def check_types(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *choices: object,
-    out: torch.Tensor | None,
-) -> None:
-    """Raise for what is no tensor."""
-    named = (("weight", weight), ("x", x), ("bias", bias), ("residual", residual), ("out", out))
-    for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("weight", "x")):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor is not None:
-            refuse_nested(name, tensor)
-
-
 def check(
     weight: torch.Tensor,
     x: torch.Tensor,
@@ -190,8 +171,6 @@ def check(
             raise TypeError(f"{name}: expected the weight's dtype {dtype}, got {tensor.dtype}")
         if expected is not None and tuple(tensor.shape) != expected:
             raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.arguments import refuse_nested
 from ..runtime.errors import to_raise
 from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
+from ..runtime.plain_call import require_plain
 from ..runtime.torch_library import TorchOperator
 from ..runtime.uncompiled import uncompiled
 from .sparse_launch import PendingSum, find_plan, refuse_capture, sorted_entries, start
@@ -71,7 +70,7 @@ def sparse_all_reduce(
     """
     if not async_op:
         return _operator((x, op, algorithm), {}, (x,))  # type: ignore[no-any-return]
-    _check_types(x, op, "auto")
+    require_plain({"x": x}, layout=torch.sparse_coo)
     refuse_gradient(x)
     return _start(x, op, algorithm)
 
@@ -233,8 +232,6 @@ def _through_dense(
 
 
 def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> Layout:
-    if x.layout != torch.sparse_coo:
-        raise TypeError(f"x: expected a sparse COO tensor, got layout {x.layout}; {_remedy(x)} makes one")
     if x.sparse_dim() != 1:
         raise ValueError(
             f"x: expected one sparse dimension (rows), got {x.sparse_dim()} of shape {list(x.shape)}; x.to_sparse(1) "
@@ -248,17 +245,6 @@ def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> La
     return Layout(shape[0], tuple(shape[1:]), dtype, op)
 
 
-def _remedy(x: torch.Tensor) -> str:
-    return "x.to_sparse(1)" if x.layout == torch.strided else "x.to_dense().to_sparse(1)"
-
-
-def _check_types(x: torch.Tensor, op: str, algorithm: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a sparse tensor, got {type(x).__name__}")
-    refuse_nested("x", x)
-    check_choices(op, algorithm, ALGORITHMS)
-
-
 def _check_into(
     indices: torch.Tensor,
     values: torch.Tensor,
@@ -269,7 +255,6 @@ def _check_into(
     is_coalesced: bool,
     **outputs: torch.Tensor,
 ) -> None:
-    check_tensors(*outputs.items(), *((("count", count),) if count is not None else ()))
     # A meta tensor would go to the fake kernel unseen.
     check_entries(indices, values, num_rows, _world.current().backend.device)
     check_choices(op, algorithm, ALGORITHMS[:-1])
@@ -283,14 +268,6 @@ def check_choices(op: str, algorithm: str, algorithms: Sequence[str]) -> None:
         raise ValueError(f"op: expected one of {', '.join(map(repr, OPS))}, got {op!r}")
     if algorithm not in algorithms:
         raise ValueError(f"algorithm: expected one of {', '.join(map(repr, algorithms))}, got {algorithm!r}")
-
-
-def check_tensors(*named: tuple[str, Any]) -> None:
-    """Raise for what is no tensor."""
-    for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        refuse_nested(name, tensor)
 
 
 def check_values(name: str, dtype: torch.dtype, device: torch.device, expected: torch.device) -> None:
@@ -325,7 +302,6 @@ def check_entries(
     indices: torch.Tensor, values: torch.Tensor, num_rows: int, device: torch.device
 ) -> tuple[int, tuple[int, ...]]:
     """Return n and the rows' shape; raise for entries that the kernel does not take."""
-    check_tensors(("indices", indices), ("values", values))
     if not isinstance(num_rows, int) or isinstance(num_rows, bool):
         raise TypeError(f"num_rows: expected a whole number, got {num_rows!r}")
     if indices.dtype not in (torch.int32, torch.int64):
@@ -452,7 +428,12 @@ def _fake_into(
 
 
 _operator = TorchOperator(
-    "sparse_all_reduce", "Tensor x, str op, str algorithm", _run, _check_types, no_gradient=_NO_GRADIENT
+    "sparse_all_reduce",
+    "Tensor x, str op, str algorithm",
+    _run,
+    lambda x, op, algorithm: check_choices(op, algorithm, ALGORITHMS),
+    no_gradient=_NO_GRADIENT,
+    layout=torch.sparse_coo,
 )
 _into = TorchOperator(
     "sparse_all_reduce_into",

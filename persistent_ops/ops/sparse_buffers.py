@@ -11,7 +11,7 @@ from ..runtime import world as _world
 from ..runtime.contract import Field
 from ..runtime.errors import to_raise
 from ..runtime.operator import Operator
-from ..runtime.plain_call import materialized
+from ..runtime.plain_call import require_plain
 from ..runtime.uncompiled import uncompiled
 from .sparse_all_reduce import check_choices, check_entries, check_num_entries, refuse_gradient
 from .sparse_launch import PendingSum, start
@@ -80,9 +80,9 @@ def sparse_all_reduce_buffers(
     check_choices(op, "auto", ("auto",))
     if coalesce == "disable" and op != "sum":
         raise ValueError("op: without coalescing nothing is summed, so there is no mean; pass op='sum'")
+    require_plain({"indices": indices, "values": values})
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
     refuse_gradient(values)
-    indices, values = materialized(indices), materialized(values)
     work = BuffersWork(world, indices.dtype, completion_fn, alloc_fn, fn_ctx)
     if coalesce == "disable":
         outside = (indices < 0) | (indices >= num_rows)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..runtime.arguments import refuse_nested
+from ..runtime.plain_call import require_plain_list
 from ..runtime.torch_private import TensorGuards, storage_has_expired
 
 __all__ = ["TableSet", "TableSets"]
@@ -129,8 +129,6 @@ class TableSets:
 
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
         """Return the set that these tables are, a new one where they have not been seen; raise for what are none."""
-        if not isinstance(weights, (list, tuple)):
-            raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
         if sighting is not None and sighting.is_unchanged(weights):
@@ -141,19 +139,7 @@ class TableSets:
                 sighting = replace(sighting, guards=_guards(weights), requires_grad=requires_grad)
                 self._sightings[identity] = sighting
             return sighting.tables
-        for t, weight in enumerate(weights):
-            if not isinstance(weight, torch.Tensor):
-                raise TypeError(f"weights[{t}]: expected a tensor, got {type(weight).__name__}")
-            refuse_nested(f"weights[{t}]", weight)
-            if weight.layout != torch.strided:
-                raise TypeError(f"weights[{t}]: expected a dense tensor, got layout {weight.layout}")
-            if weight.is_neg():
-                raise TypeError(f"weights[{t}]: expected a tensor without the negative bit; pass its resolve_neg()")
-            if weight.numel() and weight.device.type != "meta" and not weight.data_ptr():
-                raise TypeError(
-                    f"weights[{t}]: expected a tensor with memory of its own, got a {type(weight).__name__} without; "
-                    "of a DTensor, pass the local shard (to_local())"
-                )
+        require_plain_list("weights", weights)
         storages = (weight.untyped_storage()._cdata for weight in weights)
         addresses, geometry = [weight.data_ptr() for weight in weights], _geometry(weights)
         devices = (weight.device for weight in weights)

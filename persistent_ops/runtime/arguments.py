@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_number", "as_whole_number", "as_whole_numbers", "refuse_nested"]
+__all__ = ["as_number", "as_whole_number", "as_whole_numbers"]
 
 
 def as_number(name: str, given: Any) -> float:
@@ -39,9 +39,3 @@ def as_whole_numbers(values: Iterable[Any], message: str) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(message)
     return tuple(as_whole_number(value, message) for value in values)
-
-
-def refuse_nested(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a nested tensor, of which torch would say no more than that it has no such operator."""
-    if tensor.is_nested:
-        raise TypeError(f"{name}: expected a dense tensor, got a nested one")

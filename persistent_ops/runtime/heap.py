@@ -22,17 +22,9 @@ from .backend import Backend
 from .bootstrap import Bootstrap
 from .errors import NotSymmetricError, SymmetricHeapError
 from .stream_order import capture_of
-from .torch_private import (
-    is_tracked,
-    is_wrapped,
-    storage_use_count,
-    unwrapped,
-    without_dispatch_modes,
-    without_functions,
-    without_transforms,
-)
+from .torch_private import storage_use_count, without_dispatch_modes, without_functions
 
-__all__ = ["OutputPool", "SymmetricHeap", "without_wrappers"]
+__all__ = ["OutputPool", "SymmetricHeap"]
 
 _ALIGNMENT = 512  # of every allocation, in bytes: a GPU sector boundary and more than any vector
 
@@ -89,13 +81,6 @@ class _Block(NamedTuple):
 _NO_BLOCK = _Block(-1, 0)
 
 
-def without_wrappers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with memory that transforms which differentiate have wrapped, or the tensor itself."""
-    while is_tracked(tensor):
-        tensor = unwrapped(tensor)
-    return tensor
-
-
 class SymmetricHeap:
     """This PE's view of the heap and of its peers' heaps."""
 
@@ -132,9 +117,8 @@ class SymmetricHeap:
                 "needed, or pass a larger heap_size to po.init()"
             )
         assert offset is not None
-        with without_transforms():  # what one wraps has no storage
-            memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
-        view = memory.view(dtype).view(size)  # outside: what a transform has not made, it does not let be written
+        memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
+        view = memory.view(dtype).view(size)
         if not nbytes:
             return view  # takes no room
         self._freed = {o: n for o, n in self._freed.items() if o + n <= offset or offset + nbytes <= o}
@@ -172,7 +156,7 @@ class SymmetricHeap:
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Give a tensor from `empty` back; collective. `meet`: called where nothing is wrong with this PE's tensor."""
         offset = self.offset_of(tensor, "tensor")
-        storage, block = without_wrappers(tensor).untyped_storage(), self._live.get(offset, _NO_BLOCK)
+        storage, block = tensor.untyped_storage(), self._live.get(offset, _NO_BLOCK)
         is_whole = block.nbytes == tensor.nbytes if tensor.numel() else not storage.nbytes()
         if not is_whole:
             raise NotSymmetricError("tensor: expected a whole tensor as po.empty() returned it, got a part of one")
@@ -204,17 +188,11 @@ class SymmetricHeap:
             raise NotSymmetricError(f"PE {peer} is not load/store reachable from this PE, so it has no view here")
         if not tensor.is_contiguous():
             raise ValueError(f"tensor: expected a contiguous tensor, got strides {tensor.stride()}")
-        with without_transforms():
-            view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
+        view = self._backend.tensor_at(base + offset, tensor.numel() * tensor.element_size())
         return view.view(tensor.dtype).view(tensor.shape)
 
     def offset_of(self, tensor: torch.Tensor, name: str) -> int:
         """Return a symmetric tensor's offset; NotSymmetricError names the argument where it is none of this PE's."""
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-        tensor = without_wrappers(tensor)
-        if is_wrapped(tensor):
-            raise NotSymmetricError(f"{name}: expected a tensor in the symmetric heap, got one of torch.func.vmap's")
         address, base, size = tensor.data_ptr(), self._backend.heap_base, self._backend.heap_bytes
         if address - base in self._live:  # as of most
             return address - base
@@ -337,11 +315,11 @@ class _Slot:
 
 @contextlib.contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Make tensors that are kept as a plain call makes them: no mode, transform or subclass has a part in them.
+    """Make tensors that are kept as a plain call makes them: no mode or subclass has a part in them.
 
     What is made in inference mode never takes part in a backward pass, and a buffer is handed out again behind it.
     """
-    with torch.inference_mode(False), without_functions(), without_dispatch_modes(), without_transforms():
+    with torch.inference_mode(False), without_functions(), without_dispatch_modes():
         yield
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .areas import Areas
-from .torch_private import without_transforms
 
 if TYPE_CHECKING:
     from .operator import Operator
@@ -84,8 +83,7 @@ class Plans(dict[Hashable, _P]):
         """
         self.refuse_capture(caller)
         self._operator.prepare(self._world)
-        with without_transforms():
-            plan = build()
+        plan = build()
         self._world.make_room(self, self.most)
         self[key] = plan
         return plan

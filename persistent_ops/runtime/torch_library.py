@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from .forward_mode import refuse_tangents
-from .plain_call import PlainCalls
+from .plain_call import PlainCalls, is_watched, require_plain, require_plain_list
 from .program_order import ARGUMENT as ORDER, order_of
-from .torch_private import (
-    autograd_kernel,
-    function_transform,
-    is_for_compiled_cuda_graph,
-    never_recomputed,
-    tracing_context,
-)
+from .torch_private import autograd_kernel, is_for_compiled_cuda_graph, never_recomputed, tracing_context
 
 __all__ = ["TorchOperator"]
 
@@ -36,7 +29,7 @@ class TorchOperator:
         name: of the operator.
         arguments: what comes before the outputs in torch's schema language: "Tensor x, Tensor(z!) changed".
         run: what it does, whatever the device: run(*arguments, **outputs), with None for outputs that are not given.
-        check: the same for what torch would refuse in words of its own.
+        check: the same for what torch would refuse in words of its own; that tensors are plain ones is seen before.
         complete: called with the arguments, returns them for the dispatcher: the schema wants what callers may omit.
         fake: the same for fake tensors; None where the result's shape depends on data.
         outputs: names of the tensors that may be given to be written: the results, where there are several. Where some
@@ -47,6 +40,7 @@ class TorchOperator:
             (program_order.py).
         result_in_heap: whether the result lies in the symmetric heap. CUDA graphs of torch.compile take only results
             from a pool of their own, so there a copy is returned.
+        layout: of its tensors.
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class TorchOperator:
         name: str,
         arguments: str,
         run: _Run,
-        check: _Run,
+        check: _Run | None = None,
         *,
         complete: Callable[..., tuple[Any, ...]] | None = None,
         fake: _Run | None = None,
@@ -62,6 +56,7 @@ class TorchOperator:
         no_gradient: str | None = None,
         is_collective: bool = True,
         result_in_heap: bool = False,
+        layout: torch.layout = torch.strided,
     ) -> None:
         self._name = name
         self._is_collective = is_collective
@@ -69,7 +64,7 @@ class TorchOperator:
         self._check = check
         self._fake = fake
         self._complete = complete
-        self._plain_calls = PlainCalls()
+        self._plain_calls = PlainCalls(layout)
         self._no_gradient = no_gradient
         self._writing_name = name if no_gradient is None else f"{name}_out"
         by_name = [ORDER] if is_collective else []
@@ -78,13 +73,14 @@ class TorchOperator:
         if no_gradient is not None:
             results = "Tensor" if len(outputs) < 2 else f"({', '.join(['Tensor'] * len(outputs))})"
             signature = f"({', '.join([arguments, '*', *by_name] if by_name else [arguments])}) -> {results}"
-            _define(name, signature, run, fake, no_gradient)
+            self._tensors = _define(name, signature, run, fake, no_gradient, layout)
         if outputs:
             # Aliases by letters; arguments that change have those from the end of the alphabet.
             by_name += [f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs)]
             signature = f"({', '.join([arguments, '*', *by_name])}) -> ()"
             refusal = no_gradient or f"{name} is forward only: it has no derivative"
-            _define(self._writing_name, signature, _without_result(run), fake and _without_result(fake), refusal)
+            run, fake = _without_result(run), fake and _without_result(fake)
+            self._tensors = _define(self._writing_name, signature, run, fake, refusal, layout)
 
     def is_plain(self, required: tuple[Any, ...], optional: tuple[Any, ...] = ()) -> bool:
         """Return whether a call may go to `run` at once, if none of the tables that it has requires a gradient."""
@@ -112,10 +108,9 @@ class TorchOperator:
         else:
             if self._plain_calls.has(required, optional, tables):
                 return self._run(*arguments, **outputs)
-            self._check(*arguments, **outputs)
-            for name, output in outputs.items():
-                if output is not None and output.is_neg():
-                    raise ValueError(f"{name}: expected a tensor without the negative bit, which is written as it is")
+            self._tensors.require_plain(arguments, outputs, may_lack_outputs=self._no_gradient is not None)
+            if self._check is not None:
+                self._check(*arguments, **outputs)
         if self._complete is not None:
             arguments = self._complete(*arguments)
         operators = torch.ops.persistent_ops
@@ -133,7 +128,30 @@ class TorchOperator:
         return tuple(outputs.values()) if len(outputs) > 1 else outputs[given[0]]
 
 
-def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient: str) -> None:
+class _Tensors:
+    """The tensors among an operator's arguments, by its schema."""
+
+    def __init__(self, schema: Any, layout: torch.layout) -> None:
+        self._layout = layout
+        self._arguments = [(each.name, str(each.type)) for each in schema.arguments if not each.kwarg_only]
+
+    def require_plain(
+        self, arguments: Sequence[Any], outputs: Mapping[str, Any], *, may_lack_outputs: bool = True
+    ) -> None:
+        """Raise TypeError where one is not plain."""
+        given: dict[str, Any] = {}
+        for (name, kind), argument in zip(self._arguments, arguments, strict=False):  # some have defaults
+            if kind == "List[Tensor]":
+                require_plain_list(name, argument, may_be_fake=True)
+            elif kind == "Tensor" or (kind == "Optional[Tensor]" and argument is not None):
+                given[name] = argument
+        given |= {name: output for name, output in outputs.items() if not (output is None and may_lack_outputs)}
+        require_plain(given, layout=self._layout, may_be_fake=True)
+
+
+def _define(
+    name: str, signature: str, run: _Run, fake: _Run | None, no_gradient: str, layout: torch.layout
+) -> _Tensors:
     _library.define(f"{name}{signature}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     if fake is not None:
@@ -145,25 +163,16 @@ def _define(name: str, signature: str, run: _Run, fake: _Run | None, no_gradient
     operator = getattr(torch.ops.persistent_ops, name).default
     recorded = autograd_kernel(operator, SimpleNamespace(_backward_fn=refuse, _setup_context_fn=None))
 
+    tensors = _Tensors(operator._schema, layout)
+
     def differentiate(keyset: object, *arguments: Any, **outputs: torch.Tensor) -> Any:
-        refuse_tangents((*arguments, *outputs.values()), no_gradient)
-        is_recorded = torch.is_grad_enabled() and function_transform() is not None
-        if is_recorded and _requires_grad((*arguments, *outputs.values())):
-            raise NotImplementedError(no_gradient)  # torch.func.grad, which looks for a function of torch's own
+        if is_watched():  # through torch.ops
+            tensors.require_plain(arguments, outputs)
         with never_recomputed():
             return recorded(keyset, *arguments, **outputs)
 
     _library.impl(name, differentiate, "Autograd", with_keyset=True)
-
-
-def _requires_grad(arguments: Iterable[Any]) -> bool:
-    """Return whether a tensor does, among arguments or in lists of them."""
-    return any(
-        _requires_grad(argument)
-        if isinstance(argument, (list, tuple))
-        else isinstance(argument, torch.Tensor) and argument.requires_grad
-        for argument in arguments
-    )
+    return tensors
 
 
 def _without_order(run: _Run, *, copies: bool) -> _Run:

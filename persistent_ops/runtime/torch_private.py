@@ -16,6 +16,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
 from torch._library.autograd import make_autograd_impl
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Variable, forward_ad
 from torch.distributed import ProcessGroup
 from torch.fx import traceback
@@ -27,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 _guards = getattr(torch._C._dynamo, "guards", None)
 
 __all__ = [
+    "STAND_INS",
     "TensorGuards",
     "abort_groups",
     "active_ddp_module",
@@ -40,8 +43,6 @@ __all__ = [
     "frame_compiler",
     "function_transform",
     "is_for_compiled_cuda_graph",
-    "is_tracked",
-    "is_wrapped",
     "is_zero_tensor",
     "never_recomputed",
     "num_dispatch_modes",
@@ -51,10 +52,8 @@ __all__ = [
     "storage_use_count",
     "tracing_context",
     "tracing_state",
-    "unwrapped",
     "without_dispatch_modes",
     "without_functions",
-    "without_transforms",
     "wrapper_subclass",
 ]
 
@@ -88,6 +87,12 @@ current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCu
 `torch.cuda.current_stream(device).cuda_stream` makes a Python object each time: a microsecond of every launch.
 """
 
+STAND_INS: tuple[type[torch.Tensor], ...] = (FakeTensor, FunctionalTensor)
+"""Subclasses that stand for plain tensors where torch.compile, torch.export or make_fx see a call.
+
+Public torch has no names for them.
+"""
+
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many TorchDispatchModes are active (fake tensors, tracing): a call must then go through the dispatcher.
 
@@ -98,30 +103,6 @@ function_transform: Callable[[], object | None] = torch._C._functorch.peek_inter
 """The innermost transform of torch.func (vmap, grad) that is active, or None; a call must go through the dispatcher.
 
 Public torch applies transforms, and does not say whether one is active.
-"""
-
-without_transforms: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch  # type: ignore[attr-defined]
-"""A context in which no transform of torch.func is active: a plan that is made within one needs memory of its own.
-
-Public torch has no way out of a transform.
-"""
-
-is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is what a transform of torch.func has made of one: it has no memory of its own.
-
-Public torch does not tell such a tensor from another one.
-"""
-
-is_tracked: Callable[[torch.Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
-"""Whether a transform that differentiates has wrapped a tensor, whose values are all there in what it has wrapped.
-
-Public torch does not tell such a tensor from another one.
-"""
-
-unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
-"""What a transform of torch.func has wrapped, which has memory: whose it is, is to be found.
-
-Public torch unwraps tensors where a transform ends.
 """
 
 dual_level: Callable[[], int] = lambda: forward_ad._current_level  # noqa: E731

@@ -31,7 +31,7 @@ from .program_order import keep_order_on
 from .residency import Residency
 from .stream_order import Collective, in_order
 from .team import ALONE, WORLD, Team
-from .torch_private import backward_pass, without_transforms
+from .torch_private import backward_pass
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ class World:
         if side is None:
             self.meet(_SIDE.contract(self.team))
             main, words = self.workspace, _SIDE_READY_WORDS
-            with without_transforms():
-                side = Workspace(self.backend, self.bootstrap, self.heap, main.timeout, ready_words=words, main=main)
+            side = Workspace(self.backend, self.bootstrap, self.heap, main.timeout, ready_words=words, main=main)
             side.admit = functools.partial(self._admit, name=name)
             side.run_beside(self.workspace, is_beside=self._runs_beside)
             self._side_workspaces[name] = side
@@ -295,8 +294,7 @@ class World:
         """
         self.admit_caller()
         workspace = workspace or self.workspace
-        with without_transforms():
-            kernel, plan, call = self._barrier_of(contract, workspace)
+        kernel, plan, call = self._barrier_of(contract, workspace)
         # A PE that comes late finds at the first barrier the credit of those that have given up since, and at the
         # second one that they have.
         for _ in range(2):
