@@ -134,11 +134,11 @@ def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
     No gradient flows back from it.
 
     Raises:
-        TypeError: it is not a plain dense tensor.
+        TypeError: it is not a plain dense tensor, or has no memory.
     """
     require_plain({"tensor": tensor})
     if tensor.is_meta:
-        raise ValueError("tensor: expected a tensor with memory, got one on meta")
+        raise TypeError("tensor: expected a tensor with memory, got one on meta")
     copy = empty(*tensor.shape, dtype=tensor.dtype)
     copy.copy_(tensor.detach())
     return copy

@@ -352,12 +352,12 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "x sparse": (
         lambda: {_X: _good().to_sparse()},
         TypeError,
-        "x: expected a dense tensor, got layout torch.sparse_coo",
+        "x: expected a plain dense tensor, got layout torch.sparse_coo",
     ),
     "x compressed": (
         lambda: {_X: _good().to_sparse_csr()},
         TypeError,
-        "x: expected a dense tensor, got layout torch.sparse_csr",
+        "x: expected a plain dense tensor, got layout torch.sparse_csr",
     ),
     "x on meta": (
         lambda: {_X: _good().to("meta")},

@@ -77,8 +77,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: po.gemv_all_reduce(MATRIX, VECTOR, algorithm=["auto"]),
         "ValueError; algorithm: expected one of ",
     ),
-    "a sparse tensor to free": (lambda: po.free(_sparse()), "TypeError; tensor: expected a dense tensor, got layout "),
-    "a view of a sparse tensor": (lambda: po.peer_view(_sparse(), 0), "TypeError; tensor: expected a dense tensor"),
+    "a sparse tensor to free": (
+        lambda: po.free(_sparse()),
+        "TypeError; tensor: expected a plain dense ",
+    ),
+    "a view of a sparse tensor": (
+        lambda: po.peer_view(_sparse(), 0),
+        "TypeError; tensor: expected a plain dense ",
+    ),
     "a word as capacity of traces": (lambda: _traced("1"), "TypeError; capacity: expected a whole number of bytes"),
     "a half as capacity of traces": (lambda: _traced(0.5), "TypeError; capacity: expected a whole number of bytes"),
     "slots that are no list": (lambda: _inputs(3), "TypeError; slots: expected pairs (feature, rows) of whole "),

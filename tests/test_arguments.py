@@ -39,21 +39,6 @@ def changed(name: str, change: Callable[[Any], Any]) -> Callable[[], dict[str, A
     return lambda: {name: change(good()[name])}
 
 
-class Wrapper(torch.Tensor):
-    """As a DTensor is made: a tensor without memory, around one that has it."""
-
-    def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-        wrapper.inner = inner
-        return wrapper
-
-    inner: torch.Tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{function} of a wrapper")
-
-
 def factors(**options: Any) -> torch.Tensor:
     return torch.ones(TABLES * BATCH * 2, **{"device": po.device(), **options})
 
@@ -128,11 +113,6 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         changed("weights", lambda ws: [ws[0], ws[1][0]]),
         ValueError,
         r"weights\[1\]: expected a contiguous \[R, D\] tensor, got shape \[8\]",
-    ),
-    "table that wraps another": (
-        changed("weights", lambda ws: [ws[0], Wrapper(ws[1])]),
-        TypeError,
-        r"weights\[1\]: expected a tensor with memory of its own, got a Wrapper without; .*to_local",
     ),
     "three-dimensional table": (
         changed("weights", lambda ws: [ws[0][None], ws[1]]),
@@ -527,56 +507,14 @@ WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
 }
 
 
-def _nested(layout: torch.layout = torch.strided) -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
-
-
 NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "list to symmetric": (lambda mine: po.to_symmetric([1]), "tensor: expected a tensor, got list"),
-    "sparse to symmetric": (
-        lambda mine: po.to_symmetric(mine.zero_().to_sparse()),
-        r"tensor: expected a dense tensor with memory, got a (cpu|cuda) tensor of layout torch\.sparse_coo",
-    ),
     "meta to symmetric": (
         lambda mine: po.to_symmetric(mine.to("meta")),
-        r"tensor: expected a dense tensor with memory, got a meta tensor",
-    ),
-    "nested to symmetric": (
-        lambda mine: po.to_symmetric(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])),
-        "tensor: expected a dense tensor with memory, got a nested one",
+        "tensor: expected a tensor with memory, got one on meta",
     ),
     "size of a truth in a tensor": (lambda mine: po.empty(torch.tensor(True)), "size: expected whole numbers, got"),
     "size of a fraction in a tensor": (lambda mine: po.empty(torch.tensor(2.5)), "size: expected whole numbers, got"),
-    "sum of nested": (lambda mine: po.all_reduce(_nested()), "x: expected a dense tensor, got a nested one"),
-    "nested residual": (
-        lambda mine: po.all_reduce(mine, residual=_nested()),
-        "residual: expected a dense tensor, got a nested one",
-    ),
-    "nested weight of a norm": (
-        lambda mine: po.all_reduce_rms_norm(mine, _nested()),
-        "weight: expected a dense tensor, got a nested one",
-    ),
-    "product with nested": (
-        lambda mine: po.gemv(_nested(), mine),
-        "weight: expected a dense tensor, got a nested one",
-    ),
-    "sum of jagged": (
-        lambda mine: po.gemv_all_reduce(mine, _nested(torch.jagged)),
-        "x: expected a dense tensor, got a nested one",
-    ),
-    "sparse sum of nested": (lambda mine: po.sparse_all_reduce(_nested()), "x: expected a dense tensor, got a nested"),
-    "nested table": (
-        lambda mine: po.embedding_all_to_all([_nested()], nothing(), no_bags()),
-        r"weights\[0\]: expected a dense tensor, got a nested one",
-    ),
-    "nested weights of lookups": (
-        lambda mine: po.embedding_all_to_all([mine[:, None]], nothing(), no_bags(), per_sample_weights=_nested()),
-        "per_sample_weights: expected a dense tensor, got a nested one",
-    ),
-    "nested lookups": (
-        lambda mine: po.embedding_all_to_all([mine[:, None]], _nested(), no_bags()),
-        "indices: expected a dense tensor, got a nested one",
-    ),
     "view of PE True": (lambda mine: po.peer_view(mine, True), "rank: expected a whole number, got True"),
     "view of a list": (lambda mine: po.peer_view([1], 0), "tensor: expected a tensor, got list"),
     "view of PE a": (lambda mine: po.peer_view(mine, "a"), "rank: expected a whole number, got 'a'"),

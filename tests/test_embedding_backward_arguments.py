@@ -300,7 +300,6 @@ _WIDER = torch.arange(5 * 40, dtype=torch.float32).view(5, 40)
         (torch.ones(5, 41)[:, 8:24], True),  # so do most rows
         (torch.ones(16, 5).t(), True),
         (torch.ones(1, 1).expand(5, 16), True),
-        (torch._neg_view(_WIDER), True),
     ],
 )
 def test_a_gradient_is_read_where_it_is(gradient: torch.Tensor, is_copied: bool) -> None:

@@ -135,11 +135,15 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         r"x: expected a contiguous .*got strides? [\[(]1, 3",
     ),
-    "x sparse": (changed("x", torch.Tensor.to_sparse), TypeError, r"x: expected a dense tensor, got .*sparse_coo"),
+    "x sparse": (
+        changed("x", torch.Tensor.to_sparse),
+        TypeError,
+        "x: expected a plain dense tensor, got .*coo",
+    ),
     "weight sparse": (
         changed("weight", torch.Tensor.to_sparse),
         TypeError,
-        "weight: expected a dense tensor, got .*coo",
+        "weight: expected a plain dense tensor, got .*coo",
     ),
     "x with gaps": (changed("x", spread), ValueError, r"x: expected a contiguous .*got strides? [\[(]16, 2"),
     "one vector with gaps": (

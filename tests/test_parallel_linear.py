@@ -487,8 +487,6 @@ def errors_program(backend: str) -> dict[str, str]:
             "residual": message_of(ValueError, lambda: row(x, residual=torch.ones(4, device=device))),
             "residual dtype": message_of(TypeError, lambda: row(x, residual=torch.ones(3, 4, device=device).half())),
             "residual elsewhere": message_of(ValueError, lambda: row(x, residual=x.to("meta"))),
-            "sparse": message_of(TypeError, lambda: row(x.to_sparse())),
-            "nested": message_of(TypeError, lambda: column(torch.nested.nested_tensor([x[0], x[1]]))),
             "dtype elsewhere": message_of(TypeError, lambda: Column(8, 4, device="meta")(absent.half())),
             "elsewhere": message_of(ValueError, lambda: Row(8, 4, device="meta")(absent[:, :4])),
             "algorithm": message_of(ValueError, lambda: Row(8, 4, algorithm="ring")),
@@ -523,8 +521,6 @@ EXPECTED_ERRORS = {
     "residual": "residual: expected the result's shape [3, 4], got [4]",
     "residual dtype": "residual: expected the weight's dtype torch.float32, got torch.float16",
     "residual elsewhere": "residual: expected a tensor on {device}, as x is, got one on meta",
-    "sparse": "x: expected a dense tensor, got layout torch.sparse_coo",
-    "nested": "x: expected a dense tensor, got a nested one",
     "dtype elsewhere": "x: expected the weight's dtype torch.float32, got torch.float16",
     "elsewhere": "x: expected a tensor on {device}, got one on meta",
     "algorithm": "algorithm: expected one of 'auto', 'one_shot', 'two_phase', got 'ring'",
@@ -603,24 +599,6 @@ def copies_program(backend: str) -> list[Any]:
 def test_a_layer_with_a_group_is_copied_and_not_pickled(backend: str) -> None:
     for equal, is_apart, text in in_processes(copies_program, 2, backend, timeout=120):
         assert equal and is_apart and "process group cannot be pickled" in text and "save its state_dict()" in text
-
-
-@torch.no_grad()
-def mapped_program(backend: str) -> list[bool]:
-    with world_of(backend):
-        linear = whole_layer(CASES[0])
-        layer = po_nn.RowParallelLinear.from_linear(linear)
-        first, last = layer.shard_range
-        equal = []
-        for count in (3, 20):  # of which the last one takes po.all_reduce
-            x = values(CASES[0], "x", 2, count, CASES[0].inputs)[..., first:last].to(po.device())
-            mapped = torch.func.vmap(layer)(x)
-            equal.append(torch.allclose(mapped, torch.stack([layer(each) for each in x]), rtol=1e-5, atol=1e-5))
-        return equal
-
-
-def test_row_parallel_is_mapped_over_a_batch(backend: str) -> None:
-    assert launched(mapped_program, 2, backend) == [[True, True]] * 2
 
 
 # ---- torch.compile -------------------------------------------------------------------------------------------------

@@ -348,13 +348,3 @@ def test_what_is_wrong_with_inputs_is_said(placement: str) -> None:
         ("ValueError", "values: expected a contiguous tensor; pass values.contiguous()"),
         [2, 8],
     ]
-
-
-def _negative_weights() -> str:
-    module = _module("replicated", is_weighted=True)
-    weights = torch._neg_view(torch.ones(2))
-    return error_of(lambda: module(*_lookups(0, 2), per_sample_weights=weights))[1]
-
-
-def test_weights_with_the_negative_bit_are_refused() -> None:
-    assert "negative bit" in in_world(_negative_weights, 1, "host")[0]

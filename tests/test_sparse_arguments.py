@@ -76,19 +76,19 @@ _Wrong = tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Exception],
 # name -> (entry, arguments that differ from the good ones, exception, what its message must say)
 WRONG: dict[str, _Wrong] = {
     # sparse_all_reduce
-    "list as x": ("sparse", given_as(x=[1.0]), TypeError, "x: expected a sparse tensor, got list"),
-    "no x": ("sparse", given_as(x=None), TypeError, "x: expected a sparse tensor, got NoneType"),
+    "list as x": ("sparse", given_as(x=[1.0]), TypeError, "x: expected a tensor, got list"),
+    "no x": ("sparse", given_as(x=None), TypeError, "x: expected a tensor, got NoneType"),
     "dense x": (
         "sparse",
         changed("x", torch.Tensor.to_dense),
         TypeError,
-        r"x: expected a sparse COO tensor, got layout torch\.strided.*to_sparse",
+        r"x: expected a plain sparse COO tensor, as of to_sparse\(1\), got layout torch\.strided",
     ),
     "CSR": (
         "sparse",
         lambda given: {"x": given["x"].to_dense().to_sparse_csr()},
         TypeError,
-        r"x: expected a sparse COO tensor, got layout torch\.sparse_csr",
+        r"x: expected a plain sparse COO tensor, .*got layout torch\.sparse_csr",
     ),
     "two sparse dimensions": (
         "sparse",
@@ -152,7 +152,7 @@ WRONG: dict[str, _Wrong] = {
         "sparse",
         lambda given: {"x": given["x"].to_dense(), "async_op": True},
         TypeError,
-        r"x: expected a sparse COO tensor, got layout torch\.strided",
+        r"x: expected a plain sparse COO tensor, .*got layout torch\.strided",
     ),
     "op": ("sparse", given_as(op="max"), ValueError, "op: expected one of 'sum', 'mean', got 'max'"),
     "op that is no text": ("sparse", given_as(op=None), (TypeError, ValueError), "op: expected"),  # type: ignore[dict-item]

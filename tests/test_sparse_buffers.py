@@ -163,31 +163,6 @@ def test_entries_that_are_no_rows_without_coalescing(backend: str) -> None:
     assert second[1] == ("", "") and second_given == [whole]
 
 
-def _as_they_say(coalesce: str) -> list[list[float]]:
-    """Values of which torch has put off to negate or to fill them, and their rows."""
-    ones = torch.ones(3, 2, device=po.device())
-    indices = torch.arange(3, device=po.device())
-    given: list[list[float]] = []
-    for values in (torch._neg_view(ones), ones[:, 0].to(torch.complex64).mul(1j).conj().imag, _no_memory(3)):
-        po.sparse_all_reduce_buffers(
-            indices,
-            values,
-            num_rows=8,
-            coalesce=coalesce,
-            completion_fn=lambda i, v, _: given.append(v.flatten().tolist()),
-        )
-    return given
-
-
-def _no_memory(*shape: int) -> torch.Tensor:
-    return torch._efficientzerotensor(shape, device=po.device())  # type: ignore[attr-defined, no-any-return]
-
-
-@pytest.mark.parametrize("coalesce", ["regular", "keep_precision", "disable"])
-def test_buffers_hold_what_tensors_say(backend: str, coalesce: str) -> None:
-    assert in_world(_as_they_say, 1, backend, coalesce) == [[[-1.0] * 6, [-1.0] * 3, [0.0] * 3]]
-
-
 def _first_called_when_compiled(kind: str) -> list[float]:
     def buffers(x: torch.Tensor) -> torch.Tensor:
         given: list[torch.Tensor] = []

@@ -156,14 +156,12 @@ def embedding_all_to_all(
     may_record = records and _may_record()
     is_required = _require_gradients(weights, differentiated) if may_record else None
     if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
-        if not isinstance(weights, (list, tuple)):
-            raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
-        if out is not None:
-            raise NotImplementedError("out: cannot be given where gradients are recorded")
-        if is_watched():
+        if is_watched() or not isinstance(weights, (list, tuple)):
             require_plain_list("weights", weights)
             if differentiated is not None:
                 require_plain({"per_sample_weights": differentiated})
+        if out is not None:
+            raise NotImplementedError("out: cannot be given where gradients are recorded")
         choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
         # The backward pass reads what it was called with, also where the caller's lists are filled anew meanwhile.
         split = {

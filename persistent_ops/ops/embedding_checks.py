@@ -41,7 +41,7 @@ BOUNDS = ("fatal", "ignore")
 
 
 def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-    """Raise TypeError or ValueError for plain tensors that kernels cannot read as lookups, bounds of bags or weights."""
+    """Raise TypeError or ValueError for plain tensors that kernels cannot read as lookups, bounds or weights."""
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")

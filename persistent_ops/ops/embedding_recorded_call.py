@@ -224,7 +224,7 @@ def _memory_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as kernels take it: autograd may hand on one that is sparse, or still to be negated or filled.
 
     Raises:
-        TypeError: it is a fake one, or one of torch.func, as with is_grads_batched or vectorize.
+        TypeError: it is a fake one, or one of several (is_grads_batched, vectorize).
     """
     gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient  # type: ignore[no-untyped-call]
     gradient = gradient.clone() if is_zero_tensor(gradient) else gradient.resolve_neg()

@@ -129,6 +129,8 @@ class TableSets:
 
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
         """Return the set that these tables are, a new one where they have not been seen; raise for what are none."""
+        if not isinstance(weights, (list, tuple)):
+            require_plain_list("weights", weights)  # raises
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
         if sighting is not None and sighting.is_unchanged(weights):

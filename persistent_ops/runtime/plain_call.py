@@ -96,9 +96,11 @@ def _kind_of(tensor: torch.Tensor, layout: torch.layout, *, may_be_fake: bool) -
         return f"layout {tensor.layout}"
     if tensor.is_neg():
         return "a tensor with the negative bit"
-    if layout is torch.strided and not tensor.data_ptr() and tensor.numel() and not tensor.is_meta:
-        return "a tensor without memory"
-    return None
+    try:
+        has_memory = layout is not torch.strided or tensor.data_ptr() or not tensor.numel() or tensor.is_meta
+    except RuntimeError:  # as of is_grads_batched
+        has_memory = False
+    return None if has_memory else "a tensor without memory"
 
 
 # ---- calls that nobody watches -------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ class PlainCalls:
             if other is not None and other is not first and other is not given[-1]:
                 given += (other,)
         for tensor in given:
-            if getattr(tensor, "is_nested", False):  # torch ends the process where it compares strides
+            if type(tensor) not in PLAIN or tensor.is_nested:  # torch ends the process where it compares strides
                 return False
         for is_of_kind, requires_grad in self._kinds.get(len(given), ()):
             if is_of_kind(*given):

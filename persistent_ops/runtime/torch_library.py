@@ -34,8 +34,8 @@ class TorchOperator:
         fake: the same for fake tensors; None where the result's shape depends on data.
         outputs: names of the tensors that may be given to be written: the results, where there are several. Where some
             of these are given, `fake` makes the others.
-        no_gradient: what a backward pass through the result raises, and a call with tensors that have tangents (the
-            forward mode); None: the operator has no result, its outputs must be given, and `name` itself writes them.
+        no_gradient: what a backward pass through the result raises; None: the operator has no result, its outputs must
+            be given, and `name` itself writes them.
         is_collective: whether peers take part, so that compilers may neither drop a call nor merge or move any
             (program_order.py).
         result_in_heap: whether the result lies in the symmetric heap. CUDA graphs of torch.compile take only results

@@ -112,13 +112,13 @@ Public torch opens one, and does not say whether one is.
 """
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor  # type: ignore[attr-defined]
-"""Whether a tensor is zeros without memory, as derivatives may be: a call must go through the dispatcher.
+"""Whether a tensor is zeros without memory, as gradients may be, which kernels cannot read.
 
 Public torch has no name for them; `is_neg` is the same question about a negative.
 """
 
 autograd_kernel: Callable[..., Callable[..., Any]] = make_autograd_impl
-"""Makes what `torch.library.register_autograd` registers, to have a check before it that refuses the forward mode.
+"""Makes what `torch.library.register_autograd` registers, to have a check before it that refuses tangents.
 
 Public torch lets an operator have a derivative of the reverse mode; without one of the forward mode it gives zeros.
 """

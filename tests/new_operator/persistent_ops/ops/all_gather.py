@@ -146,11 +146,6 @@ def _run(x: torch.Tensor) -> torch.Tensor:
     return plan.launch(x)
 
 
-def _check_type(x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
-
-
 def _check(x: torch.Tensor, device: torch.device | None) -> None:
     """Raise for what the operator cannot take. No device: a fake call."""
     if x.dtype not in SCALARS:
@@ -170,7 +165,6 @@ _all_gather = TorchOperator(
     "all_gather",
     "Tensor x",
     _run,
-    _check_type,
     fake=_fake,
     no_gradient="all_gather is forward only: call it under torch.no_grad(), or use torch.distributed.nn.all_gather",
 )
