@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persistent_ops.runtime import plain_call
-from persistent_ops.runtime.plain_call import PlainCalls, is_plain
+from persistent_ops.runtime.plain_call import PlainCalls, are_plain, is_watched
+from persistent_ops.runtime.torch_private import num_dispatch_modes
 
 
 class _Own(torch.Tensor):
@@ -81,6 +82,16 @@ def _with_transforms(call: Callable[[torch.Tensor | None], bool]) -> list[bool]:
     return said
 
 
+def _is_plain(
+    tensors: tuple[torch.Tensor, ...], optional: tuple[torch.Tensor, ...], tables: Sequence[torch.Tensor]
+) -> bool:
+    """Return whether nobody but the kernel wants to see a call, by looking at each tensor."""
+    given = (*tensors, *(other for other in optional if other is not None))
+    if num_dispatch_modes() or is_watched() or not are_plain(given):
+        return False
+    return not torch.is_grad_enabled() or not any(getattr(each, "requires_grad", True) for each in (*given, *tables))
+
+
 def test_one_look_says_what_looks_at_each_tensor_say() -> None:
     tensors = _tensors()
     pairs = list(itertools.product(tensors, repeat=2))
@@ -100,10 +111,10 @@ def test_one_look_says_what_looks_at_each_tensor_say() -> None:
                 nonlocal some_plain
                 given = (tensors[first] if wrapped is None else wrapped,), (tensors[second], tensors["plain"])
                 for tables in ((), [tensors["half"]], [tensors["half"], tensors["parameter"]], ["text"]):
-                    wanted = is_plain(*given, tables)  # type: ignore[arg-type]
+                    wanted = _is_plain(*given, tables)  # type: ignore[arg-type]
                     some_plain += wanted
                     for _ in range(2):
-                        assert calls.has(*given, tables) == wanted, (first, second, tables)  # type: ignore[arg-type]
+                        assert bool(calls.has(*given, tables)) == wanted, (first, second, tables)  # type: ignore[arg-type]
                 return wanted
 
             _with_transforms(both)
@@ -116,9 +127,9 @@ def test_calls_of_a_kind_are_looked_at_once(is_recording: bool, monkeypatch: pyt
 
     def counted(*given: Any) -> bool:
         looked.append(1)
-        return is_plain(*given)
+        return are_plain(*given)
 
-    monkeypatch.setattr(plain_call, "is_plain", counted)
+    monkeypatch.setattr(plain_call, "are_plain", counted)
     tensors, calls = _tensors(), PlainCalls()
     names = ["half", "frozen" if is_recording else "parameter"]
     with torch.set_grad_enabled(is_recording):
@@ -147,3 +158,12 @@ def test_nested_tensors_end_no_process() -> None:
     assert not calls.has((nested,)) and not calls.has((plain,), (nested,))
     assert calls.has((plain,)) and calls.has((plain, torch.zeros(2, 8)))
     assert not calls.has((nested,)) and not calls.has((plain, nested)) and not calls.has((plain,), (nested,))
+
+
+def test_gradients_alone_make_a_call_not_plain() -> None:
+    calls, x, tables = PlainCalls(), torch.ones(3, requires_grad=True), [torch.ones(3, 3)]
+    for _ in range(2):
+        assert calls.has((x,)) is None and calls.has((x,), (), tables) is False
+        assert calls.has((torch._neg_view(x),)) is False
+        with torch.no_grad():
+            assert calls.has((x,)) is True

@@ -45,11 +45,6 @@ def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[obje
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _require_plain(name: str, tensor: torch.Tensor) -> None:
-    if not torch.compiler.is_compiling():
-        require_plain({name: tensor}, may_be_fake=True)
-
-
 def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[int, ...]:
     """Cut a number of features into one share per PE, as equal as whole units allow; earlier PEs get the larger shares.
 
@@ -235,7 +230,8 @@ class _ParallelLinear(torch.nn.Module):
                 f"{type(self).__name__}: this layer is PE {rank}'s of {size}, and this is PE {world.rank} of "
                 f"{world.size}: make a new one, and load the whole layer's state dict"
             )
-        _require_plain("x", x)
+        if not torch.compiler.is_compiling():
+            require_plain({"x": x}, may_be_fake=True)
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"x: expected [..., {features}], this PE's features, got {list(x.shape)}")
         if x.dtype != self.weight.dtype and not _is_under_autocast(x.device):
@@ -440,7 +436,8 @@ class RowParallelLinear(_ParallelLinear):
         self._check_input(x, self.weight.shape[1])
         shape = (*x.shape[:-1], self.out_features)
         if residual is not None:
-            _require_plain("residual", residual)
+            if not torch.compiler.is_compiling():
+                require_plain({"residual": residual}, may_be_fake=True)
             if tuple(residual.shape) != shape:
                 raise ValueError(f"residual: expected the result's shape {list(shape)}, got {list(residual.shape)}")
             if residual.dtype != self.weight.dtype and not _is_under_autocast(x.device):

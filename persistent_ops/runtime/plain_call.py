@@ -17,7 +17,7 @@ from .torch_private import (
     tracing_state,
 )
 
-__all__ = ["PLAIN", "PlainCalls", "is_plain", "is_watched", "require_plain", "require_plain_list", "refuse_transforms"]
+__all__ = ["PLAIN", "PlainCalls", "is_watched", "require_plain", "require_plain_list", "refuse_transforms"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may have a __torch_function__ of its own
 _EXPECTED = {torch.strided: "a plain dense tensor", torch.sparse_coo: "a plain sparse COO tensor, as of to_sparse(1)"}
@@ -41,11 +41,19 @@ def require_plain(
     """
     watched = is_watched()
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        if type(tensor) in PLAIN:
+            found = (_watcher(tensor) if watched else None) or _property_of(tensor, layout)
+        elif not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        found = (_watcher(tensor) if watched else None) or _kind_of(tensor, layout, may_be_fake=may_be_fake)
-        if found is not None:
-            _refuse(name, found, layout)
+        elif may_be_fake and isinstance(tensor, STAND_INS):
+            found = _watcher(tensor) if watched else None
+        else:  # what it has it may answer as it likes
+            found = f"a {type(tensor).__name__}"
+        if found:
+            raise TypeError(
+                f"{name}: expected {_EXPECTED[layout]}, got {found}. Pass a torch.Tensor that is not a subclass or "
+                "lazy view, outside of torch.func, forward-mode AD and torch.jit.trace."
+            )
 
 
 def require_plain_list(name: str, tensors: Any, *, may_be_fake: bool = False) -> None:
@@ -66,13 +74,6 @@ def is_watched() -> bool:
     return function_transform() is not None or dual_level() >= 0 or tracing_state() is not None
 
 
-def _refuse(name: str, found: str, layout: torch.layout) -> None:
-    raise TypeError(
-        f"{name}: expected {_EXPECTED[layout]}, got {found}. Pass a torch.Tensor that is not a subclass or lazy view, "
-        "outside of torch.func, forward-mode AD and torch.jit.trace."
-    )
-
-
 def _watcher(tensor: torch.Tensor) -> str | None:
     """Return who wants a part in what is done with a tensor, as an error says it."""
     if function_transform() is not None:
@@ -84,10 +85,8 @@ def _watcher(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _kind_of(tensor: torch.Tensor, layout: torch.layout, *, may_be_fake: bool) -> str | None:
-    """Return what a tensor is that is not plain, as an error says it; None for a plain one."""
-    if type(tensor) not in PLAIN:  # before anything that a subclass may answer
-        return None if may_be_fake and isinstance(tensor, STAND_INS) else f"a {type(tensor).__name__}"
+def _property_of(tensor: torch.Tensor, layout: torch.layout) -> str | None:
+    """Return what makes a tensor of a plain type not plain, as an error says it; None for a plain one."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_quantized:
@@ -106,33 +105,9 @@ def _kind_of(tensor: torch.Tensor, layout: torch.layout, *, may_be_fake: bool) -
 # ---- calls that nobody watches -------------------------------------------------------------------------------------
 
 
-def is_plain(
-    tensors: tuple[torch.Tensor, ...],
-    optional: tuple[torch.Tensor | None, ...] = (),
-    tables: Sequence[torch.Tensor] = (),
-    layout: torch.layout = torch.strided,
-) -> bool:
-    """Return whether nobody but the kernel wants to see a call, all of whose tensors are plain.
-
-    There is no autograd, of either mode, no dispatch mode, transform or tracer. Such a call by-passes the dispatcher,
-    which saves most of the host's share of an eager call.
-
-    Args:
-        tensors: that the call must have. What is no tensor makes it not plain: the slow path checks and complains.
-        optional: that it may have.
-        tables: of which there may be many: asked for gradients alone, and only where they are recorded. Who takes them
-            looks at each when it is new (table_set.py).
-        layout: of the tensors.
-    """
-    if num_dispatch_modes() or is_watched():
-        return False
-    is_recording = _is_recording()
-    for tensor in (*tensors, *(other for other in optional if other is not None)):
-        if type(tensor) not in PLAIN or (is_recording and tensor.requires_grad):
-            return False
-        if _kind_of(tensor, layout, may_be_fake=False) is not None:
-            return False
-    return not is_recording or not _any_requires_grad(tables)
+def are_plain(tensors: Sequence[torch.Tensor], layout: torch.layout = torch.strided) -> bool:
+    """Return whether all are plain tensors, asking one after the other."""
+    return all(type(tensor) in PLAIN and _property_of(tensor, layout) is None for tensor in tensors)
 
 
 def _any_requires_grad(tables: Sequence[torch.Tensor]) -> bool:
@@ -147,12 +122,15 @@ def _any_requires_grad(tables: Sequence[torch.Tensor]) -> bool:
 
 
 class PlainCalls:
-    """What `is_plain` says of the calls of one operator, for most of them by one look at all tensors together.
+    """Which calls of one operator nobody but the kernel wants to see, for most of them by one look at all tensors.
+
+    All their tensors are plain, and there is no autograd, of either mode, no dispatch mode, transform or tracer. Such a
+    call by-passes the dispatcher, which saves most of the host's share of an eager call.
 
     Calls are of a kind if their tensors are alike in type, dispatch keys (layouts, the negative bit and zeros without
-    memory are some), dtype, device, dimensions and `requires_grad`: in all that `is_plain` asks of a tensor, and in
-    more. What was plain once is plain again, unless gradients are recorded now and a tensor requires one. Torch
-    compares all tensors in one call, which costs what two or three answers of one tensor cost.
+    memory are some), dtype, device, dimensions and `requires_grad`: in all that `are_plain` asks of a tensor, and in
+    more. What was plain once is plain again. Torch compares all tensors in one call, which costs what two or three
+    answers of one tensor cost.
 
     Args:
         layout: of the tensors.
@@ -168,8 +146,18 @@ class PlainCalls:
         tensors: tuple[torch.Tensor, ...],
         optional: tuple[torch.Tensor | None, ...] = (),
         tables: Sequence[torch.Tensor] = _NO_TABLES,
-    ) -> bool:
-        """Return what `is_plain` does."""
+    ) -> bool | None:
+        """Return whether it has a call.
+
+        Args:
+            tensors: that the call must have. What is no tensor makes it none of these: the slow path complains.
+            optional: that it may have.
+            tables: of which there may be many: asked for gradients alone, and only where they are recorded. Who takes
+                them looks at each when it is new (table_set.py).
+
+        Returns:
+            None where it is one but for gradients that are recorded: there is nothing for the gate to refuse.
+        """
         if num_dispatch_modes() or function_transform() is not None or dual_level() >= 0 or tracing_state() is not None:
             return False
         given, first = tensors, tensors[0]
@@ -178,22 +166,28 @@ class PlainCalls:
             if other is not None and other is not first and other is not given[-1]:
                 given += (other,)
         for tensor in given:
-            if type(tensor) not in PLAIN or tensor.is_nested:  # torch ends the process where it compares strides
+            if getattr(tensor, "is_nested", False):  # torch ends the process where it compares strides
                 return False
-        for is_of_kind, requires_grad in self._kinds.get(len(given), ()):
+        for is_of_kind, has_gradient in self._kinds.get(len(given), ()):
             if is_of_kind(*given):
-                if requires_grad or tables is not _NO_TABLES:
-                    return not _is_recording() or not (requires_grad or _any_requires_grad(tables))
-                return True
-        if not is_plain(tensors, optional, tables, self._layout):
-            return False
-        self._learn(given)
+                requires_grad = has_gradient
+                break
+        else:
+            if not are_plain(given, self._layout):
+                return False
+            requires_grad = self._learn(given)
+        if not (requires_grad or tables is not _NO_TABLES) or not _is_recording():
+            return True
+        if requires_grad or _any_requires_grad(tables):
+            return None if tables is _NO_TABLES else False
         return True
 
-    def _learn(self, given: tuple[torch.Tensor, ...]) -> None:
+    def _learn(self, given: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether one requires a gradient."""
+        requires_grad = _any_requires_grad(given)
         kinds = self._kinds.setdefault(len(given), [])
-        if TensorGuards is None or len(kinds) == _MOST_KINDS or len(set(map(id, given))) < len(given):
-            return
-        open_sizes: list[Any] = [[None] * tensor.dim() for tensor in given]
-        guards = TensorGuards(*given, dynamic_dims_sizes=open_sizes, dynamic_dims_strides=open_sizes)
-        kinds.append((guards.check, _any_requires_grad(given)))
+        if TensorGuards is not None and len(kinds) < _MOST_KINDS and len(set(map(id, given))) == len(given):
+            open_sizes: list[Any] = [[None] * tensor.dim() for tensor in given]
+            guards = TensorGuards(*given, dynamic_dims_sizes=open_sizes, dynamic_dims_strides=open_sizes)
+            kinds.append((guards.check, requires_grad))
+        return requires_grad

@@ -84,7 +84,7 @@ class TorchOperator:
 
     def is_plain(self, required: tuple[Any, ...], optional: tuple[Any, ...] = ()) -> bool:
         """Return whether a call may go to `run` at once, if none of the tables that it has requires a gradient."""
-        return self._plain_calls.has(required, optional)
+        return bool(self._plain_calls.has(required, optional))
 
     def __call__(
         self,
@@ -99,16 +99,18 @@ class TorchOperator:
         Args:
             arguments: all that come before the outputs.
             outputs: by name, None for those that are not given.
-            required, optional, tables: the tensors among both, as `is_plain` takes them.
+            required, optional, tables: all tensors among both, as `PlainCalls.has` takes them.
         """
         order: dict[str, torch.Tensor | None] = {}
         if torch.compiler.is_compiling():
             if self._is_collective:
                 order = {"order": order_of(required[0])}
         else:
-            if self._plain_calls.has(required, optional, tables):
+            is_plain = self._plain_calls.has(required, optional, tables)
+            if is_plain:
                 return self._run(*arguments, **outputs)
-            self._tensors.require_plain(arguments, outputs, may_lack_outputs=self._no_gradient is not None)
+            if is_plain is not None:
+                self._tensors.require_plain(arguments, outputs, may_lack_outputs=self._no_gradient is not None)
             if self._check is not None:
                 self._check(*arguments, **outputs)
         if self._complete is not None:
@@ -133,19 +135,22 @@ class _Tensors:
 
     def __init__(self, schema: Any, layout: torch.layout) -> None:
         self._layout = layout
-        self._arguments = [(each.name, str(each.type)) for each in schema.arguments if not each.kwarg_only]
+        kinds = [(i, each.name, str(each.type)) for i, each in enumerate(schema.arguments) if not each.kwarg_only]
+        self._lists = [(i, name) for i, name, kind in kinds if kind == "List[Tensor]"]
+        self._single = [
+            (i, name, kind != "Tensor") for i, name, kind in kinds if kind in ("Tensor", "Optional[Tensor]")
+        ]
 
     def require_plain(
         self, arguments: Sequence[Any], outputs: Mapping[str, Any], *, may_lack_outputs: bool = True
     ) -> None:
         """Raise TypeError where one is not plain."""
-        given: dict[str, Any] = {}
-        for (name, kind), argument in zip(self._arguments, arguments, strict=False):  # some have defaults
-            if kind == "List[Tensor]":
-                require_plain_list(name, argument, may_be_fake=True)
-            elif kind == "Tensor" or (kind == "Optional[Tensor]" and argument is not None):
-                given[name] = argument
-        given |= {name: output for name, output in outputs.items() if not (output is None and may_lack_outputs)}
+        for i, name in self._lists:
+            require_plain_list(name, arguments[i], may_be_fake=True)
+        given = {name: arguments[i] for i, name, may_lack in self._single if not (may_lack and arguments[i] is None)}
+        for name, output in outputs.items():
+            if output is not None or not may_lack_outputs:
+                given[name] = output
         require_plain(given, layout=self._layout, may_be_fake=True)
 
 
