@@ -7,16 +7,19 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Generator
 from typing import Any
 
 import crash_reports
 import pytest
 import warm_python
+from folders import FOLDERS
 from setup_time import bounded
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+sys.path[:0] = FOLDERS  # of PEs too, which unpickle functions of test files
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
 _WORKERS_PER_GPU = 4
 _WORKER_MIB = 28 << 10  # of a GPU's memory: ten kept PEs, and the default heaps (4 GiB) of four for a while
@@ -271,6 +274,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
     for item in items:
+        if item.path.parent.name in ("benchmarks", "examples"):
+            item.add_marker(pytest.mark.slow)
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs GPUs: run `make test-gpu`"))
         if "host" in item.keywords and on_gpu:

@@ -19,13 +19,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from folders import FOLDERS, TESTS
+
 __all__ = ["Popen", "afresh", "fork_launches", "servers"]
 
-_TESTS = Path(__file__).resolve().parent
 _PR_SET_CHILD_SUBREAPER = 36
 # What may be read when the interpreter starts and when libraries are loaded: too late for a process that is forked.
 _READ_EARLY = re.compile(
@@ -44,9 +44,9 @@ class _Server:
     def __init__(self) -> None:
         self._parent = os.getpid()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS.parent), str(_TESTS)])}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *FOLDERS])}
         with theirs:
-            command = [sys.executable, str(_TESTS / "warm_server.py"), str(theirs.fileno())]
+            command = [sys.executable, str(TESTS / "warm_server.py"), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command,
                 env=environment,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from folders import FOLDERS, TESTS
 from kept_pes import in_processes
 
 import persistent_ops as po
@@ -74,8 +75,7 @@ def _in_a_world(backend: str, program: Callable[..., Any], options: dict[str, An
 
 def python_path() -> str:
     """Return the folders in which a program that a test starts finds the package and the tests' modules."""
-    tests = Path(__file__).resolve().parent
-    return os.pathsep.join(filter(None, [str(tests), str(tests.parent), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(filter(None, [*FOLDERS, str(TESTS.parent), os.environ.get("PYTHONPATH")]))
 
 
 def init_with_impatient_kernels(backend: str, timeout: float, heap_size: int, **options: Any) -> None:

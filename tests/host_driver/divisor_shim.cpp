@@ -1,4 +1,4 @@
-// Division by a Divisor, for tests/test_divisor.py.
+// Division by a Divisor, for tests/ops/test_divisor.py.
 #include "sched/divisor.cuh"
 
 extern "C" int quotient(int number, int divisor) { return number / po::divisor_of(divisor); }

@@ -1,4 +1,4 @@
-// How a driver ends. tests/sanitizer.py reads these numbers from here; ThreadSanitizer is told to end with kRace.
+// How a driver ends. tests/suites/sanitizer.py reads these numbers from here; ThreadSanitizer is told to end with kRace.
 #pragma once
 
 namespace driver {

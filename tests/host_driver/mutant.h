@@ -1,4 +1,4 @@
-// Included before a driver whose kernels hold several mutations (tests/mutations.py): which of them is in force. 0: none.
+// Included before a driver whose kernels hold several mutations (tests/suites/mutations.py): which of them is in force. 0: none.
 #pragma once
 
 #include <cstdlib>

@@ -1,0 +1,313 @@
+"""The benchmark of embedding_all_to_all, small, on the host backend."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from persistent_ops.ops.embedding_plan import Tuning
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+QUICK = ["--quick", "--backend", "host", "--configs", "B512_T32_P10"]
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+
+
+def run(*arguments: str) -> int:
+    return int(importlib.import_module("embedding_all_to_all").main(list(arguments)))
+
+
+def lines_of(folder: Path, name: str = "embedding_all_to_all") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*QUICK, "--pes", "2", "--zipf", "also", "--out", str(tmp_path)) == 0
+    lines = lines_of(tmp_path)
+    (start,) = [line for line in lines if line["kind"] == "run"]
+    assert start["pes"] == 2
+    assert start["backend"] == "host"
+    assert start["torch"] == torch.__version__
+    assert "bench embedding_all_to_all --quick" in start["command"]
+    assert start["date"]
+    (ceilings,) = [line for line in lines if line["kind"] == "ceilings"]
+    assert ceilings["read"] > 0
+    assert ceilings["store"] > 0
+
+    times = [line for line in lines if line["kind"] == "time"]
+    methods = ["fused", "oblivious", "unfused_own", "unfused_torch", "pooling_own", "pooling_torch"]
+    assert [(line["distribution"], line["method"]) for line in times] == [
+        (distribution, method) for distribution in ("uniform", "zipf") for method in methods
+    ]
+    for line in times:
+        rounds = line["seconds_by_pe_and_round"]
+        assert [len(each) for each in rounds] == [3, 3]
+        medians = [sorted(each)[1] for each in rounds]
+        assert line["us"] == pytest.approx(max(medians) * 1e6)
+        assert line["us_p95"] == pytest.approx(max(max(each) for each in rounds) * 1e6)
+        shape = line["shape"]
+        pooled = shape["batch"] * shape["tables"] * shape["dim"] * 4
+        assert line["sent_bytes"] == (0 if line["method"].startswith("pooling") else pooled / 2)
+        assert line["read_bytes"] == pooled * shape["pooling"]
+        lookups = shape["batch"] * shape["tables"] * shape["pooling"]
+        rows = (line["memory_bytes"] - pooled - 8 * lookups) / (4 * shape["dim"])
+        assert 0 < rows <= min(lookups, shape["tables"] * shape["rows"])
+        assert rows < lookups or line["distribution"] == "uniform", "hot rows are counted once"
+        assert line["limit_us"] == pytest.approx(
+            max(line["memory_bytes"] / ceilings["read"], pooled / 2 / ceilings["store"]) * 1e6
+        )
+    skews = [line for line in lines if line["kind"] == "skew"]
+    assert [line["method"] for line in skews] == ["fused", "oblivious"] * 2
+    assert all(line["skew"] >= 0 for line in skews)
+    checks = [line for line in lines if line["kind"] == "check"]
+    assert len(checks) == 2
+    assert all(line["failures"] == [] for line in checks)
+    assert all(0 <= line["largest_difference"] <= line["tolerance"] for line in checks)
+    assert (tmp_path / "embedding_all_to_all.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "zipf indices, 2 PEs" in printed
+    assert "say nothing about GPUs" in printed
+    assert "WRONG" not in printed
+
+
+def _off_by_a_bit(right: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def wrong(*arguments: Any) -> torch.Tensor:
+        result = right(*arguments).clone()
+        result[-1, -1] += 1e-3
+        return result
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        ("embedding.check:reference", "from the unfused result"),
+        ("embedding.methods:Methods.oblivious", "the oblivious order gives other bits"),
+        ("embedding.methods:Methods.unfused_own", "without its exchange gives other bits"),
+    ],
+)
+def test_a_wrong_result_gives_exit_code_1(
+    place: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _, name = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = name.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, name, _off_by_a_bit(getattr(owner, name)))
+    # A world of one PE runs in this process, where the patch is.
+    assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
+    (check,) = [line for line in lines_of(tmp_path) if line["kind"] == "check"]
+    assert any(complaint in failure for failure in check["failures"])
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial: Any = importlib.import_module("harness.trial")
+    timing: Any = importlib.import_module("harness.timing")
+    # A recording that never runs: the poisoned output stays as it is.
+    monkeypatch.setattr(trial, "record", lambda world, calls: timing.Subject(lambda: None, len(calls)))
+    assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
+    (line,) = [line for line in lines_of(tmp_path) if line["kind"] == "check"]
+    assert line["failures"] == ["PE 0, fused, a replay gives other bits than a call"]
+
+
+def test_an_error_still_prints_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module: Any = importlib.import_module("embedding_all_to_all")
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no skew today")
+
+    monkeypatch.setattr(module.EmbeddingAllToAll, "after_times", fail)
+    assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
+    printed = capsys.readouterr()
+    assert "no skew today" in printed.err
+    assert "uniform indices, 1 PE:" in printed.out
+
+
+def test_tuning_sorts_and_reports_what_does_not_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = "rows_in_flight=8:16,slice_samples=2:40"
+    assert run(*QUICK, "--pes", "2", "--out", str(tmp_path), "--tune", grid) == 0
+    rows = [line for line in lines_of(tmp_path, "embedding_all_to_all_tuning") if line["kind"] == "tune"]
+    assert [(row["tuning"]["rows_in_flight"], row["tuning"]["slice_samples"]) for row in rows] == [
+        (8, None),  # the default
+        (8, 2),
+        (8, 40),
+        (16, 2),
+        (16, 40),
+    ]
+    for row in rows:
+        if row["tuning"]["slice_samples"] == 40:
+            assert row["us"] is None
+            assert "slice_samples: expected 1 to 32" in row["problem"]
+        else:
+            assert row["us"] > 0
+            assert row["problem"] is None
+    printed = capsys.readouterr().out
+    assert "(default)" in printed
+    assert "did not run" in printed
+    timed = [float(text.split("│")[1]) for text in printed.splitlines() if "slice_samples=" in text]
+    assert timed == sorted(timed)
+    assert len(timed) == 3
+
+
+def test_the_wire_may_be_narrower_than_the_tables(tmp_path: Path) -> None:
+    arguments = (*QUICK, "--pes", "2", "--methods", "fused,unfused_torch", "--wire-dtype", "fp32,bf16")
+    assert run(*arguments, "--out", str(tmp_path)) == 0
+    lines = lines_of(tmp_path)
+    sent = {line["config"]: line["sent_bytes"] for line in lines if line["kind"] == "time"}
+    assert sent["B512_T32_P10"] == 2 * sent["B512_T32_P10_wire_bf16"] > 0
+    checks = {line["config"]: line for line in lines if line["kind"] == "check"}
+    assert all(line["failures"] == [] for line in checks.values())
+    assert checks["B512_T32_P10"]["tolerance"] < checks["B512_T32_P10_wire_bf16"]["tolerance"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--configs", "B1_T1"], "there is no B1_T1"),
+        (["--methods", "fused,nccl"], "there is no nccl"),
+        (["--wire-dtype", "fp16"], "there is no fp16"),
+        (["--pes", "7"], "which 7 does not divide"),
+        (["--tune", "warps=8"], "expected FIELD=VALUE"),
+        (["--tune", "threads=many"], "invalid literal"),
+        (["--tune", "work_groups=4:0"], "--tune: 'work_groups=4:0': work_groups: expected an int of at least 1"),
+        (["--tune", "rows_in_flight=none"], "rows_in_flight: expected an int of at least 1, got None"),
+        (["--nonsense"], "unrecognized arguments"),
+        (["--worlds", "2,two"], "--worlds: expected whole numbers with commas, got '2,two'"),
+        (["--pes", "0"], "--pes, --worlds: expected numbers of at least 1, got [0]"),
+        (["--pes", "100"], "--pes, --worlds: expected numbers of at most 64, got [100]"),
+        (["--worlds", "2,65"], "--pes, --worlds: expected numbers of at most 64, got [2, 65]"),
+        (["--limit", "-1"], "--limit: expected seconds above 0 and below infinity, got -1"),
+        (["--limit", "nan"], "--limit: expected seconds above 0 and below infinity, got nan"),
+    ],
+)
+def test_a_wrong_option_gives_exit_code_2(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "embedding_all_to_all.jsonl").write_text("of an earlier run")
+    assert run("--backend", "host", "--out", str(tmp_path), *arguments) == 2
+    assert complaint in capsys.readouterr().err
+    assert (tmp_path / "embedding_all_to_all.jsonl").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_more_pes_than_gpus_are_refused_before_a_run(
+    gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    assert run("--backend", "cuda", "--pes", "3", "--out", str(tmp_path / "new")) == 2
+    told = capsys.readouterr().err
+    why = f"--pes: 3 PEs on {gpus} GPUs; NCCL takes one PE per GPU" if gpus else "--backend cuda: there is no GPU"
+    assert told.startswith(f"error: {why}") and told.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "/folder"])
+def test_a_record_that_cannot_be_written_gives_exit_code_2(
+    inside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("--backend", "host", "--pes", "1", "--quick", "--out", f"{tmp_path}/file{inside}") == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: --out: '{tmp_path}/file") and "cannot be written" in told and told.count("\n") == 1
+
+
+def test_variables_of_a_launcher_that_are_wrong_give_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSISTENT_OPS_RANK", "x")
+    monkeypatch.setenv("PERSISTENT_OPS_WORLD_SIZE", "2")
+    assert run("--backend", "host", "--out", str(tmp_path)) == 2
+    assert capsys.readouterr().err.startswith("error: PERSISTENT_OPS_RANK='x' is not a whole number")
+
+
+def test_a_grid_is_swept_as_a_product_or_a_star() -> None:
+    tuning: Any = importlib.import_module("harness.tuning")
+    grid = tuning.parse_grid("threads=256:192,local_delay=0:0.5,work_groups=none:3", Tuning)
+    assert grid == (("threads", (256, 192)), ("local_delay", (0.0, 0.5)), ("work_groups", (None, 3)))
+    seen = [(t.threads, t.local_delay, t.work_groups) for t in tuning.combinations(Tuning, grid, "product")]
+    assert len(seen) == len(set(seen)) == 1 + 8  # the default comes first
+    star = [(t.threads, t.local_delay, t.work_groups) for t in tuning.combinations(Tuning, grid, "star")]
+    none = None
+    assert star == [(none, 0.0, none), (256, 0.0, none), (192, 0.0, none), (none, 0.5, none), (none, 0.0, 3)]
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "zipf"])
+def test_both_orders_of_the_lookups_are_the_same_bags(distribution: str) -> None:
+    configs: Any = importlib.import_module("embedding.configs")
+    inputs: Any = importlib.import_module("embedding.inputs")
+    config = configs.Config("small", batch=6, tables=3, pooling=4, dim=8, rows=1000)
+    device = torch.device("cpu")
+    drawn = inputs.draw_lookups(config, distribution, seed=5, device=device)
+    again = inputs.draw_lookups(config, distribution, seed=5, device=device)
+    other = inputs.draw_lookups(config, distribution, seed=6, device=device)
+    assert torch.equal(drawn.indices, again.indices)
+    assert not torch.equal(drawn.indices, other.indices)
+    assert int(drawn.indices.min()) >= 0
+    assert int(drawn.indices.max()) < 1000
+    for table in range(3):
+        for sample in range(6):
+            bag = drawn.offsets[table * 6 + sample]
+            joint = drawn.offsets[sample * 3 + table]
+            own = drawn.indices[bag : bag + 4] + table * 1000
+            assert torch.equal(own, drawn.joint_indices[joint : joint + 4])
+
+
+def test_zipf_ranks_have_their_frequencies() -> None:
+    configs: Any = importlib.import_module("embedding.configs")
+    inputs: Any = importlib.import_module("embedding.inputs")
+    config = configs.Config("small", batch=1000, tables=2, pooling=100, dim=8, rows=1000)
+    drawn = inputs.draw_lookups(config, "zipf", seed=1, device=torch.device("cpu"))
+    weights = torch.arange(1, 1001, dtype=torch.float64) ** -1.05
+    expected = weights / weights.sum() * 100_000
+    for table, indices in enumerate(drawn.indices.view(2, -1)):
+        counts = indices.bincount(minlength=1000).sort(descending=True).values
+        for rank in (0, 1, 5, 50):
+            assert float(counts[rank]) == pytest.approx(float(expected[rank]), rel=0.15), f"table {table}"
+    hottest = [int(indices.bincount().argmax()) for indices in drawn.indices.view(2, -1)]
+    assert hottest[0] != hottest[1]
+
+
+def test_the_limit_is_the_larger_of_both_times() -> None:
+    ceilings: Any = importlib.import_module("harness.ceilings")
+    found = ceilings.Ceilings(read=4e12, store=4e11)
+    assert found.limit_seconds(read_bytes=8e9, sent_bytes=1e8) == (pytest.approx(2e-3), "HBM")
+    assert found.limit_seconds(read_bytes=8e9, sent_bytes=4e9) == (pytest.approx(1e-2), "NVLink")
+    assert ceilings.Ceilings(read=4e12, store=None).limit_seconds(read_bytes=4e9, sent_bytes=0.0)[1] == "HBM"
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_the_store_ceiling_notices_stores_that_did_not_arrive(wrong: int) -> None:
+    ceilings: Any = importlib.import_module("harness.ceilings")
+
+    class World:
+        rank, size = 0, 2
+
+    segment = 4096
+    buffer = torch.zeros(2 * segment // 4, dtype=torch.int32)
+    mark = 2
+    words = [mark, ~mark, ceilings._int32(mark * 0x9E3779B9), mark << 16]
+    buffer.view(2, -1, 4)[1] = torch.tensor(words, dtype=torch.int32)
+    if not wrong:
+        ceilings._check_stored(World(), buffer, segment, "store")
+        return
+    buffer[-3] = 0
+    with pytest.raises(RuntimeError, match="does not find what PE 1 should have stored"):
+        ceilings._check_stored(World(), buffer, segment, "store")

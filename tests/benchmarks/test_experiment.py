@@ -1,0 +1,234 @@
+"""The harness of the benchmarks: a benchmark of an operator of its own, in one short file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import persistent_ops as po
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SOURCE = """
+import dataclasses
+
+import torch
+from harness.check import bits_differ, poisoned, replay_differs
+from harness.command import run_benchmark
+from harness.experiment import Experiment, Options, Trial
+from harness.record import select, us_text
+from harness.report import case_table
+
+
+class Doubling(Trial):
+    def __init__(self, world, options, elements):
+        self.fields, self.methods, self.moved = {"case": f"{elements} numbers"}, options.methods, (4 * elements, 0)
+        self.world = world
+        self.inputs = [torch.full((elements,), float(number + world.rank)) for number in (1, 2)]
+        self.out = torch.empty(elements)
+
+    def run(self, name, x):
+        return torch.add(x, x, out=self.out) if name == "add" else torch.mul(x, FACTOR, out=self.out)
+
+    def calls(self, name):
+        return [lambda x=x: self.run(name, x) for x in self.inputs]
+
+    def check(self):
+        wrong = [
+            f"{name}, input {number}"
+            for name in self.methods
+            for number, call in enumerate(self.calls(name))
+            if bits_differ(poisoned(self.world, self.out, call), 2 * self.inputs[number])
+        ]
+        return {"failures": wrong, "rank": self.world.rank}
+
+    def check_replays(self, subjects):
+        last = {name: self.calls(name)[-1] for name in subjects}
+        return [
+            f"{name}, replay"
+            for name, subject in subjects.items()
+            if replay_differs(self.world, self.out, last[name], subject)
+        ]
+
+
+class Toy(Experiment):
+    name, labels, is_fresh = "toy", {"add": "x + x", "multiply": "2 x"}, True
+
+    @classmethod
+    def read_options(cls, arguments, worlds, common):
+        return Options(**common, calls=3)
+
+    def cases(self):
+        return [5, 7]
+
+    def prepare(self, case):
+        return Doubling(self.world, self.options, case)
+
+    def after_times(self, trial, us):
+        self.write_spread(trial, us, 4)
+
+    @classmethod
+    def tables(cls, lines):
+        times = select(lines, "time", pes=2)
+        blocks = [([line["case"]], [[line["label"], us_text(line["us"])]]) for line in times]
+        yield case_table("2 PEs", ("case", "method"), ("us",), blocks)
+
+    @classmethod
+    def draw(cls, lines, path):
+        path.write_text("a figure")
+
+
+def main(argv):
+    return run_benchmark(Toy, argv)
+"""
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs it, with a factor for its second method, and returns exit code and record."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(BENCHMARKS), *sys.path])
+
+    def run_it(factor: float, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+        (tmp_path / "toy_benchmark.py").write_text(SOURCE.replace("FACTOR", str(factor)))
+        sys.modules.pop("toy_benchmark", None)
+        importlib.invalidate_caches()
+        code = importlib.import_module("toy_benchmark").main(["--backend", "host", "--out", str(tmp_path), *arguments])
+        return int(code), [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
+
+    yield run_it
+    sys.modules.pop("toy_benchmark", None)
+
+
+def test_the_flow_is_the_harness_s(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(2.0, "--worlds", "2,1", "--quick")
+    assert code == 0
+    case = ["check", "time", "time", "spread", "spread"]
+    assert [line["kind"] for line in lines] == ["run", "ceilings", *case, *case] * 2
+    runs = [line for line in lines if line["kind"] == "run"]
+    assert [line["pes"] for line in runs] == [2, 1]
+    assert all("commit" in line and line["command"].startswith("persistent-ops bench toy") for line in runs)
+    ceilings = {line["pes"]: line for line in lines if line["kind"] == "ceilings"}
+    for line in lines:
+        if line["kind"] == "time":
+            assert [len(each) for each in line["seconds_by_pe_and_round"]] == [3] * line["pes"]
+            numbers = int(line["case"].split()[0])
+            assert line["limit_us"] == pytest.approx(4 * numbers / ceilings[line["pes"]]["read"] * 1e6)
+        if line["kind"] == "check":
+            assert (line["failures"], line["rank"]) == ([], line["pes"] - 1)  # the largest over the PEs
+        if line["kind"] == "spread":
+            assert line["replays"] == 4 and 0 < line["us_median"] <= line["us_p99"]
+    assert (tmp_path / "toy.png").read_text() == "a figure"
+    printed = capsys.readouterr().out
+    assert "correct" in printed and "7 numbers" in printed
+
+
+def test_a_record_is_replaced_by_what_is_measured_alone(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a world's first line, and not by that of the next world; where no world comes to be it stays."""
+    old = {"kind": "run", "pes": 9, "backend": "of an earlier run"}
+    (tmp_path / "toy.jsonl").write_text(json.dumps(old) + "\n")
+    importlib.import_module("harness.command")
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.command.run_on_pes", lambda *_, **__: 1 / 0)
+        assert run(2.0, "--pes", "2", "--quick") == (1, [old])
+    told = capsys.readouterr()
+    assert "ZeroDivisionError" in told.err and "of an earlier run" not in told.out
+    assert told.out == "NOT FINISHED: nothing was measured\n"
+    code, lines = run(2.0, "--worlds", "2,1", "--quick")
+    assert code == 0 and [line["pes"] for line in lines if line["kind"] == "run"] == [2, 1]
+
+
+@pytest.mark.parametrize(("failing", "told"), [(5, "nothing was checked"), (7, "correct")])
+def test_a_run_that_is_cut_off_says_so(
+    failing: int,
+    told: str,
+    run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    experiment = importlib.import_module("harness.experiment").Experiment
+    measure_case = experiment._measure_case
+
+    def fail(self: Any, case: int) -> bool:
+        if case == failing:
+            raise OSError("cut off")
+        return bool(measure_case(self, case))
+
+    monkeypatch.setattr(experiment, "_measure_case", fail)
+    code, _ = run(2.0, "--pes", "1", "--quick")
+    printed = capsys.readouterr().out
+    assert code == 1 and told in printed
+    assert printed.endswith(f"NOT FINISHED: what was measured before is in {tmp_path / 'toy.jsonl'}\n")
+
+
+def test_failures_name_pe_and_method(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(3.0, "--pes", "2", "--rounds", "1")
+    assert code == 1
+    failures = [line["failures"] for line in lines if line["kind"] == "check"]
+    assert failures == [[f"PE {pe}, multiply, input {number}" for pe in range(2) for number in range(2)]] * 2
+    assert "WRONG: 8 checks failed; the first: 2 PEs, 5 numbers: PE 0, multiply, input 0" in capsys.readouterr().out
+
+
+def test_what_a_trial_leaves_out_is_listed_and_no_failure(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = importlib.import_module("harness.trial")
+
+    def leave_out(world: Any, calls: Any) -> None:
+        raise trial.LeftOut("not on this machine")
+
+    monkeypatch.setattr(trial, "record", leave_out)
+    code, lines = run(2.0, "--pes", "1", "--methods", "add")
+    assert code == 0
+    left_out = [(line["what"], line["problem"]) for line in lines if line["kind"] == "left_out"]
+    assert left_out == [(f"{case} numbers, add", "PE 0: not on this machine") for case in (5, 7)]
+    assert not [line for line in lines if line["kind"] == "time"]
+
+
+def test_what_cannot_be_prepared_is_a_failure_of_its_method(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = importlib.import_module("harness.trial")
+
+    def fail(world: Any, calls: Any) -> None:
+        raise RuntimeError("no graph today")
+
+    # A world of one PE alone runs in this process, where the patch is.
+    monkeypatch.setattr(trial, "record", fail)
+    code, lines = run(2.0, "--pes", "1", "--methods", "add")
+    assert code == 1
+    failures = [line["failures"] for line in lines if line["kind"] == "check"]
+    assert failures == [["add, could not be prepared: PE 0: RuntimeError: no graph today"]] * 2
+    assert not [line for line in lines if line["kind"] == "time"]
+
+
+def test_a_commit_is_that_of_the_package_and_of_no_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        name = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *name, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    package = tmp_path / "lib" / "persistent_ops"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "mine.py").touch()
+    git("init", "-q")
+    git("add", "mine.py")
+    git("commit", "-qm", "mine")
+    monkeypatch.setattr(po, "__file__", str(package / "__init__.py"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    what_ran = importlib.import_module("harness.record").what_ran
+    assert what_ran("command")["commit"] is None
+    git("add", ".")
+    git("commit", "-qm", "the package too")
+    assert what_ran("command")["commit"] == git("rev-parse", "HEAD").strip()
+    (package / "__init__.py").write_text("# changed")
+    assert what_ran("command")["commit"].endswith(" with changes")

@@ -1,0 +1,368 @@
+"""The benchmark of gemv_all_reduce, small, on the host backend."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import persistent_ops as po
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+QUICK = ["--quick", "--backend", "host", "--shapes", "8192x1024"]
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def run(*arguments: str) -> int:
+    return int(module("gemv_all_reduce").main(list(arguments)))
+
+
+def lines_of(folder: Path, kind: str, name: str = "gemv_all_reduce") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = "8192x1024,100x40_N3,8192x3584_N8"
+    assert run("--quick", "--backend", "host", "--shapes", shapes, "--replays", "7", "--out", str(tmp_path)) == 0
+    runs = lines_of(tmp_path, "run")
+    assert [line["pes"] for line in runs] == [2, 1]
+    assert all(line["backend"] == "host" and line["torch"] == torch.__version__ and line["date"] for line in runs)
+    assert "bench gemv_all_reduce --quick" in runs[0]["command"]
+    ceilings = {line["pes"]: line for line in lines_of(tmp_path, "ceilings")}
+
+    times = lines_of(tmp_path, "time")
+    together = ["fused", "one_shot", "two_phase", "prefetch", "cublas_alone", "cublas_nccl"]
+    alone = ["gemv_alone", "gemv_alone_prefetch", "cublas_alone"]
+    assert [(line["pes"], line["shape_name"], line["method"]) for line in times] == [
+        (pes, shape, method)
+        for pes, methods in ((2, together), (1, alone))
+        for shape in shapes.split(",")
+        for method in methods
+    ]
+    for line in times:
+        rounds = line["seconds_by_pe_and_round"]
+        assert [len(each) for each in rounds] == [3] * line["pes"]
+        assert line["us"] == pytest.approx(max(sorted(each)[1] for each in rounds) * 1e6)
+        assert line["us_p95"] == pytest.approx(max(max(each) for each in rounds) * 1e6)
+        shape = line["shape"]
+        assert line["weight_bytes"] == shape["rows"] * shape["columns"] * 2
+        assert line["limit_us"] == pytest.approx(line["weight_bytes"] / ceilings[line["pes"]]["read"] * 1e6)
+        assert line["calls_per_graph"] >= 20
+        assert line["calls_per_graph"] % shape["copies"] == 0
+    spreads = lines_of(tmp_path, "spread")
+    assert [(line["pes"], line["method"]) for line in spreads] == [
+        *[(2, "fused"), (2, "cublas_nccl")] * 3,
+        *[(1, "gemv_alone"), (1, "cublas_alone")] * 3,
+    ]
+    for line in spreads:
+        assert line["replays"] == 7
+        assert 0 < line["us_median"] <= line["us_p90"] <= line["us_p99"] <= line["us_p999"]
+    checks = lines_of(tmp_path, "check")
+    assert len(checks) == 6
+    assert all(line["failures"] == [] and 0 < line["largest_share_of_bound"] <= 1 for line in checks)
+    assert (tmp_path / "gemv_all_reduce.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "x best" in printed and "x cuBLAS" in printed
+    assert "say nothing about GPUs" in printed
+    assert "WRONG" not in printed
+
+
+def _shifted(result: torch.Tensor) -> torch.Tensor:
+    """Move the largest value by four units in its last place."""
+    place = int(result.abs().argmax())
+    result.view(-1).view(torch.int16)[place] += 4
+    return result
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[torch.Tensor, dict[str, Any]], bool]) -> None:
+    right = po.gemv_all_reduce
+
+    def wrong(weight: torch.Tensor, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        result = right(weight, x, **options)
+        return _shifted(result) if is_wrong(x, options) else result
+
+    monkeypatch.setattr(po, "gemv_all_reduce", wrong)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_wrong", "complaint"),
+    [
+        ("8192x1024", lambda x, options: True, "from the fp64 result as rounding explains"),
+        (
+            "8192x1024",
+            lambda x, options: options["algorithm"] == "two_phase",
+            "two_phase, copy 0: other bits than fused",
+        ),
+        (
+            "8192x1024",
+            lambda x, options: options["prefetch_weight"],
+            "gemv_alone_prefetch, copy 0: other bits than fused",
+        ),
+        ("8192x3584_N8", lambda x, options: x.dim() == 1, "vector 7 alone gives other bits than among 8"),
+    ],
+)
+def test_a_wrong_result_gives_exit_code_1(
+    shape: str,
+    is_wrong: Callable[[torch.Tensor, dict[str, Any]], bool],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _spoil(monkeypatch, is_wrong)
+    # A world of one PE alone runs in this process, where the patch is.
+    methods = ["--methods", "cublas_alone"]
+    assert run("--quick", "--backend", "host", "--shapes", shape, "--pes", "1", *methods, "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert any(complaint in failure for failure in check["failures"])
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_result_that_does_not_repeat_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1000))
+    _spoil(monkeypatch, lambda x, options: next(calls) == 1)
+    assert run(*QUICK, "--pes", "1", "--methods", "cublas_alone", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert check["failures"] == ["PE 0, gemv_alone, copy 0: a second run gives other bits"]
+
+
+def test_pes_that_differ_give_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def two(bootstrap: object, digests: list[str]) -> list[list[str]]:
+        return [[*digests[:-1], "another"], digests]
+
+    monkeypatch.setattr(module("gemv.check"), "gather", two)
+    assert run(*QUICK, "--pes", "1", "--methods", "cublas_alone", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert check["failures"] == ["PE 0, gemv_alone, copy 2: other bits than on PE 0"]
+
+
+def test_an_unfused_method_that_drops_work_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = module("gemv.methods")
+    monkeypatch.setattr(methods.Methods, "cublas_alone", lambda self, weight: self.out)  # as others have left it
+    assert run(*QUICK, "--pes", "1", "--methods", "cublas_alone", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert len(check["failures"]) == 1
+    assert "PE 0, cublas_alone, " in check["failures"][0]
+
+
+def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = module("harness.timing").Subject
+    # A recording that never runs: the poisoned output stays as it is.
+    monkeypatch.setattr(module("harness.trial"), "record", lambda world, calls: subject(lambda: None, len(calls)))
+    assert run(*QUICK, "--pes", "1", "--methods", "gemv_alone", "--out", str(tmp_path)) == 1
+    (check,) = lines_of(tmp_path, "check")
+    assert check["failures"] == ["PE 0, gemv_alone, a replay gives other bits than a call"]
+
+
+def test_an_error_still_prints_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no spread today")
+
+    monkeypatch.setattr(module("gemv_all_reduce").GemvAllReduce, "after_times", fail)
+    assert run(*QUICK, "--pes", "1", "--out", str(tmp_path)) == 1
+    printed = capsys.readouterr()
+    assert "no spread today" in printed.err
+    assert "own GEMV alone" in printed.out
+
+
+def test_tuning_sorts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*QUICK, "--pes", "2", "--tune", "work_groups=none:1:2", "--out", str(tmp_path)) == 0
+    rows = lines_of(tmp_path, "tune", "gemv_all_reduce_tuning")
+    assert [(row["pes"], row["method"], row["tuning"]["work_groups"]) for row in rows] == [
+        (2, "fused", None),  # the default
+        (2, "fused", 1),
+        (2, "fused", 2),
+    ]
+    assert all(row["us"] > 0 and row["problem"] is None for row in rows)
+    printed = capsys.readouterr().out
+    assert "(default)" in printed
+    timed = [float(text.split("│")[1]) for text in printed.splitlines() if "work_groups=" in text]
+    assert timed == sorted(timed)
+    assert len(timed) == 3
+
+
+@pytest.mark.parametrize(("pes", "method"), [(1, "gemv_alone"), (2, "fused")])
+def test_a_timeline_has_what_the_operator_is_in_a_world(tmp_path: Path, pes: int, method: str) -> None:
+    assert run("--trace", "--pes", str(pes), "--rounds", "2", "--out", str(tmp_path)) == 0
+    name = "gemv_all_reduce_timeline"
+    assert [(line["method"], line["pe"]) for line in lines_of(tmp_path, "timeline", name)] == [
+        (method, pe) for pe in range(pes)
+    ]
+    assert [line["method"] for line in lines_of(tmp_path, "tracing_cost", name)] == [method]
+
+
+def test_tuning_reports_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = module("gemv_all_reduce")
+    right = plans.GemvPlan
+
+    def refuse(world: Any, key: Any) -> Any:
+        if key.tuning.work_groups == 2:
+            raise ValueError("work_groups: not today")
+        return right(world, key)
+
+    monkeypatch.setattr(plans, "GemvPlan", refuse)
+    assert run(*QUICK, "--pes", "1", "--tune", "work_groups=1:2", "--out", str(tmp_path)) == 0
+    rows = lines_of(tmp_path, "tune", "gemv_all_reduce_tuning")
+    assert [(row["method"], row["us"] is None) for row in rows] == [
+        ("gemv_alone", False),
+        ("gemv_alone", False),
+        ("gemv_alone", True),
+    ]
+    assert rows[2]["problem"] == "PE 0: ValueError: work_groups: not today"
+    assert "did not run: PE 0: ValueError: work_groups: not today" in capsys.readouterr().out
+
+
+def test_a_tuning_with_wrong_results_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _spoil(monkeypatch, lambda x, options: True)
+    assert run(*QUICK, "--pes", "1", "--tune", "work_groups=1", "--out", str(tmp_path)) == 1
+    rows = lines_of(tmp_path, "tune", "gemv_all_reduce_tuning")
+    assert len(rows) == 2
+    assert all("rounding explains" in row["problem"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--shapes", "1by1"], "there is no 1by1"),
+        (["--shapes", "64x64,8x8_N17"], "there is no 8x8_N17"),
+        (["--shapes", "0x8"], "there is no 0x8"),
+        (["--methods", "fused,nccl"], "there is no nccl"),
+        (["--worlds", "2,0"], "expected numbers of at least 1"),
+        (["--worlds", "two"], "expected whole numbers with commas"),
+        (["--rounds", "0"], "expected numbers of at least 1"),
+        (["--tune", "lanes=8"], "expected FIELD=VALUE"),
+        (["--tune", "warps=many"], "invalid literal"),
+        (["--nonsense"], "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_option_gives_exit_code_2(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--backend", "host", "--out", str(tmp_path), *arguments) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_command_line_knows_the_benchmark() -> None:
+    from persistent_ops import cli
+
+    assert cli.benchmarks()["gemv_all_reduce"] == BENCHMARKS / "gemv_all_reduce.py"
+
+
+def test_copies_of_a_weight_do_not_fit_the_cache() -> None:
+    shapes = module("gemv.shapes").SHAPES
+    assert list(shapes) == [
+        "8192x3584",
+        "8192x1024",
+        "7168x2048",
+        "16384x6656",
+        "4096x1792",
+        "16384x2048",
+        "8192x3584_N8",
+        "8192x3584_N16",
+    ]
+    for shape in shapes.values():
+        assert shape.copies >= 3
+        assert shape.copies * shape.weight_bytes > 200e6
+        assert shape.for_host().weight_bytes < 1e6
+
+
+def test_the_bound_of_the_reference_is_about_half_a_unit() -> None:
+    """A result rounded from fp64 stays below half of it where sums are short; the next bf16 value does not pass."""
+    check, shapes, methods = module("gemv.check"), module("gemv.shapes"), module("gemv.methods")
+    world = SimpleNamespace(size=1, rank=0, backend=SimpleNamespace(name="host", device=torch.device("cpu")))
+    shape = shapes.Shape(rows=64, columns=48, vectors=2)
+    storage = torch.empty(shape.copies * 64 * 48, dtype=torch.bfloat16).uniform_(-1, 1)
+    one = methods.Methods(world, shape, storage, None, seed=3)
+    found = check.reference(world, one, 1)
+    exact = one.x.double() @ one.weights[1].double().T
+    assert torch.equal(found.value, exact)
+    rounded = exact.to(torch.bfloat16)
+    assert bool(((rounded.double() - exact).abs() <= found.bound).all())
+    far = (rounded.view(torch.int16) + 2).view(torch.bfloat16)
+    large = exact.abs() > 1  # beside the bound of the fp32 sums, two units are much only there
+    assert bool(((far.double() - exact).abs() > found.bound)[large].all())
+
+
+def test_the_fastest_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    methods, shapes = module("gemv.methods"), module("gemv.shapes")
+    world = SimpleNamespace(size=1, rank=0, bootstrap=None)
+    world.backend = SimpleNamespace(name="cuda", device=torch.device("cpu"))
+    seconds = {"mv": 3e-6, "mm": 1e-6, "mm_lt": 0.0}
+    one = methods.Methods(world, shapes.Shape(16, 8), torch.zeros(3 * 16 * 8, dtype=torch.bfloat16), None, seed=0)
+
+    def record(world: object, calls: list[Any]) -> object:
+        assert len(calls) == 3
+        if one.product == "mm_lt":
+            raise RuntimeError("no cuBLASLt here")
+        return object()
+
+    monkeypatch.setattr(methods, "record", record)
+    monkeypatch.setattr(methods, "agree", lambda bootstrap, problem: problem)
+    monkeypatch.setattr(methods, "gather", lambda bootstrap, value: [value, 2 * value])
+    monkeypatch.setattr(
+        methods, "time_interleaved", lambda world, subjects, **options: {name: [seconds[name]] for name in subjects}
+    )
+    us = one.choose_product(world, rounds=1, burst_seconds=0.0)
+    assert us == {"mv": pytest.approx(6.0), "mm": pytest.approx(2.0)}
+    assert one.product == "mm"
+
+
+def test_without_symmetric_memory_its_methods_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("no peer access")
+
+    methods, shapes, harness = module("gemv.methods"), module("gemv.shapes"), module("harness.symmetric_memory")
+    monkeypatch.setattr(symmetric_memory, "get_backend", lambda device: "CUDA")
+    monkeypatch.setattr(symmetric_memory, "empty", fail)
+    monkeypatch.setattr(harness, "agree", lambda bootstrap, problem: problem)
+    world = SimpleNamespace(size=2, rank=0, bootstrap=None)
+    world.backend = SimpleNamespace(name="cuda", device=torch.device("cpu"))
+    buffer, problem = harness.symmetric_buffer(world, 16, torch.bfloat16)
+    assert buffer is None
+    assert problem == "RuntimeError: no peer access"
+    one = methods.Methods(world, shapes.Shape(16, 8), torch.zeros(3 * 16 * 8, dtype=torch.bfloat16), buffer, seed=0)
+    assert one.available(world, methods.METHODS) == (*methods.FUSED, "cublas_alone", "cublas_nccl")
+
+
+def test_replays_are_timed_one_by_one_and_the_subjects_take_turns() -> None:
+    timing = module("harness.timing")
+    called: list[str] = []
+    world = SimpleNamespace(backend=SimpleNamespace(name="host"), barrier=lambda: called.append("|"))
+    subjects = {name: [lambda text=f"{name}{i}": called.append(text) for i in range(2)] for name in "ab"}
+    times = timing.time_replays(world, subjects, replays=timing._BATCH + 3)
+    assert [len(times[name]) for name in "ab"] == [timing._BATCH + 3] * 2
+    batches = "".join(called).split("|")[1:]
+    expected = [name + str(i % 2) for name in "ab" for i in range(-1, 3)]  # the first of a batch is not timed
+    assert batches[2:] == ["".join(expected[:4]), "".join(expected[4:])]
+    assert batches[0].startswith("a1a0a1") and batches[1].startswith("b1b0b1")
+
+
+def test_quantiles() -> None:
+    quantile = module("harness.timing").quantile
+    values = list(range(100, -1, -1))
+    assert [quantile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [0, 50, 99, 100]
+    assert quantile([5.0], 0.99) == 5.0

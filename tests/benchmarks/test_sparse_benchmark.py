@@ -1,0 +1,563 @@
+"""The benchmark of sparse_all_reduce, small, on the host backend."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from worlds import in_world
+
+import persistent_ops as po
+from persistent_ops.ops.sparse_plan import SparsePlan
+from persistent_ops.runtime.areas import Areas
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+OURS = ["auto", "owner", "allgather", "dense", "into", "into_owner", "into_allgather"]
+PEERS = ["gloo", "dense_reduce", "gather_add", "union_reduce", "gather_add_graph", "union_reduce_graph"]
+SWEPT = ["auto", "owner", "allgather", "dense", "into", "dense_reduce", "gather_add", "union_reduce"]
+CASE = "100kx512_4k_zipf"
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def run(*arguments: str) -> int:
+    return int(module("sparse_all_reduce").main(["--backend", "host", *arguments]))
+
+
+def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "sparse_all_reduce.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--quick", "--rounds", "3", "--replays", "7", "--cases", CASE, "--out", str(tmp_path)) == 0
+    (described,) = lines_of(tmp_path, "run")
+    assert described["pes"] == 2 and described["backend"] == "host" and described["date"]
+    assert described["torch"] == torch.__version__
+    assert "bench sparse_all_reduce --backend host --quick" in described["command"]
+    (ceilings,) = lines_of(tmp_path, "ceilings")
+    sparse = [0.0001, 0.001, 0.01, 0.1]
+    shared = [1.0, 0.5, 0.0]  # the smallest union first
+
+    cases = lines_of(tmp_path, "case")
+    assert [(line["group"], line["shape"]["point"]) for line in cases] == [
+        ("cases", None),
+        *(("sparsity", point) for point in sparse),
+        *(("overlap", point) for point in shared),
+    ]
+    for line in cases:
+        shape, row_bytes = line["shape"], line["shape"]["dim"] * 4
+        rows = shape["rows_per_pe"]
+        # What two PEs have together is counted twice where both have it.
+        assert line["union_rows"] + line["rows_with_several"] == 2 * rows
+        assert line["lacked_rows"] == rows == line["unicast_rows"]
+        assert line["limit_us"] == pytest.approx(rows * row_bytes / ceilings["store"] * 1e6)
+        assert line["input_bytes"] == rows * (row_bytes + 8)
+        assert line["result_bytes"] == line["union_rows"] * (row_bytes + 8)
+    assert [line["union_rows"] for line in cases[-3:]] == [1000, 1500, 2000]
+
+    times = lines_of(tmp_path, "time")
+    measured = [(line["group"], line["shape"]["point"], line["method"]) for line in times]
+    assert measured == [
+        *(("cases", None, method) for method in OURS + PEERS),
+        *(("sparsity", point, method) for point in sparse for method in SWEPT),
+        *(("overlap", point, method) for point in shared for method in SWEPT),
+    ]
+    for line in times:
+        rounds = line["seconds_by_pe_and_round"]
+        assert len(rounds) == 2 and len(rounds[0]) in (2, 3)  # 2: a slow method
+        assert line["us"] == pytest.approx(max(statistics.median(each) for each in rounds) * 1e6)
+        shape = line["shape"]
+        assert line["calls_per_replay"] == (1 if line["method"] in ("dense_reduce", "gloo") else 2)
+        sent = line["sent_value_bytes"] / (shape["dim"] * 4)
+        if "dense" in line["method"]:
+            assert sent == shape["rows"]
+        elif "union" in line["method"]:
+            assert sent == next(case["union_rows"] for case in cases if case["case"] == line["case"])
+        else:
+            assert sent == shape["rows_per_pe"]
+        if line["method"] in ("owner", "allgather", "into_owner", "into_allgather"):
+            assert line["algorithm"] == line["method"].removeprefix("into_")
+
+    spreads = {line["method"]: line for line in lines_of(tmp_path, "spread")}
+    assert set(spreads) <= set(OURS + PEERS) and "auto" in spreads
+    for line in spreads.values():
+        assert line["replays"] == 7
+        assert 0 < line["us_median"] <= line["us_p90"] <= line["us_p99"]
+    phases = [line for line in lines_of(tmp_path, "phases") if line["group"] == "cases"]
+    assert [line["method"] for line in phases] == [name for name in OURS if name != "dense"]
+    assert all(list(line["us"]) == ["row sets", "row numbers", "rows"] for line in phases)
+    assert all(us > 0 for line in phases for us in line["us"].values())
+    hosts = lines_of(tmp_path, "host")
+    assert [(line["group"], line["method"]) for line in hosts] == [
+        ("cases", name) for name in ("auto", "owner", "allgather")
+    ]
+    assert all(line["us"] > 0 for line in hosts)
+
+    checks = lines_of(tmp_path, "check")
+    assert len(checks) == len(cases)
+    assert all(line["failures"] == [] and line["largest_difference"] <= line["tolerance"] for line in checks)
+    assert lines_of(tmp_path, "skipped") == []
+    for name in ("sparse_all_reduce", "sparse_all_reduce_sparsity", "sparse_all_reduce_overlap"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for text in (
+        "correct: ",
+        "x best",
+        "phases of single launches",
+        "host: of an eager call",
+        "sparsity, 2 PEs",
+        "overlap, 2 PEs",
+        "99.99%",
+    ):
+        assert text in printed
+    assert "say nothing about GPUs" in printed
+    assert "WRONG" not in printed
+
+
+def test_says_what_it_leaves_out_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--gloo-gb", "0.00001", "--room-gb", "0.00005"]
+    arguments = ["--quick", "--rounds", "1", "--replays", "2", "--cases", CASE, "--sweeps", "none"]
+    assert run(*arguments, *limits, "--methods", "auto,dense,allgather,gloo", "--out", str(tmp_path)) == 0
+    skipped = {line["method"]: line["reason"] for line in lines_of(tmp_path, "skipped")}
+    assert list(skipped) == ["dense", "allgather", "gloo"]
+    assert "at most 1e-05 GB (--gloo-gb)" in skipped["gloo"]
+    assert "of the symmetric heap beside the result; at most 5e-05 GB (--room-gb)" in skipped["dense"]
+    assert [line["method"] for line in lines_of(tmp_path, "time")] == ["auto"]
+    printed = capsys.readouterr().out
+    assert f"skipped: operator, dense (at most 5e-05 GB (--room-gb)): {CASE}: 0.000306 GB of" in printed
+    assert printed.count("│ skipped │") == 3
+
+
+def _run_with_a_wrong_algorithm(options: Any) -> bool:
+    right = po.sparse_all_reduce
+
+    def wrong(x: torch.Tensor, *, algorithm: str) -> Any:
+        result = right(x, algorithm=algorithm)
+        if algorithm == "owner" and po.rank() == 1:
+            result.values()[-1, -1] += 2.0**-20
+        return result
+
+    po.sparse_all_reduce = wrong  # in a process of its own
+    return bool(module("harness.experiment").measure(module("sparse_all_reduce").SparseAllReduce, options))
+
+
+def test_a_sweep_over_occupancy(tmp_path: Path) -> None:
+    cases = ("--cases", "100kx512_4k_zipf", "--sweeps", "none", "--rounds", "2")
+    assert run("--sweep", "occupancy", *cases, "--out", str(tmp_path)) == 0
+    lines = [
+        json.loads(line) for line in (tmp_path / "sparse_all_reduce_sweep_occupancy.jsonl").read_text().splitlines()
+    ]
+    tried = {line["tuning"]["work_groups"]: line for line in lines if line["kind"] == "tune"}
+    assert set(tried) == {None, 1, 2, 4, 8} and all(line["us"] > 0 for line in tried.values())
+    assert (tmp_path / "sparse_all_reduce_sweep_occupancy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_result_on_one_pe_fails_on_all(tmp_path: Path) -> None:
+    options = module("sparse_all_reduce").Options(
+        backend="host",
+        cases=(CASE,),
+        sweeps=(),
+        methods=("auto", "owner", "gather_add"),
+        rounds=1,
+        replays=2,
+        record_path=str(tmp_path / "sparse_all_reduce.jsonl"),
+    )
+    assert po.launch(_run_with_a_wrong_algorithm, 2, options, timeout=120) == [False, False]
+    (check,) = lines_of(tmp_path, "check")
+    places = ["input 0", "input 0, repeated", "input 1"]
+    assert [failure.split(": ")[0] for failure in check["failures"]] == [f"PE 1, owner, {place}" for place in places]
+    assert "1 values have other bits" in check["failures"][0]
+
+
+def test_failures_give_exit_code_1_and_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
+        recorder = module("harness.record").Recorder(Path(options.record_path))
+        recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="none")
+        recorder.write("check", pes=num_pes, case="a case", failures=["PE 1, owner: wrong"], largest_difference=0.0)
+        return num_pes != 2
+
+    monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
+    assert run("--worlds", "3,2", "--out", str(tmp_path)) == 1
+    assert "WRONG: 2 checks failed; the first: 3 PEs, a case: PE 1, owner: wrong" in capsys.readouterr().out
+
+
+def test_an_error_still_prints_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
+        recorder = module("harness.record").Recorder(Path(options.record_path))
+        recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="a processor")
+        raise RuntimeError("a PE is gone")
+
+    monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
+    assert run("--out", str(tmp_path)) == 1
+    printed = capsys.readouterr()
+    assert "a PE is gone" in printed.err
+    assert "a processor, torch 2" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cases", "1x1"], "there is no 1x1"),
+        (["--methods", "owner,nccl"], "there is no nccl"),
+        (["--sweeps", "width"], "there is no width"),
+        (["--worlds", "2,1"], "expected numbers of at least 2"),
+        (["--pes", "0"], "expected numbers of at least 2"),
+        (["--worlds", "two"], "expected whole numbers with commas"),
+        (["--rounds", "0"], "expected numbers of at least 1"),
+        (["--nonsense"], "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_option_gives_exit_code_2(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--out", str(tmp_path), *arguments) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def _host_times(wait: float) -> tuple[float, float]:
+    """Time a sum that waits long for its number of rows: with and without the wait."""
+    await_report = SparsePlan.await_report
+
+    def late(plan: SparsePlan, *arguments: Any) -> tuple[int, float]:
+        time.sleep(wait)
+        return await_report(plan, *arguments)
+
+    x = torch.eye(4).to_sparse(1)
+    po.sparse_all_reduce(x)
+    SparsePlan.await_report = late  # type: ignore[method-assign]
+    world = po.runtime.world.current()
+    try:
+        begin = time.perf_counter()
+        host = module("sparse.host_time").time_host(world, lambda: po.sparse_all_reduce(x), trials=3)
+        return host, time.perf_counter() - begin
+    finally:
+        SparsePlan.await_report = await_report  # type: ignore[method-assign]
+
+
+def test_host_time_is_without_the_wait() -> None:
+    """Alone, for what is replaced is of all PEs that are threads."""
+    ((host, whole),) = in_world(_host_times, 1, "host", 0.5)
+    assert 0 < host < 0.5 and whole > 1.5
+
+
+def test_the_command_line_knows_the_benchmark() -> None:
+    from persistent_ops import cli
+
+    assert cli.benchmarks()["sparse_all_reduce"] == BENCHMARKS / "sparse_all_reduce.py"
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def _traffic(row_sets: list[set[int]], pe: int) -> Any:
+    union = sorted(set().union(*row_sets))
+    contributors = torch.tensor([sum(row in rows for rows in row_sets) for row in union])
+    is_own = torch.tensor([row in row_sets[pe] for row in union])
+    return module("sparse.limits").count_traffic(contributors, is_own, len(row_sets))
+
+
+def test_limits_of_small_examples() -> None:
+    # Rows 0 and 1 of one PE each, row 2 of two, row 3 of all three.
+    row_sets = [{0, 2, 3}, {1, 2, 3}, {3}]
+    traffic = [_traffic(row_sets, pe) for pe in range(3)]
+    assert [each.union for each in traffic] == [4] * 3
+    assert [each.several for each in traffic] == [2] * 3
+    # PE 0 knows row 0, and waits for something of 1, 2 and 3; PE 2 has a part of row 3 alone.
+    assert [each.lacked for each in traffic] == [3, 3, 4]
+    # Messages: 2 and 2 for rows 0 and 1, 1 + 2 for row 2, 2 + 2 for row 3; a third of 11 for each PE.
+    assert [each.unicast for each in traffic] == pytest.approx([11 / 3] * 3)
+
+
+@pytest.mark.parametrize("num_pes", [2, 3, 8])
+def test_limits_of_disjoint_and_identical_rows(num_pes: int) -> None:
+    disjoint = _traffic([{10 * pe + row for row in range(10)} for pe in range(num_pes)], 0)
+    assert disjoint.lacked == disjoint.unicast == 10 * (num_pes - 1)  # an all-gather
+    identical = _traffic([set(range(10))] * num_pes, 0)
+    assert identical.lacked == 10
+    assert identical.unicast == pytest.approx(10 * 2 * (num_pes - 1) / num_pes)  # an all-reduce
+    assert _traffic([set(range(10))], 0).lacked == _traffic([set(range(10))], 0).unicast == 0
+
+
+def test_sent_rows() -> None:
+    sent = module("sparse.limits").sent_rows
+    sizes = {"rows": 1000, "rows_per_pe": 10, "union": 30.0, "unicast": 26.0, "world_size": 4}
+    assert {scheme: sent(scheme, **sizes) for scheme in ("owner", "gather", "union", "dense")} == {
+        "owner": 26.0,
+        "gather": 30.0,
+        "union": 45.0,
+        "dense": 1500.0,
+    }
+
+
+def test_extra_room() -> None:
+    room = module("sparse.limits").extra_room
+    sizes = {"rows": 1600, "union": 32, "row_bytes": 56, "world_size": 2}
+    assert room("owner", **sizes) == room("auto", **sizes) == room("", **sizes) == 0
+    assert room("allgather", **sizes) == 4096  # 2 x 34 x 56 = 3808, rounded up
+    assert room("dense", **sizes) == 1700 * 64
+
+
+def test_crossover_is_told_in_words() -> None:
+    tell = module("sparse.report")._crossover_text
+    points = [
+        ({"shape": {"point": density}}, {"auto": {"us": us}, "dense_reduce": {"us": 10.0}})
+        for density, us in ((0.01, 1.0), (0.1, 10.0), (0.5, 50.0))
+    ]
+    assert tell(points, "auto", "dense_reduce") == "dense_reduce: faster than auto below 90.00% sparsity"
+    assert tell(points[:2], "auto", "dense_reduce") == "dense_reduce: slower than auto down to 90.00% sparsity"
+    assert tell(points, "auto", "dense") == "auto and dense: no crossover, for they were not both measured"
+
+
+def test_crossover() -> None:
+    crossover = module("sparse.report").crossover
+    assert crossover([0.01, 0.1, 1.0], [1.0, 10.0, 100.0], [10.0, 10.0, 10.0]) == pytest.approx(0.1)
+    assert crossover([0.01, 1.0], [1.0, 100.0], [10.0, 10.0]) == pytest.approx(0.1)
+    assert crossover([0.01, 0.1], [1.0, 5.0], [10.0, 10.0]) is None
+    assert crossover([0.01, 0.1], [20.0, 30.0], [10.0, 10.0]) == 0.01
+    # Faster at first as well: it is the last place that counts.
+    assert crossover([0.01, 0.1, 1.0], [20.0, 1.0, 100.0], [10.0] * 3) == pytest.approx(10**-0.5)
+    assert crossover([], [], []) is None
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(case: Any, num_pes: int, number: int = 0) -> list[torch.Tensor]:
+    device = torch.device("cpu")
+    draw = module("sparse.inputs").draw_rows
+    return [draw(case, rank=pe, world_size=num_pes, number=number, device=device) for pe in range(num_pes)]
+
+
+def _union(rows: list[torch.Tensor]) -> int:
+    return torch.unique(torch.cat(rows)).numel()
+
+
+def test_rows_are_distinct_and_sorted_and_differ_from_set_to_set() -> None:
+    for case in module("sparse.cases").CASES.values():
+        small = case.for_host()
+        first, second = _rows(small, 3), _rows(small, 3, 1)
+        for rows in first + second:
+            assert rows.numel() == small.rows_per_pe and rows.dtype == torch.int64
+            assert bool((rows.diff() > 0).all())
+            assert int(rows[0]) >= 0 and int(rows[-1]) < small.rows
+        assert not torch.equal(first[0], second[0])
+        assert torch.equal(first[0], first[1]) == (case.shared == 1.0)
+        assert small.rows_per_pe / small.rows == pytest.approx(case.rows_per_pe / case.rows)
+
+
+def test_shares_are_what_their_names_say() -> None:
+    cases = module("sparse.cases")
+    for case in [*cases.swept("overlap", quick=False), *(c for c in cases.CASES.values() if c.skew == 0)]:
+        small = case.for_host()
+        if small.distribution == "overlap":
+            common = round(small.rows_per_pe * small.shared)
+            assert _union(_rows(small, 4)) == common + 4 * (small.rows_per_pe - common)
+    with pytest.raises(ValueError, match="8 PEs need 800 rows of 500"):
+        _rows(cases.Case("few", 500, 100, 4, "overlap"), 8)
+
+
+def test_zipf_rows_overlap_as_intended() -> None:
+    case = module("sparse.cases").CASES[CASE]
+    rows = _rows(case, 8)
+    assert _union(rows[1:]) == pytest.approx(12_700, rel=0.02)
+    uniform = module("sparse.cases").Case("as many", case.rows, case.rows_per_pe, case.dim, "uniform")
+    assert _union(_rows(uniform, 8)) > 2 * _union(rows)
+
+
+@pytest.mark.slow
+def test_the_large_zipf_case_has_the_intended_union() -> None:
+    case = module("sparse.cases").CASES["5Mx2048_50k_zipf"]
+    assert _union(_rows(case, 8)) == pytest.approx(220_000, rel=0.02)
+
+
+def test_sums_of_the_inputs_depend_on_their_order() -> None:
+    """Else no check could tell the operator's order of additions from another one."""
+    inputs, case = module("sparse.inputs"), module("sparse.cases").CASES["5Mx2048_50k_identical"].for_host()
+    device = torch.device("cpu")
+    a, b, c = (inputs.draw_set(case, rank=pe, world_size=3, number=0, device=device).values for pe in range(3))
+    assert not torch.equal((a + b) + c, (b + c) + a)
+    assert max(float(part.abs().max()) for part in (a, b, c)) < 1
+
+
+def test_sweeps_cover_the_range() -> None:
+    cases = module("sparse.cases")
+    for quick in (True, False):
+        points = [case.rows_per_pe / case.rows for case in cases.swept("sparsity", quick=quick)]
+        assert 0.1 in points and 0.0001 in points
+        shares = [case.shared for case in cases.swept("overlap", quick=quick)]
+        assert shares[0] == 0 and shares[-1] == 1
+    assert all(len({case.name for case in cases.swept(sweep, quick=False)}) > 6 for sweep in cases.SWEEPS)
+
+
+def test_inputs_take_turns_past_the_cache() -> None:
+    cases = module("sparse.cases")
+    for case in cases.CASES.values():
+        number = cases.num_sets(case, "cuda")
+        assert number >= 2
+        assert number == 8 or number * 2 * case.input_bytes >= 4 * (60 << 20)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Any]]:
+    """Return PE 0's world of three PEs, whose inputs are all in this process, what it expects and the inputs."""
+    check, case = module("sparse.check"), module("sparse.cases").CASES["5Mx2048_50k_zipf"].for_host()
+    device = torch.device("cpu")
+    inputs = [module("sparse.inputs").draw_set(case, rank=pe, world_size=3, number=0, device=device) for pe in range(3)]
+    begin = [0]
+
+    def gathered(world: object, own: torch.Tensor) -> torch.Tensor:
+        if own.dtype == torch.int64:
+            return torch.stack([rows.indices for rows in inputs])
+        begin[0] += own.shape[1]
+        return torch.stack([rows.values[:, begin[0] - own.shape[1] : begin[0]] for rows in inputs])
+
+    monkeypatch.setattr(check, "_gathered", gathered)
+    monkeypatch.setattr(check, "_GATHERED_BYTES", 3 * case.rows_per_pe * 4 * 5)  # columns come in pieces
+    world = SimpleNamespace(size=3, rank=0)
+    union, traffic = check.survey(world, inputs[0])
+    assert union.numel() == traffic.union
+    expected, wrong = check.reference(world, inputs[0], union)
+    assert wrong == [] and begin[0] == case.dim
+    return check, expected, inputs
+
+
+def test_the_reference_is_the_sum_in_the_order_of_the_pes(three: tuple[Any, Any, list[Any]]) -> None:
+    _, expected, inputs = three
+    exact = sum(rows.sparse.double().to_dense() for rows in inputs)[expected.union]
+    assert float((expected.values - exact).abs().max()) < 2.0**-22
+    row = next(int(r) for r in expected.union if all(int(r) in rows.indices for rows in inputs))
+    a, b, c = (rows.values[int(torch.searchsorted(rows.indices, row))] for rows in inputs)
+    assert torch.equal(expected.values[int(torch.searchsorted(expected.union, row))], (a + b) + c)
+
+
+def test_a_method_that_drops_work_is_found(three: tuple[Any, Any, list[Any]]) -> None:
+    check, expected, _ = three
+    union, values = expected.union, expected.values
+    assert check.difference((union, values.clone()), expected, exactly=True) == ([], 0.0)
+
+    other_order = values.clone()
+    other_order[3, 1] = torch.nextafter(other_order[3, 1], torch.tensor(9.0))
+    assert check.difference((union, other_order), expected, exactly=False)[0] == []
+    (text,), worst = check.difference((union, other_order), expected, exactly=True)
+    assert text.startswith("1 values have other bits") and 0 < worst < expected.tolerance
+
+    dropped = values.clone()
+    dropped[-1] = 0
+    assert "from the sum, tolerance" in check.difference((union, dropped), expected, exactly=False)[0][0]
+    never_written = values.clone()
+    never_written[0, 0] = math.nan
+    (text,), worst = check.difference((union, never_written), expected, exactly=False)
+    assert text.startswith("inf from the sum") and worst == math.inf
+    for wrong_rows in (union[:-1], union.flip(0), union + 1):
+        assert "rows, or others than" in check.difference((wrong_rows, values), expected, exactly=False)[0][0]
+    assert "values of shape" in check.difference((union, values[:, :-1]), expected, exactly=False)[0][0]
+
+
+def test_a_replay_that_writes_nothing_is_found(three: tuple[Any, Any, list[Any]], monkeypatch: Any) -> None:
+    check, expected, inputs = three
+    monkeypatch.setattr(check, "reference", lambda world, rows, union: (expected, []))
+    world = SimpleNamespace(barrier=lambda: None, check=lambda: None)
+    out = {"indices": expected.union.clone(), "values": expected.values.clone()}
+
+    def poison() -> None:
+        out["indices"].fill_(-1)
+        out["values"].fill_(math.nan)
+
+    def write() -> None:
+        out["indices"].copy_(expected.union)
+        out["values"].copy_(expected.values)
+
+    methods = SimpleNamespace(sets=inputs, poison=poison, into_result=lambda: (out["indices"], out["values"]))
+    subject = module("harness.timing").Subject
+    right, idle = subject(write, 1), subject(lambda: None, 1)
+    found = check.check_graphs(world, methods, {"into": right, "into_owner": idle}, expected.union)
+    assert len(found) == 1 and found[0].startswith("into_owner, a replay: ")
+    assert check.check_graphs(world, methods, {}, expected.union) == []
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the benchmark allocates is not the operator's; what the operator keeps from before is."""
+    allocated, peak, heap_used = [1000], [0], [50]
+
+    def reset(device: object) -> None:
+        peak[0] = allocated[0]
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+
+    class FreeList:
+        size = 10_000
+
+        @property
+        def free_bytes(self) -> int:
+            return self.size - heap_used[0]
+
+    def nbytes(number: int) -> Any:
+        return SimpleNamespace(nbytes=number)
+
+    kept = {"headers": nbytes(2), "progress": nbytes(3), "planes": nbytes(5)}
+    areas = Areas(cast(Any, None), cast(Any, None))
+    areas.update(gather=nbytes(15), **kept)
+    world = SimpleNamespace(
+        backend=SimpleNamespace(name="cuda", device=None),
+        check=lambda: None,
+        heap=SimpleNamespace(free_list=FreeList(), reclaim=lambda: None),
+        operator_state={"sparse_all_reduce": SimpleNamespace(areas=areas)},
+    )
+    methods = SimpleNamespace(symmetric_bytes=300, kept_bytes=lambda name: {"gather_add": 77, "into": 8}.get(name, 0))
+    meter = module("sparse.memory").MemoryMeter(world)
+    allocated[0] += 5  # the operator has kept this from an earlier case
+    # 50 bytes are in use: 10 that the operator needs, 15 for "allgather", 25 of earlier cases' graphs.
+    meter.case_begins()
+    allocated[0] += 600  # the case's buffers
+    heap_used[0] += methods.symmetric_bytes
+    meter.case_ready()
+
+    def call() -> None:
+        peak[0] = max(peak[0], allocated[0] + 40)
+        heap_used[0] += 100  # the result
+
+    def measured(name: str) -> int:
+        allocated[0] += 20  # a plan, in the first call
+        found: int = meter.measure(methods, name, call)
+        heap_used[0] -= 100
+        return found
+
+    assert measured("auto") == 40 + (5 + 20) + (10 + 100)
+    assert measured("allgather") == 40 + (5 + 40) + (10 + 100 + 15)
+    areas.update(gather=nbytes(70))  # the earlier graphs keep the room that was too small
+    heap_used[0] += 70
+    assert measured("allgather") == 40 + (5 + 60) + (10 + 100 + 70)
+    # The room of "allgather" is not counted for others; the benchmark's buffer is the result here.
+    assert meter.measure(methods, "into", lambda: None) == 8 + (5 + 60) + (10 + 300)
+    assert measured("gather_add") == 77 + 40

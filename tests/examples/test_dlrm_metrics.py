@@ -1,0 +1,135 @@
+"""The AUC: against its definition over pairs, with ties, spread over PEs, and its expectation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kept_pes import in_processes
+
+import persistent_ops as po
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+
+from dlrm.metrics import all_predictions, auroc, expected_auroc
+
+
+def over_pairs(scores: list[float], clicks: list[int]) -> float:
+    """Return the AUC by its definition."""
+    pairs = [(a, b) for a, b in itertools.product(range(len(scores)), repeat=2) if clicks[a] == 1 and clicks[b] == 0]
+    return sum(1.0 if scores[a] > scores[b] else 0.5 if scores[a] == scores[b] else 0.0 for a, b in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("scores", "clicks", "expected"),
+    [
+        ([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1], 0.75),
+        ([1.0, 2.0, 3.0], [0, 1, 1], 1.0),
+        ([3.0, 2.0, 1.0], [0, 1, 1], 0.0),
+        ([5.0, 5.0, 5.0, 5.0], [0, 1, 1, 0], 0.5),
+        ([1.0, 2.0, 2.0, 3.0], [0, 0, 1, 1], 0.875),
+        ([0.0, -0.0], [0, 1], 0.5),
+        ([-math.inf, 0.0, math.inf], [0, 1, 1], 1.0),
+    ],
+)
+def test_known_cases(scores: list[float], clicks: list[int], expected: float) -> None:
+    assert auroc(torch.tensor(scores), torch.tensor(clicks)) == expected == over_pairs(scores, clicks)
+    assert auroc(torch.tensor(scores), torch.tensor(clicks, dtype=torch.float32)) == expected
+
+
+@pytest.mark.parametrize("num_values", [3, 20, 10**6])
+def test_any_scores(num_values: int) -> None:
+    generator = torch.Generator().manual_seed(num_values)
+    scores = torch.randint(num_values, (200,), generator=generator).float()
+    clicks = torch.randint(2, (200,), generator=generator)
+    found = auroc(scores, clicks)
+    assert found == pytest.approx(over_pairs(scores.tolist(), clicks.tolist()), rel=1e-12)
+    order = torch.randperm(200, generator=generator)
+    assert auroc(scores[order], clicks[order]) == found
+    assert auroc(-scores, clicks) == pytest.approx(1 - found, rel=1e-12)
+
+
+def test_counts_do_not_round() -> None:
+    """One pair of 4e10 that is wrong is seen, and scores are not rounded to float32."""
+    numbers = torch.arange(400_000)
+    scores = 1.0 + numbers.double() * 2.0**-40
+    clicks = (numbers >= 200_000).to(torch.int64)
+    assert auroc(scores, clicks) == 1.0
+    scores[199_999], scores[200_000] = scores[200_000].clone(), scores[199_999].clone()
+    assert auroc(scores, clicks) == (200_000**2 - 1) / 200_000**2 < 1.0
+
+
+def test_what_has_no_auc() -> None:
+    assert math.isnan(auroc(torch.tensor([1.0, 2.0]), torch.tensor([1, 1])))
+    assert math.isnan(auroc(torch.tensor([1.0]), torch.tensor([0])))
+    assert math.isnan(auroc(torch.zeros(0), torch.zeros(0)))
+    with pytest.raises(ValueError, match="sample 1 has NaN"):
+        auroc(torch.tensor([1.0, math.nan]), torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="expected 0 or 1"):
+        auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.5]))
+    with pytest.raises(ValueError, match=r"expected \[n\] both"):
+        auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        expected_auroc(torch.tensor([0.5, 1.5]))
+    assert math.isnan(expected_auroc(torch.tensor([1.0, 1.0])))
+
+
+def test_the_expected_auc_is_that_of_all_labels() -> None:
+    """Against all 2^n ways to draw labels: the expected pairs in order, by the expected pairs."""
+    probabilities = [0.1, 0.7, 0.7, 0.95, 0.3, 0.1]
+    in_order, pairs = 0.0, 0.0
+    for clicks in itertools.product((0, 1), repeat=len(probabilities)):
+        chance = math.prod(p if click else 1 - p for p, click in zip(probabilities, clicks, strict=True))
+        num_pairs = sum(clicks) * (len(clicks) - sum(clicks))
+        if num_pairs:
+            in_order += chance * over_pairs(probabilities, list(clicks)) * num_pairs
+            pairs += chance * num_pairs
+    assert expected_auroc(torch.tensor(probabilities, dtype=torch.float64)) == pytest.approx(in_order / pairs, rel=1e-9)
+
+
+def test_drawn_labels_have_the_expected_auc() -> None:
+    generator = torch.Generator().manual_seed(1)
+    probabilities = torch.rand(200_000, generator=generator, dtype=torch.float64) ** 2
+    clicks = torch.rand(200_000, generator=generator) < probabilities
+    assert auroc(probabilities, clicks) == pytest.approx(expected_auroc(probabilities), abs=0.004)
+
+
+# ---- several PEs ---------------------------------------------------------------------------------------------------
+
+
+def predictions(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(num_samples, generator=generator), torch.randint(2, (num_samples,), generator=generator).float()
+
+
+def gather_parts(num_samples: int, ends: list[int]) -> tuple[bool, float]:
+    po.init("host")
+    try:
+        world = po_world.current()
+        with process_group(world.bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+            assert dist.get_world_size() == len(ends)
+            own = slice(ends[world.rank - 1] if world.rank else 0, ends[world.rank])
+            scores, labels = predictions(num_samples)
+            found = all_predictions(scores[own], labels[own])
+            return torch.equal(found[0], scores) and torch.equal(found[1], labels), auroc(*found)
+    finally:
+        po.finalize()
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("ends", [[100], [60, 100], [0, 37, 100]])
+def test_predictions_of_all_pes(ends: list[int]) -> None:
+    expected = auroc(*predictions(100))
+    assert in_processes(gather_parts, len(ends), 100, ends, timeout=120) == [(True, expected)] * len(ends)
+
+
+def test_one_process_has_them_all() -> None:
+    scores, labels = predictions(9)
+    assert all_predictions(scores, labels)[0] is scores

@@ -1,0 +1,443 @@
+"""Readers of click logs: every format reads what was written, and names file and record of what does not do."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from criteo_cases import criteo_line, write
+from dlrm_cases import HOTNESS, ROWS, Log, drawn_log, same_records, write_day, write_raw_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+
+from dlrm.click_log import ClickLog
+from dlrm.criteo_text import CriteoText
+from dlrm.mlperf_numpy import NumpyDay, numpy_day, numpy_days
+from dlrm.raw import RawFile, write_raw
+from dlrm.records import Joined, Records, Source, Span
+
+NUMBERS = [5, 0, 19, 5, 7]  # out of order, and one twice
+TEXT_ROWS = tuple(3 + 17 * table for table in range(26))
+
+
+def read(source: Source, numbers: list[int]) -> Records:
+    return source.read(np.array(numbers, np.int64))
+
+
+def changed(log: Log, what: str, place: tuple[int, ...], value: float) -> Log:
+    """Return a copy of a log with one number changed; `what` is dense, labels, or the number of a feature."""
+    parts = {"dense": log.dense.copy(), "labels": log.labels.copy(), "ids": [ids.copy() for ids in log.ids]}
+    (parts["ids"][int(what)] if what.isdigit() else parts[what])[place] = value
+    return Log(**parts)
+
+
+# ---- Criteo's text -------------------------------------------------------------------------------------------------
+
+
+def expected_text(number: int) -> tuple[list[float], list[int], float]:
+    """Return a line's dense columns, rows and label, from its fields."""
+    fields = criteo_line(number).split("\t")
+    dense = [math.log(max(float(field or 0), -2.0) + 3.0) for field in fields[1:14]]
+    rows = [int(field, 16) % table if field else -1 for field, table in zip(fields[14:], TEXT_ROWS, strict=True)]
+    return dense, rows, float(fields[0])
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_criteo_text(tmp_path: Path, compressed: bool) -> None:
+    path = write(tmp_path / "day_0", [criteo_line(number) for number in range(20)])
+    if compressed:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    source = CriteoText(path, num_rows=TEXT_ROWS)
+    assert (source.num_samples, source.num_dense, source.hotness) == (20, 13, (1,) * 26)
+    found = read(source, NUMBERS)
+    expected = [expected_text(number) for number in NUMBERS]
+    assert np.allclose(found.dense, [dense for dense, _, _ in expected], rtol=1e-6)
+    assert found.rows.tolist() == [rows for _, rows, _ in expected]
+    assert found.labels.tolist() == [label for _, _, label in expected]
+    assert (found.rows == -1).any() and (found.rows > 0).any()
+    assert [each.dtype for each in vars(found).values()] == [np.float32, np.int32, np.float32]
+
+
+def test_criteo_text_that_does_not_do(tmp_path: Path) -> None:
+    lines = [criteo_line(number) for number in range(5000)]
+    lines[4500] = "3" + lines[4500][1:]
+    path = write(tmp_path / "day_0", lines)
+    with pytest.raises(ValueError, match=re.escape(f"{path}, record 4500: the label is 3.0; expected 0 or 1")):
+        CriteoText(path, num_rows=TEXT_ROWS)
+    lines[4500] = "no sample"
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 4501: expected 40 columns")):
+        CriteoText(write(path, lines), num_rows=TEXT_ROWS)
+    with pytest.raises(ValueError, match="has more than 10 samples"):
+        CriteoText(write(path, lines[:11]), num_rows=TEXT_ROWS, most_samples=10)
+    with pytest.raises(ValueError, match="one number for each feature, got 25 and 26"):
+        CriteoText(path, num_rows=TEXT_ROWS[1:])
+    with pytest.raises(ValueError, match="expected at most 2147483648 rows, got 2147483649"):
+        CriteoText(path, num_rows=(*TEXT_ROWS[1:], 2**31 + 1))
+    with pytest.raises(FileNotFoundError):
+        CriteoText(tmp_path / "absent", num_rows=TEXT_ROWS)
+
+
+# ---- MLPerf's arrays -----------------------------------------------------------------------------------------------
+
+
+def test_multi_hot_arrays_are_mapped(tmp_path: Path) -> None:
+    log = drawn_log(20)
+    write_day(tmp_path, 3, log)
+    source = numpy_day(tmp_path, 3, num_rows=ROWS)
+    assert (source.num_samples, source.hotness) == (20, HOTNESS)
+    assert same_records(read(source, NUMBERS), log.expected(NUMBERS))
+    assert all(isinstance(array.base, np.memmap) or isinstance(array, np.memmap) for array in source._features)
+    # What is mapped is read when it is asked for.
+    other = changed(log, "2", (19, 1), 12345)
+    with (tmp_path / "day_3_sparse_multi_hot.npz").open("r+b") as file:
+        content = file.read()
+        file.seek(content.index(log.ids[2].tobytes()) + (19 * 3 + 1) * 4)
+        file.write(np.int32(12345).tobytes())
+    assert same_records(read(source, NUMBERS), other.expected(NUMBERS))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
+def test_one_hot_arrays(tmp_path: Path, dtype: type) -> None:
+    log = drawn_log(20, (1, 1, 1))
+    log = Log(log.dense, [ids.astype(dtype) for ids in log.ids], log.labels)
+    write_day(tmp_path, 0, log, multi_hot=False)
+    source = numpy_day(tmp_path, 0, num_rows=ROWS)
+    assert source.hotness == (1, 1, 1)
+    assert same_records(read(source, NUMBERS), log.expected(NUMBERS))
+    write_day(tmp_path, 0, drawn_log(20))  # the multi-hot file comes first where there are both
+    assert numpy_day(tmp_path, 0, num_rows=ROWS).hotness == HOTNESS
+
+
+@pytest.mark.parametrize("num_rows", [(2**31, 2**31, 2**31), (3, 2**40, 1000)])
+def test_ids_that_are_rows_already_and_tables_beyond_int32(tmp_path: Path, num_rows: tuple[int, ...]) -> None:
+    log = drawn_log(20)
+    write_day(tmp_path, 0, log)
+    assert same_records(read(numpy_day(tmp_path, 0, num_rows=num_rows), NUMBERS), log.expected(NUMBERS, num_rows))
+
+
+def test_arrays_in_fortran_s_order(tmp_path: Path) -> None:
+    log = drawn_log(20)
+    write_day(tmp_path, 0, Log(np.asfortranarray(log.dense), [np.asfortranarray(ids) for ids in log.ids], log.labels))
+    assert same_records(read(numpy_day(tmp_path, 0, num_rows=ROWS), NUMBERS), log.expected(NUMBERS))
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "value", "message"),
+    [
+        ("dense", (17, 4), np.nan, "record 17: dense column 4 is nan; expected a finite number"),
+        ("dense", (17, 12), np.inf, "record 17: dense column 12 is inf"),
+        ("labels", (17,), 2, "record 17: the label is {label}; expected 0 or 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["numpy", "raw"])
+def test_values_that_do_not_do_are_named_when_they_are_read(
+    tmp_path: Path, kind: str, what: str, place: tuple[int, ...], value: float, message: str
+) -> None:
+    log = changed(drawn_log(20), what, place, value)
+    if kind == "numpy":
+        write_day(tmp_path, 0, log)
+        source: Source = numpy_day(tmp_path, 0, num_rows=ROWS)
+        names = {"dense": "day_0_dense.npy", "labels": "day_0_labels.npy"}
+        name = str(tmp_path / names.get(what, "day_0_sparse_multi_hot.npz"))
+    else:
+        source = RawFile(write_raw_bytes(tmp_path / "raw", log), num_rows=ROWS, hotness=HOTNESS)
+        name = str(tmp_path / "raw")
+    read(source, [0, 16, 18])
+    expected = message.format(label="2" if kind == "numpy" else "2.0")
+    with pytest.raises(ValueError, match=re.escape(f"{name}, {expected}")):
+        read(source, [3, 17])
+
+
+def test_a_label_that_rounds_to_one_is_none(tmp_path: Path) -> None:
+    log = drawn_log(20)
+    labels = log.labels.astype(np.float64)
+    labels[17] = 1 + 1e-12
+    write_day(tmp_path, 0, Log(log.dense, log.ids, labels))
+    with pytest.raises(ValueError, match=re.escape("record 17: the label is 1.000000000001; expected 0 or 1")):
+        read(numpy_day(tmp_path, 0, num_rows=ROWS), [17])
+
+
+EDGES = (0, 1, 2, 1000, 1001, 2**7 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**63 + 7, 2**64 - 1)
+INTEGERS = [f"{order}{sign}{size}" for order in "<>" for sign in "iu" for size in (1, 2, 4, 8)]
+
+
+def edges_of(dtype: str) -> list[int]:
+    """Return ids that the dtype holds, up to its ends."""
+    bounds = np.iinfo(dtype)
+    return [each for edge in EDGES for each in (edge, -edge) if bounds.min <= each <= bounds.max]
+
+
+@pytest.mark.parametrize("num_rows", [(3, 1000, 1), (2**31, 2**31 - 1, 2**40)])
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("multi_hot", [True, False])
+def test_ids_of_any_dtype_are_taken_modulo_rows_by_python_s_rule(
+    tmp_path: Path, multi_hot: bool, dtype: str, num_rows: tuple[int, ...]
+) -> None:
+    ids = edges_of(dtype)
+    log = drawn_log(len(ids), (1, 1, 1))
+    log = Log(log.dense, [np.array(ids, dtype)[:, None]] * 3, log.labels)
+    write_day(tmp_path, 0, log, multi_hot=multi_hot)
+    found = read(numpy_day(tmp_path, 0, num_rows=num_rows), list(range(len(ids)))).rows
+    assert found.tolist() == [[each % rows for rows in num_rows] for each in ids]
+    assert found.dtype in (np.int32, np.int64)
+
+
+@pytest.mark.parametrize("dtypes", [("<i8", "<u8", "<i4"), ("<u8", "<i4", "<u4"), ("<i1", ">u8", "<i8")])
+def test_arrays_of_different_dtypes_keep_their_ids(tmp_path: Path, dtypes: tuple[str, ...]) -> None:
+    largest = [int(np.iinfo(dtype).max) - 2 for dtype in dtypes]
+    log = drawn_log(1, (1, 1, 1))
+    ids = [np.array([[each]], dtype) for each, dtype in zip(largest, dtypes, strict=True)]
+    write_day(tmp_path, 0, Log(log.dense, ids, log.labels))
+    found = read(numpy_day(tmp_path, 0, num_rows=(1000,) * 3), [0]).rows
+    assert found.tolist() == [[each % 1000 for each in largest]]
+
+
+def test_negative_ids_of_raw_files(tmp_path: Path) -> None:
+    ids = [[-1, -(2**31)], [2**31 - 1, -5]]
+    log = Log(drawn_log(2).dense, [np.array(ids, np.int32)], drawn_log(2).labels)
+    source = RawFile(write_raw_bytes(tmp_path / "raw", log), num_rows=(1000,), hotness=(2,))
+    assert read(source, [0, 1]).rows.tolist() == [[each % 1000 for each in line] for line in ids]
+
+
+@pytest.mark.parametrize(("column", "name"), [(0, "label"), (1, "dense column 1"), (13, "dense column 13")])
+@pytest.mark.parametrize("value", ["1e39", "-1e39", "1e400", "-" + "9" * 60, "3.4028236e38"])
+def test_text_beyond_float32_is_named_by_its_line(tmp_path: Path, column: int, name: str, value: str) -> None:
+    lines = [criteo_line(number) for number in range(5000)]
+    fields = lines[4700].split("\t")
+    fields[column] = value
+    lines[4700] = "\t".join(fields)
+    path = write(tmp_path / "day_0", ["\t".join(["label"] + ["x"] * 39), *lines])
+    shown = value if len(value) <= 40 else value[:40] + "..."
+    message = f"{path}, line 4702: {name} is {shown!r}; expected a finite number of float32"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CriteoText(path, num_rows=TEXT_ROWS)
+
+
+def test_text_at_the_ends_of_float32_is_read(tmp_path: Path) -> None:
+    fields = criteo_line(1).split("\t")
+    fields[1:3] = ["3.4028235e38", "-3.4028235e38"]
+    found = read(CriteoText(write(tmp_path / "day_0", ["\t".join(fields)]), num_rows=TEXT_ROWS), [0])
+    assert found.dense[0, :2].tolist() == pytest.approx([math.log(3.4028235e38), 0.0])
+
+
+def test_rows_beyond_int32_are_not_written_raw(tmp_path: Path) -> None:
+    write_day(tmp_path, 0, drawn_log(20))
+    day = numpy_day(tmp_path, 0, num_rows=(3, 2**31 + 1, 5))
+    with pytest.raises(ValueError, match="the format has ids of int32, the source has a table of 2147483649 rows"):
+        write_raw(day, tmp_path / "raw")
+
+
+def _shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def _compress(path: Path) -> None:
+    arrays = dict(np.load(path))
+    np.savez_compressed(path, **arrays)
+
+
+def _spoil_header(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"\x93NUMPY", b"\x93DUMMY", 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("dense.npy", _shorten, "day_0_dense.npy is no .npy array, or is cut off"),
+        ("labels.npy", _spoil_header, "day_0_labels.npy is no .npy array, or is cut off"),
+        ("sparse_multi_hot.npz", _shorten, "day_0_sparse_multi_hot.npz is no .npz file, or is cut off"),
+        (
+            "sparse_multi_hot.npz",
+            _compress,
+            "npz, 0.npy: is compressed, and cannot be mapped",
+        ),
+        ("sparse_multi_hot.npz", _spoil_header, "npz, 0.npy is no .npy array, or is cut off"),
+        ("dense.npy", lambda path: np.save(path, np.zeros((20, 12), np.float32)), r"expected [samples, 13] of float32"),
+        ("dense.npy", lambda path: np.save(path, np.zeros((20, 13))), "got [20, 13] of float64"),
+        ("dense.npy", lambda path: np.save(path, np.zeros((0, 13), np.float32)), "day_0_dense.npy holds no sample"),
+        ("labels.npy", lambda path: np.save(path, np.zeros((19, 1))), "labels.npy: expected [20, 1], got [19, 1]"),
+        (
+            "sparse_multi_hot.npz",
+            lambda path: np.savez(path, **{"0": np.zeros((20, 1), int), "1": np.zeros((20, 2), int)}),
+            "expected the arrays 0 to 2, one for each table, got 0, 1",
+        ),
+        (
+            "sparse_multi_hot.npz",
+            lambda path: np.savez(path, **{str(t): np.zeros((20 + t, 1), int) for t in range(3)}),
+            "array 1: expected [20, lookups] of integers",
+        ),
+        (
+            "sparse_multi_hot.npz",
+            lambda path: np.savez(path, **{str(t): np.array([[None]] * 20) for t in range(3)}),
+            "npz, 0.npy is no .npy array, or is cut off: holds Python's objects",
+        ),
+        (
+            "sparse_multi_hot.npz",
+            lambda path: np.savez(path, **{str(t): np.zeros((20, 1)) for t in range(3)}),
+            "array 0: expected [20, lookups] of integers",
+        ),
+    ],
+)
+def test_arrays_that_do_not_do_are_refused(
+    tmp_path: Path, name: str, spoil: Callable[[Path], None], message: str
+) -> None:
+    write_day(tmp_path, 0, drawn_log(20))
+    spoil(tmp_path / f"day_0_{name}")
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        numpy_day(tmp_path, 0, num_rows=ROWS)
+    assert f"day_0_{name}" in str(raised.value)
+
+
+def _regions(path: Path) -> list[int]:
+    """Return the places of a file's bytes that are no numbers of its arrays."""
+    content = path.read_bytes()
+    if path.suffix == ".npy":
+        return list(range(content.index(b"\n") + 1))
+    directory = content.index(b"PK\x01\x02")
+    headers = [at.start() for at in re.finditer(b"PK\x03\x04", content)]
+    return [*(at + byte for at in headers for byte in range(180)), *range(directory, len(content))]
+
+
+@pytest.mark.parametrize("name", ["dense.npy", "labels.npy", "sparse.npy", "sparse_multi_hot.npz"])
+def test_damaged_headers_are_refused_by_the_file_s_name(tmp_path: Path, name: str) -> None:
+    write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)), multi_hot=name.endswith(".npz"))
+    path = tmp_path / f"day_0_{name}"
+    whole, places = path.read_bytes(), _regions(path)
+    drawer = np.random.default_rng(7)
+    refused = []
+    for _ in range(500):
+        damaged = bytearray(whole)
+        for place in drawer.choice(places, drawer.integers(1, 4)):
+            damaged[place] = drawer.choice([0, 32, 40, 41, 49, 0x7F, 0xFF, drawer.integers(256)])
+        path.write_bytes(damaged[: drawer.integers(len(whole))] if drawer.random() < 0.1 else damaged)
+        try:
+            read(numpy_day(tmp_path, 0, num_rows=ROWS), NUMBERS)
+        except ValueError as error:
+            refused.append(str(error))
+    assert 250 < len(refused) < 500  # a header has bytes that nobody needs
+    assert all(str(tmp_path / "day_0_") in message for message in refused)
+
+
+def test_members_of_an_archive_are_whole(tmp_path: Path) -> None:
+    write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)))
+    path = tmp_path / "day_0_sparse_multi_hot.npz"
+    content = path.read_bytes()
+    header = content.index(b"'shape': (20, 1)")
+    path.write_bytes(content[:header] + b"'shape': (90, 1)" + content[header + 16 :])  # into the next member
+    with pytest.raises(ValueError, match=r"npz, 0.npy is no .npy array, or is cut off: 360 bytes should follow"):
+        numpy_day(tmp_path, 0, num_rows=ROWS)
+
+
+def test_one_hot_arrays_that_do_not_do_are_refused(tmp_path: Path) -> None:
+    write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)), multi_hot=False)
+    with pytest.raises(ValueError, match=re.escape("day_0_sparse.npy: expected [samples, 4] of integers, got [20, 3]")):
+        numpy_day(tmp_path, 0, num_rows=(*ROWS, 5))
+    with pytest.raises(FileNotFoundError, match="neither day_1_sparse_multi_hot.npz nor day_1_sparse.npy"):
+        numpy_day(tmp_path, 1, num_rows=ROWS)
+    with pytest.raises(FileNotFoundError):
+        NumpyDay(tmp_path / "none", tmp_path / "day_0_sparse.npy", tmp_path / "day_0_labels.npy", num_rows=ROWS)
+
+
+# ---- HugeCTR's raw format ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label_type", [np.int32, np.float32])
+def test_raw_files(tmp_path: Path, label_type: type) -> None:
+    log = drawn_log(20)
+    log = Log(log.dense, log.ids, log.labels.astype(label_type))
+    assert {0, 1} == set(log.labels[NUMBERS].tolist())
+    source = RawFile(write_raw_bytes(tmp_path / "raw", log), num_rows=ROWS, hotness=HOTNESS)
+    assert source.num_samples == 20
+    assert same_records(read(source, NUMBERS), log.expected(NUMBERS))
+
+
+def test_mlperf_s_samples_have_912_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "raw"
+    path.write_bytes(bytes(912 * 3))
+    source = RawFile(path, num_rows=(10,) * 26)
+    assert source.num_samples == 3 and sum(source.hotness) == 214
+    path.write_bytes(bytes(912 * 3 + 7))
+    with pytest.raises(ValueError, match=r"raw has 2743 bytes; expected records of 912 .*but 7 bytes follow record 2"):
+        RawFile(path, num_rows=(10,) * 26)
+    path.write_bytes(bytes(900))
+    with pytest.raises(ValueError, match="raw has 900 bytes; expected records of 912 .*at least one"):
+        RawFile(path, num_rows=(10,) * 26)
+
+
+def test_what_is_written_raw_is_read_again(tmp_path: Path) -> None:
+    log = ClickLog(9000, num_rows=ROWS, hotness=HOTNESS, seed=5)
+    write_raw(log, tmp_path / "raw")
+    source = RawFile(tmp_path / "raw", num_rows=ROWS, hotness=HOTNESS)
+    everything = list(range(9000))
+    assert same_records(read(source, everything), read(log, everything))
+    with pytest.raises(ValueError, match="has 13 dense columns, the source has 4"):
+        write_raw(ClickLog(5, num_rows=ROWS, hotness=HOTNESS, num_dense=4), tmp_path / "raw")
+    text = CriteoText(write(tmp_path / "text", [criteo_line(number) for number in range(5)]), num_rows=TEXT_ROWS)
+    with pytest.raises(ValueError, match="sample 0 has fewer lookups"):
+        write_raw(text, tmp_path / "raw")
+
+
+# ---- parts and joins -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_day_validates_and_tests(tmp_path: Path) -> None:
+    logs = [drawn_log(length, seed=length) for length in (7, 4, 11)]
+    for day, log in enumerate(logs):
+        write_day(tmp_path, day, log)
+    train, validation, test = numpy_days(tmp_path, 3, num_rows=ROWS)
+    assert [each.num_samples for each in (train, validation, test)] == [11, 6, 5]
+    assert same_records(read(train, [7]), logs[1].expected([0]))
+    assert same_records(read(validation, [0, 5]), logs[2].expected([0, 5]))
+    assert same_records(read(test, [0, 4]), logs[2].expected([6, 10]))
+    with pytest.raises(ValueError, match="num_days must be at least 2"):
+        numpy_days(tmp_path, 1, num_rows=ROWS)
+    with pytest.raises(FileNotFoundError, match="neither day_3_sparse"):
+        numpy_days(tmp_path, 4, num_rows=ROWS)
+
+
+def test_data_of_the_same_names_and_sizes_are_told_apart(tmp_path: Path) -> None:
+    found: dict[str, list[Any]] = {"numpy": [], "raw": [], "text": []}
+    for number, seed in enumerate((1, 1, 2)):
+        log, folder = drawn_log(900, seed=seed), tmp_path / str(number)
+        folder.mkdir()
+        write_day(folder, 0, log)
+        found["numpy"].append(numpy_day(folder, 0, num_rows=ROWS).identity())
+        raw = write_raw_bytes(folder / "raw", log)
+        found["raw"].append(RawFile(raw, num_rows=ROWS, hotness=HOTNESS).identity())
+        text = write(folder / "text", [criteo_line(seed + line) for line in range(20)])
+        found["text"].append(CriteoText(text, num_rows=TEXT_ROWS).identity())
+    for name, (first, same, other) in found.items():
+        assert first == same != other, name
+
+
+def test_days_behind_one_another_and_spans_of_them(tmp_path: Path) -> None:
+    logs = [drawn_log(length, seed=length) for length in (7, 1, 12)]
+    for day, log in enumerate(logs):
+        write_day(tmp_path, day, log)
+    days = Joined([numpy_day(tmp_path, day, num_rows=ROWS) for day in range(3)])
+    whole = Log(
+        np.concatenate([log.dense for log in logs]),
+        [np.concatenate(parts) for parts in zip(*(log.ids for log in logs), strict=True)],
+        np.concatenate([log.labels for log in logs]),
+    )
+    assert days.num_samples == 20
+    for numbers in (NUMBERS, list(range(20)), [6, 7, 8], []):
+        assert same_records(read(days, numbers), whole.expected(numbers))
+    span = Span(days, 6, 9)
+    assert span.num_samples == 9 and same_records(read(span, [8, 0, 1]), whole.expected([14, 6, 7]))
+    assert Span(days, 5, 9).identity() != span.identity() != days.identity()
+    for first, length in ((-1, 3), (0, 21), (12, 9), (3, 0)):
+        with pytest.raises(ValueError, match="expected 1 or more of the samples 0 to 19"):
+            Span(days, first, length)
+    with pytest.raises(ValueError, match="got none"):
+        Joined([])
+    with pytest.raises(ValueError, match="same dense columns, tables and lookups"):
+        Joined([days, ClickLog(5, num_rows=ROWS, hotness=(2, 1, 4))])

@@ -1,0 +1,490 @@
+"""The loop: it learns what there is to learn, does what plain torch does, and goes on behind an interruption."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kept_pes import in_processes
+from PIL import Image
+from torch.nn import functional as F
+
+import persistent_ops as po
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.process_group import process_group
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+
+from dlrm import checkpoint
+from dlrm.batches import Batches
+from dlrm.click_log import ClickLog, Teacher
+from dlrm.embedding import PlainEmbedding
+from dlrm.metrics import auroc
+from dlrm.model import DenseModel, Sizes
+from dlrm.records import Span
+from dlrm.report import draw_if_possible
+from dlrm.training import History, Plan, Training
+from training_progress import progress_bar
+
+ROWS, HOTNESS = (40, 3, 60, 20), (1, 1, 3, 2)
+SIZES = Sizes(dims=(8, 8, 8, 8), num_dense=4, bottom=(32, 8), top=(32, 16, 1), cross_layers=2, cross_rank=16)
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+def log_of(num_samples: int) -> ClickLog:
+    return ClickLog(num_samples, num_rows=ROWS, hotness=HOTNESS, seed=3, num_dense=SIZES.num_dense)
+
+
+def adagrad(rate: float) -> Any:
+    return lambda parameters: torch.optim.Adagrad(parameters, lr=rate, eps=1e-8)
+
+
+def training_of(
+    num_train: int,
+    num_evaluate: int,
+    batch_size: int,
+    *,
+    embedding: Any = None,
+    optimizer: Any = None,
+    table_rate: float = 0.05,
+    sizes: Sizes = SIZES,
+    seed: int = 0,
+    **options: Any,
+) -> Training:
+    log = log_of(num_train + num_evaluate)
+    model = DenseModel(sizes, seed=1)
+    embedding = embedding or PlainEmbedding(ROWS, sizes.dims, adagrad(table_rate), seed=1)
+    optimizer = (optimizer or adagrad(0.02))(model.parameters())
+    own = {"rank": dist.get_rank(), "num_pes": dist.get_world_size()} if dist.is_initialized() else {}
+    batches = Batches(Span(log, 0, num_train), batch_size=batch_size, seed=seed, **own)
+    evaluation = Batches(Span(log, num_train, num_evaluate), batch_size=4096, **own) if num_evaluate else None
+    return Training(model, embedding, optimizer, batches, evaluation=evaluation, **options)
+
+
+# ---- learning ------------------------------------------------------------------------------------------------------
+
+NUM_TRAIN, NUM_EVALUATE = 200_000, 30_000
+
+
+def test_tables_that_do_not_learn_show() -> None:
+    best, expected = log_of(NUM_TRAIN + NUM_EVALUATE).best_auroc(NUM_TRAIN, NUM_EVALUATE)
+    assert abs(best - expected) < 0.01
+    training = training_of(NUM_TRAIN, NUM_EVALUATE, 512, table_rate=0.0)
+    assert training.run(Plan()).evaluations[-1]["auc"] < best - 0.02
+
+
+def test_bf16_comes_as_near() -> None:
+    teacher = Teacher(row_scale=2.0, pair_scale=0.0)  # of which much is learned in few steps
+    log = ClickLog(80_000, num_rows=(20, 3, 30, 10), hotness=HOTNESS, seed=3, num_dense=4, teacher=teacher)
+    parts = Batches(Span(log, 0, 60_000), batch_size=512, seed=0), Batches(Span(log, 60_000, 20_000), batch_size=4096)
+    model, embedding = DenseModel(SIZES, seed=1), PlainEmbedding(log.num_rows, SIZES.dims, adagrad(0.1), seed=1)
+    optimizer = adagrad(0.02)(model.parameters())
+    training = Training(model, embedding, optimizer, parts[0], evaluation=parts[1], precision=torch.bfloat16)
+    best, _ = log.best_auroc(60_000)
+    assert best - 0.01 < training.run(Plan()).evaluations[-1]["auc"] < best + 0.003
+
+
+# ---- against plain torch -------------------------------------------------------------------------------------------
+
+
+def reference_losses(num_steps: int, num_train: int, batch_size: int, table_rate: float) -> list[float]:
+    """Train in float64 with sums of rows, the loss's mean, dense gradients, and Adagrad written out."""
+    log = log_of(num_train)
+    model = DenseModel(SIZES, seed=1).double()
+    tables = [
+        each.detach().double().requires_grad_()
+        for each in PlainEmbedding(ROWS, SIZES.dims, adagrad(0), seed=1).parameters()
+    ]
+    rates = [(each, 0.02) for each in model.parameters()] + [(each, table_rate) for each in tables]
+    sums = [torch.zeros_like(each) for each, _ in rates]
+    batches = Batches(log, batch_size=batch_size, seed=0)
+    losses = []
+    for step in range(num_steps):
+        records = log.read(batches.numbers(*divmod(step, batches.num_batches)))
+        columns = torch.from_numpy(records.rows).split(HOTNESS, dim=1)
+        pooled = [table[own].sum(dim=1) for table, own in zip(tables, columns, strict=True)]
+        logits = model(torch.from_numpy(records.dense).double(), torch.cat(pooled, dim=1))
+        clicks = torch.from_numpy(records.labels).double()
+        loss = -(clicks * F.logsigmoid(logits) + (1 - clicks) * F.logsigmoid(-logits)).mean()
+        for each, _ in rates:
+            each.grad = None
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for (each, rate), total in zip(rates, sums, strict=True):
+                assert each.grad is not None
+                total += each.grad.square()
+                each -= rate * each.grad / (total.sqrt() + 1e-8)
+    return losses
+
+
+def test_losses_are_those_of_plain_torch() -> None:
+    training = training_of(500, 0, 64)
+    found = training.run(Plan(epochs=3)).losses  # 8 batches an epoch, the last one of 52 samples
+    expected = reference_losses(24, 500, 64, 0.05)
+    assert len(found) == 24 and expected[-1] < 0.95 * expected[0]
+    assert found == pytest.approx(expected, rel=3e-5)
+
+
+def test_the_dot_interaction_trains_too() -> None:
+    training = training_of(4000, 2000, 64, sizes=dataclasses.replace(SIZES, interaction="dot"))
+    before = training.evaluate()
+    after = training.run(Plan(epochs=2)).evaluations[-1]
+    assert after["loss"] < before["loss"] and after["auc"] > max(before["auc"], 0.6)
+
+
+def test_an_evaluation_is_of_all_samples_and_changes_nothing() -> None:
+    training = training_of(300, 5000, 64)
+    model, embedding = training._model, training._embedding
+    found = training.evaluate()
+    assert model.training and embedding.training and found["step"] == 0
+    records = Batches(Span(log_of(5300), 300, 5000), batch_size=5000).read(0, 0)
+    with torch.no_grad():
+        logits = model(records.dense, embedding((records.values, records.lengths)))
+    assert found["auc"] == pytest.approx(auroc(logits, records.labels), abs=1e-6)
+    expected = F.binary_cross_entropy_with_logits(logits.double(), records.labels.double())
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
+    plain = training_of(300, 0, 64).run(Plan(epochs=2))
+    history = training.run(Plan(epochs=2, evaluate_every=3))
+    assert [each["step"] for each in history.evaluations] == [3, 6, 9, 10]
+    assert history.losses == plain.losses and not plain.evaluations
+
+
+def test_the_plan() -> None:
+    training = training_of(300, 0, 64)  # 5 batches an epoch
+    seen: list[tuple[int, float]] = []
+    history = training.run(Plan(epochs=9, most_steps=7, losses_every=3), lambda *each: seen.append(each))
+    assert training.step == len(history.losses) == 7 and training.position == (1, 2)
+    assert seen == [(step, history.losses[step - 1]) for step in (3, 6, 7)]
+    training.run(Plan(epochs=2))
+    assert len(history.losses) == 10 and training.position == (2, 0)
+    with pytest.raises(ValueError, match="the plan ends with step 10, and 10 have been done"):
+        training.run(Plan(epochs=2))
+    with pytest.raises(ValueError, match="no samples to evaluate with"):
+        training.evaluate()
+    for changes, message in (
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"most_steps": 0}, "most_steps must be at least 1, got 0"),
+        ({"evaluate_every": -1}, "evaluate_every must be at least 0"),
+        ({"losses_every": 0}, "losses_every must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Plan(**changes)
+
+
+def test_samples_of_another_model_are_refused() -> None:
+    for changes in ({"num_dense": 5}, {"dims": (8, 8, 8)}):
+        with pytest.raises(ValueError, match=r"the model is one of \d .* and the samples have 4 and 4"):
+            training_of(300, 0, 64, sizes=dataclasses.replace(SIZES, **changes), embedding=torch.nn.Identity())
+
+
+def test_a_training_that_diverges_says_so() -> None:
+    training = training_of(300, 0, 64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e20))
+    with pytest.raises(ValueError, match=r"the loss of step \d+ is (nan|inf): the training has diverged"):
+        training.run(Plan(epochs=4))
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def state_of(training: Training) -> list[torch.Tensor]:
+    """Return all tensors of a training."""
+
+    def tensors(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value.clone()]
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        return [each for one in values for each in tensors(one)]
+
+    parts = (training._model, training._optimizer, training._embedding, training._embedding.optimizer)
+    return [each for part in parts for each in tensors(part.state_dict())]
+
+
+ADAM = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.01)}  # whose step count must come back too
+
+
+@pytest.mark.parametrize("steps", [7, 10, 12])  # within an epoch, at its end, and another epoch's
+@pytest.mark.parametrize("options", [{}, ADAM], ids=["adagrad", "adam"])
+def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
+    tmp_path: Path, steps: int, options: dict[str, Any]
+) -> None:
+    plan = Plan(epochs=3, evaluate_every=4)  # 5 batches an epoch
+    whole = training_of(300, 500, 64, **options)
+    expected = whole.run(plan)
+    first = training_of(300, 500, 64, **options)
+    first.run(dataclasses.replace(plan, most_steps=steps, folder=tmp_path))
+    second = training_of(300, 500, 64, **options)
+    second.resume(tmp_path)
+    assert (second.step, second.position) == (steps, divmod(steps, 5))
+    assert all(torch.equal(a, b) for a, b in zip(state_of(second), state_of(first), strict=True))
+    found = second.run(dataclasses.replace(plan, folder=tmp_path))
+    assert found.losses == expected.losses
+    assert found.evaluations[-1] == expected.evaluations[-1]
+    assert len(state_of(whole)) > 30
+    assert all(torch.equal(a, b) for a, b in zip(state_of(second), state_of(whole), strict=True))
+
+
+class Copying(PlainEmbedding):
+    """A module whose state dicts are copies, as one may make them that stores its tables otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, SIZES.dims, adagrad(0.05), seed=1)
+        self.optimizer.register_state_dict_post_hook(lambda _, state: copy.deepcopy(state))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return copy.deepcopy(super().state_dict(*args, **kwargs))
+
+
+@pytest.mark.parametrize("kind", [Copying, lambda: None], ids=["copies", "plain"])
+def test_tables_states_and_rates_come_back(tmp_path: Path, kind: Any) -> None:
+    training = training_of(300, 0, 64, embedding=kind())
+    for group in (*training._optimizer.param_groups, *training._embedding.optimizer.param_groups):
+        group["lr"] = 0.0625  # as a schedule would
+    training.run(Plan(folder=tmp_path))
+    other = training_of(300, 0, 64, embedding=kind())
+    assert not all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
+    other.resume(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
+    groups = (*other._optimizer.param_groups, *other._embedding.optimizer.param_groups)
+    assert {group["lr"] for group in groups} == {0.0625}
+    assert other.run(Plan(epochs=2)).losses == training.run(Plan(epochs=2)).losses
+
+
+def test_the_folder_has_one_checkpoint_and_an_interrupted_one_does_not_count(tmp_path: Path) -> None:
+    training = training_of(300, 0, 64)
+    training.run(Plan(epochs=2, checkpoint_every=3, folder=tmp_path))
+    (only,) = tmp_path.glob("step-*")
+    assert only.name.startswith("step-10.") and (tmp_path / "latest").read_text() == only.name
+    assert not (tmp_path / "latest.writing").exists() and not list(tmp_path.glob("*.part"))
+
+    class Interrupted(PlainEmbedding):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise KeyboardInterrupt
+
+    other = training_of(300, 0, 64, embedding=Interrupted(ROWS, SIZES.dims, adagrad(0.05)))
+    with pytest.raises(KeyboardInterrupt):
+        other.run(Plan(most_steps=1, folder=tmp_path))
+    assert (tmp_path / "latest.writing").exists()
+    again = training_of(300, 0, 64)
+    again.resume(tmp_path)
+    assert again.step == 10
+    again.save(tmp_path)  # the same step again
+    (only,) = tmp_path.glob("step-*")
+    assert only.name.startswith("step-10.") and not (tmp_path / "latest.writing").exists()
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
+    names = ("step-by-step", "step-10", "step-10.notahash", "step-3.0123abcd", "writing")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").touch()
+    training_of(300, 0, 64).run(Plan(epochs=2, checkpoint_every=3, folder=tmp_path))
+    assert all((tmp_path / name / "notes.txt").exists() for name in names)
+    assert len(list(tmp_path.iterdir())) == len(names) + 2
+
+
+def test_checkpoints_that_do_not_do_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no checkpoint in"):
+        training_of(300, 0, 64).resume(tmp_path)
+    training_of(300, 0, 64, identity={"rate": 0.1}).run(Plan(most_steps=2, folder=tmp_path))
+    training_of(300, 0, 64, identity={"rate": 0.1}).resume(tmp_path)
+    for options, message in (
+        ({"identity": {"rate": 0.2}}, "is of another training: rate 0.1, not 0.2"),
+        ({"seed": 1}, "is of another training: batches"),
+        (
+            {"identity": {"rate": 0.1}, "sizes": dataclasses.replace(SIZES, interaction="dot")},
+            "another training: sizes",
+        ),
+        (
+            {"identity": {"rate": 0.1}, "embedding": PlainEmbedding((41, 3, 60, 20), SIZES.dims, adagrad(0.05))},
+            "embedding cannot be loaded into these tables",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training_of(300, 0, 64, **options).resume(tmp_path)
+    (folder,) = tmp_path.glob("step-*")
+    (folder / "training.pt").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is no checkpoint of this program"):
+        training_of(300, 0, 64).resume(tmp_path)
+
+
+class MakesFolder:
+    """Whoever unpickles it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._folder),)
+
+
+def _damage(training: Training, step: Path, kind: str, made: Path) -> None:
+    """Change a checkpoint so that whoever trusts it runs code, or reads elsewhere."""
+    metadata = step / "embedding" / ".metadata"
+    if kind == "metadata":
+        metadata.write_bytes(pickle.dumps(MakesFolder(made)))
+    elif kind == "metadata of one PE":
+        metadata.rename(step / "embedding" / "__0.metadata").write_bytes(pickle.dumps(MakesFolder(made)))
+    elif kind == "value":
+        tables = checkpoint._tables(training._embedding)
+        tables["optimizer"]["param_groups"][0]["lr"] = MakesFolder(made)
+        shutil.rmtree(step / "embedding")
+        with checkpoint._quietly_alone():
+            dcp.save(tables, checkpoint_id=step / "embedding", no_dist=True)
+    else:
+        outside = step.parent.parent / "outside.distcp"
+        known = pickle.loads(metadata.read_bytes())
+        for stored in known.storage_data.values():
+            shutil.copy(step / "embedding" / stored.relative_path, outside)
+            stored.relative_path = str(outside) if kind == "absolute path" else f"../../../{outside.name}"
+        metadata.write_bytes(pickle.dumps(known))
+
+
+@pytest.mark.parametrize("kind", ["metadata", "metadata of one PE", "value", "absolute path", "path"])
+def test_nothing_in_a_checkpoint_is_run_or_followed(tmp_path: Path, kind: str) -> None:
+    folder, made = tmp_path / "out", tmp_path / "made"
+    training = training_of(300, 0, 64)
+    training.run(Plan(most_steps=2, folder=folder))
+    (step,) = folder.glob("step-*")
+    _damage(training, step, kind, made)
+    with pytest.raises(ValueError, match="embedding cannot be loaded into these tables") as raised:
+        training_of(300, 0, 64).resume(folder)
+    assert not made.exists()
+    if "path" in kind:
+        assert "outside.distcp', which is no file of its folder" in str(raised.value)
+    else:
+        assert f"{os.mkdir.__module__}.mkdir" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["../a/{}", "{}/../../a/{}", "/tmp", "step-2.0123abcd/..", "training.pt", ""])
+def test_latest_names_a_checkpoint_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    training_of(300, 0, 64).run(Plan(most_steps=2, folder=tmp_path / "a"))
+    (tmp_path / "b").mkdir()
+    of_a = (tmp_path / "a" / "latest").read_text()
+    (tmp_path / "b" / "latest").write_text(name.format(of_a, of_a))
+    with pytest.raises(ValueError, match="which is no checkpoint of its folder"):
+        training_of(300, 0, 64).resume(tmp_path / "b")
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = training_of(300, 0, 64)
+    training.run(Plan(most_steps=2, folder=tmp_path))
+    done: list[tuple[str, str]] = []
+
+    def noted(module: Any, name: str) -> None:
+        call = getattr(module, name)
+
+        def run(what: Any, *rest: Any, **options: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+            done.append((name, os.path.relpath(path, tmp_path)))
+            return call(what, *rest, **options)
+
+        monkeypatch.setattr(module, name, run)
+
+    for module, name in ((os, "fsync"), (os, "replace"), (Path, "rename"), (shutil, "rmtree")):
+        noted(module, name)
+    training.save(tmp_path)
+    renamed = done.index(("rename", "latest.writing"))
+    parts = ("training.pt", "embedding/__0_0.distcp", "embedding/.metadata.tmp", "embedding", ".")
+    assert {("fsync", os.path.normpath(f"latest.writing/{part}")) for part in parts} <= set(done[:renamed])
+    (old,) = [path for name, path in done if name == "rmtree" and path.startswith("step-")]
+    later = [("fsync", "."), ("fsync", "latest.part"), ("replace", "latest.part"), ("fsync", "."), ("rmtree", old)]
+    assert done[renamed + 1 :] == later
+
+
+# ---- several PEs ---------------------------------------------------------------------------------------------------
+
+
+class SumsOverPes(PlainEmbedding):
+    """Whole tables on every PE, whose gradients are summed over the PEs and divided by their number."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, SIZES.dims, adagrad(0.05), seed=1)
+        self.optimizer.register_step_pre_hook(self._exchange)
+
+    def _exchange(self, *_: Any) -> None:
+        for table in self.parameters():
+            gradient = torch.zeros_like(table) if table.grad is None else table.grad.to_dense()
+            dist.all_reduce(gradient)
+            table.grad = gradient / dist.get_world_size()
+
+
+def run_on_pe(folder: str, resumes: bool) -> tuple[list[float], list[dict[str, float]], int, list[float]]:
+    po.init("host")
+    try:
+        world = po_world.current()
+        torch.set_num_threads(1)
+        with process_group(world.bootstrap, backend="gloo", device=CPU, timeout=60):
+            training = training_of(301, 900, 60, embedding=SumsOverPes())
+            if resumes:
+                training.resume(Path(folder))
+            history = training.run(Plan(epochs=2 if resumes else 1, evaluate_every=4, folder=Path(folder)))
+            sums = [float(each.double().sum()) for each in training._model.state_dict().values()]
+            return history.losses, history.evaluations, training.step, sums
+    finally:
+        po.finalize()
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_pes_do_what_one_process_does(world: int, tmp_path: Path) -> None:
+    """Batches of 60, the last one of a sample: two or one of the PEs have none of it."""
+    expected = training_of(301, 900, 60)
+    history = expected.run(Plan(epochs=2, evaluate_every=4))
+    first = in_processes(run_on_pe, world, str(tmp_path), False, timeout=200)
+    assert {each[2] for each in first} == {6}
+    for losses, evaluations, steps, sums in in_processes(run_on_pe, world, str(tmp_path), True, timeout=200):
+        assert steps == 12 and losses == pytest.approx(history.losses, rel=2e-5)
+        by_step = {each["step"]: each for each in evaluations}
+        for each in history.evaluations:
+            assert by_step[each["step"]]["auc"] == pytest.approx(each["auc"], abs=2e-5)
+            assert by_step[each["step"]]["loss"] == pytest.approx(each["loss"], rel=2e-5)
+        of_one = [float(each.double().sum()) for each in expected._model.state_dict().values()]
+        assert sums == pytest.approx(of_one, rel=1e-3, abs=1e-4)
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+
+def test_curves(tmp_path: Path) -> None:
+    losses = [0.7 / math.sqrt(step) for step in range(1, 101)]
+    evaluations = [{"step": step, "auc": 0.6 + step / 1000, "loss": 0.5} for step in (50, 100)]
+    path = tmp_path / "new" / "curves.png"
+    sizes = []
+    for history, best in ((History(losses, evaluations), 0.8), (History(losses), None), (History([0.7]), None)):
+        assert draw_if_possible(history, path, title="DLRM", best_auc=best)
+        with Image.open(path) as image:
+            assert image.format == "PNG" and image.size[0] > 1000
+        sizes.append(path.stat().st_size)
+    assert len(set(sizes)) == 3
+
+
+def test_without_matplotlib_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not draw_if_possible(History([0.7]), tmp_path / "curves.png", title="DLRM")
+    assert capsys.readouterr().err == "no curves: matplotlib is not installed (pip install 'persistent-ops[plot]')\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bar_on_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (1, 0):
+        with progress_bar(rank, first_step=2, last_step=10) as show:
+            show(7, 0.5)
+        found = capsys.readouterr()
+        assert not found.out and bool(found.err) == (rank == 0)

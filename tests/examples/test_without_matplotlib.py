@@ -1,0 +1,93 @@
+"""Benchmarks and examples without matplotlib, or whose figure fails: one line says so, and the run goes on."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm_python import Popen
+
+ROOT = Path(__file__).resolve().parents[2]
+REMEDY = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
+
+pytestmark = pytest.mark.host
+
+
+def measure(measure: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
+    line = {"kind": "run", "backend": "host", "pes": 1, "torch": "2", "commit": None, "processor": "a processor"}
+    Path(options.record_path).write_text(json.dumps(line) + "\n")
+    return True
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, draw: Any = None) -> int:
+    """Run a benchmark that measures nothing, and has its own figure, or `draw`."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    module, experiment = importlib.import_module(name), importlib.import_module("harness.experiment").Experiment
+    (own,) = (each for each in vars(module).values() if isinstance(each, type) and experiment in each.__bases__)
+    monkeypatch.setattr(importlib.import_module("harness.command"), "run_on_pes", measure)
+    if draw is not None:
+        monkeypatch.setattr(own, "draw", draw)
+    return int(module.main(["--pes", "2", "--backend", "host", "--out", str(folder)]))
+
+
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "embedding_all_to_all", "embedding_backward", "gemv_all_reduce", "sparse_all_reduce"]
+)
+def test_a_benchmark_prints_its_tables_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(monkeypatch, tmp_path, name) == 0
+    output = capsys.readouterr()
+    assert output.err == f"no figure: {REMEDY}\n"
+    assert output.out.startswith("a processor, torch 2")
+
+
+def test_a_figure_that_fails_costs_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(lines: Any, path: Path) -> None:
+        raise ValueError("nothing to draw")
+
+    assert run(monkeypatch, tmp_path, "all_reduce", draw) == 0
+    output = capsys.readouterr()
+    assert output.err == "no figure: ValueError: nothing to draw\n"
+    assert output.out.startswith("a processor, torch 2")
+
+
+def test_the_training_example_goes_on_without_matplotlib(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog and runs away from it\n" * 200)
+    program = (
+        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[0] = sys.argv[1]; del sys.argv[1];"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    options = ["--backend", "host", "--pes", "1", "--steps", "3", "--batch", "16"]
+    options += ["--text", str(text), "--output", str(tmp_path / "out")]
+    command = [sys.executable, "-c", program, str(ROOT / "launch/sparse_embedding_train.py"), *options]
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            out, err = started.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            raise
+    assert started.returncode == 0, out + err
+    assert f"no loss curve: {REMEDY}" in err.splitlines()
+    assert "correct" in out
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_the_extra_is_declared_and_nothing_needs_it() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (dependencies,) = re.findall(r"^dependencies = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    assert "matplotlib" not in dependencies
+    assert re.search(r'^plot = \["matplotlib', text, re.MULTILINE)
+    sources = [(file, file.read_text()) for file in (ROOT / "persistent_ops").rglob("*.py")]
+    assert not [file for file, source in sources if re.search(r"^(import|from) matplotlib", source, re.MULTILINE)]
+    assert [file.name for file, source in sources if "matplotlib" in source] == ["timeline.py"], "only where one draws"

@@ -1,0 +1,358 @@
+"""`po.launch`: what PEs return and raise, how they end, and that none outlives it."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pe_processes import LOOPBACK, SLACK, clean_environment, listening, wait_for
+from warm_python import afresh, servers
+
+from persistent_ops.runtime import spawn
+from persistent_ops.runtime.bootstrap import connect
+from persistent_ops.runtime.errors import PersistentOpsError
+from persistent_ops.runtime.launchers import detect
+from persistent_ops.runtime.pe_threads import thread_bootstrap
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class CustomError(Exception):
+    """Cannot be rebuilt from its pickle: the constructor wants two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def pe_exchange(base: int) -> Any:
+    import torch
+
+    pe = connect(detect(os.environ), 20.0)
+    values = [int(value) for value in pe.exchange("t", str(base + pe.rank).encode())]
+    addresses = {address for address, _ in listening(os.getppid())}
+    pe.close()
+    return values, torch.full((3,), float(pe.rank)), addresses, os.environ["RANK"]
+
+
+def pe_meets_torch() -> Any:
+    """Make torch's default group twice, beside the package's own connection of the PEs."""
+    import torch
+    import torch.distributed as dist
+
+    found = detect(os.environ)
+    pe = connect(found, 60.0)
+    sums = []
+    for scale in (1.0, 10.0):
+        dist.init_process_group("gloo")
+        value = torch.tensor([scale * (dist.get_rank() + 1)])
+        dist.all_reduce(value)
+        sums.append(value.item())
+        dist.destroy_process_group()
+        pe.exchange("the group is gone", b"")
+    pe.close()
+    local = (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+    return sums, found.launcher, found.rank, local, int(os.environ["MASTER_PORT"])
+
+
+def pe_fails(kind: str) -> int:
+    if kind == "custom":
+        if os.environ["PERSISTENT_OPS_RANK"] == "1":
+            raise CustomError("left", "right")
+        return 0
+    pe = connect(detect(os.environ), 200.0)
+    if pe.rank == 1:
+        if kind == "raise":
+            raise KeyError("a table of rank 1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    pe.exchange("never complete", b"")
+    return pe.rank
+
+
+def pe_ends(how: str) -> None:
+    if how == "exit":
+        os._exit(0)
+    if how == "sys.exit":
+        sys.exit(5)
+    if how == "slow exit":
+        for found in gc.get_objects():
+            if isinstance(found, Connection):
+                found.close()  # as the interpreter's end does, well before there is an exit status on a busy machine
+        time.sleep(2.5)
+        os._exit(6)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def pe_leaves_a_child(end: str) -> None:
+    """Be killed, while a child that has all that this process had lives on until there is a file."""
+    if os.environ["PERSISTENT_OPS_RANK"] == "0":
+        time.sleep(1000)
+    if os.fork() == 0:
+        until = time.monotonic() + 100.0
+        while not os.path.exists(end) and time.monotonic() < until:
+            time.sleep(0.05)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def children() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split() if entry.name.isdecimal() else None
+            if fields and int(fields[1]) == os.getpid():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_launch_returns_results_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")  # another launcher's, which must not reach the PEs
+    assert spawn.launch(abs, 1, -3, timeout=60) == [3]  # multiprocessing's resource tracker stays from here on
+    before, files = children(), len(os.listdir("/proc/self/fd"))
+    with afresh():
+        results = spawn.launch(pe_exchange, 2, 40, timeout=60)
+    assert [values for values, *_ in results] == [[40, 41], [40, 41]]
+    assert [tensor.tolist() for _, tensor, *_ in results] == [[0.0] * 3, [1.0] * 3]
+    assert all(addresses == {LOOPBACK} for *_, addresses, _ in results)
+    assert [rank for *_, rank in results] == ["0", "1"]
+    assert children() == before
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+
+@pytest.mark.slow
+def test_processes_meet_over_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # another job's, which must not reach the PEs
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with afresh():
+        results = spawn.launch(pe_meets_torch, 3, timeout=250)
+    ports = {port for *_, port in results}
+    assert len(ports) == 1
+    local = [(str(rank), "3") for rank in range(3)]
+    assert results == [([6.0, 60.0], "persistent_ops", rank, local[rank], *ports) for rank in range(3)]
+
+
+def test_the_port_for_torch_is_nobody_else_s_while_it_is_held() -> None:
+    from torch.distributed import TCPStore
+
+    with spawn._held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_threads_are_given_no_variables() -> None:
+    before = dict(os.environ)
+    assert spawn.launch(lambda: dict(os.environ), 2, threads=True, timeout=60) == [before] * 2
+
+
+@pytest.mark.slow
+def test_the_example_of_ddp_learns_its_weights(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (_REPOSITORY / "launch" / "README.md").read_text(), re.DOTALL)
+    (script := tmp_path / "example.py").write_text(example)
+    command = [sys.executable, str(script)]
+    ran = subprocess.run(
+        command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert ran.stdout.splitlines() == ["0 1.000 -2.000 3.000", "1 1.000 -2.000 3.000"], ran.stderr
+
+
+@pytest.mark.parametrize("kind", ["raise", "custom", "kill"])
+def test_launch_raises_what_went_wrong(kind: str) -> None:
+    before, began = children(), time.monotonic()
+    expected = {"raise": KeyError, "custom": PersistentOpsError, "kill": PersistentOpsError}[kind]
+    with pytest.raises(expected) as caught:
+        spawn.launch(pe_fails, 2, kind, timeout=250)
+    assert time.monotonic() - began < 100  # the other PE waits with a time-out of 200 s: it has been told, or ended
+    text = f"{caught.value} {caught.value.__cause__}"
+    words = {
+        "raise": ["a table of rank 1", "PE 1 of 2 raised it", "in pe_fails"],
+        "custom": ["PE 1 of 2 raised", "CustomError: leftright", "in pe_fails"],
+        "kill": ["PE 1 of 2 was killed by SIGKILL"],
+    }[kind]
+    for word in words:
+        assert word in text
+    assert children() <= before | helpers()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("exit", "exited with code 0 before"),
+        ("sys.exit", "exited with code 5 before"),
+        ("slow exit", "exited with code 6 before"),
+        ("sleep", "longer than 3 s"),
+    ],
+)
+def test_launch_ends_processes_that_bring_no_result(how: str, text: str) -> None:
+    before = children()
+    with pytest.raises(PersistentOpsError, match=text) as caught:
+        spawn.launch(pe_ends, 1, how, timeout=3 if how == "sleep" else 60)
+    assert "PE 0" in str(caught.value)
+    assert children() <= before | helpers()
+
+
+class NamelessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raises_nameless() -> None:
+    raise NamelessError
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_an_error_without_a_text_is_raised(threads: bool) -> None:
+    with pytest.raises(NamelessError):
+        spawn.launch(raises_nameless, 2, threads=threads, timeout=60)
+
+
+def returns_a_generator() -> Any:
+    return (number for number in range(3))
+
+
+def test_a_result_that_cannot_be_pickled_is_named() -> None:
+    text = r"what fn returned, a generator, cannot be pickled \(.*generator.*\): return what can be, or pass threads="
+    with pytest.raises(PersistentOpsError, match=text) as caught:
+        spawn.launch(returns_a_generator, 1, timeout=60)
+    assert "PE 0 of 1 raised it" in str(caught.value.__cause__)
+    (result,) = spawn.launch(returns_a_generator, 1, threads=True, timeout=60)
+    assert list(result) == [0, 1, 2]
+
+
+def helpers() -> set[int]:
+    """The children that stay: multiprocessing's resource tracker, and what PEs are forked from."""
+    from multiprocessing.resource_tracker import _resource_tracker
+
+    pid = getattr(_resource_tracker, "_pid", None)
+    return servers() if pid is None else servers() | {pid}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_do_not_outlive_launch(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "from persistent_ops.runtime import spawn\n"
+        "def hang():\n"
+        "    pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
+        "    time.sleep(1000)\n"
+        "if __name__ == '__main__':\n"
+        "    spawn.launch(hang, 2)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    with subprocess.Popen(
+        [sys.executable, str(script), str(pids)], stderr=subprocess.PIPE, env=clean_environment()
+    ) as parent:
+        try:
+            wait_for(lambda: len(list(pids.iterdir())) == 2, 150)
+            parent.send_signal(number)
+            _, log = parent.communicate(timeout=60)
+        finally:
+            parent.kill()
+    assert parent.returncode != 0
+    assert (b"KeyboardInterrupt" in log) == (number == signal.SIGINT)
+    wait_for(lambda: not any(Path("/proc", entry.name).exists() for entry in pids.iterdir()))
+
+
+def test_a_pe_s_end_is_seen_though_a_child_of_it_lives(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    begin = time.monotonic()
+    try:
+        with pytest.raises(PersistentOpsError, match="PE 1 of 2 was killed by SIGKILL"):
+            spawn.launch(pe_leaves_a_child, 2, str(end))
+        assert time.monotonic() - begin < 60.0, "as long as the child lives"
+    finally:
+        end.touch()
+
+
+def test_ctrl_c_while_processes_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when one is there, which nobody would end; and in the middle of a start, to another thread."""
+    kind = multiprocessing.get_context("spawn").Process
+    start = kind.start
+    seen: list[Any] = []
+
+    def interrupted(process: Any) -> None:
+        other = threading.Thread(target=signal.raise_signal, args=(signal.SIGINT,))
+        other.start()
+        other.join()
+        start(process)
+        seen.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(kind, "start", interrupted)
+    before = multiprocessing.active_children()
+    with pytest.raises(KeyboardInterrupt):
+        spawn.launch(time.sleep, 2, 1000)
+    assert len(seen) == 1, "the first one's start came to its end, and no other one began"
+    assert multiprocessing.active_children() == before
+
+
+def test_threads_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PEs that have begun learn of it."""
+    start = threading.Thread.start
+    ends: list[str] = []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "PE 2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def meet() -> None:
+        board = thread_bootstrap()
+        assert board is not None
+        try:
+            board.exchange("all", b"")
+        except Exception as error:
+            ends.append(str(error))
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(PersistentOpsError, match="PE 2 of 3: the system has no room for its thread"):
+        spawn.launch(meet, 3, threads=True, timeout=100.0)
+    wait_for(lambda: len(ends) == 2, 30.0)
+    assert all("launch() has ended without it" in text for text in ends)
+
+
+def test_launch_with_threads() -> None:
+    def work(base: int) -> list[int]:
+        pe = thread_bootstrap()
+        assert pe is not None
+        return [int(value) for value in pe.exchange("t", str(base * pe.rank).encode())]
+
+    assert spawn.launch(work, 3, 5, threads=True) == [[0, 5, 10]] * 3
+    assert thread_bootstrap() is None
+
+    def fails() -> None:
+        pe = thread_bootstrap()
+        assert pe is not None
+        if pe.rank == 2:
+            raise KeyError("rank 2's own error")
+        pe.exchange("never complete", b"")
+
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="rank 2's own error") as caught:
+        spawn.launch(fails, 3, threads=True)
+    assert "PE 2 of 3" in str(caught.value.__cause__)
+    assert time.monotonic() - began < SLACK
+
+    released = threading.Event()
+    with pytest.raises(PersistentOpsError, match=r"longer than 0\.5 s; still running: PE 0, 1"):
+        spawn.launch(released.wait, 2, threads=True, timeout=0.5)
+    released.set()
