@@ -10,7 +10,7 @@ import torch
 from ..runtime.arguments import as_whole_numbers
 from ..runtime.dtypes import SCALARS
 from ..runtime.literals import literal
-from ..runtime.plain_call import PLAIN
+from ..runtime.plain_call import PLAIN, require_plain_list
 from ..runtime.team import Team
 from ..runtime.torch_private import num_dispatch_modes
 
@@ -53,7 +53,7 @@ def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], d
 
 def refuse_fakes(name: str) -> None:
     """Raise NotImplementedError in a FakeTensorMode, in which new tensors have no memory."""
-    if num_dispatch_modes() and type(torch.empty(1, device="cpu")) not in PLAIN:
+    if num_dispatch_modes() and type(torch.empty(1, dtype=torch.uint8, device="cpu")) not in PLAIN:
         raise NotImplementedError(f"{name}: no exchange of fake tensors, whose numbers decide what travels")
 
 
@@ -90,6 +90,8 @@ def check_tables_and_split(
 
 
 def _check_are_tables(weights: Sequence[torch.Tensor]) -> None:
+    if not isinstance(weights, (list, tuple)) or not all(isinstance(weight, torch.Tensor) for weight in weights):
+        require_plain_list("weights", weights)
     for t, weight in enumerate(weights):
         if weight.dim() != 2:
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
