@@ -36,7 +36,7 @@ __all__ = [
 # How PEs reach each other: options of po.init.
 TRANSPORTS = [
     pytest.param({}, id="direct"),
-    pytest.param({"transport": "staged"}, id="staged", marks=pytest.mark.host),
+    pytest.param({"transport": "staged"}, id="staged", marks=[pytest.mark.host, pytest.mark.slow]),
 ]
 
 

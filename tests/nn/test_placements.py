@@ -214,6 +214,7 @@ def test_others_share_memory_where_one_has_most_of_it(fixed: dict[str, int]) -> 
     assert max(layout.loads) <= 110 * 512
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     world=st.integers(1, 8),

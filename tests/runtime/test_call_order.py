@@ -99,6 +99,7 @@ def _late() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_who_is_late_is_in_no_other_call(backend: str) -> None:
     assert in_world(_late, 2, backend, operator_timeout=90.0) == [[""] * 4] * 2
 

@@ -141,6 +141,7 @@ def test_fn_of_a_main_that_is_no_file(how: str) -> None:
     assert printed(how)[0] == [str([(0, sums), (1, sums)]), "Refused: rank 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 def test_without_cloudpickle_the_remedies_are_named(how: str) -> None:
     of_fn, of_args, numbers, sums = printed(how)[1]

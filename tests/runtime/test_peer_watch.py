@@ -188,6 +188,7 @@ def _stops_while_it_prepares(backend: str) -> None:
     raise RuntimeError(_STOPPED)  # ends the launch, and PE 1 with it
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_stopped_while_it_prepares_becomes_a_timeout(backend: str) -> None:
     with pytest.raises(RuntimeError, match=_STOPPED):
         po.launch(_stops_while_it_prepares, 2, backend, timeout=120)

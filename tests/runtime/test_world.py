@@ -307,6 +307,7 @@ def test_worlds_that_are_gone_leave_nothing_behind(options: dict[str, Any]) -> N
 @pytest.mark.host
 def test_a_thread_that_has_called_operators_keeps_no_world() -> None:
     """Such as one of a pool, which goes on."""
+    gc.collect()  # what earlier tests have left
     mapped, is_over = [_mapped_heaps()], threading.Event()
     threads = []
     for _ in range(3):

@@ -154,12 +154,11 @@ class Programs:
         return folder / "driver"
 
 
-def _quick_ones(kinds: Mapping[tuple[str, ...], object]) -> list[Any]:
-    """Return parameters, of which the first of each kind are in `make test`."""
+def _quick_ones(kinds: Mapping[tuple[str, ...], object], chosen: object = None) -> list[Any]:
+    """Return parameters, of which the first of each kind, or of the chosen kind alone, are in `make test`."""
     first = {kind: values for values, kind in reversed(kinds.items())}
-    return [
-        pytest.param(*values, marks=() if first[kind] == values else pytest.mark.slow) for values, kind in kinds.items()
-    ]
+    quick = [values for kind, values in first.items() if chosen in (None, kind)]
+    return [pytest.param(*values, marks=() if values in quick else pytest.mark.slow) for values in kinds]
 
 
 class SanitizerSuite:
@@ -172,7 +171,8 @@ class SanitizerSuite:
         driver = cls.driver
         if "case" in metafunc.fixturenames:
             kinds = {(build, case): build for build, cases in driver.cases.items() for case in cases}
-            metafunc.parametrize(("build", "case"), _quick_ones(kinds))
+            # The build of the mutations is compiled for them anyhow.
+            metafunc.parametrize(("build", "case"), _quick_ones(kinds, driver.mutation_build))
         elif "name" in metafunc.fixturenames:
             mutations = driver.mutations.items()
             kinds = {(name,): (type(each.edits[0]), frozenset(each.shows)) for name, each in mutations}
