@@ -76,6 +76,7 @@ def _given_up(backend: str) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_recovery_empties_places(backend: str) -> None:
     assert run_pes(_given_up, 2, backend, timeout=120) == [[True, 3.0]] * 2
 

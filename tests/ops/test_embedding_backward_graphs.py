@@ -191,6 +191,7 @@ def _with_many_lookups(algorithm: str, rows: int, drawn: str) -> tuple[list[str]
     return problems, [tensor.cpu().view(torch.uint8).numpy().tobytes() for tensor in training.trained()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "rows", "drawn"),
     [("sgd", 1, "uniform"), ("rowwise_adagrad", 3, "hot")],

@@ -221,6 +221,7 @@ def test_what_is_wanted(backend: str) -> None:
     assert in_world(_wanted_apart, 1, backend) == [[None, None]]
 
 
+@pytest.mark.slow
 @pytest.mark.host
 @pytest.mark.parametrize("wg_size", [2, 5])
 def test_work_groups_of_several_threads(wg_size: int) -> None:

@@ -60,6 +60,7 @@ def _given_up(name: str) -> list[int]:
     return [*old, int((out == _OLD).sum())]
 
 
+@pytest.mark.slow
 @pytest.mark.host
 @pytest.mark.parametrize("name", _CALLS)
 def test_what_no_launch_comes_to_is_no_result(name: str) -> None:

@@ -186,6 +186,7 @@ def _random(cases: list[dict[str, Any]]) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_random_cases(backend: str) -> None:
     is_host = backend == "host"  # where a world costs milliseconds, and not many seconds
 

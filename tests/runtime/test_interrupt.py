@@ -259,6 +259,7 @@ atexit.register(lambda: print(calls.call(lambda: "called", patience=1.0)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "calls.call(lambda: None)"])
 def test_calls_at_exit(before: str) -> None:
     command = [sys.executable, "-c", AT_EXIT.format(before=before)]

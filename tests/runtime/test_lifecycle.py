@@ -149,6 +149,7 @@ print(float(kept[0].sum()), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_exit_is_clean_where_a_world_and_its_results_are_left(size: int) -> None:
     """Behind `atexit` the interpreter releases them, in any order, and torch with them."""

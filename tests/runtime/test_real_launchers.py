@@ -71,6 +71,7 @@ def test_hydra_on_several_hosts(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local 0 of 1, True hydra" for r in range(2)]
 
 
+@pytest.mark.slow
 def test_hydra_with_an_absent_rank(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(ABSENT)
