@@ -1,15 +1,15 @@
-"""Finding out that PEs wait for each other in launches of different workspaces, of which each knows only its own flags.
+"""Finding PEs that wait for each other in launches of different workspaces.
 
-The launches of all workspaces have one order on a PE, that of its calls (`StreamOrder`), and it is the same on all PEs.
-So of two PEs one has begun what the other one has, and perhaps more. Where each has begun a launch that the other one
-has not, they have made different calls, and neither launch will end.
+A workspace knows only its own flags. But the launches of all workspaces have one order on a PE, the order of its calls
+(`StreamOrder`), and this order is the same on all PEs. So what one of two PEs has begun is a part of what the other PE
+has begun. If each has begun a launch that the other has not, they have made different calls, and neither launch ends.
 
-A launch begins with credit for the peers, which has its epoch. So a PE has in its memory what its peers have begun;
-what it has begun itself they tell it, over the mailbox. Both may be old: what a PE had begun at any time is a beginning
-of the one order. But all of it must be of one time, so nothing counts before it has stayed the same for a second.
+A launch begins with credit for the peers, which has its epoch. So a PE has in its memory what its peers have begun. The
+peers publish in the mailbox what they have seen of this PE. Both may be old, which does no harm. But all of it must be
+of one time, so nothing counts before it has stayed the same for a second.
 
-Workspaces that run beside others have no common order with them, and are left out. Nothing is found behind a failure:
-launches give no credit then.
+Two cases are left out: workspaces that run beside others, which have no common order with them, and launches after a
+failure, which give no credit.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class CallOrder:
         return self._told
 
     def compare(self, told: Mapping[int, bytes]) -> None:
-        """Let launches give up that wait for a peer in another call; behind `look`.
+        """Let launches give up that wait for a peer in another call; call `look` first.
 
         Args:
             told: what each peer's `look` has returned last.

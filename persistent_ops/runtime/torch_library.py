@@ -193,12 +193,12 @@ def _without_order(run: _Run, *, copies: bool) -> _Run:
 
 
 def _ordered(name: str, fake: _Run) -> _Run:
-    """Return the same of a fake kernel, which refuses a call that nothing orders in a graph that is compiled."""
+    """Return a fake kernel without that argument. In a compiled graph it refuses a call without an order."""
 
     def call(*arguments: Any, order: torch.Tensor | None = None, **outputs: torch.Tensor) -> Any:
         if order is None and tracing_context() is not None:
             raise NotImplementedError(
-                f"{name}: torch.compile may drop, merge or move this call. Call persistent_ops.{name}, not "
+                f"{name}: torch.compile may drop, merge or move this call. Call persistent_ops.{name} in place of "
                 f"torch.ops, after persistent_ops.init() and with tensors on its device."
             )
         return fake(*arguments, **outputs)

@@ -220,9 +220,9 @@ def _never_recomputed() -> Iterator[None]:
 
 
 never_recomputed: Callable[[], AbstractContextManager[None]] = _never_recomputed
-"""A context in which nodes of a graph that is traced are made such that a backward pass keeps their results.
+"""A context in which calls are traced such that a backward pass keeps their results and does not recompute them.
 
-Public torch takes such a policy from who writes a checkpoint, and not from an operator.
+Public torch takes such a policy from the author of a checkpointed region, not from an operator.
 """
 
 
