@@ -37,7 +37,7 @@ from harness.tuning import refusal, tuned
 from harness.world import chosen_backend
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_plan import OPERATOR
+from persistent_ops.ops.embedding.plan import OPERATOR
 from persistent_ops.runtime.world import World
 
 _HOST_COST_CALLS = 200

@@ -35,9 +35,9 @@ from .ops import (
     sparse_all_reduce as sparse_all_reduce,
 )
 from .ops.all_reduce import all_reduce_rms_norm as all_reduce_rms_norm
-from .ops.embedding_backward import EmbeddingOptimizer as EmbeddingOptimizer
-from .ops.embedding_inputs import EmbeddingInputs as EmbeddingInputs
-from .ops.embedding_inputs_lookups import Lookups as Lookups, LookupSource as LookupSource
+from .ops.embedding.backward import EmbeddingOptimizer as EmbeddingOptimizer
+from .ops.embedding.inputs import EmbeddingInputs as EmbeddingInputs
+from .ops.embedding.lookups import Lookups as Lookups, LookupSource as LookupSource
 from .ops.sparse_all_reduce import SparseWork as SparseWork, sparse_all_reduce_into as sparse_all_reduce_into
 from .ops.sparse_buffers import sparse_all_reduce_buffers as sparse_all_reduce_buffers
 from .runtime.errors import (

@@ -256,7 +256,7 @@ def _nvlinks(status: str) -> dict[int, str]:
 
 
 def _cuda_packages() -> list[Finding]:
-    from .runtime import toolchain
+    from .runtime.compile import toolchain
 
     section = "NVSHMEM and CUDA packages"
     has_gpu = _cuda_works() or bool(_smi_gpus())
@@ -294,7 +294,7 @@ def _cuda_packages() -> list[Finding]:
 
 
 def _compilers() -> list[Finding]:
-    from .runtime import toolchain
+    from .runtime.compile import toolchain
     from .runtime.errors import CompileError
 
     section = "Compilers"
@@ -322,7 +322,8 @@ def _unset(*variables: str) -> str:
 
 
 def _timeouts() -> list[Finding]:
-    from .runtime import compile_cache, timeouts
+    from .runtime import timeouts
+    from .runtime.compile import cache as compile_cache
 
     section, findings = "Time-outs", []
     limits = (
@@ -340,7 +341,7 @@ def _timeouts() -> list[Finding]:
 
 
 def _launchers() -> list[Finding]:
-    from .runtime import launchers
+    from .runtime.bootstrap import launchers
     from .runtime.errors import BootstrapError
 
     section = "Launchers"
@@ -427,7 +428,7 @@ def _read(path: str) -> str:
 
 
 def _cache() -> list[Finding]:
-    from .runtime import compile_cache, jit
+    from .runtime.compile import cache as compile_cache, jit
 
     section = "Kernels"
     findings = []

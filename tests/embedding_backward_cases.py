@@ -15,7 +15,7 @@ from embedding_cases import CASES as FORWARD_CASES, Case as Shape, split_of
 from serially import serially
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_backward_plan import Tuning
+from persistent_ops.ops.embedding.backward_plan import Tuning
 
 __all__ = [
     "CASES",

@@ -16,8 +16,8 @@ from bits import Outcome, Trial, check, difference
 from serially import serially
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_all_to_all import reference
-from persistent_ops.ops.embedding_plan import OPERATOR, Tuning
+from persistent_ops.ops.embedding.all_to_all import reference
+from persistent_ops.ops.embedding.plan import OPERATOR, Tuning
 
 Inputs = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None]
 

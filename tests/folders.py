@@ -5,4 +5,5 @@ from __future__ import annotations
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-FOLDERS = [str(folder) for folder in (TESTS, *sorted(TESTS.iterdir())) if any(folder.glob("*.py"))]
+_FILES = (file for file in TESTS.rglob("*.py") if "new_operator" not in file.parts)
+FOLDERS = [str(folder) for folder in sorted({file.parent for file in _FILES})]

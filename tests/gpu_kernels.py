@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from persistent_ops.ops.all_reduce_plan import kernel_request as all_reduce_request
-from persistent_ops.ops.embedding_backward_kernel import GRADIENT, STEPS, Tiles, kernel_request as backward_request
-from persistent_ops.ops.embedding_inputs_plan import THREADS, THREADS_BESIDE, kernel_request as inputs_request
-from persistent_ops.ops.embedding_inversion import Tuning as InversionTuning, kernel_request as inversion_request
-from persistent_ops.ops.embedding_plan import LookupKind, Tuning, _request, _threads
-from persistent_ops.ops.embedding_weight_gradients import (
+from persistent_ops.ops.embedding.backward_kernel import GRADIENT, STEPS, Tiles, kernel_request as backward_request
+from persistent_ops.ops.embedding.inputs_plan import THREADS, THREADS_BESIDE, kernel_request as inputs_request
+from persistent_ops.ops.embedding.inversion import Tuning as InversionTuning, kernel_request as inversion_request
+from persistent_ops.ops.embedding.plan import LookupKind, Tuning, _request, _threads
+from persistent_ops.ops.embedding.weight_gradients import (
     OPERATOR as WEIGHT_GRADIENTS,
     kernel_request as weights_request,
 )
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning, choose_depth, kernel_request as gemv_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_request
 from persistent_ops.runtime.backend import KernelRequest
-from persistent_ops.runtime.jit import KernelResources, compile_cuda
+from persistent_ops.runtime.compile.jit import KernelResources, compile_cuda
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 BLOCKS_PER_SM = 2  # GpuBackend.default_blocks_per_sm; its module cannot be imported without a GPU's packages

@@ -22,7 +22,7 @@ from jit_workshop import CXX_FLAGS
 from worlds import python_path
 
 from persistent_ops.runtime import heap, host
-from persistent_ops.runtime.toolchain import find_cxx
+from persistent_ops.runtime.compile.toolchain import find_cxx
 
 __all__ = ["environment", "guard"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from persistent_ops.runtime import jit
-from persistent_ops.runtime.jit import KernelSource, compile_host
+from persistent_ops.runtime.compile import jit
+from persistent_ops.runtime.compile.jit import KernelSource, compile_host
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_CXX = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or "c++"
@@ -114,7 +114,7 @@ class Workshop:
         """Compile in another process; it prints the library's path."""
         program = BARE_PACKAGE + (
             "import pathlib\n"
-            "from persistent_ops.runtime.jit import KernelSource, compile_host\n"
+            "from persistent_ops.runtime.compile.jit import KernelSource, compile_host\n"
             "print(compile_host(KernelSource(sys.argv[2], (), pathlib.Path(sys.argv[3]))))"
         )
         return subprocess.Popen(

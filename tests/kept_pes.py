@@ -29,7 +29,7 @@ from kept_nvshmem import keep
 
 import persistent_ops as po
 from persistent_ops.runtime import world as worlds
-from persistent_ops.runtime.mailbox import Worker, serve_store
+from persistent_ops.runtime.bootstrap.mailbox import Worker, serve_store
 from persistent_ops.runtime.nvshmem_end import runs_on
 
 __all__ = ["in_processes"]

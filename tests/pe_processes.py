@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from persistent_ops.runtime.bootstrap import Bootstrap
+from persistent_ops.runtime.bootstrap.connection import Bootstrap
+from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
+from persistent_ops.runtime.bootstrap.rendezvous import own_address
 from persistent_ops.runtime.errors import BootstrapError
-from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
-from persistent_ops.runtime.rendezvous import own_address
 
 __all__ = ["LOOPBACK", "SLACK", "clean_environment", "host_address", "listening", "wait_for"]
 
 # Above the package: a checkout on sys.path is enough, nothing needs to be installed.
-_ROOT = Path(sys.modules[Bootstrap.__module__].__file__ or "").parents[2]
+_ROOT = Path(sys.modules[Bootstrap.__module__].__file__ or "").parents[3]
 SLACK = 5.0  # seconds past a time-out that a busy machine with two cores may take
 LOOPBACK = "0100007F"  # as the kernel's tables have it
 

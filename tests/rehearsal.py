@@ -33,13 +33,13 @@ import pytest
 import torch
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_inputs_lookups import Lookups
-from persistent_ops.ops.embedding_inversion import InversionPlan, Inverted
+from persistent_ops.ops.embedding.inversion import InversionPlan, Inverted
+from persistent_ops.ops.embedding.lookups import Lookups
 from persistent_ops.ops.sparse_plan import SparsePlan
 from persistent_ops.runtime import host, world as worlds
 from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.compile.jit import CudaBinary, KernelSource, compile_cuda
 from persistent_ops.runtime.devices import architecture
-from persistent_ops.runtime.jit import CudaBinary, KernelSource, compile_cuda
 from persistent_ops.runtime.pe_threads import end_those_left_behind
 from persistent_ops.runtime.residency import Footprint
 

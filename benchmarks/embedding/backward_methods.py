@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 import persistent_ops as po
-from persistent_ops.ops import embedding_recorded_call
-from persistent_ops.ops.embedding_backward_plan import OPERATOR, BackwardKey, BackwardPlan
+from persistent_ops.ops.embedding import recorded_call as embedding_recorded_call
+from persistent_ops.ops.embedding.backward_plan import OPERATOR, BackwardKey, BackwardPlan
 from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.world import World
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, Tuning
-from persistent_ops.ops.embedding_split import table_set
+from persistent_ops.ops.embedding.plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, Tuning
+from persistent_ops.ops.embedding.split import table_set
 from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.world import World

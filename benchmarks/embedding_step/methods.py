@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from persistent_ops.ops import embedding_recorded_call
+from persistent_ops.ops.embedding import recorded_call as embedding_recorded_call
 
 from .exchanged import ExchangedEmbedding, KnownCounts
 from .lookups import Batch

@@ -19,7 +19,7 @@ from persistent_ops.nn.automatic_placement import layout_of
 from persistent_ops.nn.sharded_table import ShardedTable
 from persistent_ops.nn.table_layout import Layout, Slot
 from persistent_ops.nn.table_placements import placements_of
-from persistent_ops.ops.embedding_backward import EmbeddingOptimizer
+from persistent_ops.ops.embedding.backward import EmbeddingOptimizer
 from persistent_ops.runtime.world import World
 
 from .cases import Case, Sizes

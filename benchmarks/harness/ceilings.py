@@ -11,7 +11,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime.backend import KernelRequest
-from persistent_ops.runtime.literals import vector_bytes
+from persistent_ops.runtime.compile.literals import vector_bytes
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World, upload
 

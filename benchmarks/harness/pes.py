@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import persistent_ops as po
-from persistent_ops.runtime import launchers
-from persistent_ops.runtime.bootstrap import Bootstrap
+from persistent_ops.runtime.bootstrap import launchers
+from persistent_ops.runtime.bootstrap.connection import Bootstrap
 
 __all__ = ["agree", "gather", "is_first_process", "is_said_by_launch", "run_on_pes", "started_pes", "without_multicast"]
 

@@ -11,7 +11,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime import world as runtime_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from .pes import without_multicast

@@ -24,7 +24,7 @@ from program import traced
 import persistent_ops as po
 import persistent_ops.nn as po_nn
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from .config import SIZES, ModelConfig, Partition

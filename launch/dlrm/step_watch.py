@@ -18,8 +18,8 @@ from typing import NoReturn, Protocol
 import torch
 
 import persistent_ops as po
-from persistent_ops.runtime.bootstrap import fail_all
-from persistent_ops.runtime.process_group import abort_process_group
+from persistent_ops.runtime.bootstrap.connection import fail_all
+from persistent_ops.runtime.bootstrap.process_group import abort_process_group
 
 __all__ = ["Peers", "StepWatch"]
 

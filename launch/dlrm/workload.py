@@ -16,7 +16,7 @@ from training_progress import progress_bar
 
 import persistent_ops as po
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from .captured_step import check_machine, own_stream

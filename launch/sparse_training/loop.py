@@ -21,7 +21,7 @@ from training_progress import progress_bar
 import persistent_ops as po
 from persistent_ops.nn.ddp import ddp_sparse_hook
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
 
 from . import checkpoint

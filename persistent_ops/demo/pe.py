@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..runtime.process_group import process_group
+from ..runtime.bootstrap.process_group import process_group
 from .criteo import NUM_CATEGORICAL, read_batches
 from .lookups import FeatureLookups, concatenate
 from .options import DemoOptions
@@ -26,7 +26,7 @@ from .synthetic import DLRM_POOLING, DLRM_ROWS, draw_feature
 from .unfused import UnfusedExchange, split_features
 
 if TYPE_CHECKING:
-    from ..runtime.bootstrap import Bootstrap
+    from ..runtime.bootstrap.connection import Bootstrap
 
 __all__ = ["TOLERANCE", "PeReport", "differences", "run_pe"]
 

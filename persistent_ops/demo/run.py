@@ -38,7 +38,7 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
     """
     import persistent_ops as po
 
-    from ..runtime import launchers
+    from ..runtime.bootstrap import launchers
     from ..runtime.errors import BootstrapError
     from ..runtime.world import most_pes
 

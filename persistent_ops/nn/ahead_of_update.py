@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..ops.embedding_inputs_lookups import Lookups
+from ..ops.embedding.lookups import Lookups
 from ..runtime.world import World
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 

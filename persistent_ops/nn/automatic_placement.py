@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..runtime.literals import vector_bytes
+from ..runtime.compile.literals import vector_bytes
 from ..runtime.world import World
 from .embedding_tables import TableConfig
 from .placement_costs import Workload, measured_rates

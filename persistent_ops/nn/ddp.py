@@ -16,7 +16,7 @@ from ..ops.sparse_all_reduce import start_sum
 from ..ops.sparse_launch import PendingSum
 from ..ops.sparse_plan import state_of
 from ..runtime import torch_private, world as _world
-from ..runtime.process_group import only_tensor
+from ..runtime.bootstrap.process_group import only_tensor
 from ..runtime.uncompiled import uncompiled
 
 __all__ = ["allow_unused_sparse", "ddp_sparse_hook"]

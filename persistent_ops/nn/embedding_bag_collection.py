@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops.embedding_backward import EmbeddingOptimizer
-from ..ops.embedding_checks import BOUNDS, refuse_fakes
-from ..ops.embedding_inputs import EmbeddingInputs, checked_split
-from ..ops.embedding_inputs_lookups import Lookups
+from ..ops.embedding.backward import EmbeddingOptimizer
+from ..ops.embedding.checks import BOUNDS, refuse_fakes
+from ..ops.embedding.inputs import EmbeddingInputs, checked_split
+from ..ops.embedding.lookups import Lookups
 from ..runtime import world as _world
 from ..runtime.arguments import as_number
 from ..runtime.errors import CapacityError, to_raise

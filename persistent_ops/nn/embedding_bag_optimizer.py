@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..ops.embedding_backward import EmbeddingOptimizer, in_float32
+from ..ops.embedding.backward import EmbeddingOptimizer, in_float32
 from ..runtime import world as _world
 from ..runtime.arguments import as_number
 from .table_rounding import Drawn, draws, rounding_seed

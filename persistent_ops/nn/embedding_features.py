@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..ops.embedding_inputs_lookups import Lookups
+from ..ops.embedding.lookups import Lookups
 
 if TYPE_CHECKING:
     from .replicated_tables import LocalBatch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ops.embedding_inputs_lookups import Lookups
+from ..ops.embedding.lookups import Lookups
 from ..runtime.world import World
 
 __all__ = ["KeptLookups"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops.embedding_checks import check_list
+from ..ops.embedding.checks import check_list
 from ..runtime.plain_call import require_plain
 from .embedding_features import Features
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..runtime import world as _world
-from ..runtime.process_group import only_tensor
+from ..runtime.bootstrap.process_group import only_tensor
 
 __all__ = ["OrderedAllReduce"]
 

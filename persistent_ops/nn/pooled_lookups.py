@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import ops as _ops
-from ..ops.embedding_backward import EmbeddingOptimizer
-from ..ops.embedding_inputs_lookups import Lookups
+from ..ops.embedding.backward import EmbeddingOptimizer
+from ..ops.embedding.lookups import Lookups
 from .table_layout import Group
 
 __all__ = ["pool_arrived"]

@@ -11,11 +11,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..ops.all_reduce import add_up_gradients, all_reduce
-from ..ops.embedding_all_to_all import pool_alone
-from ..ops.embedding_backward import EmbeddingOptimizer, tables_named
-from ..ops.embedding_backward_plan import OPERATOR as _BACKWARD
-from ..ops.embedding_gradients import dense_gradients, dense_size
-from ..ops.embedding_inputs_lookups import Moment
+from ..ops.embedding.all_to_all import pool_alone
+from ..ops.embedding.backward import EmbeddingOptimizer, tables_named
+from ..ops.embedding.backward_plan import OPERATOR as _BACKWARD
+from ..ops.embedding.gradients import dense_gradients, dense_size
+from ..ops.embedding.lookups import Moment
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
 from ..runtime.uncompiled import uncompiled

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ops.embedding_backward_kernel import check_rounding as check_known
+from ..ops.embedding.backward_kernel import check_rounding as check_known
 from .embedding_tables import TableConfig
 from .table_layout import Group, Layout
 

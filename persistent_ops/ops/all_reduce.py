@@ -10,8 +10,8 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
 from ..runtime.arguments import as_number
+from ..runtime.compile.literals import vector_bytes
 from ..runtime.dtypes import fill_nan
-from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator

@@ -10,8 +10,8 @@ import torch
 
 from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest, check_resident
+from ..runtime.compile.description import copy_of
 from ..runtime.contract import Field
-from ..runtime.description import copy_of
 from ..runtime.dtypes import SCALARS
 from ..runtime.errors import PersistentOpsError
 from ..runtime.operator import Operator

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.literals import vector_bytes
+from ..runtime.compile.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.plans import Plans
 from ..runtime.torch_library import TorchOperator

@@ -12,11 +12,11 @@ import torch
 
 from ..runtime.areas import Need
 from ..runtime.backend import Kernel, KernelRequest, check_resident
+from ..runtime.compile.description import copy_of
+from ..runtime.compile.literals import warp_size
 from ..runtime.contract import Field
-from ..runtime.description import copy_of
 from ..runtime.dtypes import SCALARS, fill_nan
 from ..runtime.errors import PersistentOpsError
-from ..runtime.literals import warp_size
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team

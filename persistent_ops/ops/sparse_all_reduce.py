@@ -8,8 +8,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.compile.literals import vector_bytes
 from ..runtime.errors import to_raise
-from ..runtime.literals import vector_bytes
 from ..runtime.overlap import check_apart
 from ..runtime.plain_call import require_plain
 from ..runtime.torch_library import TorchOperator

@@ -6,8 +6,8 @@ import functools
 
 import torch
 
+from ..runtime.compile.literals import vector_bytes
 from ..runtime.errors import PeerLostError, PeerTimeoutError, to_raise
-from ..runtime.literals import vector_bytes
 from ..runtime.world import World
 from .sparse_plan import (
     GIVEN_UP,

@@ -12,10 +12,10 @@ import torch
 
 from ..runtime.areas import Need
 from ..runtime.backend import KernelRequest, check_resident
+from ..runtime.compile.literals import vector_bytes, warp_size
 from ..runtime.contract import Contract, Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
 from ..runtime.errors import CapacityError, PeerTimeoutError
-from ..runtime.literals import vector_bytes, warp_size
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team

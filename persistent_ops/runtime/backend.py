@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .description import description_of
+from .compile.description import description_of
+from .compile.jit import KernelSource
 from .interruptible import Interruptible
-from .jit import KernelSource
 from .residency import Footprint, Sm
 
 __all__ = ["Backend", "Kernel", "KernelRequest", "Peeked", "check_resident", "resident_work_groups"]

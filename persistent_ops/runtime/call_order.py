@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .backend import Backend, Peeked
-from .description import describe
+from .compile.description import describe
 from .operator import COMM
 
 if TYPE_CHECKING:

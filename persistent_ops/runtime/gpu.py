@@ -14,15 +14,16 @@ import torch
 from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
-from . import launchers, nvshmem_end
+from . import nvshmem_end
 from .backend import KernelRequest, Peeked
-from .bootstrap import Bootstrap
+from .bootstrap import launchers
+from .bootstrap.connection import Bootstrap
 from .bounded import within
+from .compile.jit import compile_cuda
+from .compile.literals import warp_size
 from .devices import Numbers, architecture, check_sharing, choose_device
 from .errors import BackendUnavailableError, BootstrapError
 from .interruptible import Interruptible
-from .jit import compile_cuda
-from .literals import warp_size
 from .nvshmem_turns import turn_to_start
 from .nvshmem_variables import NvshmemVariables
 from .residency import Footprint, Sm

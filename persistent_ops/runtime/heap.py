@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .backend import Backend
-from .bootstrap import Bootstrap
+from .bootstrap.connection import Bootstrap
 from .errors import NotSymmetricError, SymmetricHeapError
 from .stream_order import capture_of
 from .torch_private import storage_use_count, without_dispatch_modes, without_functions

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from .backend import KernelRequest, Peeked
-from .bootstrap import Bootstrap
+from .bootstrap.connection import Bootstrap
+from .compile.jit import KernelSource, load_host
 from .errors import BootstrapError, PersistentOpsError, SymmetricHeapError
 from .interruptible import Interruptible
-from .jit import KernelSource, load_host
 from .residency import Footprint, Sm
 
 __all__ = ["HostBackend"]

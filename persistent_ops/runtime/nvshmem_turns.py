@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .bootstrap import Bootstrap
+from .bootstrap.connection import Bootstrap
+from .bootstrap.process_identity import boot_id, pid_space, start_of
 from .errors import BootstrapError
 from .file_lock import lock_within
-from .process_identity import boot_id, pid_space, start_of
 
 __all__ = ["turn_to_end", "turn_to_start"]
 

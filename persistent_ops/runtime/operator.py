@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import increment_version
 
 from .changes import ChangedInputs, OnAbort
+from .compile.description import Description, describe, description_of
 from .contract import Contract, Field, register
-from .description import Description, describe, description_of
 from .plans import OperatorState
 
 if TYPE_CHECKING:

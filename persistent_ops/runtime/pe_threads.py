@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from persistent_ops.runtime import bootstrap
-from persistent_ops.runtime.bootstrap import Bootstrap
+from persistent_ops.runtime.bootstrap import connection as bootstrap
+from persistent_ops.runtime.bootstrap.connection import Bootstrap
 from persistent_ops.runtime.errors import PersistentOpsError
 from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_cause, text_of
 

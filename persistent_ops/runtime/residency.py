@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .literals import warp_size
+from .compile.literals import warp_size
 
 __all__ = ["Footprint", "Residency", "Sm", "room_beside", "room_on_gpu"]
 

@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from persistent_ops.runtime import bootstrap
+from persistent_ops.runtime.bootstrap import connection as bootstrap
+from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
+from persistent_ops.runtime.bootstrap.mailbox import Worker, serve_store
 from persistent_ops.runtime.errors import PersistentOpsError
-from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
-from persistent_ops.runtime.mailbox import Worker, serve_store
 from persistent_ops.runtime.pe_failure import Failure, RemoteTraceback, first_cause, text_of
 from persistent_ops.runtime.pe_threads import launch_threads
 from persistent_ops.runtime.task import Task, hidden_main, pack, pack_task

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .areas import Need
 from .backend import Kernel, KernelRequest
+from .compile.description import describe
 from .contract import Field, operator_of, team_of
-from .description import describe
 from .operator import COMM, Operator
 from .world import upload
 

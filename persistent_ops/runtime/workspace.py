@@ -20,12 +20,12 @@ import torch
 
 from . import contract as _contract
 from .backend import Backend, Kernel
-from .bootstrap import Bootstrap
+from .bootstrap.connection import Bootstrap
 from .call_numbers import CallNumbers
 from .call_order import Credits, OtherCall
 from .changes import Changes
+from .compile.description import describe
 from .contract import Contract, differences
-from .description import describe
 from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError, to_raise
 from .heap import SymmetricHeap
 from .operator import COMM, Operator

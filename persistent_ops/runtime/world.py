@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from . import launchers, pe_threads, timeouts
+from . import pe_threads, timeouts
 from .backend import Backend, Kernel, KernelRequest
-from .bootstrap import Bootstrap, connect, from_group
+from .bootstrap import launchers
+from .bootstrap.connection import Bootstrap, connect, from_group
 from .call_order import CallOrder
+from .compile.description import describe
 from .contract import Contract
-from .description import describe
 from .errors import BackendUnavailableError, BootstrapError, PersistentOpsError, to_raise
 from .heap import OutputPool, SymmetricHeap
 from .operator import COMM, Operator

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from persistent_ops.ops.embedding_plan import Tuning
+from persistent_ops.ops.embedding.plan import Tuning
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ["--quick", "--backend", "host", "--configs", "B512_T32_P10"]

@@ -14,7 +14,7 @@ from kept_pes import in_processes
 
 import persistent_ops as po
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 

@@ -17,8 +17,8 @@ from test_dlrm_graph import stands_in
 from test_dlrm_train import options_of
 
 import persistent_ops as po
+from persistent_ops.runtime.bootstrap.process_group import abort_process_group
 from persistent_ops.runtime.errors import BootstrapError
-from persistent_ops.runtime.process_group import abort_process_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))

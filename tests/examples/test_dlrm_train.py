@@ -29,7 +29,7 @@ from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
 from persistent_ops.doctor import available_memory
 from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))

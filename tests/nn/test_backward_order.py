@@ -13,7 +13,7 @@ import torch
 from worlds import error_of, in_world, init_with_impatient_kernels, run_pes
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_backward_plan import BackwardPlan
+from persistent_ops.ops.embedding.backward_plan import BackwardPlan
 from persistent_ops.runtime.call_numbers import CallNumbers
 from persistent_ops.runtime.world import current
 

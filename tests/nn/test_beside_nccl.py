@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, init_with_impatient_kernels
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_inputs_plan import OPERATOR as INPUTS, Tuning as InputsTuning
+from persistent_ops.ops.embedding.inputs_plan import OPERATOR as INPUTS, Tuning as InputsTuning
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))

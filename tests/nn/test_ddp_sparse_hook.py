@@ -20,7 +20,7 @@ from persistent_ops.nn import ddp
 from persistent_ops.nn.ddp import allow_unused_sparse, ddp_sparse_hook
 from persistent_ops.ops.sparse_plan import Layout, state_of
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 WORLDS = (1, 2, 3, 4)
 DIM = 6

@@ -23,18 +23,16 @@ from worlds import error_of, gave_up, in_world, init_with_impatient_kernels, run
 
 import persistent_ops as po
 from persistent_ops.nn.leave_room import _backends, _problem
-from persistent_ops.ops import (
-    all_reduce_plan,
-    embedding_backward_plan,
-    embedding_inputs_plan,
-    embedding_inversion,
-    embedding_plan,
-    gemv_plan,
-    sparse_plan,
+from persistent_ops.ops import all_reduce_plan, gemv_plan, sparse_plan
+from persistent_ops.ops.embedding import (
+    backward_plan as embedding_backward_plan,
+    inputs_plan as embedding_inputs_plan,
+    inversion as embedding_inversion,
+    plan as embedding_plan,
 )
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.leave_sms import leave_sms
-from persistent_ops.runtime.process_group import process_group
 from persistent_ops.runtime.residency import Residency
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -23,7 +23,7 @@ from worlds import run_pes
 import persistent_ops as po
 import persistent_ops.nn as po_nn
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 WORLDS = (1, 2, 3, 4)
 

@@ -20,7 +20,7 @@ from persistent_ops.nn import TableConfig
 from persistent_ops.nn.embedding_features import Features
 from persistent_ops.nn.replicated_tables import _parts
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 _SHARED = next(case for case in CASES if case.name == "shared")
 _TABLES = [

@@ -19,7 +19,7 @@ from worlds import error_of, in_world
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement, sharded_table
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 _PLACEMENTS = ("table_wise", "replicated")
 

@@ -21,7 +21,7 @@ from worlds import error_of, gave_up, in_world, init_with_impatient_kernels
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement, TableShards
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 _ADAGRAD = next(case for case in CASES if case.name == "adagrad")
 _STEPS, _MORE = 3, 2

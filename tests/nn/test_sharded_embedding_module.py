@@ -21,7 +21,7 @@ from persistent_ops.nn.embedding_tables import table_configs
 from persistent_ops.nn.table_layout import Layout, place
 from persistent_ops.nn.table_owners import bytes_read
 from persistent_ops.nn.table_placements import placements_of
-from persistent_ops.ops.embedding_all_to_all import _plans
+from persistent_ops.ops.embedding.all_to_all import _plans
 from persistent_ops.runtime import world as po_world
 
 _SHARED = next(case for case in CASES if case.name == "shared")

@@ -18,7 +18,7 @@ from kept_pes import in_processes
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torchrec", "fbgemm_gpu")),

@@ -17,7 +17,7 @@ from worlds import error_of, in_world
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement, ignore_sharded_tables
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.process_group import process_group
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 

@@ -9,7 +9,7 @@ import pytest
 from host_driver.build import load_shim
 from hypothesis import given, settings, strategies as st
 
-from persistent_ops.runtime.description import describe
+from persistent_ops.runtime.compile.description import describe
 
 MOST = 2**31 - 1
 POWERS = [2**power for power in range(31)]

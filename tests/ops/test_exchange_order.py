@@ -11,7 +11,7 @@ import pytest
 from host_driver.build import load_shim
 from hypothesis import given, settings, strategies as st
 
-from persistent_ops.runtime.description import describe
+from persistent_ops.runtime.compile.description import describe
 
 Task = tuple[int, int, int]  # destination, slice, table
 

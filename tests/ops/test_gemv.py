@@ -29,7 +29,7 @@ from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_plan import OPERATOR
-from persistent_ops.runtime.description import describe
+from persistent_ops.runtime.compile.description import describe
 
 MB = 1 << 20
 ROWS, COLUMNS = 21, 24

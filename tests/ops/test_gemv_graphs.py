@@ -16,7 +16,7 @@ from graphs import NUM_INPUTS, Call, Graph
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_inversion import Rows, invert
+from persistent_ops.ops.embedding.inversion import Rows, invert
 from persistent_ops.ops.gemv_plan import OPERATOR
 
 _ONE = Case("graphs: one vector", 1000, lambda rank: 512 + 8 * rank)

@@ -14,7 +14,7 @@ from mutations import Before, Drop, Edit, Initial, mutated
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.runtime import jit
+from persistent_ops.runtime.compile import jit
 
 CALLS = 100
 

@@ -18,10 +18,10 @@ import torch
 from host_driver.build import CUDA
 
 import persistent_ops as po
-from persistent_ops.runtime import jit
 from persistent_ops.runtime.areas import Need
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.changes import OnAbort
+from persistent_ops.runtime.compile import jit
 from persistent_ops.runtime.contract import Field, describe as contract_text
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.plans import Plan, Plans

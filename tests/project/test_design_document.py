@@ -7,6 +7,7 @@ import importlib
 import re
 from pathlib import Path
 
+from folders import FOLDERS
 from mutations import Edit, tags
 from sanitizer import Driver, SanitizerSuite
 
@@ -27,7 +28,7 @@ def _quoted(text: str) -> list[str]:
 def _modules() -> dict[str, dict[str, tuple[Edit, ...]]]:
     """Return the test files with mutations, and those of each that no driver has."""
     found = {}
-    for path in TESTS.glob("*/test_*.py"):
+    for path in (path for folder in FOLDERS for path in Path(folder).glob("test_*.py")):
         if re.search(r"\(SanitizerSuite\)|^MUTATIONS\b", path.read_text(), re.MULTILINE) and path != Path(__file__):
             own = getattr(importlib.import_module(path.stem), "MUTATIONS", {})
             found[path.stem] = {name: edits for name, edits in own.items() if isinstance(edits, tuple)}

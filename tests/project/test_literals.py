@@ -10,10 +10,10 @@ import pytest
 from host_driver.build import CUDA
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_checks import most_rows
-from persistent_ops.ops.embedding_inputs_plan import aligned_bytes
-from persistent_ops.runtime.jit import KernelSource, compile_host
-from persistent_ops.runtime.literals import literal, vector_bytes, warp_size
+from persistent_ops.ops.embedding.checks import most_rows
+from persistent_ops.ops.embedding.inputs_plan import aligned_bytes
+from persistent_ops.runtime.compile.jit import KernelSource, compile_host
+from persistent_ops.runtime.compile.literals import literal, vector_bytes, warp_size
 
 PACKAGE = Path(po.__file__).parent
 # Names that mean other things in the two languages.
@@ -37,7 +37,7 @@ def test_what_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         "inline constexpr uint64_t kLanes = 0x20ull;\ninline constexpr int kLanes = 1;\n"
         "inline constexpr int kSum = kLanes + 1;\n"
     )
-    monkeypatch.setattr("persistent_ops.runtime.literals.kernel_source_root", lambda: tmp_path)
+    monkeypatch.setattr("persistent_ops.runtime.compile.literals.kernel_source_root", lambda: tmp_path)
     assert literal("sizes.cuh", "kLanes") == 32
     for name in ("kSum", "kLane", "kOther"):
         with pytest.raises(ValueError, match=f"sizes.cuh: expected a definition of {name} as a number"):

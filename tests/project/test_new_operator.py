@@ -18,8 +18,8 @@ from xml.etree import ElementTree
 import pytest
 
 import persistent_ops as po
+from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.errors import CompileError
-from persistent_ops.runtime.toolchain import find_nvcc
 
 HERE = Path(__file__).resolve().parents[1]
 REPOSITORY = HERE.parent
@@ -31,7 +31,11 @@ IMPORTS = {
     "persistent_ops/__init__.py": ("from .ops import (", f"    {NAME} as {NAME},"),
 }
 # Its own tests, and those of all operators that find it by themselves.
-TESTS = (f"tests/ops/test_{NAME}.py", "tests/runtime/test_description.py", "tests/project/test_design_document.py")
+TESTS = (
+    f"tests/ops/test_{NAME}.py",
+    "tests/runtime/compile/test_description.py",
+    "tests/project/test_design_document.py",
+)
 # Not the driver without mutations: the one with them, of which none is in force, takes as long to compile.
 CHOSEN = f"({NAME} or test_every_tag_has_a_mutation) and not test_is_silent["
 

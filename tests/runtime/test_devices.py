@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from persistent_ops.runtime.bootstrap.launchers import local_numbers
 from persistent_ops.runtime.devices import Numbers, check_sharing, choose_device
 from persistent_ops.runtime.errors import BootstrapError
-from persistent_ops.runtime.launchers import local_numbers
 
 UUIDS = [f"GPU-{number}" for number in range(8)]
 

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from persistent_ops import doctor
-from persistent_ops.runtime import launchers, toolchain
+from persistent_ops.runtime.bootstrap import launchers
+from persistent_ops.runtime.compile import toolchain
 from persistent_ops.runtime.errors import CompileError
 
 SECTIONS = {"Python", "GPUs", "NVSHMEM and CUDA packages", "Compilers", "Time-outs", "Launchers", "Heap", "Kernels"}

@@ -17,8 +17,9 @@ from unittest import mock
 import pytest
 
 import persistent_ops as po
-from persistent_ops.runtime import bootstrap as bootstraps, nvshmem_end, process_identity, world
-from persistent_ops.runtime.bootstrap import Bootstrap, from_threads
+from persistent_ops.runtime import nvshmem_end, world
+from persistent_ops.runtime.bootstrap import connection as bootstraps, process_identity
+from persistent_ops.runtime.bootstrap.connection import Bootstrap, from_threads
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.host import HostBackend
 

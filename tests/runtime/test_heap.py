@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_all_to_all import pool_alone
+from persistent_ops.ops.embedding.all_to_all import pool_alone
 from persistent_ops.runtime import host
 from persistent_ops.runtime.areas import Areas, Need
 from persistent_ops.runtime.heap import _FreeList

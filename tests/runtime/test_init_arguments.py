@@ -11,7 +11,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime import pe_threads
-from persistent_ops.runtime.bootstrap import from_threads
+from persistent_ops.runtime.bootstrap.connection import from_threads
 
 MB = 1 << 20
 

@@ -15,8 +15,8 @@ import pytest
 from warm_python import Popen
 from worlds import python_path
 
+from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
 from persistent_ops.runtime.interruptible import Interruptible
-from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
 
 # PE 0 waits in an operator for PE 1, which comes when it is told to.
 PROGRAM = """

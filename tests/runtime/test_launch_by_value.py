@@ -18,7 +18,7 @@ import pytest
 from worlds import python_path
 
 import persistent_ops as po
-from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
+from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
 
 pytestmark = pytest.mark.host
 

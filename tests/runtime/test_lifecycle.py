@@ -18,8 +18,8 @@ import pytest
 from warm_python import Popen
 
 import persistent_ops as po
+from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
 from persistent_ops.runtime.bounded import within
-from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
 
 pytestmark = pytest.mark.host
 ROOT = Path(po.__file__).resolve().parents[1]
@@ -465,7 +465,7 @@ def test_at_exit_where_no_thread_can_be_started_the_call_is_made_here(monkeypatc
 
 
 def host_address() -> str:
-    from persistent_ops.runtime.rendezvous import own_address
+    from persistent_ops.runtime.bootstrap.rendezvous import own_address
 
     try:
         return own_address()

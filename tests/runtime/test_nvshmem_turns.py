@@ -22,7 +22,7 @@ from warm_python import Popen
 
 import persistent_ops as po
 from persistent_ops.runtime import nvshmem_end, nvshmem_turns, world
-from persistent_ops.runtime.bootstrap import Bootstrap, from_threads
+from persistent_ops.runtime.bootstrap.connection import Bootstrap, from_threads
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.file_lock import lock_within
 from persistent_ops.runtime.host import HostBackend

@@ -11,7 +11,7 @@ import torch
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.ops.embedding_inputs_plan import WORKSPACE
+from persistent_ops.ops.embedding.inputs_plan import WORKSPACE
 from persistent_ops.runtime import residency
 from persistent_ops.runtime.residency import Footprint, Residency, Sm, room_beside, room_on_gpu
 from persistent_ops.runtime.workspace import Workspace

@@ -21,9 +21,9 @@ from pe_processes import LOOPBACK, SLACK, clean_environment, listening, wait_for
 from warm_python import afresh, servers
 
 from persistent_ops.runtime import spawn
-from persistent_ops.runtime.bootstrap import connect
+from persistent_ops.runtime.bootstrap.connection import connect
+from persistent_ops.runtime.bootstrap.launchers import detect
 from persistent_ops.runtime.errors import PersistentOpsError
-from persistent_ops.runtime.launchers import detect
 from persistent_ops.runtime.pe_threads import thread_bootstrap
 
 _REPOSITORY = Path(__file__).resolve().parents[2]

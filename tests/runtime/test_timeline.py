@@ -19,7 +19,7 @@ from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.ops.gemv_plan import OPERATOR, Tuning
-from persistent_ops.runtime.jit import compile_cuda
+from persistent_ops.runtime.compile.jit import compile_cuda
 from persistent_ops.runtime.tracing import align_clocks
 from persistent_ops.runtime.world import current
 from persistent_ops.timeline import Clock, Launch, PeTimeline, Span, Tasks, Timeline, _aligned

@@ -21,7 +21,7 @@ from embedding_cases import run_cases
 from worlds import error_of, python_path, run_pes
 
 import persistent_ops as po
-from persistent_ops.runtime.launchers import LAUNCHER_VARIABLES
+from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
 
 NAMES = ["plain", "mixed and odd widths, one PE without tables"]
 RIGHT = dict.fromkeys(NAMES)

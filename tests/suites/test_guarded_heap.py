@@ -20,7 +20,7 @@ import guarded_heap
 import torch
 
 import persistent_ops as po
-from persistent_ops.runtime import jit
+from persistent_ops.runtime.compile import jit
 
 guarded_heap.guard()
 jit.kernel_source_root = lambda: Path(sys.argv[1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kept_nvshmem import LEAST_BYTES, Keeper
 
-from persistent_ops.runtime.bootstrap import Bootstrap, from_threads
+from persistent_ops.runtime.bootstrap.connection import Bootstrap, from_threads
 
 pytestmark = pytest.mark.host
 

@@ -31,13 +31,14 @@ from rehearsal import Compiler, Gpu, Noted, Notes, NotingBackend, PaperGpu, boun
 from sparse_cases import SparseTrial
 
 import persistent_ops as po
-from persistent_ops.runtime import compile_cache, host
+from persistent_ops.runtime import host
 from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.compile import cache as compile_cache
+from persistent_ops.runtime.compile.jit import KernelSource, clear_memo, compile_cuda
+from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.devices import architecture
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.host import HostBackend
-from persistent_ops.runtime.jit import KernelSource, clear_memo, compile_cuda
-from persistent_ops.runtime.toolchain import find_nvcc
 
 TESTS = Path(__file__).resolve().parents[1]
 # By the file of the last kernel that they launch.

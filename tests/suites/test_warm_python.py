@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from worlds import python_path
 
-from persistent_ops.runtime.toolchain import find_cxx
+from persistent_ops.runtime.compile.toolchain import find_cxx
 
 pytestmark = pytest.mark.host
 

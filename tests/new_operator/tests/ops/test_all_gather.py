@@ -21,9 +21,9 @@ from worlds import error_of, in_world
 import persistent_ops as po
 from persistent_ops.cli import app
 from persistent_ops.ops.all_gather import OPERATOR, Tuning, kernel_request
+from persistent_ops.runtime.compile.jit import compile_cuda
+from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.errors import CompileError
-from persistent_ops.runtime.jit import compile_cuda
-from persistent_ops.runtime.toolchain import find_nvcc
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Embedding + All-to-All: forward, backward, input exchange, and the tables' optimizers."""

@@ -1,0 +1,512 @@
+"""The backward pass of embedding_all_to_all with the optimizer's step, in one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...runtime import world as _world
+from ...runtime.arguments import as_number, as_whole_number
+from ...runtime.plain_call import require_plain_list
+from ...runtime.plans import Plans
+from .backward_kernel import DECAYS, GRADIENT, STEPS, check_rounding
+from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity
+from .checks import check_gradient, seeds_of
+from .columns import columns_of
+from .gradient_rows import rows_of
+from .lookups import Lookups
+from .recorded_call import Inputs, OfBatch, record
+from .split import completed_split, table_set
+from .table_set import TableSet
+from .widths import agree_on_widths
+
+__all__ = ["EmbeddingOptimizer", "backward_key", "in_float32", "num_tables", "tables_named"]
+
+_ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
+_DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
+_MOST_STEPS = 1_000_000
+_MOST_NAMED = 8  # tables, in an error
+
+
+class EmbeddingOptimizer:
+    """Updates this PE's tables in the backward pass of `embedding_all_to_all`.
+
+    ``po.embedding_all_to_all(tables, ..., optimizer=optimizer)`` records what ``loss.backward()`` needs; the gradients
+    of the result then travel to the tables' owners, a row's are summed over the global batch, and the row is updated
+    once, in one launch on every PE. The same bits for every run, world size and schedule.
+
+    g is a row's summed gradient times `gradient_scale`, w the row, lr the learning rate; only rows that a bag has are
+    touched:
+
+    - "sgd": ``w -= lr * g``
+    - "adagrad": ``s += g^2; w -= lr * g / (sqrt(s) + eps)``
+    - "rowwise_adagrad": ``s += mean(g'^2); m = lr / (sqrt(s) + eps); w = c * w - m * g``, where g' = g and c = 1;
+      with weight decay "l2" g' = g + weight_decay * w and c = 1 - m * weight_decay, with "decoupled" g' = g and
+      c = 1 - lr * weight_decay; with `max_norm` then ``w *= min(1, max_norm / |w|)``, before w is rounded to 16 bits
+    - "adam": ``m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g^2;
+      w -= lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)``, t counting all steps
+
+    Args:
+        tables: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
+            `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs,
+            of the same algorithm. What else is chosen here is for this PE's tables alone: peers may choose otherwise.
+        algorithm: see above.
+        lr: of the first step; see `lr`.
+        eps: added to roots.
+        weight_decay, weight_decay_mode: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
+        max_norm: for "rowwise_adagrad", from 1e-18 to 1e18: rows whose Euclidean norm is larger behind the step, and
+            before they are rounded, are scaled to it; None for any.
+        betas: of "adam".
+        rounding: of rows of 16 bits: "nearest", ties to even, or "stochastic", up or down in magnitude with the
+            probability that makes the new row's value the expected one (in float16, below 2^-14, to within 2^-40).
+            There are 16 random bits for each element, of a generator that counts: they depend on the table's seed, the
+            number of steps, the row and the column alone.
+        seed: of stochastic rounding, from 0 up to 2^63: one for each table, or s for s, s + 1, ... Where tables may
+            move to another PE, or to another place in the list, pass one for each, which stays the table's.
+
+    Attributes:
+        lr, gradient_scale: `[1]`, float32, on the device; the kernel reads them, so that a CUDA graph's replay follows
+            what is written there. A number that is assigned is written there.
+        step_count: `[1]`, int64, on the device: steps so far; the kernel counts. Assign it behind loading states; what
+            is written there in place counts from the next step outside of a CUDA graph on, which waits on the host.
+        seeds: `[T]`, int64, on the device: see `seed`; assign them behind loading. Tables that are one tensor have the
+            first one's.
+
+    Raises:
+        ValueError, TypeError: for what it cannot be made of.
+
+    Backward is collective: every PE must reach it, in the same order as its peers, which is a ContractMismatchError
+    otherwise, also for equal tables and for two forward passes of one optimizer. A second backward pass of one forward
+    pass is refused. A launch that is given up may leave tables half updated: all PEs refuse all of the optimizer's then
+    until they are loaded from a checkpoint, and `loaded` says so.
+    Source: FBGEMM's table-batched embeddings (exact optimizers), section III of the SC24 paper for the exchange, and
+    Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3" (SC11).
+    """
+
+    @torch.inference_mode(False)  # steps write to what it holds
+    def __init__(
+        self,
+        tables: Sequence[torch.Tensor],
+        algorithm: str = "sgd",
+        *,
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        weight_decay_mode: str = "l2",
+        max_norm: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        rounding: str = "nearest",
+        seed: int | Sequence[int] = 0,
+    ) -> None:
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, _ALGORITHMS))}, got {algorithm!r}")
+        if weight_decay_mode not in _DECAY_MODES:
+            raise ValueError(f"weight_decay_mode: expected one of {_DECAY_MODES}, got {weight_decay_mode!r}")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            _check_number(name, value)
+        if weight_decay and algorithm in ("sgd", "adagrad"):
+            raise ValueError(f"weight_decay: {algorithm!r} has none, got {weight_decay}")
+        if max_norm is not None:
+            _check_max_norm(max_norm, algorithm)
+        try:
+            betas = (float(betas[0]), float(betas[1]))
+        except (TypeError, ValueError, IndexError, OverflowError):
+            raise TypeError(f"betas: expected two numbers, got {betas!r}") from None
+        if not all(beta >= 0 and in_float32(beta) < 1 for beta in betas):
+            raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
+        self._tables = _listed(tables)
+        self._algorithm, self._rounding = algorithm, rounding
+        self._token = _Token()  # what plans know it by, which outlive it
+        self._tables_named, self._name = num_tables(len(self._tables)), ""  # for errors
+        device = self._tables[0].device if self._tables else _world.current().backend.device
+        self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
+        for table in self._tables:
+            self._states.setdefault(identity(table), self._state_of(table))
+        _check_overlap(self._tables)
+        _check_rounding(rounding, self._tables)
+        self._lr = torch.full((1,), lr, dtype=torch.float32, device=device)
+        self._gradient_scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._step_count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._beta_powers = torch.ones(2, dtype=torch.float32, device=device)  # to as many steps
+        self._counted = self._step_count._version  # as of which the powers are
+        self._seeds = torch.tensor(seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
+        self._num_passes = 0  # backward, begun by all PEs alike
+        self._seen: TableSet | None = None  # what the tables were in the last call
+        # What it holds in device memory.
+        self._own = (
+            self._lr,
+            self._gradient_scale,
+            self._step_count,
+            self._beta_powers,
+            self._seeds,
+            *(state for of_table in self._states.values() for state in of_table),
+        )
+        # What autograd sees of the tables.
+        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
+        self._decay = weight_decay_mode if weight_decay and algorithm == "rowwise_adagrad" else "none"
+        self._constants = {
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_norm": 0.0 if max_norm is None else float(max_norm),
+            "beta1": betas[0],
+            "beta2": betas[1],
+        }
+
+    @property
+    def lr(self) -> torch.Tensor:
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float | torch.Tensor) -> None:
+        _write("lr", self._lr, value)
+
+    @property
+    def gradient_scale(self) -> torch.Tensor:
+        return self._gradient_scale
+
+    @gradient_scale.setter
+    def gradient_scale(self, value: float | torch.Tensor) -> None:
+        _write("gradient_scale", self._gradient_scale, value)
+
+    @property
+    def step_count(self) -> torch.Tensor:
+        return self._step_count
+
+    @step_count.setter
+    def step_count(self, value: int | torch.Tensor) -> None:
+        count = as_whole_number(value, f"step_count: expected a whole number, got {value!r}")
+        if not 0 <= count < 2**63:
+            raise ValueError(f"step_count: expected a number of at least 0 and below 2^63, got {count}")
+        powers = [_power(self._constants[beta], count) for beta in ("beta1", "beta2")]
+        self._step_count.fill_(count)
+        self._beta_powers.copy_(torch.tensor(powers, dtype=torch.float32, device="cpu"))
+        self._counted = self._step_count._version
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        return self._seeds
+
+    @seeds.setter
+    def seeds(self, values: Sequence[int] | torch.Tensor) -> None:
+        given = values.tolist() if isinstance(values, torch.Tensor) else values
+        if not isinstance(given, Iterable):
+            raise TypeError(f"seeds: expected a whole number for each table, got {values!r}")
+        seeds = seeds_of(list(given), len(self._tables))
+        self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
+
+    def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the states of a table, float32: none for "sgd", s, or m and v."""
+        if not isinstance(table, torch.Tensor):
+            raise TypeError(f"table: expected a tensor, got {type(table).__name__}")
+        found = self._states.get(identity(table))
+        if found is None:
+            raise ValueError("table: it is not one of the optimizer's")
+        return found
+
+    def loaded(self, step_count: int) -> None:
+        """Say that tables and states, which a launch that was given up may have changed in part, were loaded anew.
+
+        Args:
+            step_count: of what was loaded, the same on every PE.
+
+        All PEs load and say so: they have agreed in `po.recover()` on what to refuse, whichever of them has changed it.
+        """
+        self.step_count = step_count  # type: ignore[assignment]  # mypy knows one type for both
+        _world.current().workspace.changes.loaded(*self._tables, *self._own)
+
+    def _state_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not isinstance(table, torch.Tensor) or table.dim() != 2:
+            raise TypeError(f"tables: expected [R, D] tensors, got {type(table).__name__}")
+        shape: tuple[int, ...] = tuple(table.shape)
+        count = {"sgd": 0, "adam": 2}.get(self._algorithm, 1)
+        if self._algorithm == "rowwise_adagrad":
+            shape = shape[:1]
+        return tuple(torch.zeros(shape, dtype=torch.float32, device=table.device) for _ in range(count))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, and copied."""
+        raise TypeError(
+            "an EmbeddingOptimizer is its tables' and cannot be copied or pickled: save their states and its "
+            "step_count, and make another one of the new tables"
+        )
+
+    # ---- autograd ----------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        forward: Callable[..., torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        indices: torch.Tensor | Lookups,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+        split: Mapping[str, Any],
+        choices: Mapping[str, str],
+    ) -> torch.Tensor:
+        """Call `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
+        world = _world.for_call()
+        found = table_set(world, weights)
+        if found is not self._seen:
+            is_known = all(identity(table) in self._states for table in self._tables)
+            if found is not table_set(world, self._tables) or not is_known:
+                raise ValueError(
+                    "weights: expected the optimizer's tables, in their order and where they lay when it was made; "
+                    "make an optimizer for each list"
+                )
+            self._seen = found
+        return record(
+            self._backward,
+            self._placeholder,
+            forward,
+            weights,
+            indices,
+            offsets,
+            per_sample_weights,
+            split,
+            choices,
+            calls=world.workspace.calls,
+            name=self._name or self._first_named(world),
+            once="would update the tables twice",
+            version=lambda: self.num_passes,
+        )
+
+    @property
+    def num_passes(self) -> int:
+        """Backward passes of forward passes so far: of all PEs, also of those without a table."""
+        return self._num_passes
+
+    def name_tables(self, names: Sequence[str]) -> None:
+        """Let errors name the tables; of all PEs, where they are a module's."""
+        before, self._tables_named = self._tables_named, tables_named(names)
+        if self._name:
+            self._name = self._tables_named + self._name.removeprefix(before)
+
+    def _first_named(self, world: _world.World) -> str:
+        name = world.workspace.calls.next_of("EmbeddingOptimizer")
+        world.workspace.changes.know(name, OPERATOR.changed_inputs(tables=self._tables, states=self._own))
+        self._name = f"{self._tables_named}, {name}"
+        return self._name
+
+    def refuse_half_updated(self) -> None:
+        """Raise PersistentOpsError where tables, of any PE, may be half updated; also on a PE that has none."""
+        _world.current().workspace.changes.check("tables", self._own)
+
+    def _backward(
+        self,
+        gradient: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        inputs: Inputs,
+        split: Mapping[str, Any],
+        mode: str,
+        *,
+        wants_factors: bool,
+        forward_pass: int,
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+        world = _world.for_call()
+        self.refuse_half_updated()
+        self._num_passes += 1
+        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode, forward_pass)
+        return self._launch(
+            world, key, gradient, weights, inputs, wants_factors=wants_factors, forward_pass=forward_pass
+        )
+
+    def update_alone(self, gradient: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Update this PE's tables by gradients that it has itself, on this PE alone.
+
+        Args:
+            gradient: `[B, sum of D]`, of the tables' dtype: of the sums of bags' rows.
+            indices: `[n]`, int32 or int64; those outside of a table are skipped.
+            offsets: `[T * B + 1]`, int32 or int64, feature-major: of the bags.
+
+        Raises:
+            ValueError, TypeError: an argument; before anything is launched.
+
+        Not collective, on the current stream; may be captured in a CUDA graph behind a first call with the same shapes.
+        """
+        world = _world.for_call()
+        check_gradient(gradient, self._tables)
+        widths = tuple(table.shape[1] for table in self._tables)
+        key = BackwardKey(
+            world.alone,
+            table_set(world, self._tables),
+            self._token,
+            OPERATOR.state(world).tuning,
+            (sum(widths),),
+            (widths,),
+            (gradient.shape[0],),
+            gradient.dtype,
+            gradient.dtype,
+            "sum",
+            is_weighted=False,
+        )
+        self._launch(world, key, gradient, self._tables, OfBatch(indices, offsets, None), wants_factors=False)
+
+    def _launch(
+        self,
+        world: _world.World,
+        key: BackwardKey,
+        gradient: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        inputs: Inputs,
+        *,
+        wants_factors: bool,
+        forward_pass: int = 0,
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+        if self._counted != self._step_count._version and not world.workspace.is_capturing():
+            self.step_count = int(self._step_count)  # type: ignore[assignment]  # written where it lies
+        gradient = rows_of(gradient)
+        plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
+        own = self._own
+        # A CUDA graph keeps what its launches read and write.
+        plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
+        factors = inputs.factors
+        factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
+        early_wgs = plan.early_wgs
+        rate, scale, step_count, beta_powers, seeds, *states = own
+        with world.workspace.whole_call():
+            inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean", room_for=early_wgs)
+            OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
+            plan.launch(
+                gradient,
+                inverted,
+                factors,
+                factor_gradients,
+                forward_pass=forward_pass,
+                rate=rate,
+                scale=scale,
+                step_count=step_count,
+                beta_powers=beta_powers,
+                seeds=seeds,
+                begins_early=early_wgs > 0,
+            )
+            return (), None if factor_gradients is None else inputs.returned(world, factor_gradients)
+
+    def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
+        states = [self.state(weight) for weight in weights]
+        chosen = (self._algorithm, self._decay, self._rounding)
+        return BackwardPlan(world, key, weights, states, *chosen, self._constants)
+
+
+class _Token:
+    """Stands for an optimizer."""
+
+
+def tables_named(names: Sequence[str]) -> str:
+    """Return what errors call tables."""
+    if len(names) > _MOST_NAMED:
+        return num_tables(len(names))
+    return f"table{'s' * (len(names) != 1)} {', '.join(names)}"
+
+
+def num_tables(count: int) -> str:
+    """Return the same for so many."""
+    return f"{count} table{'s' * (count != 1)}"
+
+
+def backward_key(
+    world: _world.World,
+    optimizer: object | None,
+    wire_dtype: torch.dtype,
+    weights: Sequence[torch.Tensor],
+    inputs: Inputs,
+    split: Mapping[str, Any],
+    mode: str,
+    forward_pass: int,
+) -> BackwardKey:
+    """Return what the backward pass of a call has a plan for. Collective where the PEs have not agreed on widths.
+
+    Args:
+        world: of this PE.
+        optimizer: stands for one; None: there is none.
+        wire_dtype: of the gradient.
+        weights, inputs, split, mode: of the forward pass.
+        forward_pass: its number.
+    """
+    dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
+    tables, columns = table_set(world, weights), split["columns"]
+    if columns is None:
+        widths = agree_on_widths(world, optimizer or tables, dim_per_rank, weights, forward_pass)
+    else:
+        columns = tuple(columns)
+        widths = columns_of(columns, dim_per_rank).widths
+    return BackwardKey(
+        world.team,
+        tables,
+        optimizer,
+        OPERATOR.state(world).tuning,
+        dim_per_rank,
+        widths,
+        batch_per_rank,
+        dtype,
+        wire_dtype,
+        mode,
+        inputs.is_weighted,
+        inputs.from_sources,
+        columns,
+    )
+
+
+def _listed(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(tables, (torch.Tensor, torch.nn.Module)) or not isinstance(tables, Iterable):
+        raise TypeError(f"tables: expected a sequence of tensors, got {type(tables).__name__}")
+    listed = list(tables)
+    require_plain_list("tables", listed)
+    return listed
+
+
+def _check_number(name: str, value: float) -> None:
+    if not 0 <= in_float32(as_number(name, value)) < math.inf:
+        raise ValueError(f"{name}: expected a number of at least 0 and below infinity, also in float32, got {value}")
+
+
+def _check_max_norm(max_norm: float, algorithm: str) -> None:
+    if not 1e-18 <= as_number("max_norm", max_norm) <= 1e18:  # the squares of which float32 holds
+        raise ValueError(f"max_norm: expected a number from 1e-18 to 1e18, or None for any norm, got {max_norm}")
+    if algorithm != "rowwise_adagrad":
+        raise ValueError(f"max_norm: 'rowwise_adagrad' alone has one, got {max_norm} for {algorithm!r}")
+
+
+def _write(name: str, memory: torch.Tensor, value: float | torch.Tensor) -> None:
+    """Write a number, or a tensor of one element, which may be this memory."""
+    if not isinstance(value, torch.Tensor):
+        _check_number(name, value)
+        memory.fill_(float(value))
+    elif value.numel() != 1:
+        raise ValueError(f"{name}: expected one element, got shape {list(value.shape)}")
+    elif value is not memory:
+        memory.copy_(value.detach().reshape(1))
+
+
+def in_float32(value: float) -> float:
+    """Return a number as float32 has it, infinity for one that is too large."""
+    return ctypes.c_float(value).value
+
+
+def _power(base: float, exponent: int) -> float:
+    """Return a power as the kernel comes to it, which multiplies in float32 once a step; of many steps about that."""
+    base = in_float32(base)
+    if exponent > _MOST_STEPS:
+        return float(base**exponent)
+    if not exponent:
+        return 1.0
+    return float(np.multiply.accumulate(np.full(exponent, base, np.float32))[-1])  # one product after the other
+
+
+def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:
+    check_rounding(rounding)
+    for t, table in enumerate(tables):
+        if rounding == "stochastic" and table.dtype.itemsize != 2:
+            raise ValueError(f"rounding: 'stochastic' is for tables of 16 bits, but tables[{t}] has {table.dtype}")
+
+
+def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
+    """Raise where rows of two tables share memory and the tables are not the same: two warps would update them."""
+    ranges = sorted({(table.data_ptr(), table.data_ptr() + table.nbytes, *table.shape) for table in tables})
+    for (_, end, *_), (begin, *_) in itertools.pairwise(each for each in ranges if each[0] != each[1]):
+        if begin < end:
+            raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")

@@ -1,0 +1,216 @@
+"""What embedding_all_to_all can be asked for: types, choices, tables, and how they go with one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...runtime.arguments import as_whole_numbers
+from ...runtime.compile.literals import literal
+from ...runtime.dtypes import SCALARS
+from ...runtime.plain_call import PLAIN, require_plain_list
+from ...runtime.team import Team
+from ...runtime.torch_private import num_dispatch_modes
+
+if TYPE_CHECKING:
+    from .lookups import Lookups
+
+__all__ = [
+    "BOUNDS",
+    "MODES",
+    "SCHEDULES",
+    "check_arrived",
+    "check_choices",
+    "check_gradient",
+    "check_list",
+    "check_split",
+    "check_tables",
+    "check_tables_and_split",
+    "check_types",
+    "check_wire",
+    "most_rows",
+    "refuse_fakes",
+    "seeds_of",
+]
+
+MODES = ("sum", "mean")
+SCHEDULES = ("communication_aware", "oblivious")
+BOUNDS = ("fatal", "ignore")
+
+
+def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """Raise TypeError or ValueError for plain tensors that kernels cannot read as lookups, bounds or weights."""
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if tensor.dim() != 1 or tensor.device != device:
+        raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
+
+
+def refuse_fakes(name: str) -> None:
+    """Raise NotImplementedError in a FakeTensorMode, in which new tensors have no memory."""
+    if num_dispatch_modes() and type(torch.empty(1, dtype=torch.uint8, device="cpu")) not in PLAIN:
+        raise NotImplementedError(f"{name}: no exchange of fake tensors, whose numbers decide what travels")
+
+
+def check_types(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    *choices: Any,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
+    check_tables_and_split(weights, dim_per_rank, batch_per_rank, *choices, out=out)
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dim() != 1:
+            raise ValueError(f"{name}: expected a contiguous 1-D tensor on the tables' device, got {tensor.dim()}-D")
+
+
+def check_tables_and_split(
+    weights: Sequence[torch.Tensor],
+    dim_per_rank: Sequence[int] | None,
+    batch_per_rank: Sequence[int] | None,
+    *choices: Any,
+    out: torch.Tensor | None,
+) -> None:
+    """The same for what is not the lookups; `choices`: the other arguments, `columns` last."""
+    _check_are_tables(weights)
+    columns = choices[-1] if choices else None
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank), ("columns", columns)):
+        if values is not None and not all(isinstance(value, int) for value in values):
+            raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
+
+
+def _check_are_tables(weights: Sequence[torch.Tensor]) -> None:
+    if not isinstance(weights, (list, tuple)) or not all(isinstance(weight, torch.Tensor) for weight in weights):
+        require_plain_list("weights", weights)
+    for t, weight in enumerate(weights):
+        if weight.dim() != 2:
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
+
+
+def check_arrived(
+    lookups: Lookups,
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
+    batch_per_rank: Sequence[int] | None,
+) -> None:
+    """Raise unless lookups of an input exchange can be read, and are of these tables."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("indices: lookups of an input exchange cannot be passed inside of torch.compile")
+    for name, given in (("offsets", offsets), ("per_sample_weights", per_sample_weights)):
+        if given is not None:
+            raise ValueError(f"{name}: they come with the lookups of an input exchange; pass None")
+    if lookups.batch_per_rank is None:
+        raise ValueError(
+            "indices: these lookups do not say how many samples each PE has brought; pass batch_per_rank to exchange()"
+        )
+    if batch_per_rank is not None and tuple(batch_per_rank) != lookups.batch_per_rank:
+        raise ValueError(
+            f"batch_per_rank: got {list(batch_per_rank)}, but the lookups are of {list(lookups.batch_per_rank)} samples"
+        )
+    _check_are_tables(weights)
+    rows = tuple(weight.shape[0] for weight in weights)
+    if rows != lookups.rows:
+        raise ValueError(
+            f"weights: tables of {list(rows)} rows, but the lookups are of slots of {list(lookups.rows)} rows"
+        )
+    lookups.check_is_here()
+
+
+def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:
+    for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, BOUNDS), ("schedule", schedule, SCHEDULES)):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    if is_weighted and mode != "sum":
+        raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
+
+
+def most_rows() -> int:
+    """Return how many rows a table may have: the number behind them stands for none."""
+    return literal("tile/bag_stream.cuh", "kNoRow")
+
+
+def check_tables(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    if dtype not in SCALARS:
+        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
+    for t, weight in enumerate(weights):
+        if weight.dim() != 2 or not weight.is_contiguous():
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
+        if weight.dtype != dtype:
+            raise TypeError(f"weights[{t}]: all tables need the dtype {dtype}, got {weight.dtype}")
+        if weight.device != device:
+            raise ValueError(f"weights[{t}]: expected a tensor on {device}, got one on {weight.device}")
+        if weight.shape[0] > most_rows() or weight.shape[1] * weight.element_size() >= 2**31:
+            raise ValueError(
+                f"weights[{t}]: expected at most {most_rows()} rows of less than 2 GiB, got {list(weight.shape)}"
+            )
+
+
+def check_wire(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+    if wire_dtype != dtype and (dtype, wire_dtype) != (torch.float32, torch.bfloat16):
+        raise TypeError(
+            f"wire_dtype: expected the tables' {dtype}, or torch.bfloat16 where tables are of torch.float32, got "
+            f"{wire_dtype}"
+        )
+
+
+def check_split(
+    team: Team,
+    weights: Sequence[torch.Tensor],
+    num_offsets: int,
+    dim_per_rank: Sequence[int],
+    batch_per_rank: Sequence[int],
+) -> None:
+    for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank)):
+        if len(values) != team.size or min(values) < 0:
+            raise ValueError(f"{name}: expected {team.size} numbers of at least 0, one per PE, got {list(values)}")
+    own = sum(weight.shape[1] for weight in weights)
+    if dim_per_rank[team.rank] != own:
+        raise ValueError(
+            f"dim_per_rank: entry {team.rank} is {dim_per_rank[team.rank]}, but this PE's tables have {own} columns "
+            "in all"
+        )
+    expected = len(weights) * sum(batch_per_rank) + 1
+    if num_offsets != expected:
+        raise ValueError(
+            f"offsets: expected T * B + 1 = {len(weights)} * {sum(batch_per_rank)} + 1 = {expected} elements, got "
+            f"{num_offsets}"
+        )
+
+
+def check_gradient(gradient: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    """Raise for what the kernel would misread; the inversion checks the lookups."""
+    for t, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_contiguous():
+            raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor")
+        if weight.dtype != gradient.dtype or weight.device != gradient.device:
+            raise TypeError(
+                f"gradient: expected {weight.dtype} on {weight.device} as weights[{t}] is, got {gradient.dtype} on "
+                f"{gradient.device}"
+            )
+    columns = sum(weight.shape[1] for weight in weights)
+    if gradient.dim() != 2 or gradient.shape[1] != columns:
+        raise ValueError(f"gradient: expected [B, {columns}], got {list(gradient.shape)}")
+
+
+def seeds_of(seed: int | Sequence[int], count: int) -> list[int]:
+    """Return a seed of stochastic rounding for each of so many tables; raise for what is none."""
+    if not isinstance(seed, int) and not hasattr(seed, "__iter__"):
+        raise TypeError(f"seed: expected a whole number, or one for each table, got {seed!r}")
+    seeds = [seed + number for number in range(count)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != count:
+        raise ValueError(f"seed: expected one for each of {count} tables, got {len(seeds)}")
+    seeds = list(as_whole_numbers(seeds, f"seed: expected whole numbers, got {seeds}"))
+    if not all(0 <= each < 2**63 for each in seeds):
+        raise ValueError(f"seed: expected numbers of at least 0 and below 2^63, got {seeds}")
+    return seeds

@@ -1,0 +1,485 @@
+"""The exchange of a batch's lookups: from the PEs that loaded the samples to the PEs that own the tables."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...runtime import world as _world
+from ...runtime.areas import Area
+from ...runtime.arguments import as_number, as_whole_numbers
+from ...runtime.dtypes import INDEX_TYPES
+from ...runtime.errors import CapacityError
+from ...runtime.operator import Operator
+from ...runtime.plain_call import require_plain
+from .checks import BOUNDS, check_list, most_rows, refuse_fakes
+from .inputs_plan import (
+    MOST_LOOKUPS,
+    OPERATOR,
+    OUTGOING,
+    WORKSPACE,
+    InputsKey,
+    InputsLayout,
+    InputsPlan,
+    launches_beside,
+    outgoing_bytes,
+)
+from .lookups import Given, Lookups, Region, fields_of_source
+
+__all__ = ["EmbeddingInputs", "checked_split"]
+
+_REGIONS = 2
+Capacity = tuple[tuple[int, ...], ...]  # of each PE's message to each owner
+_AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
+_ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
+
+
+class EmbeddingInputs:
+    """Brings lookups to the owners of tables, in a launch that may run beside others.
+
+    Each PE passes the lookups of its *own* samples, for all features; each owner gets, from every PE, those of its
+    tables, in a region per PE of its symmetric heap, without a host synchronisation. Regions are double: the next
+    batch arrives while this one's is read. Launches have a workspace of their own: on a stream of their own they may
+    run beside the world's other launches (`run_beside`), with few WGs; otherwise all are put in the order of the calls,
+    and each has the whole GPU.
+
+    Made by all PEs together, with the same arguments.
+
+    Args:
+        slots: for each PE, in rank order, its tables in its order: (feature, rows) of each. A feature may go to several
+            slots, of one PE or of several. A PE may have none.
+        num_features: F, that every PE's lookups have.
+        max_batch: the most samples that a PE brings.
+        lookups_per_sample: of each feature, or one number for all: the room for lookups is this times `max_batch`.
+            Exact where every bag has the same length; otherwise an estimate, see `exchange`. A PE's slots with the most
+            lookups are best passed first: `embedding_all_to_all` then runs those above its average beside the others.
+        capacity: instead of that, `[world_size][world_size]`: lookups of each PE's message to each owner.
+        is_weighted: whether lookups have weights.
+        index_dtype: of the lookups in regions; None for int32 where all tables have fewer than 2^31 rows, else int64.
+        bounds: "fatal" raises IndexError for an index outside of its table, a negative length, lengths whose sum is not
+            the number of values, or offsets that do not begin at 0, fall, or do not end there, on the PE that passed
+            it; "ignore" skips silently.
+        slot_order: for each PE, a number for each of its slots. Where a feature goes to several slots, the gradient of
+            a weight is the sum of what these have for it, added up in ascending order of the numbers; equal ones, and
+            all where it is None, in the order of `slots`.
+
+    Attributes:
+        index_dtype: see above.
+        capacity: lookups of each PE's message to each owner, as they are.
+
+    Raises:
+        ValueError, TypeError: an argument; or the PEs passed different ones.
+        SymmetricHeapError: no room for the regions on some PE.
+
+    Collective and blocking.
+    Source: TorchRec's distribution of a KeyedJaggedTensor (`KJTAllToAll`), whose layout this takes.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Sequence[tuple[int, int]]],
+        *,
+        num_features: int,
+        max_batch: int,
+        lookups_per_sample: float | Sequence[float] | None = None,
+        capacity: Sequence[Sequence[int]] | None = None,
+        is_weighted: bool = False,
+        index_dtype: torch.dtype | None = None,
+        bounds: str = "fatal",
+        slot_order: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._world = world = _world.for_call()
+        chosen = _checked_slots(slots, num_features, world.size)
+        rows = max((rows for of_pe in chosen for _, rows in of_pe), default=0)
+        index_dtype = index_dtype or (torch.int32 if rows < 2**31 else torch.int64)
+        _check_choices(max_batch, bounds, index_dtype, rows)
+        if (lookups_per_sample is None) == (capacity is None):
+            raise ValueError("lookups_per_sample, capacity: expected exactly one of them")
+        self._num_beside = 0
+        if capacity is None:
+            assert lookups_per_sample is not None
+            estimates = _checked_estimates(num_features, lookups_per_sample)
+            capacity = _estimated(chosen, max_batch, estimates)
+            self._num_beside = _num_beside([estimates[feature] for feature, _ in chosen[world.rank]])
+        self._first_capacity = _checked_capacity(capacity, world.size)
+        self.index_dtype = index_dtype
+        self._bounds = bounds
+        self.workspace = world.side_workspace(WORKSPACE)
+        self.workspace.launches_beside = functools.partial(launches_beside, world)
+        OPERATOR.prepare(world)
+        order = _checked_order(slot_order, chosen)
+        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, bool(is_weighted), 0, order)
+        self._layout = self._layout._replace(number=self._agree())
+        self._generation = 0
+        self._next = 0
+        self._regions = [Region(world) for _ in range(_REGIONS)]
+        self._set_capacities([(self, self._first_capacity)])
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def _agree(self) -> int:
+        """Return which one this is in the world, the same on all PEs; raise where they passed something else."""
+        world = self._world
+        state = OPERATOR.state(world)
+        if state.own is None:
+            state.own = _Made()
+        made: _Made = state.own
+        world.meet(_AGREEMENT.contract(world.team), self.workspace)
+        mine = [made.count, repr((self._layout, self._first_capacity))]
+        told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs", json.dumps(mine).encode())]
+        made.count = max(count for count, _ in told) + 1
+        other = next((pe for pe, (_, text) in enumerate(told) if text != mine[1]), None)
+        if other is not None:
+            raise ValueError(
+                "slots, num_features, max_batch, capacity, is_weighted, index_dtype, slot_order: expected the same on "
+                f"all PEs, got {mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
+            )
+        made.alive.add(self)
+        return made.count
+
+    def _set_capacities(self, chosen: Sequence[tuple[EmbeddingInputs, Capacity]]) -> None:
+        """Make room for such messages in all regions of these, or in none; collective.
+
+        What others hold of the last ones stays.
+        """
+        world, areas = self._world, OPERATOR.state(self._world).areas
+        growing = []
+        for inputs, capacity in chosen:
+            nbytes = inputs._layout.region_offsets(world.rank, capacity)[-1]
+            growing += [(region, nbytes) for region in inputs._regions if region.nbytes < nbytes]
+        outgoing = max(outgoing_bytes(world, inputs._layout, capacity) for inputs, capacity in chosen)
+        sizes = [nbytes for _, nbytes in growing]
+        if areas.nbytes_of(OUTGOING) < outgoing:
+            sizes.append(outgoing)
+        taken = world.outputs.take_on_all_pes(sizes, "room for lookups")
+        for (region, _), (memory, offset) in zip(growing, taken, strict=False):
+            region.move(memory, offset)
+        if len(taken) > len(growing):
+            areas.put({OUTGOING: Area(*taken[-1])})
+        for inputs, capacity in chosen:
+            inputs._capacity = capacity
+
+    # ---- the exchange ------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        values: torch.Tensor,
+        *,
+        lengths: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+        batch_per_rank: Sequence[int] | None = None,
+    ) -> Lookups:
+        """Send the lookups of this PE's B samples to the owners of their tables.
+
+        Bag (f, b) is ``values[o[f * B + b] : o[f * B + b + 1]]``, o being `offsets`, or the sums of `lengths` before.
+
+        Args:
+            values: `[n]`, int32 or int64, n < 2^31: feature by feature, and in a feature sample by sample.
+            lengths: `[F * B]`, int32 or int64: of the bags.
+            offsets: `[F * B + 1]`, the same: instead of lengths.
+            per_sample_weights: `[n]`, float32, exactly where `is_weighted`. Where they require a gradient on one PE,
+                and gradients are recorded, they must on all: a backward pass through `embedding_all_to_all` brings each
+                PE those of its own, ``<gradient of the pooled row, the table's row before its update>``, in float32,
+                summed over the slots of the lookup's feature. A lookup that is skipped, or has found no room, has 0.
+            batch_per_rank: samples that each PE brings, in rank order, the same on every PE. None where the host does
+                not know: then the sources alone tell, in device memory.
+
+        Returns:
+            A handle on what arrives. At most two are held at a time: `Lookups.release` gives one back.
+
+        Raises:
+            ValueError, TypeError: an argument; before anything is launched.
+            NotImplementedError: in a FakeTensorMode.
+            RuntimeError: two earlier calls' lookups have not been released; the world has been left.
+            PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
+
+        The inputs must stay as they are until `Lookups.wait`. Where a message finds no room, no lookup of it is sent,
+        and every PE learns of it: `wait` makes more room on all and sends again, up to 2^31 - 2^20 lookups from a PE to
+        an owner. In a CUDA graph there is no more room to be had: po.check() raises CapacityError, and the message's
+        bags are empty.
+
+        Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same dtypes.
+        Two regions take turns as far as they are free, also where calls are captured: a graph replays into those that
+        it was captured with.
+        """
+        world = _world.for_call()
+        if world is not self._world:
+            raise RuntimeError("EmbeddingInputs: it was made in a world that has been left; make another one")
+        inputs = self._checked(values, lengths, offsets, per_sample_weights, batch_per_rank)
+        region = self._region_to_fill()
+        region.order_behind_readers()
+        lookups = Lookups(self, region, inputs, self._generation)
+        lookups._launch(is_captured=world.workspace.is_capturing())
+        region.is_held = True
+        self._next = (self._regions.index(region) + 1) % _REGIONS
+        return lookups
+
+    def _region_to_fill(self) -> Region:
+        """Return the one whose turn it is, or another one where its lookups are still held."""
+        turns = [*self._regions[self._next :], *self._regions[: self._next]]
+        return next((region for region in turns if not region.is_held), turns[0])
+
+    def run_beside(self) -> bool:
+        """Let exchanges run beside the world's other launches, if every PE's GPU has room for both.
+
+        Without it they take turns, in the order of the calls, whatever the streams: on some GPU neither might find room
+        until the other has ended. Call it when every operator has been called once with its largest shape, since it
+        looks at the kernels so far. One that is launched for the first time later, and leaves no room, raises
+        RuntimeError. Capture CUDA graphs behind it: those captured before keep the launches of then, beside which none
+        may become resident.
+
+        Returns:
+            Whether they do, the same on all PEs.
+
+        Collective and blocking, not in a CUDA-graph capture.
+        """
+        return _world.for_call().agree_to_run_beside()
+
+    def _checked(
+        self,
+        values: torch.Tensor,
+        lengths: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        batch_per_rank: Sequence[int] | None,
+    ) -> Given:
+        layout, world, device = self._layout, self._world, self._world.backend.device
+        if (lengths is None) == (offsets is None):
+            raise ValueError("lengths, offsets: expected exactly one of them")
+        name = "offsets" if lengths is None else "lengths"
+        bounds = offsets if lengths is None else lengths
+        assert bounds is not None
+        given = {"values": values, name: bounds}
+        require_plain(given if weights is None else {**given, "per_sample_weights": weights})
+        for each, tensor in given.items():
+            check_list(each, tensor, tuple(INDEX_TYPES), device)
+        if (weights is not None) != layout.is_weighted:
+            raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
+        if weights is not None:
+            check_list("per_sample_weights", weights, (torch.float32,), device)
+            if weights.shape != values.shape:
+                raise ValueError(
+                    f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
+                )
+        refuse_fakes("EmbeddingInputs")
+        num_bags = bounds.numel() - (lengths is None)
+        samples, rest = divmod(num_bags, layout.num_features)
+        if rest or num_bags < 0:
+            raise ValueError(
+                f"{name}: expected F * B{' + 1' * (lengths is None)} elements for F = {layout.num_features}, got "
+                f"{bounds.numel()}"
+            )
+        if samples > layout.max_batch:
+            raise ValueError(
+                f"{name}: {samples} samples, but max_batch is {layout.max_batch}; pass fewer, or make it with more"
+            )
+        for each, tensor in given.items():
+            if tensor.numel() >= 2**31:
+                raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
+        split = None
+        if batch_per_rank is not None:
+            split = checked_split(batch_per_rank, world, layout.max_batch, samples, name)
+        gives_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        return Given(values, bounds, weights, gives_gradients, lengths is not None, samples, split)
+
+    def _plan(self, inputs: Given, *used: object) -> InputsPlan:
+        world = self._world
+        state = OPERATOR.state(world)
+        dtypes = (inputs.values.dtype, inputs.bounds.dtype)
+        key = InputsKey(
+            world.team,
+            self._layout,
+            self._capacity,
+            state.tuning,
+            *dtypes,
+            inputs.has_lengths,
+            self._bounds,
+            inputs.gives_gradients,
+        )
+        plan: InputsPlan | None = state.plans.find(key, *used)
+        return plan or state.plans.make(key, lambda: InputsPlan(world, self.workspace, key))
+
+    def _enlarge(self, lacking: Sequence[Lookups]) -> None:
+        """Make room for all messages of these exchanges, or for none; collective."""
+        self._set_capacities([(each._inputs, each._inputs._enlarged(each.sources)) for each in lacking])
+
+    def _enlarged(self, sources: torch.Tensor) -> Capacity:
+        """Return a capacity for all messages of an exchange; collective."""
+        world, layout = self._world, self._layout
+        fields = fields_of_source()
+        counts = [max(of_pe[fields["count"]], of_pe[fields["left_out"]]) for of_pe in sources.tolist()]
+        world.meet(_ROOM.contract(world.team, layout.number), self.workspace)
+        told = [
+            json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs-count", json.dumps(counts).encode())
+        ]
+        for source, owner in itertools.product(range(world.size), repeat=2):
+            if told[owner][source] > MOST_LOOKUPS:
+                raise CapacityError(
+                    f"values: PE {source} has {told[owner][source]} lookups for PE {owner}; a message takes at most "
+                    f"{MOST_LOOKUPS}"
+                )
+        return tuple(
+            tuple(
+                had if told[owner][source] <= had else min(told[owner][source] * 5 // 4, MOST_LOOKUPS)
+                for owner, had in enumerate(of_source)
+            )
+            for source, of_source in enumerate(self._capacity)
+        )
+
+    def _forget(self) -> None:
+        """Go back to what all PEs agree on, behind a recovery: nothing is under way, and nothing held."""
+        self._generation += 1
+        self._capacity = self._first_capacity
+        self._next = 0
+        for region in self._regions:
+            region.forget()
+
+
+def checked_split(given: Any, world: _world.World, max_batch: int, samples: int, name: str) -> tuple[int, ...]:
+    """Return `batch_per_rank` as numbers; ValueError where it is none, or is not true of this PE's `name`."""
+    split = _whole_numbers(given)
+    if split is None or len(split) != world.size or not all(0 <= n <= max_batch for n in split):
+        raise ValueError(f"batch_per_rank: expected {world.size} numbers of 0 to max_batch = {max_batch}, got {given}")
+    if split[world.rank] != samples:
+        raise ValueError(f"batch_per_rank: entry {world.rank} is {split[world.rank]}, but {name} has {samples} samples")
+    return split
+
+
+def _whole_numbers(given: Any) -> tuple[int, ...] | None:
+    """Return numbers of any kind of integer; None where they are something else."""
+    try:
+        return tuple(operator.index(number) for number in given)
+    except TypeError:
+        return None
+
+
+class _Made:
+    """All `EmbeddingInputs` of a world; `count`: how many PEs have made."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[EmbeddingInputs] = weakref.WeakSet()
+        self.count = 0
+
+    def forget(self) -> None:
+        for made in self.alive:
+            made._forget()
+
+
+# ---- what it can be made of ------------------------------------------------------------------------------------------
+
+
+def _checked_slots(
+    slots: Sequence[Sequence[tuple[int, int]]], num_features: int, size: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    if not isinstance(num_features, int) or num_features < 1:
+        raise ValueError(f"num_features: expected a whole number above 0, got {num_features!r}")
+    expected = f"slots: expected pairs (feature, rows) of whole numbers, a list of them for each of {size} PEs, got "
+    try:
+        listed = [list(of_pe) for of_pe in slots]
+    except TypeError:
+        raise TypeError(f"{expected}{slots!r}") from None
+    if len(listed) != size:
+        raise ValueError(f"slots: expected a list for each of {size} PEs, got {len(listed)}")
+    chosen = tuple(
+        tuple(_pair(each, f"{expected}{each!r} among PE {pe}'s") for each in of_pe) for pe, of_pe in enumerate(listed)
+    )
+    for pe, of_pe in enumerate(chosen):
+        for feature, rows in of_pe:
+            if not 0 <= feature < num_features:
+                raise ValueError(f"slots: PE {pe} has feature {feature}, expected 0 to {num_features - 1}")
+            if not 0 <= rows <= most_rows():
+                raise ValueError(f"slots: PE {pe} has a table of {rows} rows, expected 0 to {most_rows()}")
+    return chosen
+
+
+def _pair(given: Any, message: str) -> tuple[int, int]:
+    pair = as_whole_numbers(given, message)
+    if len(pair) != 2:
+        raise TypeError(message)
+    return pair[0], pair[1]
+
+
+def _rows_of_numbers(name: str, given: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    message = f"{name}: expected a list of whole numbers for each PE, got {given!r}"
+    if not isinstance(given, Iterable):
+        raise TypeError(message)
+    return tuple(as_whole_numbers(of_pe, message) for of_pe in given)
+
+
+def _checked_order(
+    order: Sequence[Sequence[int]] | None, slots: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[tuple[int, ...], ...]:
+    if order is None:
+        return tuple((0,) * len(of_pe) for of_pe in slots)
+    chosen = _rows_of_numbers("slot_order", order)
+    if [len(of_pe) for of_pe in chosen] != [len(of_pe) for of_pe in slots]:
+        raise ValueError(
+            f"slot_order: expected a number for each slot, {[len(of_pe) for of_pe in slots]} of them, got "
+            f"{[len(of_pe) for of_pe in chosen]}"
+        )
+    return chosen
+
+
+def _check_choices(max_batch: int, bounds: str, index_dtype: torch.dtype, rows: int) -> None:
+    if not isinstance(max_batch, int) or not 0 <= max_batch < 2**31:
+        raise ValueError(f"max_batch: expected a whole number of 0 to 2^31 - 1, got {max_batch!r}")
+    if bounds not in BOUNDS:
+        raise ValueError(f"bounds: expected one of {BOUNDS}, got {bounds!r}")
+    if index_dtype not in INDEX_TYPES:
+        raise TypeError(f"index_dtype: expected int32 or int64, got {index_dtype}")
+    if index_dtype == torch.int32 and rows >= 2**31:
+        raise ValueError(f"index_dtype: int32 does not hold the indices of a table of {rows} rows")
+
+
+def _checked_capacity(capacity: Sequence[Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
+    chosen = _rows_of_numbers("capacity", capacity)
+    if len(chosen) != size or any(len(of_source) != size for of_source in chosen):
+        raise ValueError(f"capacity: expected {size} x {size} numbers, got {[len(row) for row in chosen]}")
+    for source, of_source in enumerate(chosen):
+        for owner, number in enumerate(of_source):
+            if not 0 <= number <= MOST_LOOKUPS:
+                raise ValueError(
+                    f"capacity: from PE {source} to PE {owner} expected 0 to {MOST_LOOKUPS} lookups, got {number}"
+                )
+    return chosen
+
+
+def _checked_estimates(num_features: int, lookups_per_sample: float | Sequence[float]) -> list[float]:
+    if isinstance(lookups_per_sample, (int, float)):
+        lookups_per_sample = [lookups_per_sample] * num_features
+    if isinstance(lookups_per_sample, str) or not isinstance(lookups_per_sample, Iterable):
+        raise TypeError(f"lookups_per_sample: expected a number, or one for each feature, got {lookups_per_sample!r}")
+    lookups_per_sample = [as_number("lookups_per_sample", each) for each in lookups_per_sample]
+    if len(lookups_per_sample) != num_features or not all(0 <= each < math.inf for each in lookups_per_sample):
+        raise ValueError(
+            f"lookups_per_sample: expected {num_features} numbers of at least 0, one per feature, got "
+            f"{lookups_per_sample}"
+        )
+    return lookups_per_sample
+
+
+def _estimated(
+    slots: Sequence[Sequence[tuple[int, int]]], max_batch: int, estimates: Sequence[float]
+) -> list[list[int]]:
+    """Return the capacity of each PE's message to each owner."""
+    of_owner = [math.ceil(max_batch * sum(estimates[feature] for feature, _ in of_pe)) for of_pe in slots]
+    return [of_owner for _ in slots]
+
+
+def _num_beside(estimates: Sequence[float]) -> int:
+    """Return how many of the first slots have more lookups than the average of all; 0 where all have as many."""
+    if len(set(estimates)) < 2:
+        return 0
+    average = sum(estimates) / len(estimates)
+    return len(list(itertools.takewhile(lambda lookups: lookups > average, estimates)))

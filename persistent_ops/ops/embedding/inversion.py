@@ -1,0 +1,457 @@
+"""The lookups of an embedding batch by table row: sorted in one launch of this PE alone."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...runtime.backend import KernelRequest, check_resident, resident_work_groups
+from ...runtime.dtypes import INDEX_TYPES
+from ...runtime.operator import Operator
+from ...runtime.plans import Plan, Plans
+from ...runtime.team import Team
+from ...runtime.tuning import BoundedTuning
+from ...runtime.world import World, upload
+from .inputs_plan import aligned_bytes
+from .lookups import Lookups
+
+__all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "invert_sources", "kernel_request"]
+
+_NAME = "embedding_inversion"
+_MAX_NARROW_KEYS = 2**31 - 1
+_ITEMS = {8: (8, 4, 2), 16: (4, 2)}  # of a thread, by the bytes of what is sorted
+_HOST_ITEMS = 256
+_HOST_WORK_GROUPS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows that lookups are sorted by; what a plan makes once. Its identity is a part of the keys of plans.
+
+    A row's *key* is its table's first key plus its number. Tables that are one tensor have the same first key, so that
+    the lookups of such a row lie side by side, whichever of the tables they are in.
+
+    Attributes:
+        first_keys: `[T]`, int64, on the device.
+        num_rows: `[T]`, int64, on the device.
+        num_keys: all keys are below it.
+        batch: bags of a table.
+        members: `[T]`, int32, on the device: number of a table among those that are one tensor; None where lookups come
+            as one source, table after table.
+        member_bits: of these numbers.
+    """
+
+    first_keys: torch.Tensor
+    num_rows: torch.Tensor
+    num_keys: int
+    batch: int
+    members: torch.Tensor | None = None
+    member_bits: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        world: World,
+        first_keys: Sequence[int],
+        num_rows: Sequence[int],
+        batch: int,
+        members: Sequence[int] | None = None,
+    ) -> Rows:
+        """Return the rows of tables.
+
+        Args:
+            world: of this PE.
+            first_keys: of each table.
+            num_rows: of each table.
+            batch: bags of a table.
+            members: of each table, its number among those that are one tensor, where lookups come by source: a row's
+                then lie table by table all the same.
+
+        Raises:
+            ValueError: the lists differ in length, a number is negative, or there are 2^31 bags or more.
+        """
+        if len(first_keys) != len(num_rows):
+            raise ValueError(f"num_rows: expected one for each of {len(first_keys)} tables, got {len(num_rows)}")
+        if min((*first_keys, *num_rows, batch), default=0) < 0:
+            raise ValueError(
+                f"first_keys, num_rows, batch: expected none below 0, got {first_keys}, {num_rows}, {batch}"
+            )
+        if len(first_keys) * batch >= 2**31:
+            raise ValueError(f"batch: at most 2^31 - 1 bags in all tables, got {len(first_keys) * batch}")
+        device = world.backend.device
+        member_bits = max(members or (0,), default=0).bit_length()
+        return cls(
+            torch.tensor(first_keys, dtype=torch.int64, device=device),
+            torch.tensor(num_rows, dtype=torch.int64, device=device),
+            max((first + rows for first, rows in zip(first_keys, num_rows, strict=True)), default=0),
+            batch,
+            torch.tensor(members, dtype=torch.int32, device=device) if member_bits else None,
+            member_bits,
+        )
+
+    @property
+    def num_tables(self) -> int:
+        """Return T."""
+        return self.first_keys.numel()
+
+    @property
+    def num_bags(self) -> int:
+        """Return T * B."""
+        return self.num_tables * self.batch
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """Return the dtype of `Inverted.keys`: int32 where there are fewer than 2^31 sort keys."""
+        return torch.int32 if self.num_sort_keys <= _MAX_NARROW_KEYS else torch.int64
+
+    @property
+    def num_sort_keys(self) -> int:
+        """Return what all keys are below while they are sorted: each with its table's member."""
+        return self.num_keys << self.member_bits
+
+
+class Inverted(NamedTuple):
+    """The lookups of a batch that count, sorted by key; those of a row keep their order.
+
+    N is the number of indices; only the first `count` elements of keys, bags and lookups are written.
+
+    Attributes:
+        keys: `[N]`, `Rows.key_dtype`.
+        bags: `[N]`, int32: table * B + sample.
+        lookups: `[N]`, int32: place in `indices`; None where not asked for.
+        counts: `[T * B]`, float32: lookups of a bag that count; None where not asked for.
+        count: `[1]`, int64: lookups that count.
+    """
+
+    keys: torch.Tensor
+    bags: torch.Tensor
+    lookups: torch.Tensor | None
+    counts: torch.Tensor | None
+    count: torch.Tensor  # type: ignore[assignment]  # it hides a method of tuple's
+
+
+@dataclass(frozen=True)
+class Tuning(BoundedTuning):
+    """Choices that change speed and nothing else.
+
+    Attributes:
+        work_groups: None for as many as the GPU holds at once.
+        threads: of a WG, on the GPU.
+        work_groups_per_sm: for which registers are given out.
+        items: lookups of a thread in a tile, 1 to 4 or a multiple of 4; None for as many as leave a tile to every WG.
+    """
+
+    work_groups: int | None = None
+    threads: int = 512
+    work_groups_per_sm: int = 2
+    items: int | None = None
+
+
+OPERATOR = Operator(_NAME, ("tables", "batch", "keys", "work_groups"), max_plans=256, default_tuning=Tuning())
+
+
+_WITH_ROOM = Tuning(threads=1024, work_groups_per_sm=1)  # one WG in place of two, where SMs are left to others
+
+
+class InversionKey(NamedTuple):
+    """What tells plans apart.
+
+    Attributes:
+        team: this PE alone.
+        rows, index_dtype, offset_dtype, counts, lookups: see `invert`.
+        items: of a thread in a tile.
+        room_for: WGs of the launch behind it.
+        tuning: of the operator.
+    """
+
+    team: Team
+    rows: Rows
+    index_dtype: torch.dtype
+    offset_dtype: torch.dtype
+    counts: bool
+    lookups: bool
+    items: int
+    room_for: int
+    tuning: Tuning
+
+
+class InversionPlan(Plan):
+    """One key's kernel and plan.
+
+    Attributes:
+        room_for: of the key.
+
+    Raises:
+        ValueError: the GPU does not hold the grid.
+    """
+
+    def __init__(self, world: World, key: InversionKey) -> None:
+        description = OPERATOR.prepare(world)
+        rows, threads = key.rows, key.tuning.threads
+        self._world, self._rows = world, rows
+        self.room_for = key.room_for
+        self._wants_counts, self._wants_lookups = key.counts, key.lookups
+        entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
+        self._entry_bytes = description.constants[f"sizeof({entry})"]
+        digit_bits, self._num_passes = passes_of(rows.num_sort_keys, description.constants["kMaxDigitBits"])
+        num_warps = world.backend.warps_of(threads)
+        is_host = world.backend.name == "host"
+        self._tile_items = key.items * (num_warps if is_host else threads)
+        self._tile_words_bytes = description.queries["tile_words_bytes"]
+        self._num_digits = 1 << digit_bits
+        request = kernel_request(
+            key.index_dtype,
+            key.offset_dtype,
+            is_wide=not _is_narrow(rows),
+            lookups=key.lookups,
+            counts=key.counts,
+            digit_bits=digit_bits,
+            items=key.items,
+            threads=threads,
+            work_groups_per_sm=key.tuning.work_groups_per_sm,
+            arena_bytes=description.queries["arena_bytes"](
+                num_warps, self._tile_items, 1 << digit_bits, self._entry_bytes
+            ),
+        )
+        if is_host:  # one library for all numbers of threads
+            request = request.with_config(threads=512, blocks_per_sm=2)
+            request = dataclasses.replace(request, threads=512, arena_bytes=0)
+        self._kernel = world.load(request)
+        resident = resident_work_groups(world.backend, self._kernel)
+        self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else max(resident - key.room_for, 1))
+        check_resident(world.backend, self._kernel, self._grid)
+        words = description.structs["Words"]
+        self._zero_words = world.workspace.zero_words(key.team, ctypes.sizeof(words) // 8)
+        contract = OPERATOR.contract(key.team, rows.num_tables, rows.batch, rows.num_keys, self._grid)
+        plan = description.structs["Plan"](
+            team=world.workspace.team(contract),
+            first_keys=rows.first_keys.data_ptr(),
+            num_rows=rows.num_rows.data_ptr(),
+            num_tables=rows.num_tables,
+            batch=rows.batch,
+            members=0 if rows.members is None else rows.members.data_ptr(),
+            member_bits=rows.member_bits,
+            num_passes=self._num_passes,
+            words=self._zero_words.data_ptr(),
+        )
+        self._plan = upload(world.backend, plan)
+        self._new_call: Any = description.structs["Call"]
+
+    def launch(self, indices: torch.Tensor, offsets: torch.Tensor) -> Inverted:
+        """Launch on the current stream."""
+        call, count = self._new_call(), indices.numel()
+        source = call.source
+        source.indices, source.offsets = indices.data_ptr(), offsets.data_ptr()
+        source.count, source.first_sample, source.samples = count, 0, self._rows.batch
+        call.sources, call.num_sources = 0, 1
+        return self._launch(call, (count,))
+
+    def launch_from(self, sources: torch.Tensor, capacities: Sequence[int]) -> Inverted:
+        """The same for lookups that are where an input exchange has left them; see `invert_sources`."""
+        call = self._new_call()
+        call.sources, call.num_sources = sources.data_ptr(), len(capacities)
+        return self._launch(call, capacities)
+
+    def _launch(self, call: Any, capacities: Sequence[int]) -> Inverted:
+        """Launch for sources with at most so many lookups; the call says which."""
+        rows, count, device = self._rows, sum(capacities), self._world.backend.device
+        num_tiles = sum(-(-capacity // self._tile_items) for capacity in capacities)
+        entries_bytes = num_tiles * self._tile_items * self._entry_bytes
+        sizes = (
+            entries_bytes,
+            entries_bytes if self._num_passes > 1 else 0,
+            self._tile_words_bytes(self._num_passes, num_tiles, self._num_digits),
+        )
+        first, second, words = map(aligned_bytes, sizes)
+        scratch = torch.empty(first + second + words, dtype=torch.uint8, device=device)
+        inverted = Inverted(
+            torch.empty(count, dtype=rows.key_dtype, device=device),
+            torch.empty(count, dtype=torch.int32, device=device),
+            torch.empty(count, dtype=torch.int32, device=device) if self._wants_lookups else None,
+            torch.empty(rows.num_bags, dtype=torch.float32, device=device) if self._wants_counts else None,
+            torch.empty(1, dtype=torch.int64, device=device),
+        )
+        start = scratch.data_ptr()
+        call.entries[0], call.entries[1], call.tile_words = start, start + first, start + first + second
+        call.keys, call.bags = inverted.keys.data_ptr(), inverted.bags.data_ptr()
+        call.lookups = 0 if inverted.lookups is None else inverted.lookups.data_ptr()
+        call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()
+        call.count = inverted.count.data_ptr()
+        self._world.workspace.launch(self._kernel, self._grid, self._plan.data_ptr(), call)
+        return inverted
+
+
+def passes_of(num_keys: int, most_bits: int) -> tuple[int, int]:
+    """Return the bits of a digit and the number of passes: as few of these as there can be, and then small digits.
+
+    Args:
+        num_keys: that are sorted by.
+        most_bits: that a digit may have; it has as many, or one fewer.
+    """
+    bits = max(1, (num_keys - 1).bit_length())
+    num_passes = -(-bits // most_bits)
+    return most_bits - ((most_bits - 1) * num_passes >= bits), num_passes
+
+
+def kernel_request(
+    index_dtype: torch.dtype,
+    offset_dtype: torch.dtype,
+    *,
+    is_wide: bool,
+    lookups: bool,
+    counts: bool,
+    digit_bits: int,
+    items: int,
+    threads: int,
+    work_groups_per_sm: int,
+    arena_bytes: int,
+) -> KernelRequest:
+    """Return what is compiled for one combination of choices."""
+    return KernelRequest.of(
+        _NAME,
+        {
+            "index": INDEX_TYPES[index_dtype],
+            "offset": INDEX_TYPES[offset_dtype],
+            "wide": is_wide,
+            "lookups": lookups,
+            "counts": counts,
+            "digit_bits": digit_bits,
+            "items": items,
+            "threads": threads,
+            "blocks_per_sm": work_groups_per_sm,
+        },
+        threads,
+        arena_bytes=arena_bytes,
+    )
+
+
+def _is_narrow(rows: Rows) -> bool:
+    return rows.key_dtype == torch.int32
+
+
+def _is_small(rows: Rows, *, lookups: bool) -> bool:
+    """Return whether a key and what goes with it are 8 bytes."""
+    return _is_narrow(rows) and not lookups
+
+
+def _choose_items(world: World, tuning: Tuning, num_lookups: int, entry_bytes: int) -> int:
+    """Return how many lookups a thread has in a tile: many, as long as every WG has a tile."""
+    if world.backend.name == "host":
+        return _HOST_ITEMS
+    wgs = tuning.work_groups or world.backend.num_sms * tuning.work_groups_per_sm
+    choices = _ITEMS[entry_bytes]
+    return next((items for items in choices if num_lookups >= items * tuning.threads * wgs), choices[-1])
+
+
+def _most_lookups(world: World) -> int:
+    """Return how many lookups there may be: their numbers share a word with two bits."""
+    return OPERATOR.prepare(world).constants["kNumber"]
+
+
+def _check(world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Raise for what `invert` cannot take."""
+    device = world.backend.device
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dtype not in INDEX_TYPES:
+            raise TypeError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous vector, got {list(tensor.shape)}, {tensor.stride()}")
+        if tensor.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    if offsets.numel() != rows.num_bags + 1:
+        raise ValueError(f"offsets: expected {rows.num_bags + 1} for {rows.num_bags} bags, got {offsets.numel()}")
+    if indices.numel() > (most := _most_lookups(world)):
+        raise ValueError(f"indices: expected at most {most} lookups, got {indices.numel()}")
+
+
+def invert(
+    world: World,
+    rows: Rows,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    counts: bool,
+    lookups: bool,
+    room_for: int = 0,
+) -> Inverted:
+    """Sort lookups by row, in one launch on the current stream.
+
+    A lookup counts where a bag has it and its index is a row of the bag's table. The bag of a lookup is what a binary
+    search of its place among the bags' ends finds (torch.searchsorted, right=True), so any offsets will do; those that
+    fall have no bags that anyone meant, but the result is the same every time.
+
+    Args:
+        world: of this PE.
+        rows: of the tables.
+        indices: `[N]`, int32 or int64, contiguous; any numbers.
+        offsets: `[T * B + 1]`, int32 or int64, contiguous: bag t * B + b has the lookups offsets[t * B + b] up to
+            offsets[t * B + b + 1].
+        counts: whether the result has counts.
+        lookups: whether the result has lookups.
+        room_for: WGs of the next launch on the stream, each no larger than one of this one, for which to leave room.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype, shape, layout or device; 2^30 lookups or more.
+        RuntimeError: a CUDA-graph capture meets a combination that was not called before.
+
+    Not collective, no host synchronisation; may be captured in a CUDA graph behind a first call.
+    """
+    _check(world, rows, indices, offsets)
+    dtypes = (indices.dtype, offsets.dtype)
+    plan = _plan(world, rows, dtypes, indices.numel(), counts=counts, lookups=lookups, room_for=room_for)
+    return plan.launch(indices, offsets)
+
+
+def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool, room_for: int = 0) -> Inverted:
+    """The same for lookups that an input exchange has brought, where they are: no copy, no look at their numbers.
+
+    N is the room for lookups; `Inverted.bags` are those of the global batch. Where the lookups have weights,
+    `Inverted.lookups` are the weights' places among the floats of ``arrived.memory``. Otherwise the result is that of
+    `invert` for the lookups of the global batch, if the tables that are one tensor have numbers in `Rows.members`.
+
+    Args:
+        world: of this PE.
+        rows: of the tables, which are the slots.
+        arrived: what the exchange has returned, behind `Lookups.wait`.
+        counts: whether the result has counts.
+        room_for: see `invert`.
+
+    Raises:
+        ValueError: room for 2^30 lookups or more, or regions of 4 GiB or more where there are weights.
+        RuntimeError: see `invert`, and `Lookups.check_is_here`.
+
+    Not collective, no host synchronisation; may be captured in a CUDA graph behind a first call.
+    """
+    arrived.check_is_here()
+    most = _most_lookups(world)
+    if arrived.capacity > most or (arrived.is_weighted and arrived.memory.nbytes // 4 > most + 1):
+        raise ValueError(
+            f"indices: expected room for at most {most} lookups, in regions of at most 4 GiB with their weights, got "
+            f"{arrived.capacity} in {arrived.memory.nbytes} bytes"
+        )
+    dtypes = (arrived.index_dtype, torch.int32)
+    plan = _plan(world, rows, dtypes, arrived.capacity, counts=counts, lookups=arrived.is_weighted, room_for=room_for)
+    return plan.launch_from(arrived.sources, arrived.capacities)
+
+
+def _plan(
+    world: World,
+    rows: Rows,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    num_lookups: int,
+    *,
+    counts: bool,
+    lookups: bool,
+    room_for: int,
+) -> InversionPlan:
+    state = OPERATOR.state(world)
+    tuning: Tuning = state.tuning or (_WITH_ROOM if world.backend.leaves_room else OPERATOR.default_tuning)
+    items = tuning.items or _choose_items(world, tuning, num_lookups, 8 if _is_small(rows, lookups=lookups) else 16)
+    key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, room_for, tuning)
+    plans: Plans[InversionPlan] = state.plans
+    return plans.find(key) or plans.make(key, lambda: InversionPlan(world, key))

@@ -1,0 +1,395 @@
+"""What an exchange of lookups brings: regions of the heap that take turns, and handles on what lies in them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...runtime import world as _world
+from ...runtime.errors import PeerTimeoutError
+from ...runtime.stream_order import capture_of, is_foreign
+from ...runtime.workspace import InputRecord
+from ...runtime.world import World
+from .inputs_plan import OPERATOR
+
+if TYPE_CHECKING:
+    from .inputs import EmbeddingInputs
+
+__all__ = ["Given", "LookupSource", "Lookups", "Moment", "Region", "fields_of_source"]
+
+_LOOKS = 32
+_GIVEN_UP = "embedding_inputs: this exchange was given up: po.recover() or po.finalize() came behind it"
+_BEHIND_THE_LAST = (
+    "call release() behind the last launch that reads them, the backward pass where gradients are recorded"
+)
+
+
+@dataclass(frozen=True)
+class LookupSource:
+    """The lookups that one PE has brought for this PE's tables, as tensors over its region.
+
+    Attributes:
+        first_sample: of the PE's samples in the global batch.
+        samples: B_s, how many there are.
+        offsets: `[T * B_s + 1]`, int32, slot-major, for this PE's T slots.
+        indices: `[capacity]`, int32 or int64; those behind the last offset are undefined. -1: skipped.
+        weights: the same, float32, or None.
+        count: lookups that are here.
+        capacity: lookups that there is room for.
+    """
+
+    first_sample: int
+    samples: int
+    offsets: torch.Tensor
+    indices: torch.Tensor
+    weights: torch.Tensor | None
+    count: int
+    capacity: int
+
+
+class Given(NamedTuple):
+    """What a PE passes to an exchange."""
+
+    values: torch.Tensor
+    bounds: torch.Tensor
+    weights: torch.Tensor | None
+    gives_gradients: bool
+    has_lengths: bool
+    samples: int
+    batch_per_rank: tuple[int, ...] | None
+
+
+class Moment:
+    """A place in a stream: what was launched there before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event()
+        self.stream = torch.cuda.current_stream(device)
+        self._device = device
+        self._capture = capture_of(self.stream.cuda_stream)
+        self.event.record(self.stream)
+
+    def order_behind(self) -> None:
+        """Let the current stream wait for it, unless one of the two is in another capture: see `StreamOrder`."""
+        here = torch.cuda.current_stream(self._device)
+        # One that is not torch's may be another stream, with the handle of one that is gone.
+        is_elsewhere = here != self.stream or is_foreign(here)
+        if is_elsewhere and capture_of(here.cuda_stream) == self._capture:
+            here.wait_event(self.event)
+
+
+class Region:
+    """This PE's room for the lookups of one batch, from all PEs.
+
+    Attributes:
+        memory, offset, nbytes: in this PE's part of the heap.
+        sources: `[size, ...]`, int64: LookupSource of the kernels.
+        num_launches: that were to fill it.
+        is_held: whether lookups are there that have not been released.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.nbytes = 0
+        self.is_held = False
+        self.num_launches = 0
+        self._released: Moment | None = None
+        description = OPERATOR.description
+        self._words = ctypes.sizeof(description.structs["LookupSource"]) // 8
+        self._mailbox = world.backend.host_visible_bytes(ctypes.sizeof(description.structs["Report"]))
+        self.report: Any = description.structs["Report"].from_address(self._mailbox.data_ptr())
+        self.input = InputRecord(world.backend)
+        self._reporting: tuple[int, Moment | None] | None = None
+
+    def begin_report(self) -> None:
+        """Make report and input record those of the launch that comes: the last one's lookups may be nobody's."""
+        if self._reporting is not None:
+            number, arrived = self._reporting
+            if arrived is not None and self.report.state != number:
+                arrived.event.synchronize()
+        self.input.clear()
+
+    def reported_by(self, number: int, arrived: Moment | None) -> None:
+        """Remember the launch that reports here: its number, and where it ends; None on the host."""
+        self._reporting = number, arrived
+
+    def move(self, memory: torch.Tensor, offset: int) -> None:
+        """Take memory of zeros: any offset that is ever read there is one that a kernel has written, or 0."""
+        world = self._world
+        self.memory, self.offset, self.nbytes = memory, offset, memory.nbytes
+        words = world.backend.private_words(world.size * self._words)
+        self.sources = words.view(world.size, self._words)
+
+    def order_behind_readers(self) -> None:
+        """Order what the current stream does next behind the last one."""
+        if self.is_held:
+            raise RuntimeError(
+                "embedding_inputs: the lookups of two earlier calls have not been released; call release() behind the "
+                "launches that read them, before their region is filled again"
+            )
+        if self._released is not None:
+            self._released.order_behind()
+
+    def release(self) -> None:
+        self.is_held = False
+        if self._world.backend.name == "cuda":
+            self._released = Moment(self._world.backend.device)
+
+    def forget(self) -> None:
+        self.is_held, self._released, self._reporting = False, None, None
+
+
+class Lookups:
+    """A batch's lookups on their way to this PE's tables, or here.
+
+    `wait` comes before the launches that read them, `release` behind the last one; as a context, both are called. Each
+    on the stream of those launches. ``po.embedding_all_to_all(tables, lookups, ...)`` reads them, and so does its
+    backward pass: release them behind ``backward()``, or behind the call where no gradients are recorded. A backward
+    pass that finds them released raises RuntimeError and changes nothing.
+
+    Attributes:
+        batch_per_rank: of `exchange`.
+        sources: `[world_size, 9]`, int64, in device memory: for each PE in rank order the fields of `LookupSource` in
+            cuda/tile/lookup_source.cuh, which kernels read: addresses of indices, offsets and weights, first_sample,
+            samples, count, capacity, left_out, first_lookup.
+        num_slots: T, of this PE.
+        num_beside: how many of the first slots have more lookups than the average, by `EmbeddingInputs`' estimates.
+        rows: of each slot's table.
+        index_dtype: of the indices.
+        is_weighted: whether they have weights.
+        gives_gradients: whether a backward pass brings the weights' gradients to the PEs that passed them.
+        per_sample_weights: of `exchange`, where `gives_gradients` and until `release`; None elsewhere.
+        layout, capacity_matrix: of the exchange; `capacity_matrix[source][owner]` is what it sent under.
+        num_values: of this PE's, that were passed to `exchange`.
+        begins: where `gives_gradients`, what the exchange has found of this PE's own messages: see `InputsPlan.begins`.
+    """
+
+    def __init__(self, inputs: EmbeddingInputs, region: Region, given: Given, generation: int) -> None:
+        self._inputs, self._region, self._generation = inputs, region, generation
+        self._given: Given | None = given
+        self._memory = region.memory
+        self._arrived: Moment | None = None
+        self._is_released = self._is_not_entered = False
+        self._why_released = ""
+        self._is_ordered = False
+        self._is_captured = False
+        self.batch_per_rank = given.batch_per_rank
+        self.sources = region.sources
+        self.rows = tuple(rows for _, rows in inputs._layout.slots[inputs._world.rank])
+        self.num_slots = len(self.rows)
+        self.num_beside = inputs._num_beside
+        self.is_weighted = inputs._layout.is_weighted
+        self.index_dtype = inputs.index_dtype
+        self.layout, self.num_values = inputs._layout, given.values.numel()
+        self.gives_gradients = given.gives_gradients
+        self.per_sample_weights = given.weights if given.gives_gradients else None
+
+    def _launch(self, *, is_captured: bool) -> None:
+        inputs, region, given = self._inputs, self._region, self._given
+        assert given is not None
+        self._memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
+        self.capacity_matrix = inputs.capacity
+        self._capacities = tuple(of_source[inputs._world.rank] for of_source in inputs.capacity)
+        self._plan = plan = inputs._plan(given, self._memory, self.sources)  # sources may point into its memory
+        report = input_error = 0  # a graph's replays have no handle that could look
+        if not is_captured:
+            region.begin_report()
+            report, input_error = ctypes.addressof(region.report), region.input.address
+        region.num_launches += 1
+        self._report_number = region.num_launches
+        split = given.batch_per_rank or ()
+        plan.launch(
+            given.values,
+            given.bounds,
+            given.weights,
+            given.samples,
+            split,
+            region.offset,
+            self.sources,
+            report,
+            self._report_number,
+            input_error,
+        )
+        if given.gives_gradients:
+            self.begins = plan.begins(given.samples)
+        if inputs._world.backend.name == "cuda":
+            self._arrived = Moment(inputs._world.backend.device)
+        if is_captured:
+            self._given = None
+        else:
+            region.reported_by(self._report_number, self._arrived)
+
+    def wait(self, *, among: Sequence[Lookups] = ()) -> None:
+        """Order what the current stream does next behind the arrival.
+
+        Outside of CUDA graphs it looks at what the exchange reports, and waits on the host until it has ended, which
+        in a loop that sends a batch ahead is long over; where a message found no room it makes more and sends again.
+
+        Args:
+            among: exchanges of the same batch, by other `EmbeddingInputs`; of them and this one all that lack room get
+                it, or none.
+
+        Raises:
+            IndexError: an input of this PE is bad, see `EmbeddingInputs`; the lookups are here all the same. Told by
+                this call alone.
+            PeerTimeoutError, ContractMismatchError: the exchange was given up.
+            SymmetricHeapError: no room for more lookups; the exchange is given up on all PEs.
+
+        Collective, in the same order on all PEs as other calls.
+        """
+        self._check_generation()
+        if self._is_released:
+            raise RuntimeError("embedding_inputs: these lookups have been released")
+        if self._given is not None:
+            self._resolve(among)
+        if self._arrived is not None:
+            self._arrived.order_behind()
+        self._is_ordered = True
+        if not self._is_captured:
+            self._inputs.workspace.raise_pending(self._region.input.take())  # then what graphs have found
+
+    def learn_split(self) -> None:
+        """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host.
+
+        Raises:
+            RuntimeError: in a CUDA-graph capture, where the host cannot wait.
+        """
+        if self.batch_per_rank is None:
+            self.check_is_here()
+            if self._inputs._world.workspace.is_capturing():
+                raise RuntimeError(
+                    "batch_per_rank: expected in a CUDA-graph capture, where the host cannot wait to be told how many "
+                    "samples each PE has brought"
+                )
+            self.batch_per_rank = tuple(self.sources[:, fields_of_source()["samples"]].tolist())
+
+    def release(self, why: str = _BEHIND_THE_LAST) -> None:
+        """Say that no launch behind those of the current stream reads them: their region may be filled again.
+
+        Args:
+            why: what to tell whoever reads them all the same.
+        """
+        if self._is_released or self._generation != self._inputs._generation:
+            return
+        self._is_released, self._why_released = True, why
+        if self._given is not None and self._arrived is not None:  # it may not have ended
+            for tensor in (self._given.values, self._given.bounds, self._given.weights):
+                if tensor is not None:
+                    tensor.record_stream(self._arrived.stream)
+        self._given = self.per_sample_weights = None
+        self._region.release()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied, and pickled."""
+        raise TypeError("embedding_inputs: lookups lie in a region of this PE's heap; they are not copied or pickled")
+
+    def __enter__(self) -> Lookups:
+        try:
+            self.wait()
+        except Exception:
+            self._is_not_entered = True
+            raise
+        return self
+
+    def __del__(self) -> None:
+        """Release what a context was not entered with, if nobody has it any more."""
+        if self._is_not_entered:
+            self.release()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def source(self, rank: int) -> LookupSource:
+        """Return what a PE has brought, for tests; waits on the host, and outside of a capture alone."""
+        self._check_generation()
+        layout, fields = self._inputs._layout, fields_of_source()
+        words = self.sources[rank].tolist()
+        samples, capacity = words[fields["samples"]], words[fields["capacity"]]
+
+        def view(name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+            nbytes = count * dtype.itemsize
+            first = words[fields[name]] - self._memory.data_ptr()
+            return self._memory[first : first + nbytes].view(dtype)
+
+        num_offsets = self.num_slots * samples + 1
+        is_here = 0 <= words[fields["offsets"]] - self._memory.data_ptr() < self._memory.numel()
+        offsets = view("offsets", torch.int32, num_offsets) if is_here else self._memory.new_zeros(num_offsets).int()
+        weights = view("weights", torch.float32, capacity) if layout.is_weighted else None
+        indices = view("indices", self.index_dtype, capacity)
+        first_sample, count = words[fields["first_sample"]], words[fields["count"]]
+        return LookupSource(first_sample, samples, offsets, indices, weights, count, capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Return how many lookups there is room for, from all PEs."""
+        return sum(self._capacities)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Return how many lookups of each PE there is room for."""
+        return self._capacities
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Return what the sources' addresses lie in, `[nbytes]`, uint8: PE 0's region first."""
+        return self._memory
+
+    def check_is_here(self) -> None:
+        """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""
+        if self._inputs._world is not _world.for_call():
+            raise RuntimeError("embedding_inputs: these lookups are of a world that has been left")
+        self._check_generation()
+        if self._is_released:
+            raise RuntimeError(
+                f"embedding_inputs: these lookups have been released, and their region may be filled again; "
+                f"{self._why_released}"
+            )
+        if not self._is_ordered:
+            raise RuntimeError("embedding_inputs: call wait() before the launches that read these lookups")
+
+    def check_is_captured(self) -> None:
+        """Raise RuntimeError where a capture would keep what this exchange alone has found of its messages."""
+        if self._inputs._world.workspace.is_capturing() and not self._is_captured:
+            raise RuntimeError(
+                "embedding_inputs: a CUDA graph cannot give gradients to the weights of an exchange that it does not "
+                "have; capture the exchange, too, or pass weights that require no gradient"
+            )
+
+    def _check_generation(self) -> None:
+        if self._generation != self._inputs._generation:
+            raise PeerTimeoutError(_GIVEN_UP)
+
+    def _resolve(self, among: Sequence[Lookups]) -> None:
+        """Wait for the report; where there was no room, make it and launch again."""
+        while self._lacks_room():
+            lacking = [self, *(each for each in among if each is not self and each._lacks_room())]
+            self._inputs._enlarge(lacking)
+            for each in lacking:
+                each._launch(is_captured=False)
+        self._given = None
+
+    def _lacks_room(self) -> bool:
+        return self._given is not None and self._await_report().full_source >= 0
+
+    def _await_report(self) -> Any:
+        report, number, looks = self._region.report, self._report_number, 0
+        while report.state != number:
+            looks += 1  # asking for the launch's end costs more than a look
+            is_over = self._arrived is None or (looks % _LOOKS == 0 and self._arrived.event.query())
+            if is_over and report.state != number:
+                self._inputs.workspace.raise_failure()
+                raise PeerTimeoutError(_GIVEN_UP)
+        if report.is_aborted:
+            self._inputs.workspace.raise_failure()
+            raise PeerTimeoutError(_GIVEN_UP)
+        return report
+
+
+def fields_of_source() -> dict[str, int]:
+    """Return which word of a source has which field."""
+    struct = OPERATOR.description.structs["LookupSource"]
+    return {name: getattr(struct, name).offset // 8 for name, *_ in struct._fields_}

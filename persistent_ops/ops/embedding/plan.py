@@ -1,0 +1,575 @@
+"""What one shape of embedding_all_to_all needs again at every call: checks, kernel, and the plan in device memory."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...runtime.backend import KernelRequest, check_resident
+from ...runtime.compile.literals import vector_bytes, warp_size
+from ...runtime.contract import Field
+from ...runtime.dtypes import INDEX_TYPES, SCALARS
+from ...runtime.operator import Operator
+from ...runtime.overlap import check_apart
+from ...runtime.plans import Plan
+from ...runtime.team import ALONE, Team
+from ...runtime.tuning import BoundedTuning, at_least
+from ...runtime.world import World, upload
+from .checks import check_choices, check_split, check_tables, check_wire
+from .columns import own_begins
+from .table_set import TableSet
+
+__all__ = [
+    "OPERATOR",
+    "Choices",
+    "EmbeddingKey",
+    "EmbeddingPlan",
+    "LookupKind",
+    "Tuning",
+    "average_pooling",
+    "dtypes_of",
+    "numbers_of",
+]
+
+_STAGING = "staging"  # an area: room from which rows are put; one for all plans, since one launch at a time uses it
+_MAX_POSITIONS = 2**31 - 1 - 2**20  # tickets are 32-bit numbers, and every warp takes one too many
+_TASK_BYTES = 96 << 10
+_TASKS_PER_WARP = 3
+_MOST_MIXED = 1 << 16  # tables, of which two run beside one another: products of two numbers of tables are 32-bit
+
+
+def _where(record: Any) -> str:
+    return f"table {record.outer}, bag {record.inner}"
+
+
+def _bad_index(record: Any) -> IndexError:
+    return IndexError(
+        f"indices: {_where(record)} has index {record.value}, but the table has {record.limit} rows (valid: 0 to "
+        f"{record.limit - 1})"
+    )
+
+
+def _bad_offset(record: Any) -> IndexError:
+    return IndexError(
+        f"offsets: {_where(record)} has offset {record.value}, but offsets must start at 0, not fall, and end at the "
+        f"number of indices, {record.limit}"
+    )
+
+
+@dataclass(frozen=True)
+class Tuning(BoundedTuning):
+    """Choices that change speed and nothing else; the defaults were measured on H200 (docs/what_was_tried.md).
+
+    Attributes:
+        threads: of a WG on the GPU; None for the most that the kernel's registers allow without spills.
+        work_groups: None for as many per SM as the backend has by default. All PEs must agree.
+        rows_in_flight: rows of a table that a group of lanes loads ahead.
+        slice_samples: samples per slice and task; None to choose by the work per sample. Where peers are not reachable,
+            all PEs must agree, and None chooses by the batch.
+        local_delay: rounds by which this PE's own tasks start later than the others', as a share of all rounds: 0 mixes
+            them evenly, 1 runs them last.
+    """
+
+    threads: int | None = None
+    work_groups: int | None = None
+    rows_in_flight: int = 8
+    slice_samples: int | None = None
+    local_delay: float = at_least(0, 0.0)
+
+
+OPERATOR = Operator(
+    "embedding_all_to_all",
+    (
+        "batch",
+        "output_row_bytes",
+        Field.dtype("dtype", list(SCALARS)),
+        Field.dtype("wire_dtype", list(SCALARS)),
+        "work_groups",
+        "slice_samples",
+        Field.numbers("batch_per_rank"),
+        Field.numbers("dim_per_rank"),
+        Field.numbers("columns"),
+    ),
+    phases={
+        "kPhaseReady": "its rows (sliceRdy word of its work-group {index})",
+        "kPhaseSlice": "its rows (sliceRdy word of its slice {index})",
+    },
+    input_errors={"kBadIndex": _bad_index, "kBadOffset": _bad_offset},
+    max_plans=256,  # a plan holds a few KB, and shapes that change without end must not collect
+    default_tuning=Tuning(),
+)
+
+
+class LookupKind(NamedTuple):
+    """What a plan has to know of a call's lookups.
+
+    Attributes:
+        index_dtype, offset_dtype, is_weighted: of the lookups.
+        num_offsets: T * B + 1.
+        pooling: see `average_pooling`.
+        from_sources: whether they are where an input exchange has left them.
+        num_beside: how many of the first tables run beside the others; see `ExchangeOrder`.
+    """
+
+    index_dtype: torch.dtype
+    offset_dtype: torch.dtype
+    num_offsets: int
+    is_weighted: bool
+    pooling: int
+    from_sources: bool = False
+    num_beside: int = 0
+
+    @classmethod
+    def of_batch(
+        cls, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> LookupKind:
+        """Return the kind of the global batch's lookups, side by side as `embedding_all_to_all` takes them."""
+        num_offsets = offsets.numel()
+        pooling = average_pooling(indices.numel(), num_offsets - 1)
+        return cls(indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
+
+
+class Choices(NamedTuple):
+    """The arguments of `embedding_all_to_all` that are no tensors; None where the caller left them to the operator."""
+
+    dim_per_rank: Sequence[int] | None
+    batch_per_rank: Sequence[int] | None
+    dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None
+    mode: str
+    bounds: str
+    schedule: str
+    columns: Sequence[int] | None
+
+    @classmethod
+    def of(
+        cls,
+        weights: Sequence[torch.Tensor],
+        dim_per_rank: Sequence[int] | None,
+        batch_per_rank: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        wire_dtype: torch.dtype | None,
+        mode: str,
+        bounds: str,
+        schedule: str,
+        columns: Sequence[int] | None = None,
+    ) -> Choices:
+        """Return what a call has chosen, with sequences as tuples, and both dtypes."""
+        dims, batches = numbers_of("dim_per_rank", dim_per_rank), numbers_of("batch_per_rank", batch_per_rank)
+        dtypes = dtypes_of(weights, dtype, wire_dtype)
+        return cls(dims, batches, *dtypes, mode, bounds, schedule, numbers_of("columns", columns))
+
+
+def numbers_of(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return a sequence as a tuple, which the caller's own changes do not reach."""
+    try:
+        return None if values is None else tuple(values)
+    except TypeError:
+        raise TypeError(f"{name}: expected a sequence of whole numbers, got {values!r}") from None
+
+
+def dtypes_of(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype | None, wire_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the tables' dtype, and that of pooled rows, where the caller left them to the tables."""
+    if dtype is None:
+        dtype = weights[0].dtype if len(weights) else torch.float32
+    return dtype, dtype if wire_dtype is None else wire_dtype
+
+
+class EmbeddingKey(NamedTuple):
+    """What tells plans apart.
+
+    Attributes:
+        team: who exchanges.
+        tables: this PE's.
+        tuning: see `OperatorState`.
+        choices: with sequences as tuples, and both dtypes.
+        lookups: see `LookupKind`.
+    """
+
+    team: Team
+    tables: TableSet
+    tuning: Tuning | None
+    choices: Choices
+    lookups: LookupKind
+
+
+class _Slices(NamedTuple):
+    """The tasks of a launch: a table's bags for some samples of a destination.
+
+    Attributes:
+        samples: of a task, at most.
+        num_rounds: tasks for another PE, at most.
+        local_delay: after how many rounds this PE's own tasks begin.
+    """
+
+    samples: int
+    num_rounds: int
+    local_delay: int
+
+
+class EmbeddingPlan(Plan):
+    """One key's kernel and plan. Raises ValueError and TypeError for what the operator cannot take.
+
+    Args:
+        world: of this PE.
+        key: see above.
+        weights: this PE's tables.
+        dim_per_rank, batch_per_rank: of `embedding_all_to_all`, completed.
+
+    Attributes:
+        dtype, output_shape, output_bytes: of the result.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        key: EmbeddingKey,
+        weights: Sequence[torch.Tensor],
+        dim_per_rank: Sequence[int],
+        batch_per_rank: Sequence[int],
+    ) -> None:
+        structs = OPERATOR.prepare(world).structs
+        self._world, self._key, self._backend = world, key, world.backend
+        self._device, self._vector_bytes = world.backend.device, vector_bytes()
+        self._tuning = key.tuning or OPERATOR.default_tuning
+        team, choices, rank = key.team, key.choices, key.team.rank
+        assert choices.dtype is not None and choices.wire_dtype is not None
+        self._table_dtype, self.dtype = choices.dtype, choices.wire_dtype
+        check_choices(choices.mode, choices.bounds, choices.schedule, is_weighted=key.lookups.is_weighted)
+        check_tables(weights, self._table_dtype, self._device)
+        check_wire(self._table_dtype, self.dtype)
+        check_split(team, weights, key.lookups.num_offsets, dim_per_rank, batch_per_rank)
+        begin, end = world.backend.heap_base, world.backend.heap_base + world.backend.heap_bytes
+        self._tables_in_heap = [t for t, weight in enumerate(weights) if begin <= weight.data_ptr() < end]
+        element = self.dtype.itemsize
+        self.output_shape = (batch_per_rank[rank], sum(dim_per_rank))
+        row_bytes = self.output_shape[1] * element
+        self.output_bytes = self.output_shape[0] * row_bytes
+        if row_bytes >= 2**31:
+            raise ValueError(f"dim_per_rank: a row of output has {row_bytes} bytes, at most 2 GiB - 1 are possible")
+        slices = self._choose_slices(weights, batch_per_rank)
+        narrowing = self._table_dtype.itemsize // element
+        begins = own_begins(choices.columns, dim_per_rank, weights, rank)
+        tables, shapes = _tables(weights, narrowing, begins, row_bytes, world.backend.name)
+        ranges = _ranges(tables, narrowing)
+        self._choose_kernel(shapes)
+        self._wg_done = None
+        if not team.all_reachable:
+            self._wg_done = self._stage(len(weights), batch_per_rank, dim_per_rank[rank] * element, slices.samples)
+        batch_start = list(itertools.accumulate(batch_per_rank, initial=0))
+        self._tables, self._ranges = upload(world.backend, *tables), upload(world.backend, *ranges)
+        self._batch_start = upload(world.backend, array("q", batch_start))
+        self._pe_bytes = upload(world.backend, array("q", [dim * element for dim in dim_per_rank]))
+        contract = OPERATOR.contract(
+            team,
+            batch_start[-1],
+            row_bytes,
+            self._table_dtype,
+            self.dtype,
+            self._grid,
+            0 if team.all_reachable else slices.samples,
+            tuple(batch_per_rank),
+            tuple(dim_per_rank),
+            tuple(choices.columns or ()),
+        )
+        self._struct: Any = structs["Plan"](
+            team=world.workspace.team(contract),
+            order=structs["ExchangeOrder"](
+                rank=rank,
+                size=team.size,
+                num_tables=len(weights),
+                slice_samples=slices.samples,
+                batch_start=self._batch_start.data_ptr(),
+                num_rounds=slices.num_rounds,
+                local_delay=slices.local_delay,
+                oblivious=int(choices.schedule == "oblivious"),
+                slice_major=int(not team.all_reachable),
+                num_beside=key.lookups.num_beside if self._may_mix(len(weights)) else 0,
+            ),
+            tables=self._tables.data_ptr(),
+            pe_bytes=self._pe_bytes.data_ptr(),
+            ranges=self._ranges.data_ptr(),
+            num_ranges=len(ranges),
+            batch=batch_start[-1],
+            output_row_bytes=row_bytes,
+            reports_bad_input=int(choices.bounds == "fatal"),
+            wg_done=0 if self._wg_done is None else self._wg_done.data_ptr(),
+        )
+        self._new_call = structs["Call"]
+        self._is_collective = team.number != ALONE
+        self.place()
+
+    # ---- its parts -------------------------------------------------------------------------------------------------
+
+    def _choose_slices(self, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int]) -> _Slices:
+        world, team, tuning, pooling = self._world, self._key.team, self._tuning, self._key.lookups.pooling
+        samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, pooling)
+        if not 1 <= samples <= warp_size():  # the ends of a task's bags lie in the lanes of a warp
+            raise ValueError(f"slice_samples: expected 1 to {warp_size()}, got {samples}")
+        if -(-max(batch_per_rank) // samples) > world.workspace.max_ready_words:
+            raise ValueError(
+                f"batch_per_rank: more than {world.workspace.max_ready_words} slices; use larger slice_samples"
+            )
+        tasks = [-(-rows // samples) * len(weights) for rows in batch_per_rank]
+        num_rounds = max((n for pe, n in enumerate(tasks) if pe != team.rank), default=0)
+        if (num_rounds + tasks[team.rank]) * team.size > _MAX_POSITIONS:
+            raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
+        return _Slices(samples, num_rounds, round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds))
+
+    def _may_mix(self, num_tables: int) -> bool:
+        """Return whether two sequences of tables may run beside one another."""
+        key = self._key
+        return key.team.all_reachable and key.choices.schedule != "oblivious" and num_tables < _MOST_MIXED
+
+    def _choose_kernel(self, shapes: int) -> None:
+        backend, lookups, tuning = self._backend, self._key.lookups, self._tuning
+        threads = tuning.threads or _threads(shapes, lookups.is_weighted, lookups.from_sources)
+        if backend.leaves_room and tuning.threads is None:
+            threads *= 2  # of both WGs that an SM has otherwise
+        self._grid = tuning.work_groups or backend.num_sms * backend.default_blocks_per_sm
+        blocks_per_sm = -(-self._grid // backend.num_sms)
+        mode, rows = self._key.choices.mode, tuning.rows_in_flight
+        request = _request(self._table_dtype, self.dtype, lookups, mode, shapes, threads, rows, blocks_per_sm)
+        self._kernel = self._world.load(request)
+        check_resident(backend, self._kernel, self._grid)
+        if self._grid > self._world.workspace.max_ready_words:
+            raise ValueError(f"work_groups: at most {self._world.workspace.max_ready_words} in all, got {self._grid}")
+
+    def _stage(
+        self, num_tables: int, batch_per_rank: Sequence[int], sample_bytes: int, slice_samples: int
+    ) -> torch.Tensor:
+        """Make room for what peers that cannot be stored to get, and return words for what of it is done."""
+        nbytes = max(sum(batch_per_rank) * sample_bytes, 1)
+        self._areas.reserve_own(_STAGING, nbytes, max(nbytes + nbytes // 4, 512))
+        self.areas = (_STAGING,)
+        description = OPERATOR.description
+        if num_tables > (most := description.constants["kMaxStagedTables"]):
+            raise ValueError(f"weights: at most {most} tables per PE where peers are not reachable, got {num_tables}")
+        num_slices = sum(-(-rows // slice_samples) for rows in batch_per_rank)
+        return self._world.workspace.zero_words(
+            self._key.team, num_slices * description.queries["done_words"](num_tables)
+        )
+
+    @property
+    def _areas(self) -> Any:
+        return OPERATOR.state(self._world).areas
+
+    def place(self) -> None:
+        if self.areas:
+            self.held = staging = self._areas[_STAGING]
+            self._struct.staging_offset = staging.offset
+        self._words = upload(self._backend, self._struct)
+        self._address = self._words.data_ptr()
+
+    def check_lookups(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
+    ) -> None:
+        """Raise for what may change from call to call under one signature."""
+        self._check_is_list("indices", indices)
+        self._check_is_list("offsets", offsets)
+        if per_sample_weights is None:
+            return
+        if per_sample_weights.dtype != torch.float32 or per_sample_weights.device != self._device:
+            raise TypeError(
+                f"per_sample_weights: expected float32 on {self._device}, got {per_sample_weights.dtype} on "
+                f"{per_sample_weights.device}"
+            )
+        if per_sample_weights.shape != indices.shape or not per_sample_weights.is_contiguous():
+            raise ValueError(
+                f"per_sample_weights: expected a contiguous tensor of the shape of indices, {list(indices.shape)}, got "
+                f"{list(per_sample_weights.shape)}"
+            )
+
+    def _check_is_list(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != self._device:
+            how = "" if tensor.is_contiguous() else " and not contiguous"
+            raise ValueError(
+                f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D{how} on "
+                f"{tensor.device}"
+            )
+
+    def check_output(
+        self, out: torch.Tensor, weights: Sequence[torch.Tensor], lookups: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        """Raise unless `out` can hold the result; `weights`, `lookups`: what the launch reads."""
+        if out.dtype != self.dtype or out.shape != self.output_shape or not out.is_contiguous():
+            raise ValueError(
+                f"out: expected a contiguous {self.dtype} tensor of shape {list(self.output_shape)}, got {out.dtype} "
+                f"{list(out.shape)}"
+            )
+        if (behind := out.data_ptr() % (unit := self._vector_bytes)) != 0:
+            raise ValueError(
+                f"out: expected a tensor that begins at a multiple of {unit} bytes, as po.empty() returns it, got one "
+                f"{behind} bytes behind"
+            )
+        check_apart("out", out, lookups)
+        if self._tables_in_heap:
+            check_apart("out", out, {f"weights[{t}]": weights[t] for t in self._tables_in_heap})
+
+    def launch(
+        self,
+        world: World,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        output_offset: int,
+    ) -> None:
+        """Launch on the current stream; the output goes to `output_offset` of this PE's heap."""
+        call = self._new_call()
+        call.indices, call.offsets, call.num_indices = indices.data_ptr(), offsets.data_ptr(), indices.numel()
+        if per_sample_weights is not None:  # as in all calls of this plan
+            call.weights = per_sample_weights.data_ptr()
+        call.output_offset = output_offset
+        self._launch(world, call)
+
+    def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
+        """The same for lookups where an input exchange has left them; `sources`: of `Lookups`."""
+        call = self._new_call()
+        call.sources, call.output_offset = sources.data_ptr(), output_offset
+        self._launch(world, call)
+
+    def _launch(self, world: World, call: Any) -> None:
+        world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+
+
+def average_pooling(num_indices: int, num_bags: int) -> int:
+    """Return the lookups per bag, rounded up to a power of two: plans are made per such class."""
+    pooling = -(-num_indices // max(num_bags, 1))
+    return 1 << (pooling - 1).bit_length() if pooling else 1
+
+
+def _slice_samples(
+    world: World, team: Team, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], pooling: int
+) -> int:
+    """Return how many samples a slice, and so a task, has.
+
+    A task of some tens of KB keeps a warp's loads in flight; a larger one only spreads the warps over more tables at a
+    time, and a table's rows then find less of the cache. Small batches get smaller tasks, some for every warp.
+    """
+    samples = max(batch_per_rank)
+    fewest = max(1, -(-samples // world.workspace.max_ready_words))
+    if not team.all_reachable or not weights:
+        return max(fewest, min(8, samples // 16))
+    bag_bytes = pooling * max(weight.shape[1] * weight.element_size() for weight in weights)
+    by_bytes = _TASK_BYTES // max(bag_bytes, 1)
+    workers = world.backend.num_sms * world.backend.default_blocks_per_sm * 8
+    by_share = len(weights) * sum(batch_per_rank) // (_TASKS_PER_WARP * workers)
+    largest = max(1, min(8, by_bytes, by_share))
+    return max(fewest, 1 << (largest.bit_length() - 1))
+
+
+def _threads(shapes: int, is_weighted: bool, from_sources: bool) -> int:
+    """Return the threads of a WG at which two of them per SM leave every thread enough registers (tests check it)."""
+    constants = OPERATOR.description.constants
+    elementwise, two_vectors = 1 << constants["kElementwise"], 1 << constants["kLanes32x2"]
+    num_shapes = shapes.bit_count()
+    if num_shapes > 1 and shapes & (two_vectors | elementwise):
+        return 128
+    is_large = [shapes & two_vectors != 0, num_shapes > (1 if is_weighted else 2), is_weighted and from_sources]
+    return (256, 192, 128)[min(sum(is_large), 2)]
+
+
+def _row_shape(table: Any, narrowing: int, row_bytes: int, own_bytes: int, backend: str) -> int:
+    """Return the RowShape of a table: vectors of 16 bytes where every address of a row, and of its output, allows them.
+
+    Args:
+        table: its descriptor.
+        narrowing: how many times as wide as an element of output one of the table is.
+        row_bytes, own_bytes: of the output's rows: all, and this PE's columns.
+        backend: name of it.
+    """
+    constants = OPERATOR.description.constants
+    of_tables, of_output = (table.rows, table.row_bytes), (table.column_bytes, row_bytes, table.staged_bytes, own_bytes)
+    unit = vector_bytes()
+    if any(address % unit for address in of_tables) or any(address % (unit // narrowing) for address in of_output):
+        return constants["kElementwise"]
+    if backend == "host":
+        return constants["kLanes32x2"]  # one lane does the work of all, so the widths do not differ
+    vectors = table.row_bytes // unit
+    return constants[next((f"kLanes{lanes}" for lanes in (4, 8, 16, 32) if vectors <= lanes), "kLanes32x2")]
+
+
+def _tables(
+    weights: Sequence[torch.Tensor], narrowing: int, begins: Sequence[int], row_bytes: int, backend: str
+) -> tuple[list[Any], int]:
+    """Return the tables' descriptors and the set of their shapes, as a bit mask.
+
+    Args:
+        weights: the tables.
+        narrowing: how many times as wide as an element of output one of a table is.
+        begins: where their columns begin in a row of output, in elements.
+        row_bytes: of output.
+        backend: name of it.
+    """
+    tables: list[Any] = [None] * len(weights)
+    make = OPERATOR.description.structs["Table"]
+    own_bytes = sum(weight.shape[1] * weight.element_size() for weight in weights) // narrowing
+    staged = mask = 0
+    for t in sorted(range(len(weights)), key=begins.__getitem__):  # so that they are put in few ranges
+        weight = weights[t]
+        width, element = weight.shape[1] * weight.element_size(), weight.element_size() // narrowing
+        table = make(
+            rows=weight.data_ptr(),
+            num_rows=weight.shape[0],
+            row_bytes=width,
+            column_bytes=begins[t] * element,
+            staged_bytes=staged,
+        )
+        table.shape = _row_shape(table, narrowing, row_bytes, own_bytes, backend)
+        mask |= 1 << table.shape
+        tables[t] = table
+        staged += width // narrowing
+    return tables, mask or 1
+
+
+def _ranges(tables: Sequence[Any], narrowing: int) -> list[Any]:
+    """Return the tables' columns as ranges that lie side by side in rows of output and of the staging area."""
+    make = OPERATOR.description.structs["ColumnRange"]
+    ranges: list[Any] = []
+    for table in sorted(tables, key=lambda table: int(table.staged_bytes)):
+        if not ranges or ranges[-1].column_bytes + ranges[-1].bytes != table.column_bytes:
+            ranges.append(make(column_bytes=table.column_bytes, staged_bytes=table.staged_bytes))
+        ranges[-1].bytes += table.row_bytes // narrowing
+    return ranges
+
+
+def _request(
+    dtype: torch.dtype,
+    wire_dtype: torch.dtype,
+    lookups: LookupKind,
+    mode: str,
+    shapes: int,
+    threads: int,
+    rows_in_flight: int,
+    blocks_per_sm: int,
+) -> KernelRequest:
+    for name, given in (("indices", lookups.index_dtype), ("offsets", lookups.offset_dtype)):
+        if given not in INDEX_TYPES:
+            raise TypeError(f"{name}: expected int32 or int64, got {given}")
+    pooling = "kMean" if mode == "mean" else "kWeightedSum" if lookups.is_weighted else "kSum"
+    return KernelRequest.of(
+        "embedding_all_to_all",
+        {
+            "scalar": SCALARS[dtype],
+            "wire": SCALARS[wire_dtype],
+            "index": INDEX_TYPES[lookups.index_dtype],
+            "offset": INDEX_TYPES[lookups.offset_dtype],
+            "pooling": f"po::Pooling::{pooling}",
+            "sources": lookups.from_sources,
+            "shapes": shapes,
+            "rows_in_flight": rows_in_flight,
+            "threads": threads,
+            "blocks_per_sm": blocks_per_sm,
+        },
+        threads,
+    )

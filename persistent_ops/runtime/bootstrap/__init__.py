@@ -1,0 +1,1 @@
+"""How PEs find each other and exchange small messages on the host."""

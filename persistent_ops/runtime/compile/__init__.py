@@ -1,0 +1,1 @@
+"""Compilers, the cache of what they made, and what kernel headers say of themselves."""

@@ -1,0 +1,240 @@
+"""Calls of `embedding_all_to_all` that are like an earlier one, which take a shorter way to the same plan."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from warm_python import Popen
+from worlds import in_world, python_path
+
+import persistent_ops as po
+from persistent_ops.ops.embedding.plan import OPERATOR, Tuning
+from persistent_ops.runtime import world as worlds_of_package
+from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
+
+ROWS, WIDTH, BATCH = 9, 8, 6
+
+
+class _Ways:
+    """The operator, counting the calls that come to it: those that go the long way."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        self.num_long = 0
+
+    def is_plain(self, *tensors: Any) -> bool:
+        return bool(self._operator.is_plain(*tensors))
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.num_long += 1
+        return self._operator(*arguments)
+
+
+@contextmanager
+def _counted() -> Iterator[_Ways]:
+    module = importlib.import_module("persistent_ops.ops.embedding.all_to_all")
+    ways = _Ways(module._operator)
+    with mock.patch.object(module, "_operator", ways):
+        yield ways
+
+
+def _tables(count: int = 2, *, requires_grad: bool = False) -> list[torch.Tensor]:
+    values = torch.arange(count * ROWS * WIDTH, dtype=torch.float32, device=po.device()).view(count, ROWS, WIDTH)
+    return [table.clone().requires_grad_(requires_grad) for table in values]
+
+
+def _lookups(first: int, per_bag: int = 1, num_tables: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    bags = num_tables * BATCH
+    indices = (first + torch.arange(bags * per_bag, device=po.device())) % ROWS
+    return indices, torch.arange(bags + 1, device=po.device()) * per_bag
+
+
+def _wanted(tables: list[torch.Tensor], lookups: tuple[torch.Tensor, torch.Tensor], mode: str = "sum") -> torch.Tensor:
+    indices, offsets = lookups
+    columns = []
+    for t, table in enumerate(tables):
+        bounds = offsets[t * BATCH : (t + 1) * BATCH + 1]
+        bags = indices[bounds[0] : bounds[-1]], table.detach(), bounds - bounds[0]
+        columns.append(torch.nn.functional.embedding_bag(*bags, mode=mode, include_last_offset=True))
+    return torch.cat(columns, dim=1)
+
+
+class _NothingElse(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _which_ways() -> list[str]:
+    """Return what was wrong, with results and with the ways that calls took; a world of one."""
+    tables, problems = _tables(), []
+
+    def call(what: str, is_long: bool, weights: Any = tables, first: int = 0, per_bag: int = 1, **options: Any) -> None:
+        lookups = _lookups(first, per_bag)
+        with _counted() as ways:
+            result = po.embedding_all_to_all(weights, *lookups, **options)
+        if not torch.equal(result, _wanted(tables, lookups, options.get("mode", "sum"))):
+            problems.append(f"{what}: a wrong result")
+        if ways.num_long != is_long:
+            problems.append(f"{what}: {ways.num_long} calls went the long way")
+
+    call("new tables", True)
+    call("the same", False)
+    call("other lookups", False, first=3)
+    call("a tuple of the tables", False, weights=tuple(tables))
+    call("more lookups", True, per_bag=3)
+    call("again as many", False, first=5, per_bag=3)
+    call("as many as at first", False)
+    call("another mode", True, mode="mean", per_bag=3)
+    call("the same mode", False, mode="mean", per_bag=3)
+    call("a list of numbers", True, batch_per_rank=[BATCH])
+    call("a tuple of them", False, batch_per_rank=(BATCH,))
+    call("another list of them", False, batch_per_rank=[BATCH])
+    call("a result that is given", False, out=po.empty(BATCH, 2 * WIDTH))
+    with _NothingElse():
+        call("a mode that looks on", True)
+    call("tables in other objects", True, weights=[table.view(ROWS, WIDTH) for table in tables])
+    tables[1].mul_(2)
+    twice = [tables[0], tables[0]]
+    for what in ("one table twice", "one table twice, again"):
+        result = po.embedding_all_to_all(twice, *_lookups(2))
+        if not torch.equal(result, _wanted(twice, _lookups(2))):
+            problems.append(f"{what}: a wrong result")
+    with torch.inference_mode():
+        call("inference mode", True)
+        call("inference mode, again", False)
+    call("no inference mode", True)
+    call("other values", False)
+    tables[0].data = tables[0].data + 1
+    call("other memory", True)
+    call("the same memory", False)
+    OPERATOR.tune(worlds_of_package.current(), Tuning(work_groups=1))
+    call("another tuning", True)
+    call("the same tuning", False)
+    return problems
+
+
+def test_calls_that_are_alike_take_the_short_way(backend: str) -> None:
+    assert in_world(_which_ways, 1, backend) == [[]]
+
+
+def _gradients() -> list[str]:
+    """Ask for gradients of tables that calls had none of, and no longer; a world of one."""
+    tables, lookups, problems = _tables(), _lookups(1), []
+
+    def call(what: str, requires_grad: bool) -> torch.Tensor:
+        result = po.embedding_all_to_all(tables, *lookups)
+        if result.requires_grad != requires_grad:
+            problems.append(f"{what}: requires_grad is {result.requires_grad}")
+        return result
+
+    for what in ("first", "again"):
+        call(what, False)
+    tables[1].requires_grad_()
+    with torch.no_grad():
+        for what in ("not recorded", "not recorded again"):
+            call(what, False)
+    call("recorded", True).sum().backward()
+    gradient = tables[1].grad
+    assert gradient is not None
+    counts = torch.bincount(lookups[0][BATCH:], minlength=ROWS).to(torch.float32)
+    if not torch.equal(gradient.to_dense(), counts[:, None].expand(ROWS, WIDTH)):
+        problems.append("a wrong gradient")
+    tables[1].requires_grad_(False)
+    for what in ("no longer", "no longer, again"):
+        call(what, False)
+    fresh = _tables(requires_grad=True)
+    for what in ("new", "known"):
+        with torch.no_grad():
+            po.embedding_all_to_all(fresh, *lookups)
+        if not po.embedding_all_to_all(fresh, *lookups).requires_grad:
+            problems.append(f"{what} tables that were met without a gradient")
+    return problems
+
+
+def test_gradients_are_recorded_for_tables_of_earlier_calls(backend: str) -> None:
+    assert in_world(_gradients, 1, backend) == [[]]
+
+
+def _changing_lists() -> list[Any]:
+    """Change a list between two calls that are alike but for that; a world of two."""
+    tables, lookups, batches = _tables(), _lookups(0), [4, 2]
+    shapes = []
+    for change in (0, 0, 1, 0, -2):
+        batches[0], batches[1] = batches[0] - change, batches[1] + change
+        shapes.append(po.embedding_all_to_all(tables, *lookups, batch_per_rank=batches).shape[0] - batches[po.rank()])
+    return shapes
+
+
+def test_a_list_that_changes_is_another(backend: str) -> None:
+    assert in_world(_changing_lists, 2, backend) == [[0] * 5] * 2
+
+
+def _refused() -> list[str]:
+    """Pass what is refused, behind calls that were not; a world of one."""
+    tables, (indices, offsets) = _tables(), _lookups(0)
+    for _ in range(2):
+        po.embedding_all_to_all(tables, indices, offsets)
+    seen = []
+    for weights, lookups, options in (
+        (iter(tables), (indices, offsets), {}),
+        (dict(enumerate(tables)).values(), (indices, offsets), {}),
+        (tables, (indices.repeat_interleave(2)[::2], offsets), {}),
+        (tables, (indices, offsets[None]), {}),
+        (tables, (indices, offsets), {"mode": "max"}),
+        (tables, (indices, offsets), {"batch_per_rank": [[BATCH]]}),
+        (tables, (indices, offsets), {"batch_per_rank": BATCH}),
+        (tables, (indices, offsets), {"out": po.empty(BATCH, WIDTH)}),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            po.embedding_all_to_all(weights, *lookups, **options)  # type: ignore[arg-type]
+        seen.append(str(caught.value).split(":")[0])
+    return seen
+
+
+def test_what_is_refused_is_refused_behind_other_calls(backend: str) -> None:
+    wanted = ["weights", "weights", "indices", "offsets", "mode", "batch_per_rank", "batch_per_rank", "out"]
+    assert in_world(_refused, 1, backend) == [wanted]
+
+
+# Another thread's call, which is refused, comes before the first one of the thread that calls operators.
+REFUSED_ELSEWHERE = """
+import threading, torch
+import persistent_ops as po
+po.init("host", heap_size=16 << 20)
+tables, lookups = [torch.ones(9, 8).requires_grad_()], (torch.arange(6), torch.arange(7))
+seen, go = [], threading.Event()
+def call():
+    try:
+        po.embedding_all_to_all(tables, *lookups, out=torch.empty(6, 8))
+    except NotImplementedError:
+        seen.append("refused")
+    go.wait(60)
+other = threading.Thread(target=call, daemon=True)
+other.start()
+while not seen and other.is_alive():
+    pass
+print(seen, po.embedding_all_to_all(tables, *lookups).requires_grad)
+"""
+
+
+@pytest.mark.host
+def test_a_refused_call_of_another_thread_makes_it_no_caller() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    command = [sys.executable, "-c", REFUSED_ELSEWHERE]
+    pe = Popen(command, env=environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, text=True)
+    try:
+        assert pe.stdout is not None
+        assert pe.stdout.read() == "['refused'] True\n"
+    finally:
+        pe.kill()
+        pe.wait()
