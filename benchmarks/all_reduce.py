@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import harness.experiment
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness.experiment
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import figure

@@ -15,11 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import harness.experiment
+import torch
 from embedding.backward_inputs import EPS, RATE
 from embedding_step.cases import CASES, Case, Sizes, sizes_of
 from embedding_step.exchanged import ExchangedEmbedding, own_slots

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import harness.experiment
+import torch
 from embedding.backward_configs import forward_moves
 from embedding.backward_inputs import count_touched
 from embedding.check import check_methods

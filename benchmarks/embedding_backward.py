@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import harness.experiment
+import torch
 from embedding.backward_check import Reference, digest
 from embedding.backward_configs import CONFIGS, OPTIMIZERS, Case, Moved, backward_moves, forward_moves
 from embedding.backward_inputs import Touched, Training, count_touched, draw_gradient

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import harness.experiment
+import torch
 from gemv.check import check_fused, check_methods
 from gemv.methods import ALONE, CHOICES, FUSED, LABELS, METHODS, PRODUCTS, UNFUSED, Methods
 from gemv.shapes import DTYPE, SHAPES, Shape, shape_named

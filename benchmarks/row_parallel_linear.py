@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness.experiment
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness.experiment
 from gemv.shapes import DTYPE, Shape, shape_of
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
@@ -25,6 +21,7 @@ from harness.figures import figure
 from harness.record import select, unique
 from harness.report import method_tables
 from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
+from torch.nn import functional as F
 
 import persistent_ops as po
 from persistent_ops.runtime.world import World

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import harness.experiment
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness.experiment
 from harness.ceilings import H200
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -140,20 +139,9 @@ def _run_benchmark(command: Callable[..., None], op: str, arguments: Sequence[st
             raise typer.Exit(0)
         typer.echo(f"error: there is no benchmark of {op!r}; there are:\n{listed}", err=True)
         raise typer.Exit(2)
-    run = cast(Callable[[list[str]], int], _load(found[op]).main)
-    raise typer.Exit(run(list(arguments)))
-
-
-def _load(file: Path) -> ModuleType:
-    # Benchmarks may share helper modules that lie beside them, and the PEs that they start import them by name.
-    sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} cannot be loaded as a Python module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    # Benchmarks share modules that lie beside them, and the PEs that they start import both by name.
+    sys.path.insert(0, str(found[op].parent))
+    raise typer.Exit(importlib.import_module(op).main(list(arguments)))
 
 
 def _fail(error: Exception, code: int) -> None:

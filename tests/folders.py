@@ -1,4 +1,4 @@
-"""The folders in which tests find each other's modules."""
+"""The folders in which tests find each other's modules, and those of examples, benchmarks and scripts."""
 
 from __future__ import annotations
 
@@ -7,3 +7,4 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 _FILES = (file for file in TESTS.rglob("*.py") if "new_operator" not in file.parts)
 FOLDERS = [str(folder) for folder in sorted({file.parent for file in _FILES})]
+FOLDERS += [str(TESTS.parent / name) for name in ("launch", "benchmarks", "scripts")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,9 @@ import torch
 
 from persistent_ops.ops.embedding.plan import Tuning
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ["--quick", "--backend", "host", "--configs", "B512_T32_P10"]
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 def run(*arguments: str) -> int:

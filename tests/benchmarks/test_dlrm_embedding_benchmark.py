@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 METHODS = ["fused", "fused_eager", "fused_ahead", "fbgemm", "fbgemm_eager", "torch_eager"]
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), str(BENCHMARKS.parent / "scripts"), *sys.path])
 
 
 def run(*arguments: str) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = ("--configs", "B512_T32_P10")
 NARROW = (*SMALL, "--wire-dtype", "bf16")
 BITS16 = ("--configs", "B16384_T26_P20_D128_fp16")
@@ -20,11 +19,6 @@ OURS = ["fused", "fused_eager", "forward_backward", "inversion", "kernel", "kern
 METHODS = ["fused", "fused_eager", "unfused_torch", *OURS[2:], "exchange"]
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 def run(*arguments: str) -> int:

@@ -13,7 +13,6 @@ import pytest
 
 import persistent_ops as po
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SOURCE = """
 import dataclasses
 
@@ -93,7 +92,7 @@ pytestmark = pytest.mark.host
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that runs it, with a factor for its second method, and returns exit code and record."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path), str(BENCHMARKS), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     def run_it(factor: float, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
         (tmp_path / "toy_benchmark.py").write_text(SOURCE.replace("FACTOR", str(factor)))
@@ -224,7 +223,6 @@ def test_a_commit_is_that_of_the_package_and_of_no_repository_around_it(
     git("add", "mine.py")
     git("commit", "-qm", "mine")
     monkeypatch.setattr(po, "__file__", str(package / "__init__.py"))
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     what_ran = importlib.import_module("harness.record").what_ran
     assert what_ran("command")["commit"] is None
     git("add", ".")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +18,6 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ["--quick", "--backend", "host", "--shapes", "8192x1024"]
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 def module(name: str) -> Any:

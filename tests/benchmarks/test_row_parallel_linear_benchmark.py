@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ import torch
 
 import persistent_ops as po
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 def run(*arguments: str) -> int:

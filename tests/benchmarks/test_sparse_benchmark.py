@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +26,6 @@ SWEPT = ["auto", "owner", "allgather", "dense", "into", "dense_reduce", "gather_
 CASE = "100kx512_4k_zipf"
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 def module(name: str) -> Any:

@@ -15,15 +15,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+import decode_loop
 import pytest
 import torch
-from kept_pes import in_processes
-from rich.console import Console
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-import decode_loop
 from decode import report as decode_report
 from decode.config import SIZES, ModelConfig, Partition, RopeScaling, config_of_folder
 from decode.kernels import Kernels, _attend_step, _store, rope_tables
@@ -31,6 +25,9 @@ from decode.loop import run_pe
 from decode.methods import FlashInfer, Peers, Unfused
 from decode.options import Options
 from decode.weights import FolderWeights, RandomWeights
+from kept_pes import in_processes
+from rich.console import Console
+from torch.nn import functional as F
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 CPU = torch.device("cpu")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
 from dlrm.batches import Batches
 from dlrm.click_log import ClickLog
 from dlrm.records import IntArray, Records, feature_major

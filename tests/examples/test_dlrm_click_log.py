@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
 from dlrm.click_log import _EFFECT, _FACTOR, ClickLog, Teacher, _normal, _uniform
 from dlrm.metrics import auroc
 from dlrm.records import Records

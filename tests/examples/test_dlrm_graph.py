@@ -7,30 +7,18 @@ import dataclasses
 import functools
 import io
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dlrm.training
+import dlrm.workload
+import dlrm_train
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from kept_pes import in_processes
-from test_dlrm_train import one_process, options_of
-from test_dlrm_training import ROWS, SIZES, log_of
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-
-import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-import dlrm.training
-import dlrm.workload
-import dlrm_train
 from dlrm.batches import Batches
 from dlrm.captured_step import EAGER_STEPS, CapturedStep, StaticBatch, StepGraph, check_machine
 from dlrm.dense_optimizer import DENSE_OPTIMIZERS, make_capturable, optimizer_state
@@ -44,7 +32,14 @@ from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
 from dlrm.workload import run_pe
 from embedding_step.exchanged_fbgemm import why_no_fbgemm
+from kept_pes import in_processes
 from rich.console import Console
+from test_dlrm_train import one_process, options_of
+from test_dlrm_training import ROWS, SIZES, log_of
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import persistent_ops as po
+from persistent_ops.runtime import world as po_world
 
 CPU = torch.device("cpu")
 RATE = 0.02

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kept_pes import in_processes
-from test_dlrm_train import CPU, options_of
-
-import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
 from dlrm.batches import Batches
 from dlrm.data import open_data
 from dlrm.embedding import PlainEmbedding
@@ -27,6 +16,12 @@ from dlrm.summary import problems
 from dlrm.training import Plan, Training
 from dlrm.way import make_collection
 from dlrm.workload import run_pe
+from kept_pes import in_processes
+from test_dlrm_train import CPU, options_of
+
+import persistent_ops as po
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 pytestmark = pytest.mark.host
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from dlrm.metrics import all_predictions, auroc, expected_auroc
 from kept_pes import in_processes
 
 import persistent_ops as po
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-from dlrm.metrics import all_predictions, auroc, expected_auroc
 
 
 def over_pairs(scores: list[float], clicks: list[int]) -> float:

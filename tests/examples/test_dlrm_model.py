@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel, Sizes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from criteo_cases import criteo_line, write
-from dlrm_cases import HOTNESS, ROWS, Log, drawn_log, same_records, write_day, write_raw_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
 from dlrm.click_log import ClickLog
 from dlrm.criteo_text import CriteoText
 from dlrm.mlperf_numpy import NumpyDay, numpy_day, numpy_days
 from dlrm.raw import RawFile, write_raw
 from dlrm.records import Joined, Records, Source, Span
+from dlrm_cases import HOTNESS, ROWS, Log, drawn_log, same_records, write_day, write_raw_bytes
 
 NUMBERS = [5, 0, 19, 5, 7]  # out of order, and one twice
 TEXT_ROWS = tuple(3 + 17 * table for table in range(26))

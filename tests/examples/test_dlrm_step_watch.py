@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dlrm.way
+import dlrm.workload
 import pytest
 import torch
 import torch.distributed as dist
+from dlrm import step_watch
+from dlrm.options import Options
+from dlrm.step_watch import StepWatch
+from dlrm.workload import run_pe
 from kept_pes import in_processes
 from test_dlrm_graph import stands_in
 from test_dlrm_train import options_of
@@ -19,16 +24,6 @@ from test_dlrm_train import options_of
 import persistent_ops as po
 from persistent_ops.runtime.bootstrap.process_group import abort_process_group
 from persistent_ops.runtime.errors import BootstrapError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-import dlrm.way
-import dlrm.workload
-from dlrm import step_watch
-from dlrm.options import Options
-from dlrm.step_watch import StepWatch
-from dlrm.workload import run_pe
 
 SECONDS, MARGIN = 60.0, 10.0
 

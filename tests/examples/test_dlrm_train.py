@@ -8,35 +8,16 @@ import io
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dlrm_train
 import numpy as np
 import pytest
+import tables
 import torch
 import torch.distributed as dist
-from dlrm_cases import drawn_log, write_day, write_raw_bytes
-from kept_pes import in_processes
-from PIL import Image
-from rich.console import Console
-from torch.nn.parallel import DistributedDataParallel
-from worlds import error_of, in_world
-
-import persistent_ops as po
-from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
-from persistent_ops.doctor import available_memory
-from persistent_ops.nn import TableConfig, TablePlacement
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import dlrm_train
-import tables
 from dlrm.batches import Batches
 from dlrm.compare import disagreements
 from dlrm.data import open_data
@@ -49,9 +30,22 @@ from dlrm.table_memory import check_memory, table_bytes
 from dlrm.training import Plan, Training
 from dlrm.way import placement_of
 from dlrm.workload import run_pe
+from dlrm_cases import drawn_log, write_day, write_raw_bytes
 from embedding_step.exchanged import ExchangedEmbedding
 from embedding_step.exchanged_fbgemm import why_no_fbgemm
 from harness.record import append_line, what_ran
+from kept_pes import in_processes
+from PIL import Image
+from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
+from worlds import error_of, in_world
+
+import persistent_ops as po
+from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
+from persistent_ops.doctor import available_memory
+from persistent_ops.nn import TableConfig, TablePlacement
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 CPU = torch.device("cpu")
 RATES = {"learning_rate": 0.02, "table_learning_rate": 0.1}

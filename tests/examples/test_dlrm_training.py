@@ -16,17 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kept_pes import in_processes
-from PIL import Image
-from torch.nn import functional as F
-
-import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
 from dlrm import checkpoint
 from dlrm.batches import Batches
 from dlrm.click_log import ClickLog, Teacher
@@ -36,7 +25,14 @@ from dlrm.model import DenseModel, Sizes
 from dlrm.records import Span
 from dlrm.report import draw_if_possible
 from dlrm.training import History, Plan, Training
+from kept_pes import in_processes
+from PIL import Image
+from torch.nn import functional as F
 from training_progress import progress_bar
+
+import persistent_ops as po
+from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.bootstrap.process_group import process_group
 
 ROWS, HOTNESS = (40, 3, 60, 20), (1, 1, 3, 2)
 SIZES = Sizes(dims=(8, 8, 8, 8), num_dense=4, bottom=(32, 8), top=(32, 16, 1), cross_layers=2, cross_rank=16)

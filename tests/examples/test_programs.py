@@ -10,16 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
+import program
 import pytest
+import sparse_embedding_train
 import torch
 
 import persistent_ops as po
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-import program
-import sparse_embedding_train
 
 pytestmark = pytest.mark.host
 

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sparse_embedding_train
 import torch
 from kept_pes import in_processes
 from PIL import Image
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-import sparse_embedding_train
 from sparse_training import report as training_report
 from sparse_training.batches import Batch, Batches
 from sparse_training.loop import read_text, run_pe

@@ -27,7 +27,6 @@ def measure(measure: Any, num_pes: int, experiment: Any, options: Any, **others:
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, draw: Any = None) -> int:
     """Run a benchmark that measures nothing, and has its own figure, or `draw`."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     module, experiment = importlib.import_module(name), importlib.import_module("harness.experiment").Experiment
     (own,) = (each for each in vars(module).values() if isinstance(each, type) and experiment in each.__bases__)
     monkeypatch.setattr(importlib.import_module("harness.command"), "run_on_pes", measure)

@@ -5,7 +5,6 @@
 import contextlib
 import dataclasses
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dlrm.captured_step import EAGER_STEPS, StepGraph, own_stream
 from kept_pes import in_processes
 from test_dlrm_graph import on_gpus, run_on_gpu
 from torch.nn.parallel import DistributedDataParallel
@@ -23,11 +23,6 @@ import persistent_ops as po
 from persistent_ops.ops.embedding.inputs_plan import OPERATOR as INPUTS, Tuning as InputsTuning
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-from dlrm.captured_step import EAGER_STEPS, StepGraph, own_stream
 
 NUM_SMS = 8  # that are left to NCCL
 COLUMNS = 16

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import random
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dlrm.workload import run_pe
 from kept_pes import in_processes
 from rehearsal import Gpu, Notes, PaperGpu, bound, rehearsing
 from test_dlrm_train import options_of
@@ -34,11 +34,6 @@ from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.leave_sms import leave_sms
 from persistent_ops.runtime.residency import Residency
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-from dlrm.workload import run_pe
 
 NUM_SMS = 8  # that are left
 UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT

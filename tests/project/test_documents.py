@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINKED = [
@@ -22,23 +21,6 @@ LINKED = [
 PROTOCOL = ["cuda/DESIGN.md", *sorted(f"cuda/kernels/{p.name}" for p in REPOSITORY.glob("cuda/kernels/*.md"))]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"PERSISTENT_OPS_[A-Z_]*[A-Z]")
-
-
-def _tables() -> Any:
-    spec = importlib.util.spec_from_file_location("document_tables", REPOSITORY / "scripts" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
-
-
-tables = _tables()
 
 
 def _without_code(text: str) -> str:

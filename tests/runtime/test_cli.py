@@ -145,7 +145,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_options_of_the_examples(
     program: str, wrong: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
     assert importlib.import_module(program).main(["--backend", "host", *wrong.split()]) == 2
     assert capsys.readouterr().err == f"error: {WRONG[wrong].format(here=here)}\n"
     assert sorted(path.name for path in here.iterdir()) == ["file", "link"]
@@ -166,7 +165,6 @@ VARIABLES = {
 def test_wrong_variables_of_a_launcher(
     program: str, problem: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
     for name, value in VARIABLES[problem].items():
         monkeypatch.setenv(name, value)
     assert importlib.import_module(program).main(["--backend", "host"]) == 2

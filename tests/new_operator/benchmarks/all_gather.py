@@ -11,9 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from harness.check import bits_differ
 from harness.command import run_benchmark
 from harness.experiment import Experiment, Options, Trial
