@@ -20,8 +20,8 @@ pytestmark = pytest.mark.host
 def _tunings() -> dict[str, type[Any]]:
     """Return the operators' tunings, of all that there are."""
     found: dict[str, type[Any]] = {}
-    for module in pkgutil.iter_modules(persistent_ops.ops.__path__):
-        for value in vars(importlib.import_module(f"persistent_ops.ops.{module.name}")).values():
+    for module in pkgutil.walk_packages(persistent_ops.ops.__path__, "persistent_ops.ops."):
+        for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Operator) and value.default_tuning is not None:
                 found[value.name] = type(value.default_tuning)
     return found
