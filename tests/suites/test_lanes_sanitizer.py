@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 from mutations import Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite, of_lanes
 from test_all_reduce_sanitizer import TestAllReduce as AllReduce
@@ -113,10 +114,12 @@ def _driver(
     return Driver(of.driver.source, builds, {"lanes": cases}, mutations, "lanes")
 
 
+@pytest.mark.slow  # make test has the lanes of one operator
 class TestEmbeddingAllToAll(SanitizerSuite):
     driver: ClassVar = _driver(EmbeddingAllToAll, "plain", "--tables=2,1 --batch=3,4 --transport=staged", OF_EMBEDDING)
 
 
+@pytest.mark.slow
 class TestEmbeddingBackward(SanitizerSuite):
     # Rows of windows are tiles', those with more lookups a whole warp's, each lane of which adds up two columns.
     driver: ClassVar = _driver(
@@ -132,6 +135,7 @@ class TestEmbeddingBackward(SanitizerSuite):
     )
 
 
+@pytest.mark.slow
 class TestEmbeddingBackwardByElements(SanitizerSuite):
     # One column a lane, its gradient of two bytes.
     driver: ClassVar = _driver(
@@ -145,10 +149,12 @@ class TestEmbeddingBackwardByElements(SanitizerSuite):
     )
 
 
+@pytest.mark.slow
 class TestEmbeddingInputs(SanitizerSuite):
     driver: ClassVar = _driver(EmbeddingInputs, "inputs", "--pes=2 --staged=1", OF_INPUTS)
 
 
+@pytest.mark.slow
 class TestEmbeddingInversion(SanitizerSuite):
     driver: ClassVar = _driver(
         EmbeddingInversion,
@@ -161,10 +167,12 @@ class TestEmbeddingInversion(SanitizerSuite):
     )
 
 
+@pytest.mark.slow
 class TestEmbeddingWeightGradients(SanitizerSuite):
     driver: ClassVar = _driver(EmbeddingWeightGradients, "returns", "--pes=2 --staged=1", OF_WEIGHT_GRADIENTS)
 
 
+@pytest.mark.slow
 class TestSparseAllReduce(SanitizerSuite):
     driver: ClassVar = _driver(SparseAllReduce, "small_windows", "--pes=2 --staged=1", OF_SPARSE)
 
