@@ -18,15 +18,15 @@ import torch.distributed as dist
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import figure
-from harness.record import pes_text, select, unique
 from harness.report import method_tables
-from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
 from harness.timing import Subject
 from harness.tuning import tuned
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce_plan import OPERATOR
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.record import pes_text, select, unique
+from persistent_ops.testing.symmetric_memory import one_shot, symmetric_buffer, two_shot
 
 DTYPE = torch.bfloat16
 WIDTH = 8192  # elements of a row: 16 KiB
@@ -268,7 +268,7 @@ class AllReduce(Experiment[str]):
 
     def set_up(self) -> None:
         most = max(map(bytes_named, self.cases())) // DTYPE.itemsize
-        made = [symmetric_buffer(self.world, most, DTYPE) for _ in range(2)]
+        made = [symmetric_buffer(most, DTYPE) for _ in range(2)]
         self._symmetric = [buffer for buffer, _ in made if buffer is not None]
         problem = made[0][1] or made[1][1]
         if problem is not None:

@@ -19,20 +19,20 @@ import harness.experiment
 import torch
 from embedding.backward_inputs import EPS, RATE
 from embedding_step.cases import CASES, Case, Sizes, sizes_of
-from embedding_step.exchanged import ExchangedEmbedding, own_slots
-from embedding_step.exchanged_fbgemm import FbgemmEmbedding, fbgemm_version, fused_tables, why_no_fbgemm
 from embedding_step.lookups import NUM_SETS
 from embedding_step.report import draw_steps, tables
-from embedding_step.row_update import RowUpdate
 from embedding_step.tables import Memory, StepTables, layout_for, room_of
 from embedding_step.trial import StepTrial
 from harness.command import at_least, names, run_benchmark
 from harness.experiment import Experiment
-from harness.pes import agree, gather
 from harness.world import chosen_backend
 
 from persistent_ops.nn import TablePlacement
 from persistent_ops.nn.table_layout import Layout
+from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding, own_slots
+from persistent_ops.testing.fbgemm_embedding import FbgemmEmbedding, fbgemm_version, fused_tables, why_no_fbgemm
+from persistent_ops.testing.pes import agree, gather
+from persistent_ops.testing.row_update import RowUpdate
 
 LABELS = {
     "fused": "fused",
@@ -145,7 +145,7 @@ class DlrmEmbedding(Experiment[Case]):
         self._sizes: Sizes = sizes_of(self.backend, options.batch, options.max_rows)
         self._methods = tuple(options.methods)
         if any(name.startswith("fbgemm") for name in self._methods):
-            problem = agree(self.world.bootstrap, why_no_fbgemm())
+            problem = agree(why_no_fbgemm())
             if problem is not None:
                 self._methods = _without("fbgemm", self._methods)
                 self.write("left_out", what="FBGEMM", problem=problem)
@@ -166,7 +166,7 @@ class DlrmEmbedding(Experiment[Case]):
                 self._layouts[case.of_tables] = layout_for(self.world, case, self._sizes, self._placement(case))
                 self._tell_placement(case, self._layouts[case.of_tables])
             room = room_of(self._layouts[case.of_tables], case, self.world.rank)
-            problem = agree(self.world.bootstrap, self._why_no_room(room))
+            problem = agree(self._why_no_room(room))
             if problem is None:
                 rooms.append(room)
                 fit.append(case)
@@ -194,7 +194,7 @@ class DlrmEmbedding(Experiment[Case]):
             kinds.setdefault(f"{placement.kind}{sliced}{owners}", []).append(config.name)
         text = "; ".join(f"{kind}: {' '.join(tables)}" for kind, tables in kinds.items())
         told = case.of_tables.name.rpartition("_")[0]
-        rooms = gather(self.world.bootstrap, sum(room_of(layout, case, self.world.rank)))
+        rooms = gather(sum(room_of(layout, case, self.world.rank)))
         self.write("placement", tables_of=told, text=text, bytes=rooms, loads=layout.loads, unit=layout.costs.unit)
         self.progress(f"  {told}: {text}; {', '.join(f'{room / 1e9:.1f}' for room in rooms)} GB of each PE")
 
@@ -244,7 +244,7 @@ class DlrmEmbedding(Experiment[Case]):
             made = make()
         except Exception as error:  # another library's, of any version; or no memory
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return made, agree(self.world.bootstrap, problem)
+        return made, agree(problem)
 
     def _fbgemm(self, case: Case, step: StepTables) -> FbgemmEmbedding:
         spread, _ = own_slots(step.layout, self.world.rank)

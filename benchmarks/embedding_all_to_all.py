@@ -26,8 +26,6 @@ from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import draw_bars, figure, legend
-from harness.pes import gather
-from harness.record import pes_text, select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
 from harness.timing import Subject, time_aligned
 from harness.tuning import refusal, tuned
@@ -36,6 +34,8 @@ from harness.world import chosen_backend
 import persistent_ops as po
 from persistent_ops.ops.embedding.plan import OPERATOR
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import gather
+from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 _HOST_COST_CALLS = 200
 _SCHEDULES = {"fused": "communication-aware", "oblivious": "oblivious"}
@@ -176,7 +176,7 @@ class EmbeddingAllToAll(Experiment[_Case]):
                 continue
             subject = trial.subject(self.world, name, trial.calls(name)[:1])
             own = time_aligned(self.world, subject.replay, trials=self.options.skew_trials)
-            everyone = gather(self.world.bootstrap, own)
+            everyone = gather(own)
             trials = list(zip(*everyone, strict=True))
             self.write(
                 "skew",
@@ -208,7 +208,7 @@ class EmbeddingAllToAll(Experiment[_Case]):
                     po.embedding_all_to_all(weights, indices, offsets)
                 samples.append((time.perf_counter() - begin) / _HOST_COST_CALLS * 1e6)
                 world.check()
-            costs[f"T={num_tables}"] = max(gather(world.bootstrap, statistics.median(samples[1:])))
+            costs[f"T={num_tables}"] = max(gather(statistics.median(samples[1:])))
         return costs
 
     # ---- what is shown -----------------------------------------------------------------------------------------------

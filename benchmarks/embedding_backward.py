@@ -21,7 +21,7 @@ from embedding.backward_check import Reference, digest
 from embedding.backward_configs import CONFIGS, OPTIMIZERS, Case, Moved, backward_moves, forward_moves
 from embedding.backward_inputs import Touched, Training, count_touched, draw_gradient
 from embedding.backward_methods import OPERATOR, OurBackward
-from embedding.backward_peers import Exchange, Fbgemm, TorchUpdate, why_no_fbgemm
+from embedding.backward_peers import Exchange, Fbgemm, TorchUpdate
 from embedding.backward_report import draw_shares, tables
 from embedding.configs import Config
 from embedding.inputs import DISTRIBUTIONS, LookupSet, draw_lookups, num_sets
@@ -29,12 +29,13 @@ from embedding.options import add_options, check_batches, distributions_of, size
 from harness.ceilings import H200, Ceilings
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, LeftOut, Trial
-from harness.pes import agree, gather
 from harness.timing import Subject, on_stream, plain, record
 from harness.tuning import tuned
 from harness.world import chosen_backend
 
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.pes import agree, gather
 
 BACKWARD = ("fused", "fused_eager", "kernel", "kernel_alone", "unfused_torch", "fbgemm", "fbgemm_eager")
 STEP = ("forward_backward", "fbgemm_step", "fbgemm_step_eager")
@@ -132,7 +133,7 @@ class Backward(Trial):
             draw_gradient(config, world.size, rank=world.rank, number=number, device=device) for number in self._order
         ]
         touched = count_touched(config, self._sets)
-        self._touched = Touched(*(max(gather(world.bootstrap, number)) for number in touched))
+        self._touched = Touched(*(max(gather(number)) for number in touched))
         storage = training.storage(config)
         self._state = None if fbgemm is None else fbgemm.state
         if self._state is None and "unfused_torch" in methods and case.optimizer != "sgd":
@@ -384,7 +385,7 @@ class EmbeddingBackward(Experiment[Case]):
         self._training = Training(self._shapes, self.device, self.world.rank)
         self._methods = tuple(self.options.methods)
         if any(name.startswith("fbgemm") for name in self._methods):
-            problem = agree(self.world.bootstrap, why_no_fbgemm())
+            problem = agree(why_no_fbgemm())
             if problem is not None:
                 self._methods = without_fbgemm(self._methods)
                 self.write("left_out", what="FBGEMM", problem=problem)
@@ -400,7 +401,7 @@ class EmbeddingBackward(Experiment[Case]):
 
     def cases(self) -> Iterator[Case]:
         for case in self.options.cases(self.backend):
-            problem = agree(self.world.bootstrap, self._why_no_room(case))
+            problem = agree(self._why_no_room(case))
             if problem is None:
                 yield case
             else:
@@ -442,7 +443,7 @@ class EmbeddingBackward(Experiment[Case]):
             made = Fbgemm(case.config, case.optimizer, storage, sets, is_gpu=self.backend == "cuda")
         except Exception as error:  # another library's, of any version
             problem = f"{type(error).__name__}: {error}"
-        return made, agree(self.world.bootstrap, problem)
+        return made, agree(problem)
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
 

@@ -20,14 +20,14 @@ from harness.check import replay_differs
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import draw_bars, figure, legend
-from harness.record import pes_text, select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
-from harness.symmetric_memory import symmetric_buffer
 from harness.timing import Subject
 from harness.tuning import compile_together, refusal
 
 from persistent_ops.ops.gemv_plan import OPERATOR, GemvKey, GemvPlan, Tuning, choose_algorithm, reserve_packets
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.record import pes_text, select, unique, us_text
+from persistent_ops.testing.symmetric_memory import symmetric_buffer
 
 _DRAWN_AT_A_TIME = 1 << 28  # a generator's call takes fewer than 2^31 elements
 _PRODUCT_ROUNDS = 5
@@ -167,7 +167,7 @@ class GemvAllReduce(Experiment[str]):
         for part in self._storage.split(_DRAWN_AT_A_TIME):
             part.uniform_(-1, 1, generator=generator)
         most = max(shape.vectors * shape.rows for shape in self._sizes.values())
-        self._symmetric, problem = symmetric_buffer(self.world, most, DTYPE)
+        self._symmetric, problem = symmetric_buffer(most, DTYPE)
         if problem is not None:
             self.progress(f"  no torch symmetric memory: {problem}")
             self.write("left_out", what="torch symmetric memory", problem=problem)

@@ -18,13 +18,13 @@ from gemv.shapes import DTYPE, Shape, shape_of
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import figure
-from harness.record import select, unique
 from harness.report import method_tables
-from harness.symmetric_memory import one_shot, symmetric_buffer, two_shot
 from torch.nn import functional as F
 
 import persistent_ops as po
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.record import select, unique
+from persistent_ops.testing.symmetric_memory import one_shot, symmetric_buffer, two_shot
 
 LABELS = {
     "layer": "RowParallelLinear",
@@ -154,7 +154,7 @@ class RowParallelLinear(Experiment[Shape]):
 
     def set_up(self) -> None:
         most = max(shape.vectors * shape.rows for shape in self.cases())
-        self._symmetric, problem = symmetric_buffer(self.world, most, DTYPE)
+        self._symmetric, problem = symmetric_buffer(most, DTYPE)
         if problem is not None:
             self.write("left_out", what="torch symmetric memory", problem=problem)
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from harness.ceilings import H200
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
-from harness.pes import agree, gather
 from harness.timing import Subject, plain, record
 from sparse import figures, report
 from sparse.cases import CASES, SWEEPS, Case, num_sets, swept
@@ -34,6 +33,7 @@ from sparse.phases import time_phases
 from persistent_ops.ops.sparse_plan import OPERATOR
 from persistent_ops.runtime.errors import SymmetricHeapError
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import agree, gather
 
 _MOST_PES = 8  # of a host, whose heap must be made before the world's size is known
 _DENSE_MARGIN = 4 << 30  # left free beside a dense gradient
@@ -243,7 +243,7 @@ class SparseAllReduce(Experiment[_Case]):
             self._gloo = dist.new_group(backend="gloo")
         except (RuntimeError, ValueError) as error:
             self._no_gloo = f"{type(error).__name__}: {error}"
-        self._no_gloo = agree(self.world.bootstrap, self._no_gloo)
+        self._no_gloo = agree(self._no_gloo)
 
     def begin(self) -> None:
         self._memory = MemoryMeter(self.world)
@@ -286,7 +286,7 @@ class SparseAllReduce(Experiment[_Case]):
             statistics.mean(getattr(each, field) for each in traffic)
             for field in ("union", "several", "unicast", "lacked")
         )
-        lacked = max(gather(self.world.bootstrap, own))
+        lacked = max(gather(own))
         least = max(lacked, unicast) * case.row_bytes
         self.write(
             "case",
@@ -320,7 +320,7 @@ class SparseAllReduce(Experiment[_Case]):
         if room > options.room_bytes:
             return f"{_gb(room)} of the symmetric heap beside the result; at most {_gb(options.room_bytes)} (--room-gb)"
         if name == "dense_reduce" and self.backend == "cuda":
-            free = min(gather(world.bootstrap, torch.cuda.mem_get_info(self.device)[0]))
+            free = min(gather(torch.cuda.mem_get_info(self.device)[0]))
             others = 4 * case.union_at_most(world.size) * case.row_bytes  # what the other methods have beside it
             if free < case.dense_bytes + others + _DENSE_MARGIN:
                 return f"a dense gradient of {_gb(case.dense_bytes)} does not fit beside the rest: {_gb(free)} are free"
@@ -332,7 +332,7 @@ class SparseAllReduce(Experiment[_Case]):
         Returns:
             Those that had enough memory.
         """
-        world, able = self.world, []
+        able = []
         for name in chosen:
             problem, nbytes = None, None
             # The operator must not fail; a library that cannot do this here is named with its reason.
@@ -345,13 +345,13 @@ class SparseAllReduce(Experiment[_Case]):
                     nbytes = self._memory.measure(methods, name, call)
             except lacks as error:
                 problem = f"{type(error).__name__}: {error}"
-            problem = agree(world.bootstrap, problem)
+            problem = agree(problem)
             if problem is not None:
                 self._skip(trial.fields, name, problem)
                 continue
             able.append(name)
             if nbytes is not None:
-                held, own = max(gather(world.bootstrap, nbytes)), methods.case.input_bytes
+                held, own = max(gather(nbytes)), methods.case.input_bytes
                 ratio = (held + own) / (own + result_bytes)
                 self.write("memory", **trial.fields, method=name, held_bytes=held, input_bytes=own, ratio=ratio)
         return able
@@ -370,7 +370,7 @@ class SparseAllReduce(Experiment[_Case]):
         options = self.options
         rounds = min(options.rounds, options.sweep_rounds) if trial.is_swept else options.rounds
         times = self.interleave(subjects, min(rounds, _SLOW_ROUNDS))
-        medians = gather(self.world.bootstrap, {name: statistics.median(own) for name, own in times.items()})
+        medians = gather({name: statistics.median(own) for name, own in times.items()})
         fast = {name: subjects[name] for name in times if max(each[name] for each in medians) < _SLOW_SECONDS}
         if rounds > _SLOW_ROUNDS:
             for name, own in self.interleave(fast, rounds - _SLOW_ROUNDS).items():

@@ -34,8 +34,9 @@ from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import History
 from dlrm.workload import run_pe
-from harness.record import pes_text
 from program import add_common_options, append_record, check_arguments, command, own_folder, run_as_asked
+
+from persistent_ops.testing.record import pes_text
 
 
 @command

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes
-from harness.record import append_line, what_ran
 from rich.console import Console
 
 import persistent_ops as po
-from persistent_ops.output_files import check_outputs
 from persistent_ops.runtime.errors import BootstrapError
 from persistent_ops.runtime.file_lock import lock_within
 from persistent_ops.runtime.world import most_pes
+from persistent_ops.testing.output_files import check_outputs
+from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes
+from persistent_ops.testing.record import append_line, what_ran
 
 __all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_as_asked", "traced"]
 

@@ -23,11 +23,12 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness.figures import why_none
 from program import add_common_options, append_record, check_arguments, command, own_folder, run_as_asked
 from sparse_training.loop import read_text, run_pe
 from sparse_training.options import Options
 from sparse_training.report import passed, plot, print_report
+
+from persistent_ops.testing.figures import why_none
 
 
 @command

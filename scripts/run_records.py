@@ -15,7 +15,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-from harness.record import select  # noqa: E402
+from persistent_ops.testing.record import select  # noqa: E402
 
 __all__ = [
     "OWN_TABLES",

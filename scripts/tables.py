@@ -31,7 +31,6 @@ import gemv.methods
 import row_parallel_linear
 import sparse.methods
 from embedding_step.methods import PHASES
-from harness.record import pes_text, select, unique, us_text
 from run_records import (
     OWN_TABLES,
     REPOSITORY,
@@ -45,6 +44,8 @@ from run_records import (
 )
 from sparse.report import swept_lines
 from sparse_all_reduce import SparseAllReduce
+
+from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 __all__ = ["DOCUMENTS", "Run", "newest_runs", "problems", "read_runs", "rewritten"]
 

@@ -6,7 +6,6 @@ are given the same memory for tables and states as torch's kernels, since two co
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +14,15 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.fbgemm_embedding import fused_tables
 
 from .backward_inputs import EPS, RATE
 from .configs import Config
 from .inputs import LookupSet
 
-__all__ = ["Exchange", "Fbgemm", "TorchUpdate", "why_no_fbgemm"]
+__all__ = ["Exchange", "Fbgemm", "TorchUpdate"]
 
 _ROWS_AT_ONCE = 1 << 20  # bounds the temporaries of an update
-_MODULES = ("split_table_batched_embeddings_ops_training", "split_table_batched_embeddings_ops_common")
 
 
 class Exchange:
@@ -125,16 +124,6 @@ class TorchUpdate:
         self._storage.index_copy_(0, rows, updated.to(self._storage.dtype))
 
 
-def why_no_fbgemm() -> str | None:
-    """Return why FBGEMM cannot be imported, or None where it can."""
-    try:
-        for name in _MODULES:
-            importlib.import_module(f"fbgemm_gpu.{name}")
-    except Exception as error:  # another library's, of any version
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None
-
-
 class Fbgemm:
     """FBGEMM's table-batched embeddings over this PE's tables.
 
@@ -160,32 +149,21 @@ class Fbgemm:
     def __init__(
         self, config: Config, algorithm: str, storage: torch.Tensor, sets: Sequence[LookupSet], *, is_gpu: bool
     ) -> None:
-        training, common = (importlib.import_module(f"fbgemm_gpu.{name}") for name in _MODULES)
-        configs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
-        location = common.EmbeddingLocation.DEVICE if is_gpu else common.EmbeddingLocation.HOST
-        device = training.ComputeDevice.CUDA if is_gpu else training.ComputeDevice.CPU
-        precisions = {name: getattr(configs.SparseType, name.upper()) for name in ("fp32", "fp16", "bf16")}
-        wire = config.wire or config.dtype
         self._sets, self._wire_dtype = sets, config.wire_dtype
-        self._module: Any = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [(config.rows, config.dim, location, device)] * config.tables,
-            optimizer=getattr(configs.EmbOptimType, f"EXACT_{algorithm.upper()}"),
-            learning_rate=RATE,
+        self._module = fused_tables(
+            [(config.rows, config.dim)] * config.tables,
+            algorithm,
+            RATE,
             eps=EPS,
-            weights_precision=precisions[config.dtype],
-            output_dtype=precisions["fp32" if wire == "bf16" and not is_gpu else wire],
-            stochastic_rounding=False,
+            dtype=config.torch_dtype,
+            wire_dtype=config.wire_dtype,
             device=storage.device,
+            memory=[storage.data.view(-1)],  # its passes may not see that other methods change the tables
         )
-        place = "dev" if is_gpu else "host"
-        weights = getattr(self._module, f"weights_{place}")
-        if weights.numel() != storage.numel():
-            raise RuntimeError(f"its tables have {weights.numel()} elements, not {storage.numel()}")
-        weights.data = storage.view(-1)
         self.state: torch.Tensor | None = None
         if algorithm != "sgd":
             shape = (len(storage),) if algorithm == "rowwise_adagrad" else storage.shape
-            self.state = getattr(self._module, f"momentum1_{place}").data.view(shape)
+            self.state = getattr(self._module, "momentum1_dev" if is_gpu else "momentum1_host").data.view(shape)
         self.stream = torch.cuda.Stream() if is_gpu else None
         self._pooled: dict[int, torch.Tensor] = {}
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.figures import draw_bars, figure, legend
-from harness.record import select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
+
+from persistent_ops.testing.record import select, unique, us_text
 
 __all__ = ["draw_shares", "tables"]
 

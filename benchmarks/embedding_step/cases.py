@@ -9,8 +9,8 @@ import torch
 from embedding.configs import Config
 from embedding.inputs import DISTRIBUTIONS
 
-from persistent_ops.demo.synthetic import DLRM_DIM, DLRM_POOLING, DLRM_ROWS
 from persistent_ops.nn import TableConfig
+from persistent_ops.testing.dlrm_batch import DLRM_DIM, DLRM_POOLING, DLRM_ROWS
 
 __all__ = ["CASES", "Case", "Sizes", "sizes_of"]
 

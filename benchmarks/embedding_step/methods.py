@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from persistent_ops.ops.embedding import recorded_call as embedding_recorded_call
+from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding, KnownCounts
 
-from .exchanged import ExchangedEmbedding, KnownCounts
 from .lookups import Batch
 from .tables import StepTables
 

@@ -15,9 +15,9 @@ from harness.ceilings import Ceilings
 
 from persistent_ops.nn.table_layout import Slot
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.exchanged_embedding import own_slots
 
 from .cases import Case, Sizes
-from .exchanged import own_slots
 from .lookups import Batch, values_of
 from .tables import StepTables
 

@@ -21,9 +21,9 @@ from persistent_ops.nn.table_layout import Layout, Slot
 from persistent_ops.nn.table_placements import placements_of
 from persistent_ops.ops.embedding.backward import EmbeddingOptimizer
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.exchanged_embedding import own_slots, parts_of
 
 from .cases import Case, Sizes
-from .exchanged import own_slots, parts_of
 
 __all__ = ["Memory", "StepTables", "first_rows", "first_states", "layout_for", "room_of"]
 

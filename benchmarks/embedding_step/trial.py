@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from harness.ceilings import H200, Ceilings
 from harness.check import bits_differ
-from harness.pes import agree, gather
 from harness.timing import Subject, on_stream, plain, record
 from harness.trial import LeftOut, Trial
 
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import agree, gather
 
 from .cases import Case, Sizes
 from .check import StepReference
@@ -71,11 +71,10 @@ class StepTrial(Trial):
         self._peers = {name: PeerStep(each, self._batches, gradient) for name, each in peers.items()}
         self._reference = StepReference(world, case, sizes, tables, self._batches)
         moves = step_moves(world, case, sizes, tables, self._batches)
-        limits = gather(world.bootstrap, limit(ceilings, moves)[0])
+        limits = gather(limit(ceilings, moves)[0])
         slowest = limits.index(max(limits))
         # All PEs tell of the one that has the most to do.
         self._moved: dict[str, Any] = gather(
-            world.bootstrap,
             {
                 "unique_rows": moves.unique_rows,
                 "lookups": moves.lookups,
@@ -180,7 +179,7 @@ class StepTrial(Trial):
         self._world.barrier()
         result, problem = _attempted(act)
         self._world.check()
-        if (problem := agree(self._world.bootstrap, problem)) is not None:
+        if (problem := agree(problem)) is not None:
             self.methods = [each for each in self.methods if self._step(each) is not step]
             return [f"{name}, {problem}; fewer --max-rows, or --methods without it, help"], 0.0
         failures, worst = [], 0.0
@@ -223,7 +222,7 @@ class StepTrial(Trial):
         own["backward"] -= own["inversion"]
         if not self._is_ours(name):
             del own["inversion"]
-        everyone = gather(self._world.bootstrap, own)
+        everyone = gather(own)
         return {phase: 1e6 * max(each[phase] for each in everyone) for phase in own}
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.check import bits_differ, poisoned
-from harness.pes import gather
 
 import persistent_ops as po
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import gather
 
 from .methods import FUSED, UNFUSED, Methods
 
@@ -99,7 +99,7 @@ def check_methods(world: World, methods: Methods, chosen: tuple[str, ...]) -> di
         if copy == 0:
             failures += _check_single_vectors(world, methods, fused)
             failures += _check_unfused(world, methods, chosen)
-    first = gather(world.bootstrap, digests)[0]
+    first = gather(digests)[0]
     others = [copy for copy, digest in enumerate(digests) if digest != first[copy]]
     if others:
         failures.append(f"{_timed_as(world, 'fused')}, copy {others[0]}: other bits than on PE 0")

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from harness.pes import agree, gather
-from harness.symmetric_memory import one_shot, two_shot
 from harness.timing import Subject, record, time_interleaved
 
 import persistent_ops as po
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import agree, gather
+from persistent_ops.testing.symmetric_memory import one_shot, two_shot
 
 from .shapes import DTYPE, Shape
 
@@ -176,10 +176,10 @@ class Methods:
                 subjects[name] = record(world, [_call(self.cublas_alone, weight) for weight in self.weights])
             except RuntimeError as error:  # a build of torch without cuBLASLt
                 problem = str(error)
-            if agree(world.bootstrap, problem) is not None:
+            if agree(problem) is not None:
                 subjects.pop(name, None)
         times = time_interleaved(world, subjects, rounds=rounds, burst_seconds=burst_seconds)
-        us = {name: max(gather(world.bootstrap, statistics.median(times[name]))) * 1e6 for name in subjects}
+        us = {name: max(gather(statistics.median(times[name]))) * 1e6 for name in subjects}
         self.product = min(us, key=lambda name: us[name])
         return us
 

@@ -14,8 +14,8 @@ from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.compile.literals import vector_bytes
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World, upload
+from persistent_ops.testing.pes import gather
 
-from .pes import gather
 from .timing import Subject, time_interleaved
 
 __all__ = ["H200", "Ceilings", "measure_ceilings"]
@@ -115,7 +115,7 @@ def measure_ceilings(
         world.barrier()
         # Plain launches: they take milliseconds on a GPU, so the host runs ahead of them.
         times = time_interleaved(world, {name: Subject(call, 1)}, rounds=rounds, burst_seconds=burst_seconds)[name]
-        rates[name] = nbytes / max(gather(world.bootstrap, statistics.median(times)))
+        rates[name] = nbytes / max(gather(statistics.median(times)))
         world.barrier()
         if name.startswith("store"):
             _check_stored(world, buffer, segment, name)

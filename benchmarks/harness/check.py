@@ -8,16 +8,16 @@ from collections.abc import Callable
 import torch
 
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import gather
 
-from .pes import gather
 from .timing import Subject
 
 __all__ = ["bits_differ", "everyones", "poisoned", "replay_differs"]
 
 
-def everyones(world: World, failures: list[str]) -> list[str]:
+def everyones(failures: list[str]) -> list[str]:
     """Return the failures of all PEs, with the PE's number before each; collective."""
-    everyone = gather(world.bootstrap, failures)
+    everyone = gather(failures)
     return [f"PE {pe}, {text}" for pe, texts in enumerate(everyone) for text in texts]
 
 

@@ -18,11 +18,12 @@ from rich.console import Console
 
 from persistent_ops.runtime.errors import PersistentOpsError
 from persistent_ops.runtime.world import most_pes
+from persistent_ops.testing.figures import pyplot, why_none
+from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
+from persistent_ops.testing.record import read_lines
 
 from .experiment import Experiment, measure
-from .figures import draw_sweep, pyplot, why_none
-from .pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
-from .record import read_lines
+from .figures import draw_sweep
 from .report import print_report, print_tunings
 from .tracing import timeline_tables
 from .tuning import Grid, occupancies, parse_grid

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import math
 import statistics
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +25,11 @@ import torch
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import agree, gather
+from persistent_ops.testing.record import Recorder, describe_run, pes_text
 
 from .ceilings import H200, Ceilings, measure_ceilings
 from .check import everyones
-from .pes import agree, gather
-from .record import Recorder, describe_run, pes_text, progress
 from .timing import Subject, quantile, time_interleaved, time_replays
 from .tracing import timeline_of, timeline_path, tracing_cost, write_timeline
 from .trial import LeftOut, Trial
@@ -213,7 +214,8 @@ class Experiment(ABC, Generic[_Case]):
 
     def progress(self, text: str) -> None:
         """Say on rank 0 how far it is."""
-        progress(self.world.rank, text)
+        if self.world.rank == 0:
+            print(text, file=sys.stderr, flush=True)
 
     def interleave(self, subjects: Mapping[str, Subject], rounds: int) -> dict[str, list[float]]:
         """Time subjects in turn; see `time_interleaved`."""
@@ -269,11 +271,11 @@ class Experiment(ABC, Generic[_Case]):
         trial = self.prepare(case)
         checked = trial.check()
         # A number that is not finite has no place in JSON.
-        largest = {key: gather(world.bootstrap, value) for key, value in checked.items() if key != "failures"}
+        largest = {key: gather(value) for key, value in checked.items() if key != "failures"}
         checked |= {key: max(v if math.isfinite(v) else 1e300 for v in values) for key, values in largest.items()}
-        checked["failures"] = everyones(world, checked["failures"])
+        checked["failures"] = everyones(checked["failures"])
         subjects = self._subjects(trial, checked["failures"])
-        checked["failures"] += everyones(world, trial.check_replays(subjects))
+        checked["failures"] += everyones(trial.check_replays(subjects))
         self.write("check", **trial.fields, **checked)
         for failure in checked["failures"]:
             self.progress(f"  WRONG: {trial.title}: {failure}")
@@ -312,7 +314,7 @@ class Experiment(ABC, Generic[_Case]):
                 reason = str(error)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            problem, reason = agree(self.world.bootstrap, problem), agree(self.world.bootstrap, reason)
+            problem, reason = agree(problem), agree(reason)
             if problem is not None or reason is not None:
                 subjects.pop(name, None)
             if reason is not None:
@@ -345,7 +347,7 @@ class Experiment(ABC, Generic[_Case]):
         """Record the times; collective. Returns microseconds by method, the same on every PE."""
         us, limits = {}, self._limits(trial)
         for name, own in times.items():
-            everyone = gather(self.world.bootstrap, own)
+            everyone = gather(own)
             us[name] = max(statistics.median(each) for each in everyone) * 1e6
             self.write(
                 "time",
@@ -366,7 +368,7 @@ class Experiment(ABC, Generic[_Case]):
             name: [trial.subject(self.world, name, [call]).replay for call in trial.calls(name)] for name in names
         }
         for name, own in time_replays(self.world, singles, replays=replays).items():
-            everyone = gather(self.world.bootstrap, [quantile(own, share) * 1e6 for share in self.shares.values()])
+            everyone = gather([quantile(own, share) * 1e6 for share in self.shares.values()])
             self.write(
                 "spread",
                 **trial.fields,
@@ -381,7 +383,7 @@ class Experiment(ABC, Generic[_Case]):
     def _trace_case(self, case: _Case) -> bool:
         """Check one case, record its launches, and time what that costs; collective."""
         trial = self.prepare(case)
-        failures = everyones(self.world, trial.check()["failures"])
+        failures = everyones(trial.check()["failures"])
         self.write("check", **trial.fields, failures=failures)
         for name in trial.methods:
             folder = Path(self.options.record_path or ".").parent
@@ -418,7 +420,7 @@ class Experiment(ABC, Generic[_Case]):
         passed = True
         for number, tuning in enumerate(candidates):
             refused = problems[number] if number in problems else trial.problem_of(method, tuning)
-            refused = agree(self.world.bootstrap, refused)
+            refused = agree(refused)
             row = {**trial.fields, "method": method, "tuning": dataclasses.asdict(tuning)}
             if refused is not None:
                 self.write("tune", **row, us=None, problem=refused)
@@ -445,12 +447,12 @@ class Experiment(ABC, Generic[_Case]):
         """Return seconds per call by PE and round, and what is wrong with the results; collective."""
         assert self.operator is not None
         with tuned(self.world, self.operator, tuning):
-            failures = everyones(self.world, trial.check_tuned(method))
+            failures = everyones(trial.check_tuned(method))
             subject = trial.subject(self.world, method, self._repeated(trial.calls(method)))
             times = self.interleave({method: subject}, self.options.rounds)[method]
         del subject
         gc.collect()  # the graph holds memory
-        return gather(self.world.bootstrap, times), failures
+        return gather(times), failures
 
 
 def measure(experiment: type[Experiment[Any]], options: Any) -> bool:

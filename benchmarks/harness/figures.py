@@ -1,4 +1,4 @@
-"""What the figures of all benchmarks share; matplotlib is imported when one is drawn."""
+"""What the figures of all benchmarks share."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .record import pes_text, select
+from persistent_ops.testing.figures import pyplot
+from persistent_ops.testing.record import pes_text, select
 
-__all__ = ["draw_bars", "draw_sweep", "figure", "legend", "pyplot", "why_none"]
-
-
-def pyplot() -> Any:
-    """Return matplotlib's pyplot, which draws into files; ImportError where matplotlib is not installed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as found
-
-    return found
+__all__ = ["draw_bars", "draw_sweep", "figure", "legend"]
 
 
 @contextmanager
@@ -92,10 +83,3 @@ def legend(axes: Any) -> None:
     """Put a legend below the axes, where something is drawn in them."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, fontsize=8)
-
-
-def why_none(error: Exception) -> str:
-    """Return why there is no figure, in one line, with a remedy where matplotlib is missing."""
-    if isinstance(error, ImportError) and error.name == "matplotlib":
-        return "matplotlib is not installed (pip install 'persistent-ops[plot]')"
-    return f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from .record import pes_text, select, unique, us_text
+from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 if TYPE_CHECKING:
     from .experiment import Experiment

@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from persistent_ops.runtime.world import World
-
-from .pes import gather
+from persistent_ops.testing.pes import gather
+from persistent_ops.testing.timing import in_turn
 
 __all__ = [
     "Subject",
-    "in_turn",
     "on_stream",
     "plain",
     "quantile",
@@ -123,21 +122,13 @@ def time_interleaved(
     """
     replays = {}
     for name, subject in subjects.items():
-        seconds = max(gather(world.bootstrap, _burst_seconds(world, subject.replay, 1)))
+        seconds = max(gather(_burst_seconds(world, subject.replay, 1)))
         replays[name] = min(max(math.ceil(burst_seconds / max(seconds, 1e-9)), 1), _MAX_REPLAYS)
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for name in in_turn(subjects, rounds):
         seconds = _burst_seconds(world, subjects[name].replay, replays[name])
         times[name].append(seconds / replays[name] / subjects[name].calls)
     return times
-
-
-def in_turn(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Yield the names `rounds` times over, beginning each round with another one."""
-    listed = list(names)
-    for number in range(rounds):
-        first = number % max(len(listed), 1)
-        yield from listed[first:] + listed[:first]
 
 
 def time_aligned(world: World, replay: Callable[[], object], *, trials: int) -> list[float]:

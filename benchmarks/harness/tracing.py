@@ -14,11 +14,11 @@ from rich.table import Table
 import persistent_ops as po
 from persistent_ops.runtime.tracing import Tracer
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.figures import pyplot, why_none
+from persistent_ops.testing.pes import gather
+from persistent_ops.testing.record import select, us_text
 from persistent_ops.timeline import Timeline
 
-from .figures import pyplot, why_none
-from .pes import gather
-from .record import select, us_text
 from .timing import Subject, time_interleaved
 
 __all__ = ["timeline_of", "timeline_path", "timeline_tables", "tracing_cost", "write_timeline"]
@@ -61,7 +61,7 @@ def write_timeline(
         if world.rank == 0:
             _write_and_draw(timeline, path, write, fields)
     finally:
-        gather(world.bootstrap, None, timeout=_FIGURE_S)
+        gather(None, timeout=_FIGURE_S)
 
 
 def _write_and_draw(timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]) -> None:
@@ -121,9 +121,7 @@ def tracing_cost(
         world.set_tracer(None)
     time({"plain": plain} if "traced" in times else {"plain": plain, "traced": traced})
     tracer.close()
-    us = {
-        name: max(statistics.median(each) for each in gather(world.bootstrap, own)) * 1e6 for name, own in times.items()
-    }
+    us = {name: max(statistics.median(each) for each in gather(own)) * 1e6 for name, own in times.items()}
     return {"us": us["plain"], "us_traced": us["traced"], "dropped": lost / found} if found else {}
 
 

@@ -13,8 +13,7 @@ import torch
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World
-
-from .pes import gather
+from persistent_ops.testing.pes import gather
 
 __all__ = ["Grid", "combinations", "compile_together", "gist", "occupancies", "parse_grid", "refusal", "tuned"]
 
@@ -98,7 +97,7 @@ def compile_together(world: World, attempts: Sequence[Callable[[], str | None]])
         problem = attempts[number]()
         if problem is not None:
             own.append((number, problem))
-    return dict(item for items in gather(world.bootstrap, own, timeout=_COMPILE_TIMEOUT_S) for item in items)
+    return dict(item for items in gather(own, timeout=_COMPILE_TIMEOUT_S) for item in items)
 
 
 def refusal(make: Callable[[], object]) -> str | None:

@@ -13,8 +13,7 @@ import persistent_ops as po
 from persistent_ops.runtime import world as runtime_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
-
-from .pes import without_multicast
+from persistent_ops.testing.pes import without_multicast
 
 __all__ = ["chosen_backend", "joined_world", "more_pes_than_gpus"]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.figures import draw_bars, figure
-from harness.record import pes_text, select, unique, us_text
 from harness.report import fastest
+
+from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 from .cases import CASES
 from .methods import METHODS, PEERS

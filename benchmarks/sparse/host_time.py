@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from harness.pes import gather
-
 from persistent_ops.ops.sparse_plan import SparsePlan
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import gather
 
 __all__ = ["time_host"]
 
@@ -48,4 +47,4 @@ def time_host(world: World, call: Callable[[], object], *, trials: int) -> float
             samples.append(time.perf_counter() - begin - waited)
             del result  # the next one may have its place
     world.check()
-    return float(max(gather(world.bootstrap, statistics.median(samples))))
+    return float(max(gather(statistics.median(samples))))

@@ -9,10 +9,9 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
-from harness.pes import gather
-
 from persistent_ops.ops.sparse_plan import OPERATOR
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import gather
 
 __all__ = ["PHASES", "time_phases"]
 
@@ -51,6 +50,6 @@ def time_phases(world: World, call: Callable[[], object], *, trials: int) -> tup
             raise RuntimeError("the call has not launched the operator")
         stamps, gathers = max(launched)
         samples.append([(end - begin) * 1e-9 for begin, end in pairwise(stamps)])
-    everyone = gather(world.bootstrap, [statistics.median(each) for each in zip(*samples, strict=True)])
+    everyone = gather([statistics.median(each) for each in zip(*samples, strict=True)])
     longest = [max(each) for each in zip(*everyone, strict=True)]
     return dict(zip(PHASES, longest, strict=True)), "allgather" if gathers else "owner"

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness.record import pes_text, select, unique, us_text
 from harness.report import case_table, fastest, times_as_long
 from rich.table import Table
+
+from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 from .cases import CASES, SWEEPS
 from .methods import OURS, PEERS

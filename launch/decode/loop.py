@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.pes import gather
-from harness.timing import in_turn
 from program import traced
 
 import persistent_ops as po
@@ -26,6 +24,8 @@ import persistent_ops.nn as po_nn
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import gather
+from persistent_ops.testing.timing import in_turn
 
 from .config import SIZES, ModelConfig, Partition
 from .kernels import Kernels
@@ -77,7 +77,7 @@ class _Pe:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every PE's value (what JSON can carry), in rank order; collective."""
-        return gather(self.world.bootstrap, value, timeout=self.options.timeout)
+        return gather(value, timeout=self.options.timeout)
 
     @property
     def group_backend(self) -> str:

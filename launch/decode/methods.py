@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from harness.symmetric_memory import allocate, one_shot, rendezvous, two_shot
 from torch.nn import functional as F
 
 import persistent_ops as po
+from persistent_ops.testing.symmetric_memory import allocate, one_shot, rendezvous, two_shot
 
 from .kernels import Kernels
 

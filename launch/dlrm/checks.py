@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from persistent_ops.demo.lookups import rows_of
-from persistent_ops.demo.synthetic import DLRM_POOLING
+from persistent_ops.testing.dlrm_batch import DLRM_POOLING
+from persistent_ops.testing.lookups import rows_of
 
 from .records import Records
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS, ZIPF_EXPONENT, ZipfSampler
+from persistent_ops.testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS, ZIPF_EXPONENT, ZipfSampler
 
 from .checks import NUM_DENSE, checked_tables
 from .metrics import auroc, expected_auroc

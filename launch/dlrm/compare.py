@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from embedding_step.exchanged import ExchangedEmbedding, KnownCounts, own_slots, parts_of
-from embedding_step.exchanged_fbgemm import FbgemmEmbedding, fused_tables, why_no_fbgemm
-from embedding_step.row_update import RowUpdate
-from harness.pes import agree, gather
-from harness.timing import in_turn
 
 import persistent_ops as po
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding, KnownCounts, own_slots, parts_of
+from persistent_ops.testing.fbgemm_embedding import FbgemmEmbedding, fused_tables, why_no_fbgemm
+from persistent_ops.testing.pes import agree, gather
+from persistent_ops.testing.row_update import RowUpdate
+from persistent_ops.testing.timing import in_turn
 
 from .captured_step import EAGER_STEPS
 from .data import Data
@@ -111,7 +111,7 @@ def _compared(
         _, problem = _tried(functools.partial(walk, name, num_first))
         if problem is not None:  # which the others may wait for in NCCL, and not come to hear
             print(f"PE {world.rank}: {name}: {problem}", file=sys.stderr, flush=True)
-        problem = agree(world.bootstrap, problem, timeout=options.timeout)
+        problem = agree(problem, timeout=options.timeout)
         if problem is not None:
             left_out.append(f"{name} is left out: {problem}")
             del walks[name]
@@ -134,8 +134,7 @@ def _compared(
         "losses": {name: _sums(each) for name, each in shares.items()},
         "steps": burst * (num_rounds - 1),
         "seconds": {
-            name: max(gather(world.bootstrap, statistics.median(each[1:]), timeout=options.timeout))
-            for name, each in seconds.items()
+            name: max(gather(statistics.median(each[1:]), timeout=options.timeout)) for name, each in seconds.items()
         },
         "tolerance": _TOLERANCES["bf16" if torch.bfloat16 in (options.dense_dtype, options.wire_dtype) else "fp32"],
         "left_out": left_out,
@@ -170,7 +169,7 @@ def _others(
     left_out = []
     for name, make in makers.items():
         made, problem = _tried(make)
-        problem = agree(world.bootstrap, problem, timeout=options.timeout)
+        problem = agree(problem, timeout=options.timeout)
         if problem is None:
             assert made is not None
             ways[name] = made

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from persistent_ops.demo.criteo import NUM_CATEGORICAL, read_batches
-from persistent_ops.demo.lookups import FeatureLookups
+from persistent_ops.testing.criteo import NUM_CATEGORICAL, read_batches
+from persistent_ops.testing.lookups import FeatureLookups
 
 from .checks import NUM_DENSE, checked_tables
 from .digests import digest_of_arrays

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from persistent_ops.demo.synthetic import DLRM_ROWS
+from persistent_ops.testing.dlrm_batch import DLRM_ROWS
 
 from .click_log import ClickLog
 from .criteo_text import CriteoText

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
+from persistent_ops.testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS
 
 from .model import Sizes
 from .schedule import Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from harness.figures import pyplot, why_none
+from persistent_ops.testing.figures import pyplot, why_none
 
 from .training import History
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from embedding_step.exchanged_fbgemm import why_no_fbgemm
-from harness.pes import gather
 
 from persistent_ops.doctor import available_memory
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.pes import gather
 
 from .options import Options
 
@@ -49,7 +49,7 @@ def check_memory(
         left, where = torch.cuda.mem_get_info(world.backend.device)[0], "a GPU has"
     elif options.compare_steps:
         needed *= 2 + (why_no_fbgemm() is None)
-    known = [each for each in gather(world.bootstrap, left, timeout=options.timeout) if each is not None]
+    known = [each for each in gather(left, timeout=options.timeout) if each is not None]
     if known and needed > min(known):
         raise ValueError(
             f"tables: they and their optimizer's states take {needed / _GB:.1f} GB where {where} "

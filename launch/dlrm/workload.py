@@ -7,8 +7,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from embedding_step.exchanged_fbgemm import fbgemm_version
-from harness.pes import gather
 from machine_share import machine_share
 from program import traced
 from rich.console import Console
@@ -18,6 +16,8 @@ import persistent_ops as po
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.fbgemm_embedding import fbgemm_version
+from persistent_ops.testing.pes import gather
 
 from .captured_step import check_machine, own_stream
 from .compare import compare
@@ -110,13 +110,13 @@ def _run(training: Training, options: Options, data: Data, world: World) -> dict
         "best_auc": _best_auc(data, world, options.timeout),
         "num_replays": training.num_replays,
         "timed_steps": training.timed_steps,
-        "seconds": max(gather(world.bootstrap, training.seconds, timeout=options.timeout)),
+        "seconds": max(gather(training.seconds, timeout=options.timeout)),
     }
 
 
 def _best_auc(data: Data, world: World, timeout: float) -> float | None:
     """Let rank 0 compute it for all."""
-    best: float | None = gather(world.bootstrap, data.best_auc() if world.rank == 0 else None, timeout=timeout)[0]
+    best: float | None = gather(data.best_auc() if world.rank == 0 else None, timeout=timeout)[0]
     return best
 
 
@@ -140,7 +140,7 @@ def _what_ran_on_what(options: Options, data: Data, world: World, shares_gpu: bo
         "num_evaluated": data.evaluation.num_samples,
         "pes": world.size,
         "backend": world.backend.name,
-        "hardware": gather(world.bootstrap, hardware, timeout=options.timeout),
+        "hardware": gather(hardware, timeout=options.timeout),
         "shares_gpu": shares_gpu,
         "versions": {"torch": torch.__version__, "persistent_ops": po.__version__, **_versions(on_gpu=on_gpu)},
     }

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.pes import gather
 from machine_share import machine_share
 from program import traced
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ from persistent_ops.nn.ddp import ddp_sparse_hook
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.pes import gather
 
 from . import checkpoint
 from .batches import Batches
@@ -70,7 +70,7 @@ class _Pe:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every PE's value (what JSON can carry), in rank order; collective."""
-        return gather(self.world.bootstrap, value, timeout=self.options.timeout)
+        return gather(value, timeout=self.options.timeout)
 
     def new_model(self) -> WordVectors:
         options = self.options

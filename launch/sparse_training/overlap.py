@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from harness.timing import in_turn
-
 import persistent_ops as po
+from persistent_ops.testing.timing import in_turn
 
 if TYPE_CHECKING:
     from .loop import _Pe

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .synthetic import DLRM_DIM
+from ..testing.dlrm_batch import DLRM_DIM
 
 __all__ = ["DTYPES", "HOST_PES", "DemoOptions"]
 

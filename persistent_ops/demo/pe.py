@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..runtime.bootstrap.process_group import process_group
-from .criteo import NUM_CATEGORICAL, read_batches
-from .lookups import FeatureLookups, concatenate
+from ..testing.criteo import NUM_CATEGORICAL, read_batches
+from ..testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS, draw_feature
+from ..testing.lookups import FeatureLookups, concatenate
 from .options import DemoOptions
 from .placement import fit_rows, lookup_costs, place_tables
-from .synthetic import DLRM_POOLING, DLRM_ROWS, draw_feature
 from .unfused import UnfusedExchange, split_features
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..testing.dlrm_batch import ZIPF_EXPONENT
 from .options import DemoOptions
 from .pe import TOLERANCE, PeReport
-from .synthetic import ZIPF_EXPONENT
 
 __all__ = ["exchange_hidden", "passed", "print_report"]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ..output_files import check_outputs
-from .criteo import read_batches
+from ..testing.criteo import read_batches
+from ..testing.dlrm_batch import DLRM_ROWS
+from ..testing.output_files import check_outputs
 from .options import HOST_PES, DemoOptions
 from .pe import PeReport, run_pe
 from .report import passed, print_report
-from .synthetic import DLRM_ROWS
 
 __all__ = ["run_demo"]
 

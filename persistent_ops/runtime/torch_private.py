@@ -6,6 +6,7 @@ at import; pyproject.toml bounds torch by the versions that were run.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ __all__ = [
     "storage_has_expired",
     "storage_of_weak",
     "storage_use_count",
+    "symmetric_memory",
     "tracing_context",
     "tracing_state",
     "without_dispatch_modes",
@@ -238,4 +240,15 @@ is_for_compiled_cuda_graph: Callable[[torch.device], bool] = _is_for_compiled_cu
 """Whether a call warms up or is recorded for a CUDA graph of torch.compile(mode="reduce-overhead").
 
 Public torch says whether a stream is captured, which it is not while calls warm up.
+"""
+
+
+def _symmetric_memory() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+symmetric_memory: Callable[[], Any] = _symmetric_memory
+"""Returns the module of torch's symmetric memory; ImportError in builds without it.
+
+Public torch has operators for such memory, `torch.ops.symm_mem`, and nothing that allocates it.
 """

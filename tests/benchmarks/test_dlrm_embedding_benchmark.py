@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from embedding_step.methods import OurStep, PeerStep
+
+from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.row_update import RowUpdate
 
 METHODS = ["fused", "fused_eager", "fused_ahead", "fbgemm", "fbgemm_eager", "torch_eager"]
 
@@ -28,7 +32,7 @@ def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def has_fbgemm() -> bool:
-    return importlib.import_module("embedding.backward_peers").why_no_fbgemm() is None
+    return why_no_fbgemm() is None
 
 
 def own_methods() -> list[str]:
@@ -177,16 +181,16 @@ def _other_columns(right: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "method", "complaint"),
     [
-        ("methods:OurStep", "back", _twice, "fused_eager", "table"),
-        ("methods:OurStep", "back", _nothing, "fused_eager", "table"),
-        ("methods:OurStep", "pool", _other_columns, "fused_eager", "pooled rows are"),
-        ("methods:PeerStep", "back", _twice, "torch_eager", "table"),
-        ("methods:PeerStep", "pool", _a_little_more, "torch_eager", "pooled rows are"),
-        ("row_update:RowUpdate", "_scaled", _a_little_more, "torch_eager", "table"),
+        (OurStep, "back", _twice, "fused_eager", "table"),
+        (OurStep, "back", _nothing, "fused_eager", "table"),
+        (OurStep, "pool", _other_columns, "fused_eager", "pooled rows are"),
+        (PeerStep, "back", _twice, "torch_eager", "table"),
+        (PeerStep, "pool", _a_little_more, "torch_eager", "pooled rows are"),
+        (RowUpdate, "_scaled", _a_little_more, "torch_eager", "table"),
     ],
 )
 def test_a_wrong_result_gives_exit_code_1_and_no_figure(
-    owner: str,
+    owner: type[Any],
     name: str,
     fault: Callable[..., Any],
     method: str,
@@ -195,9 +199,7 @@ def test_a_wrong_result_gives_exit_code_1_and_no_figure(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module, _, kind = owner.partition(":")
-    target: Any = getattr(importlib.import_module(f"embedding_step.{module}"), kind)
-    monkeypatch.setattr(target, name, fault(getattr(target, name)))
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
     # A world of one PE runs in this process, where the patch is.
     assert run("--pes", "1", "--methods", "fused_eager,torch_eager", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
@@ -209,9 +211,8 @@ def test_a_wrong_result_gives_exit_code_1_and_no_figure(
 
 
 def test_other_bits_ahead_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = importlib.import_module("embedding_step.methods").OurStep
-    ahead = target.run_ahead
-    monkeypatch.setattr(target, "run_ahead", lambda self, numbers: ahead(self, [0] * len(numbers)))
+    ahead = OurStep.run_ahead
+    monkeypatch.setattr(OurStep, "run_ahead", lambda self, numbers: ahead(self, [0] * len(numbers)))
     assert run("--pes", "1", "--methods", "fused_eager,fused_ahead", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
     assert any("fused_ahead, other bits" in failure for failure in check["failures"])
@@ -221,7 +222,7 @@ def test_what_finds_no_memory_is_told_and_not_timed(tmp_path: Path, monkeypatch:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("the GPU is full")
 
-    monkeypatch.setattr(importlib.import_module("embedding_step.row_update").RowUpdate, "_update", full)
+    monkeypatch.setattr(RowUpdate, "_update", full)
     assert run("--pes", "1", "--methods", "torch_eager,fused_eager", "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
     assert [failure.split(";")[0] for failure in check["failures"]] == ["PE 0, torch_eager, PE 0: the GPU is full"]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+
 SMALL = ("--configs", "B512_T32_P10")
 NARROW = (*SMALL, "--wire-dtype", "bf16")
 BITS16 = ("--configs", "B16384_T26_P20_D128_fp16")
@@ -31,7 +33,7 @@ def lines_of(folder: Path, kind: str, name: str = "embedding_backward") -> list[
 
 
 def has_fbgemm() -> bool:
-    return importlib.import_module("embedding.backward_peers").why_no_fbgemm() is None
+    return why_no_fbgemm() is None
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------

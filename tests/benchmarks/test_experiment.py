@@ -20,7 +20,7 @@ import torch
 from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import run_benchmark
 from harness.experiment import Experiment, Options, Trial
-from harness.record import select, us_text
+from persistent_ops.testing.record import select, us_text
 from harness.report import case_table
 
 
@@ -223,7 +223,7 @@ def test_a_commit_is_that_of_the_package_and_of_no_repository_around_it(
     git("add", "mine.py")
     git("commit", "-qm", "mine")
     monkeypatch.setattr(po, "__file__", str(package / "__init__.py"))
-    what_ran = importlib.import_module("harness.record").what_ran
+    what_ran = importlib.import_module("persistent_ops.testing.record").what_ran
     assert what_ran("command")["commit"] is None
     git("add", ".")
     git("commit", "-qm", "the package too")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import persistent_ops as po
+from persistent_ops.testing import symmetric_memory as po_symmetric_memory
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ["--quick", "--backend", "host", "--shapes", "8192x1024"]
@@ -139,7 +140,7 @@ def test_a_result_that_does_not_repeat_gives_exit_code_1(tmp_path: Path, monkeyp
 
 
 def test_pes_that_differ_give_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(bootstrap: object, digests: list[str]) -> list[list[str]]:
+    def two(digests: list[str]) -> list[list[str]]:
         return [[*digests[:-1], "another"], digests]
 
     monkeypatch.setattr(module("gemv.check"), "gather", two)
@@ -313,8 +314,8 @@ def test_the_fastest_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         return object()
 
     monkeypatch.setattr(methods, "record", record)
-    monkeypatch.setattr(methods, "agree", lambda bootstrap, problem: problem)
-    monkeypatch.setattr(methods, "gather", lambda bootstrap, value: [value, 2 * value])
+    monkeypatch.setattr(methods, "agree", lambda problem: problem)
+    monkeypatch.setattr(methods, "gather", lambda value: [value, 2 * value])
     monkeypatch.setattr(
         methods, "time_interleaved", lambda world, subjects, **options: {name: [seconds[name]] for name in subjects}
     )
@@ -329,13 +330,15 @@ def test_without_symmetric_memory_its_methods_are_left_out(monkeypatch: pytest.M
     def fail(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no peer access")
 
-    methods, shapes, harness = module("gemv.methods"), module("gemv.shapes"), module("harness.symmetric_memory")
+    methods, shapes = module("gemv.methods"), module("gemv.shapes")
     monkeypatch.setattr(symmetric_memory, "get_backend", lambda device: "CUDA")
     monkeypatch.setattr(symmetric_memory, "empty", fail)
-    monkeypatch.setattr(harness, "agree", lambda bootstrap, problem: problem)
+    monkeypatch.setattr(po_symmetric_memory, "agree", lambda problem: problem)
     world = SimpleNamespace(size=2, rank=0, bootstrap=None)
     world.backend = SimpleNamespace(name="cuda", device=torch.device("cpu"))
-    buffer, problem = harness.symmetric_buffer(world, 16, torch.bfloat16)
+    for name, value in {"backend": "cuda", "world_size": 2, "device": torch.device("cpu")}.items():
+        monkeypatch.setattr(po, name, lambda value=value: value)
+    buffer, problem = po_symmetric_memory.symmetric_buffer(16, torch.bfloat16)
     assert buffer is None
     assert problem == "RuntimeError: no peer access"
     one = methods.Methods(world, shapes.Shape(16, 8), torch.zeros(3 * 16 * 8, dtype=torch.bfloat16), buffer, seed=0)

@@ -186,7 +186,7 @@ def test_failures_give_exit_code_1_and_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
-        recorder = module("harness.record").Recorder(Path(options.record_path))
+        recorder = module("persistent_ops.testing.record").Recorder(Path(options.record_path))
         recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="none")
         recorder.write("check", pes=num_pes, case="a case", failures=["PE 1, owner: wrong"], largest_difference=0.0)
         return num_pes != 2
@@ -200,7 +200,7 @@ def test_an_error_still_prints_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
-        recorder = module("harness.record").Recorder(Path(options.record_path))
+        recorder = module("persistent_ops.testing.record").Recorder(Path(options.record_path))
         recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="a processor")
         raise RuntimeError("a PE is gone")
 

@@ -31,7 +31,6 @@ from dlrm.step_watch import StepWatch
 from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
 from dlrm.workload import run_pe
-from embedding_step.exchanged_fbgemm import why_no_fbgemm
 from kept_pes import in_processes
 from rich.console import Console
 from test_dlrm_train import one_process, options_of
@@ -40,6 +39,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import persistent_ops as po
 from persistent_ops.runtime import world as po_world
+from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
 
 CPU = torch.device("cpu")
 RATE = 0.02

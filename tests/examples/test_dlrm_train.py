@@ -31,9 +31,6 @@ from dlrm.training import Plan, Training
 from dlrm.way import placement_of
 from dlrm.workload import run_pe
 from dlrm_cases import drawn_log, write_day, write_raw_bytes
-from embedding_step.exchanged import ExchangedEmbedding
-from embedding_step.exchanged_fbgemm import why_no_fbgemm
-from harness.record import append_line, what_ran
 from kept_pes import in_processes
 from PIL import Image
 from rich.console import Console
@@ -41,11 +38,14 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
 from persistent_ops.doctor import available_memory
 from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
+from persistent_ops.testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS
+from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding
+from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.record import append_line, what_ran
 
 CPU = torch.device("cpu")
 RATES = {"learning_rate": 0.02, "table_learning_rate": 0.1}

@@ -17,7 +17,6 @@ from rich.console import Console
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.demo.synthetic import DLRM_POOLING, DLRM_ROWS
 from persistent_ops.nn import TableConfig, TablePlacement, automatic_placement
 from persistent_ops.nn.automatic_placement import decided
 from persistent_ops.nn.embedding_tables import table_configs
@@ -27,6 +26,7 @@ from persistent_ops.nn.table_owners import Cost, bytes_read, first_room
 from persistent_ops.nn.table_placements import placements_of
 from persistent_ops.nn.table_rounding import drawn_of
 from persistent_ops.runtime import world as po_world
+from persistent_ops.testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
 

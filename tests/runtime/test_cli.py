@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import persistent_ops
 from persistent_ops import cli
-from persistent_ops.output_files import check_outputs
+from persistent_ops.testing.output_files import check_outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = """

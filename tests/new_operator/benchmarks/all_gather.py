@@ -15,12 +15,12 @@ from harness.check import bits_differ
 from harness.command import run_benchmark
 from harness.experiment import Experiment, Options, Trial
 from harness.figures import figure
-from harness.record import select, unique
 from harness.report import method_tables
 
 import persistent_ops as po
 from persistent_ops.ops.all_gather import OPERATOR
 from persistent_ops.runtime.world import World
+from persistent_ops.testing.record import select, unique
 
 SIZES = {"16K": 16 << 10, "256K": 256 << 10, "4M": 4 << 20}  # bytes of each PE's tensor
 _HOST_BYTES = 64 << 10  # the most that a size is on CPUs

@@ -1,4 +1,4 @@
-"""Run a benchmark's function on every PE, whatever starts them."""
+"""Run a function on every PE, whatever starts them, and exchange what the PEs have to say."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import persistent_ops as po
-from persistent_ops.runtime.bootstrap import launchers
-from persistent_ops.runtime.bootstrap.connection import Bootstrap
+
+from ..runtime.bootstrap import launchers
+from ..runtime.world import current
 
 __all__ = ["agree", "gather", "is_first_process", "is_said_by_launch", "run_on_pes", "started_pes", "without_multicast"]
 
@@ -55,12 +56,13 @@ def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, time
     return po.launch(function, num_pes, *arguments, timeout=timeout)[0]
 
 
-def gather(bootstrap: Bootstrap, value: Any, *, timeout: float | None = None) -> list[Any]:
-    """Return every PE's `value` (what JSON can carry) in rank order; collective."""
-    return [json.loads(raw) for raw in bootstrap.exchange("bench", json.dumps(value).encode(), timeout=timeout)]
+def gather(value: Any, *, timeout: float | None = None) -> list[Any]:
+    """Return every PE's `value` (what JSON can carry) in rank order; collective, and launches nothing."""
+    bootstrap = current().bootstrap
+    return [json.loads(raw) for raw in bootstrap.exchange("gather", json.dumps(value).encode(), timeout=timeout)]
 
 
-def agree(bootstrap: Bootstrap, problem: str | None, *, timeout: float | None = None) -> str | None:
+def agree(problem: str | None, *, timeout: float | None = None) -> str | None:
     """Return the first problem that any PE has, or None where no PE has one; collective."""
-    problems = gather(bootstrap, problem, timeout=timeout)
+    problems = gather(problem, timeout=timeout)
     return next((f"PE {pe}: {text}" for pe, text in enumerate(problems) if text is not None), None)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import persistent_ops as po
-from persistent_ops.nn.table_layout import Layout, Slot
+
+from ..nn.table_layout import Layout, Slot
 
 __all__ = ["Bags", "ExchangedEmbedding", "KnownCounts", "means_over_pes", "own_slots", "parts_of", "sums"]
 

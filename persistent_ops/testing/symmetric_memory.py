@@ -1,4 +1,4 @@
-"""torch's symmetric memory, which some of the methods of benchmarks and of launch/ sum in."""
+"""torch's symmetric memory, in which benchmarks and examples sum what they compare."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from persistent_ops.runtime.world import World
+import persistent_ops as po
 
+from ..runtime.torch_private import symmetric_memory
 from .pes import agree
 
 __all__ = ["allocate", "one_shot", "rendezvous", "symmetric_buffer", "two_shot"]
@@ -21,25 +22,22 @@ def allocate(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) 
     Raises:
         ImportError, RuntimeError: torch cannot do it here, for instance because the GPUs do not reach each other.
     """
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    if symmetric_memory.get_backend(device) != "CUDA":  # torch's own NVSHMEM would be a second one in this process
-        symmetric_memory.set_backend("CUDA")
-    return symmetric_memory.empty(tuple(shape), dtype=dtype, device=device)
+    module = symmetric_memory()
+    if module.get_backend(device) != "CUDA":  # torch's own NVSHMEM would be a second one in this process
+        module.set_backend("CUDA")
+    buffer: torch.Tensor = module.empty(tuple(shape), dtype=dtype, device=device)
+    return buffer
 
 
 def rendezvous(buffer: torch.Tensor) -> None:
     """Make what every PE has allocated known to all PEs of torch's process group; collective. Raises RuntimeError."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    symmetric_memory.rendezvous(buffer, _group_name())
+    symmetric_memory().rendezvous(buffer, _group_name())
 
 
-def symmetric_buffer(world: World, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str | None]:
-    """Allocate a buffer; collective.
+def symmetric_buffer(elements: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str | None]:
+    """Allocate a buffer that torch's process group, which has the same PEs, can sum; collective.
 
     Args:
-        world: of this PE; torch's process group has the same PEs.
         elements: of the buffer.
         dtype: of its elements.
 
@@ -47,21 +45,21 @@ def symmetric_buffer(world: World, elements: int, dtype: torch.dtype) -> tuple[t
         `[elements]` and None; None and why some PE has none; None and None where there is nothing to exchange, or none
         is expected (the host backend).
     """
-    if world.backend.name != "cuda" or world.size == 1:
+    if po.backend() != "cuda" or po.world_size() == 1:
         return None, None
     buffer, problem = None, None
     try:
-        buffer = allocate((elements,), dtype=dtype, device=world.backend.device)
+        buffer = allocate((elements,), dtype=dtype, device=po.device())
     except (ImportError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    problem = agree(world.bootstrap, problem)
+    problem = agree(problem)
     if problem is not None or buffer is None:
         return None, problem
     try:
         rendezvous(buffer)
     except RuntimeError as error:
         problem = f"{type(error).__name__}: {error}"
-    problem = agree(world.bootstrap, problem)
+    problem = agree(problem)
     return (buffer, None) if problem is None else (None, problem)
 
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .runtime.bootstrap import launchers
+from ..runtime.bootstrap import launchers
 
 __all__ = ["check_outputs"]
 

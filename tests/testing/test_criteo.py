@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from criteo_cases import criteo_line, write
 
-from persistent_ops.demo import criteo, synthetic
+from persistent_ops.testing import criteo
+from persistent_ops.testing.dlrm_batch import DLRM_ROWS
 
-ROWS = tuple(min(rows, 1000) for rows in synthetic.DLRM_ROWS)
+ROWS = tuple(min(rows, 1000) for rows in DLRM_ROWS)
 
 
 def read(path: Path, batch_size: int = 4) -> list[criteo.CriteoBatch]:

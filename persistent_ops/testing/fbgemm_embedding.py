@@ -8,19 +8,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from embedding.backward_peers import why_no_fbgemm
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import persistent_ops as po
 
-from .exchanged import Bags, ExchangedEmbedding, means_over_pes, parts_of, sums
+from .exchanged_embedding import Bags, ExchangedEmbedding, means_over_pes, parts_of, sums
 
 __all__ = ["FbgemmEmbedding", "fbgemm_version", "fused_tables", "why_no_fbgemm"]
 
 _PRECISIONS = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 _MODULES = ("split_table_batched_embeddings_ops_training", "split_table_batched_embeddings_ops_common")
+
+
+def why_no_fbgemm() -> str | None:
+    """Return why FBGEMM cannot be imported, or None where it can."""
+    try:
+        for name in _MODULES:
+            importlib.import_module(f"fbgemm_gpu.{name}")
+    except Exception as error:  # another library's, of any version
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
 
 
 def fbgemm_version() -> str | None:
@@ -137,7 +146,8 @@ def fused_tables(
         dtype: of the tables.
         wire_dtype: of what they give; on CPUs, where it has no bfloat16, that is float32.
         device: of the tables.
-        memory: vectors with as many elements as all tables, and as all states, which it is to take in place of its own.
+        memory: vectors with as many elements as all tables, and as all states, which it is to take in place of its own;
+            of tables alone, or none.
 
     Raises:
         Exception: of any type; it cannot be made here.

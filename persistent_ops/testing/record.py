@@ -9,7 +9,6 @@ import json
 import math
 import platform
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ __all__ = [
     "append_line",
     "describe_run",
     "pes_text",
-    "progress",
     "read_lines",
     "select",
     "unique",
@@ -96,12 +94,6 @@ def pes_text(count: int) -> str:
 def us_text(value: float) -> str:
     """Return microseconds with as many decimals as mean something."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def progress(rank: int, text: str) -> None:
-    """Print on rank 0's standard error."""
-    if rank == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 def describe_run(rank: int, *, command: str, backend: str, device: torch.device) -> dict[str, Any]:
