@@ -22,7 +22,7 @@ from persistent_ops.ops.embedding.weight_gradients import (
 )
 from persistent_ops.ops.gemv_plan import Tuning as GemvTuning, choose_depth, kernel_request as gemv_request, team_factor
 from persistent_ops.ops.sparse_plan import kernel_request as sparse_request
-from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.backend import KernelRequest, LaunchShape
 from persistent_ops.runtime.compile.jit import KernelResources, compile_cuda
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -44,7 +44,7 @@ class GpuKernel:
     def name(self) -> str:
         config = ", ".join(f"{name} {value.rpartition('::')[2]}" for name, value in self.request.config or ())
         traced = ", traced" * self.request.traces
-        return f"{self.request.name} {self.arch} {self.request.threads} threads{traced}: {config}".rstrip(": ")
+        return f"{self.request.name} {self.arch} {self.request.shape.threads} threads{traced}: {config}".rstrip(": ")
 
     def traced(self) -> GpuKernel:
         """Return the same kernel, leaving a timeline."""
@@ -56,7 +56,7 @@ class GpuKernel:
         Raises:
             RuntimeError: the compiler has made what no GPU executes.
         """
-        code = compile_cuda(self.request.source(), arch=self.arch)
+        code = compile_cuda(self.request.source(), arch=self.arch + self.request.shape.architecture_suffix)
         cubin = code.path.read_bytes()
         opcodes = (word & 0xFFF for word in _instructions(cubin))
         if self.arch == "sm_90" and _LDGSTS_UR in opcodes:  # in code for sm_80 it is as good as any
@@ -174,7 +174,7 @@ def weight_gradients(arch: str = "sm_90") -> GpuKernel:
 
 
 def barrier(arch: str = "sm_90") -> GpuKernel:
-    return GpuKernel(KernelRequest("barrier", None, 64), arch)
+    return GpuKernel(KernelRequest("barrier", None, LaunchShape(64)), arch)
 
 
 def gemv(

@@ -37,7 +37,7 @@ from persistent_ops.ops.embedding.inversion import InversionPlan, Inverted
 from persistent_ops.ops.embedding.lookups import Lookups
 from persistent_ops.ops.sparse_plan import SparsePlan
 from persistent_ops.runtime import host, world as worlds
-from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.backend import KernelRequest, LaunchShape
 from persistent_ops.runtime.compile.jit import CudaBinary, KernelSource, compile_cuda
 from persistent_ops.runtime.devices import architecture
 from persistent_ops.runtime.pe_threads import end_those_left_behind
@@ -60,10 +60,12 @@ class Noted:
     Attributes:
         source: of the kernel.
         nvshmem: whether it is linked with NVSHMEM.
+        architecture_suffix: see `LaunchShape`.
     """
 
     source: KernelSource
     nvshmem: bool
+    architecture_suffix: str = ""
 
     @classmethod
     def of_line(cls, line: bytes) -> Noted:
@@ -71,7 +73,9 @@ class Noted:
         fields = found["source"]
         root = None if fields["root"] is None else Path(fields["root"])
         defines = tuple((name, value) for name, value in fields["defines"])
-        return cls(KernelSource(**{**fields, "root": root, "defines": defines}), found["nvshmem"])
+        return cls(
+            KernelSource(**{**fields, "root": root, "defines": defines}), found["nvshmem"], found["architecture_suffix"]
+        )
 
     @property
     def line(self) -> bytes:
@@ -111,15 +115,15 @@ class Notes:
 class _Silent:
     """A kernel that does nothing."""
 
-    def __init__(self, backend: NotingBackend, threads: int) -> None:
+    def __init__(self, backend: NotingBackend, shape: LaunchShape) -> None:
         self.admitted_grid = 0
-        self._backend, self._threads = backend, threads
+        self._backend, self._shape = backend, shape
 
     def footprint(self) -> Footprint:
-        return Footprint(self._threads, 0, 0, self.max_blocks_per_sm())
+        return Footprint(self._shape.threads, 0, 0, self._backend.default_blocks_per_sm, cluster=self._shape.cluster)
 
-    def max_blocks_per_sm(self) -> int:
-        return self._backend.default_blocks_per_sm
+    def resident_work_groups(self) -> int:
+        return self._backend.default_blocks_per_sm * self._backend.num_sms
 
     def launch(self, grid: int, plan: int, call: object, *, begins_early: bool = False) -> None:
         """Nothing."""
@@ -135,9 +139,9 @@ class NotingBackend(host.HostBackend):
         super().__init__(*args, **options)
         self._notes = notes
 
-    def load(self, request: KernelRequest) -> Any:
-        self._notes.add(Noted(request.source(), nvshmem=not all(self.peer_heaps)))
-        return _Silent(self, request.threads)
+    def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Any:
+        self._notes.add(Noted(request.source(), links_nvshmem, request.shape.architecture_suffix))
+        return _Silent(self, request.shape)
 
 
 @dataclass(frozen=True)
@@ -323,7 +327,8 @@ class Compiler:
     def _compile(self) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for noted in self._notes.follow(self._is_over):
-                make = functools.partial(compile_cuda, noted.source, arch=self._gpu.arch, nvshmem=noted.nvshmem)
+                arch = self._gpu.arch + noted.architecture_suffix
+                make = functools.partial(compile_cuda, noted.source, arch=arch, nvshmem=noted.nvshmem)
                 self._made.append(pool.submit(make))
 
     def finish(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import persistent_ops as po
-from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.backend import KernelRequest, LaunchShape
 from persistent_ops.runtime.compile.literals import vector_bytes
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World, upload
@@ -165,7 +165,7 @@ def _check_updated(
 
 def _kernel(world: World, ceiling: str, threads: int) -> Callable[..., None]:
     config = (("ceiling", f"po::ceilings::Ceiling::{ceiling}"), ("threads", str(threads)))
-    kernel = world.backend.load(KernelRequest("ceilings", config, threads))
+    kernel = world.backend.load(KernelRequest("ceilings", config, LaunchShape(threads)))
     structs = _CEILINGS.description.structs
     plan = upload(world.backend, structs["Plan"](team=world.workspace.team(_CEILINGS.contract(world.team))))
     grid = world.backend.num_sms * (2 if world.backend.name == "cuda" else 1)

@@ -110,7 +110,7 @@ template <class Kernel>
     typename Kernel::Shared shared{};
     TraceState trace{};
     pthread_barrier_t barrier;
-    alignas(128) uint8_t arena[max_of(host_arena_bytes<Kernel>(), size_t{1})]{};
+    alignas(kArenaAlignment<>) uint8_t arena[max_of(host_arena_bytes<Kernel>(), size_t{1})]{};
   };
   auto* states = new WgState[static_cast<size_t>(num_wgs)];
   for (int i = 0; i < num_wgs; ++i) {

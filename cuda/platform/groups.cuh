@@ -26,9 +26,9 @@ struct WorkGroup {
   PO_FN int warp_index() const { return static_cast<int>(threadIdx.x / kWarpSize); }
   PO_FN int num_warps() const { return static_cast<int>(blockDim.x / kWarpSize); }
   PO_FN void sync() const { __syncthreads(); }
-  // Memory of this WG alone, as many bytes as the launch asked for.
+  // Memory of this WG alone, as many bytes as the launch asked for, at a multiple of kArenaAlignment<>.
   PO_FN uint8_t* arena() const {
-    extern __shared__ __align__(128) uint8_t po_arena[];
+    extern __shared__ __align__(kArenaAlignment<>) uint8_t po_arena[];
     return po_arena;
   }
 };

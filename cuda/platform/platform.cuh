@@ -22,9 +22,15 @@
 
 namespace po {
 
-// Whether a kernel leaves a timeline behind (trace.cuh). Who compiles it so specialises this before anything else.
+// What a kernel is compiled for. Who compiles it otherwise specialises these before anything else (`KernelRequest` in
+// runtime/backend.py).
+
+// Whether it leaves a timeline behind (trace.cuh).
 template <class = void>
 inline constexpr bool kTraces = false;
+// Bytes; of a WG's arena (groups.cuh).
+template <class = void>
+inline constexpr int kArenaAlignment = 128;
 
 template <class T>
 PO_FN constexpr T min_of(T a, T b) {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import Kernel, KernelRequest, check_resident
+from ..runtime.backend import Kernel, KernelRequest, LaunchShape, check_resident
 from ..runtime.compile.description import copy_of
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
@@ -245,8 +245,7 @@ def kernel_request(
             "vectors": warp_blocks,
             "threads": threads,
         },
-        threads,
-        overlaps_predecessor=True,
+        LaunchShape(threads, overlaps_predecessor=True),
     )
 
 
@@ -295,8 +294,8 @@ class AllReducePlan(Plan):
             warp_blocks=self._warp_blocks,
             threads=self._threads,
         )
-        self._kernel: Kernel = world.load(request)
-        check_resident(world.backend, self._kernel, self._grid, choices="work_groups, threads")
+        self._kernel: Kernel = world.load(request, key.team)
+        check_resident(self._kernel, self._grid, choices="work_groups, threads")
         if key.norms:
             self._areas.reserve_private(_SQUARES, max(min(blocks, most), 1) * self._constants["sizeof(Packet)"])
             self.areas = (_SQUARES,)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import Kernel, KernelRequest, check_resident
+from ..runtime.backend import Kernel, KernelRequest, LaunchShape, check_resident
 from ..runtime.compile.description import copy_of
 from ..runtime.compile.literals import warp_size
 from ..runtime.contract import Field
@@ -296,8 +296,9 @@ class GemvPlan(Plan):
         tiles_each = -(-total_tiles // -(-total_tiles // max_tiles))  # of launches of about the same size
         tuning: Tuning = key.tuning or OPERATOR.default_tuning
         self._grid = grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
-        self._kernel: Kernel = world.load(_request_of(world, key, tuning, -(-tiles_each // grid) * tile_rows))
-        check_resident(world.backend, self._kernel, grid, choices="warps, depth, work_groups")
+        request = _request_of(world, key, tuning, -(-tiles_each // grid) * tile_rows)
+        self._kernel: Kernel = world.load(request, team)
+        check_resident(self._kernel, grid, choices="warps, depth, work_groups")
         chosen = (rows, num_vectors, key.dtype, _comm_dtype(key), self.is_two_phase)
         pack = OPERATOR.description.queries["packed_shape"]
         self._launches: list[_Launch] = []
@@ -430,8 +431,10 @@ def kernel_request(
             "prefetches": prefetches,
             "lets_in": f"po::LetsIn::{lets_in}",
         },
-        (warps + OPERATOR.description.constants["kServingWarps"]) * warp_size(),
-        arena_bytes=arena_bytes,
-        overlaps_predecessor=True,
+        LaunchShape(
+            (warps + OPERATOR.description.constants["kServingWarps"]) * warp_size(),
+            arena_bytes=arena_bytes,
+            overlaps_predecessor=True,
+        ),
         holds_call=True,
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.areas import Need
-from ..runtime.backend import KernelRequest, check_resident
+from ..runtime.backend import KernelRequest, LaunchShape, check_resident
 from ..runtime.compile.literals import vector_bytes, warp_size
 from ..runtime.contract import Contract, Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
@@ -344,8 +344,8 @@ class SparsePlan(Plan):
             gathers=key.gathers,
             is_host=is_host,
         )
-        self._kernel = world.load(request)
-        check_resident(backend, self._kernel, grid)
+        self._kernel = world.load(request, key.team)
+        check_resident(self._kernel, grid)
         self.capacity = key.capacity
         self.gathers = key.gathers
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(structs["Report"]))
@@ -477,5 +477,5 @@ def kernel_request(
             "bytes": access,
             "threads": _THREADS,
         },
-        _THREADS,
+        LaunchShape(_THREADS),
     )

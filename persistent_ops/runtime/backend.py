@@ -15,41 +15,61 @@ from .compile.jit import KernelSource
 from .interruptible import Interruptible
 from .residency import Footprint, Sm
 
-__all__ = ["Backend", "Kernel", "KernelRequest", "Peeked", "check_resident", "resident_work_groups"]
+__all__ = ["Backend", "Kernel", "KernelRequest", "LaunchShape", "Peeked", "check_resident"]
 
-_TRACES = """#include "platform/platform.cuh"
-template <>
-inline constexpr bool po::kTraces<> = true;
-"""
+_SPECIALIZED = "template <>\ninline constexpr {kind} po::{name}<> = {value};\n"
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What a launch of a kernel takes of a GPU, and what the kernel is compiled for.
+
+    Attributes:
+        threads: of a WG.
+        architecture_suffix: "a" for a kernel with instructions of one architecture alone (wgmma); else "".
+        cluster: WGs that become resident together, where they reach each other's shared memory. A grid has whole
+            clusters. The host has such clusters too.
+        arena_bytes: of shared memory that a WG has, in addition to what the kernel declares.
+        arena_alignment: of that memory, in bytes, on the host too.
+        overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
+            kernel must wait for that end itself.
+        links_nvshmem: whether the kernel can put to peers that it does not reach by stores: it is then compiled with
+            NVSHMEM's device library for a team that has such peers. Other kernels refuse such a team.
+    """
+
+    threads: int
+    architecture_suffix: str = ""
+    cluster: int = 1
+    arena_bytes: int = 0
+    arena_alignment: int = 128
+    overlaps_predecessor: bool = False
+    links_nvshmem: bool = True
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A kernel, its configuration, and the launch shape that goes with it.
+    """A kernel, its configuration, and its launch shape.
 
     Attributes:
         name: symbol, namespace, and stem of the file in cuda/kernels/.
         config: fields of the kernel's `Config`, in order, as (name, C++ value); None where the kernel has none.
-        threads: of a WG on the GPU.
-        arena_bytes: of shared memory that a WG has on the GPU, beside what the kernel declares.
-        overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
-            kernel must wait for that end itself.
+        shape: of its launches.
         holds_call: whether each thread has the call in registers; see cuda/platform/entry.cuh.
         traces: whether it leaves a timeline behind; see cuda/platform/trace.cuh.
     """
 
     name: str
     config: tuple[tuple[str, str], ...] | None
-    threads: int
-    arena_bytes: int = 0
-    overlaps_predecessor: bool = False
+    shape: LaunchShape
     holds_call: bool = False
     traces: bool = False
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, str | int | bool], threads: int, **options: Any) -> KernelRequest:
+    def of(
+        cls, name: str, config: Mapping[str, str | int | bool], shape: LaunchShape, *, holds_call: bool = False
+    ) -> KernelRequest:
         """Return the request for a kernel with a `Config` of numbers, truth values and C++ text."""
-        return cls(name, tuple((field, _cpp(value)) for field, value in config.items()), threads, **options)
+        return cls(name, tuple((field, _cpp(value)) for field, value in config.items()), shape, holds_call)
 
     def with_config(self, **changes: str | int | bool) -> KernelRequest:
         """Return the same with other values of some fields of the `Config`."""
@@ -65,7 +85,18 @@ class KernelRequest:
         check = f"namespace {space} {{ {description_of(self.name).layout} }}"
         entry = "PO_ENTRY" + "_HOLDING_CALL" * self.holds_call + "_TRACED" * self.traces
         tail = f"{check}\n{entry}({self.name}, {space}::{kernel})\n"
-        return KernelSource(f"kernels/{self.name}.cuh", head="#include <cstddef>\n" + _TRACES * self.traces, tail=tail)
+        return KernelSource(
+            f"kernels/{self.name}.cuh", head=f"#include <cstddef>\n{self._specializations()}", tail=tail
+        )
+
+    def _specializations(self) -> str:
+        """Return what comes before all headers: what the unit has other than cuda/platform/platform.cuh says."""
+        lines = ""
+        if self.traces:
+            lines += _SPECIALIZED.format(kind="bool", name="kTraces", value="true")
+        if self.shape.arena_alignment != LaunchShape.arena_alignment:
+            lines += _SPECIALIZED.format(kind="int", name="kArenaAlignment", value=self.shape.arena_alignment)
+        return lines and f'#include "platform/platform.cuh"\n{lines}'
 
 
 def _cpp(value: str | int | bool) -> str:
@@ -88,8 +119,12 @@ class Kernel(Protocol):
     def footprint(self) -> Footprint:
         """Return what WGs of this kernel take of an SM."""
 
-    def max_blocks_per_sm(self) -> int:
-        """Return how many WGs of this kernel one SM may hold at once."""
+    def resident_work_groups(self) -> int:
+        """Return how many WGs of this kernel, in whole clusters, the device holds at once; the host, a fixed number.
+
+        Raises:
+            ValueError: of a kernel with clusters, where `Backend.leaves_room`.
+        """
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
         """Launch `grid` co-resident WGs on the current stream with the plan at address `plan`; `call` is copied.
@@ -158,8 +193,8 @@ class Backend(Protocol):
     def warps_of(self, threads: int) -> int:
         """Return how many warps a WG has where it would have so many threads on the GPU."""
 
-    def load(self, request: KernelRequest) -> Kernel:
-        """Compile (or take from the cache) and load a kernel."""
+    def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Kernel:
+        """Compile (or take from the cache) and load a kernel; `links_nvshmem`: with NVSHMEM's device library."""
 
     def use_in_this_thread(self) -> None:
         """Let the calling thread launch on this PE's device, as the thread does that made the backend."""
@@ -177,14 +212,11 @@ class Backend(Protocol):
         """Release everything; no launch may be in flight. Collective, unless `is_alone`: peers may be gone."""
 
 
-def resident_work_groups(backend: Backend, kernel: Kernel) -> int:
-    """Return how many WGs of a kernel the device holds at once; the host has threads for some."""
-    return kernel.max_blocks_per_sm() * backend.num_sms
-
-
-def check_resident(backend: Backend, kernel: Kernel, grid: int, *, choices: str = "work_groups") -> None:
+def check_resident(kernel: Kernel, grid: int, *, choices: str = "work_groups") -> None:
     """Raise ValueError, with the choices that are to blame, where the device does not hold a grid at once."""
-    if (resident := resident_work_groups(backend, kernel)) < grid:
+    if grid % (cluster := kernel.footprint().cluster):
+        raise ValueError(f"{choices}: expected a multiple of {cluster}, the WGs of a cluster, got {grid}")
+    if (resident := kernel.resident_work_groups()) < grid:
         raise ValueError(
             f"{choices}: {resident} WGs of this kernel fit the device at once, not {grid}; a persistent grid must be "
             "resident as a whole"

@@ -44,7 +44,7 @@ class _GpuKernel:
         self._backend = backend
         self._code = code  # keeps the module loaded
         self._kernel = kernel
-        self._request = request
+        self._request, self._shape = request, request.shape
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
         _check_driver(outcome, request.name)
         self._function = outcome[1]
@@ -55,14 +55,23 @@ class _GpuKernel:
         self._parameters = (ctypes.c_void_p * 3)(ctypes.addressof(self._plan), 0, 0)  # the last: of one that traces
         self._parameters_address = ctypes.addressof(self._parameters)
 
-    def max_blocks_per_sm(self) -> int:
-        most = self._occupancy()
-        return min(most, 1) if self._backend.leaves_room else most
+    def resident_work_groups(self) -> int:
+        backend, cluster = self._backend, self._shape.cluster
+        if cluster == 1:
+            return (min(self._occupancy(), 1) if backend.leaves_room else self._occupancy()) * backend.num_sms
+        if backend.leaves_room:
+            raise ValueError(
+                f"{self._request.name}: its WGs come in clusters of {cluster}, and a cluster may find no room beside "
+                "other libraries' collectives: it cannot be called after po.nn.leave_room()"
+            )
+        config = self._make_config(cluster, 0, is_beside=True, leaves_room=False, begins_early=False)
+        outcome = driver.cuOccupancyMaxActiveClusters(self._function, config)
+        _check_driver(outcome, f"clusters of {self._request.name}")
+        return int(outcome[1]) * cluster
 
     def _occupancy(self) -> int:
-        request = self._request
-        occupancy = self._kernel.occupancy
-        return int(occupancy.max_active_blocks_per_multiprocessor(request.threads, request.arena_bytes))
+        occupancy, shape = self._kernel.occupancy, self._shape
+        return int(occupancy.max_active_blocks_per_multiprocessor(shape.threads, shape.arena_bytes))
 
     def footprint(self) -> Footprint:
         attributes = driver.CUfunction_attribute
@@ -74,11 +83,12 @@ class _GpuKernel:
             values.append(int(outcome[1]))
         registers, shared_bytes = values
         return Footprint(
-            self._request.threads,
+            self._shape.threads,
             registers,
-            shared_bytes + self._request.arena_bytes,
+            shared_bytes + self._shape.arena_bytes,
             self._occupancy(),
-            overlaps=self._request.overlaps_predecessor,
+            overlaps=self._shape.overlaps_predecessor,
+            cluster=self._shape.cluster,
         )
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
@@ -88,7 +98,13 @@ class _GpuKernel:
         if config is None:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
-            config = self._configs[key] = self._make_config(*key)
+            config = self._configs[key] = self._make_config(
+                grid,
+                backend.stream(),
+                is_beside=backend.runs_beside,
+                leaves_room=backend.leaves_room,
+                begins_early=begins_early,
+            )
         self._plan.value = plan
         self._parameters[1] = ctypes.addressof(call)
         outcome = driver.cuLaunchKernelEx(config, self._function, self._parameters_address, 0)[0]
@@ -100,14 +116,20 @@ class _GpuKernel:
         self._parameters[2] = ctypes.addressof(sink)
 
     def _make_config(
-        self, grid: int, stream: int, is_beside: bool, leaves_room: bool, begins_early: bool
+        self, grid: int, stream: int, *, is_beside: bool, leaves_room: bool, begins_early: bool
     ) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
         config.hStream = driver.CUstream(stream)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._request.threads, 1, 1
-        config.sharedMemBytes = self._request.arena_bytes
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._shape.threads, 1, 1
+        config.sharedMemBytes = self._shape.arena_bytes
         attributes = []
+        if self._shape.cluster > 1:
+            clusters = driver.CUlaunchAttribute()
+            clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension = clusters.value.clusterDim
+            dimension.x, dimension.y, dimension.z = self._shape.cluster, 1, 1
+            attributes.append(clusters)
         # A cooperative launch begins as a whole, and no other one may become resident beside it (cuda/DESIGN.md,
         # "Launches side by side").
         if not (is_beside or leaves_room or begins_early):
@@ -115,7 +137,7 @@ class _GpuKernel:
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
-        overlaps = self._request.overlaps_predecessor and self._backend.has_early_launches
+        overlaps = self._shape.overlaps_predecessor and self._backend.has_early_launches
         # Of two launches at a time the WGs would be twice as many as there is room for.
         if begins_early or (overlaps and not leaves_room):
             early = driver.CUlaunchAttribute()
@@ -287,28 +309,28 @@ class GpuBackend:
     def warps_of(self, threads: int) -> int:
         return threads // warp_size()
 
-    def load(self, request: KernelRequest) -> _GpuKernel:
-        needs_nvshmem = not all(self.peer_heaps)
-        arch = architecture(*torch.cuda.get_device_capability(self.device))
-        binary = compile_cuda(request.source(), arch=arch, nvshmem=needs_nvshmem)
+    def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> _GpuKernel:
+        shape = request.shape
+        arch = architecture(*torch.cuda.get_device_capability(self.device)) + shape.architecture_suffix
+        binary = compile_cuda(request.source(), arch=arch, nvshmem=links_nvshmem)
         code = ObjectCode.from_cubin(str(binary.path))
         kernel = code.get_kernel(request.name)
-        if needs_nvshmem:
+        if links_nvshmem:
             # nvshmem.core.library_init passes an object that cuda.core >= 1.2 no longer converts.
             self._bindings.culibrary_init(int(code.handle))
             self._libraries.append(code)
-        if request.arena_bytes:
+        if shape.arena_bytes:
             _check_driver(
                 driver.cuKernelSetAttribute(
                     driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    request.arena_bytes,
+                    shape.arena_bytes,
                     driver.CUkernel(int(kernel.handle)),
                     driver.CUdevice(self.device.index),
                 ),
-                f"{request.arena_bytes} bytes of shared memory for {request.name}",
+                f"{shape.arena_bytes} bytes of shared memory for {request.name}",
             )
         loaded = _GpuKernel(self, code, kernel, request)
-        loaded.max_blocks_per_sm()  # loads the code now: a lazy load behind a spinning kernel would deadlock
+        loaded.footprint()  # loads the code now: a lazy load behind a spinning kernel would deadlock
         return loaded
 
     def use_in_this_thread(self) -> None:

@@ -28,22 +28,23 @@ from .residency import Footprint, Sm
 __all__ = ["HostBackend"]
 
 _NO_THREADS = "the system has no room for more threads (ulimit -u, or the pids.max of a container)"
+_MOST_WORK_GROUPS = 64  # they are threads; the operating system shares the cores among them
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EINVAL)
 
 
 class _HostKernel:
-    def __init__(self, function: Any, wg_size: int, waits: Interruptible | None) -> None:
+    def __init__(self, function: Any, wg_size: int, cluster: int, waits: Interruptible | None) -> None:
         self._function = function
-        self._wg_size = wg_size
+        self._wg_size, self._cluster = wg_size, cluster
         self._waits = waits
         self._sink: ctypes.Structure | None = None
         self.admitted_grid = 0
 
     def footprint(self) -> Footprint:
-        return Footprint(self._wg_size, 0, 0, self.max_blocks_per_sm())
+        return Footprint(self._wg_size, 0, 0, _MOST_WORK_GROUPS, cluster=self._cluster)
 
-    def max_blocks_per_sm(self) -> int:
-        return 64  # WGs are threads; the operating system shares the cores among them
+    def resident_work_groups(self) -> int:
+        return _MOST_WORK_GROUPS // self._cluster * self._cluster
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
         sink = 0 if self._sink is None else ctypes.addressof(self._sink)
@@ -162,14 +163,15 @@ class HostBackend:
     def warps_of(self, threads: int) -> int:
         return self._wg_size
 
-    def load(self, request: KernelRequest) -> _HostKernel:
+    def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> _HostKernel:
         library = load_host(request.source())
         function = getattr(library, request.name)
         function.restype = ctypes.c_bool
         # The last one is for kernels that trace; others do not look at it.
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         # Who has no peers waits for nobody: signals are put off until a launch has ended, and no thread has to wake.
-        return _HostKernel(function, self._wg_size, self.waits if len(self.peer_heaps) > 1 else None)
+        waits = self.waits if len(self.peer_heaps) > 1 else None
+        return _HostKernel(function, self._wg_size, request.shape.cluster, waits)
 
     def use_in_this_thread(self) -> None:
         """Nothing to do: all threads have the same processor."""

@@ -39,6 +39,7 @@ class Footprint(NamedTuple):
         registers: of a thread.
         most: WGs that an SM holds when it holds nothing else.
         overlaps: whether launches begin before those in front of them have ended: two kernels may then fill an SM.
+        cluster: WGs that become resident together, on SMs that lie near each other.
     """
 
     threads: int
@@ -46,6 +47,7 @@ class Footprint(NamedTuple):
     shared_bytes: int
     most: int
     overlaps: bool = False
+    cluster: int = 1
 
     @property
     def registers_of_wg(self) -> int:
@@ -152,13 +154,16 @@ class Residency:
         """Return whether all launches of workspaces beside the world's own find room, whatever that one's launch has.
 
         One launch of each workspace at a time. Where there is room for all WGs of these, then until all are resident
-        some SM has fewer of them than it has room for: the next one finds room there.
+        some SM has fewer of them than it has room for: the next one finds room there. A cluster needs room on several
+        SMs that lie near each other, which this does not show: a kernel with clusters runs beside no other.
         """
         if not self.leaves_room(is_beside=True):
             return False
         kernels = [kernel for of_workspace in self._beside.values() for kernel in of_workspace]
         if not kernels:
             return True
+        if any(kernel.cluster > 1 for kernel in kernels):
+            return False
         needed = self._num_beside
         largest = Footprint(
             max(kernel.threads for kernel in kernels),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .areas import Need
-from .backend import Kernel, KernelRequest
+from .backend import Kernel, KernelRequest, LaunchShape
 from .compile.description import describe
 from .contract import Field, operator_of, team_of
 from .operator import COMM, Operator
@@ -217,7 +217,7 @@ def align_clocks(world: World) -> Clock:
     areas = _ALIGNMENT.state(world).areas
     nbytes = world.size * ctypes.sizeof(structs["Words"])
     areas.reserve([Need(_WORDS, nbytes, fill=0)], lambda: _ALIGNMENT.contract(world.team, True))
-    kernel = world.load(KernelRequest("clock_alignment", None, constants["kThreads"]))
+    kernel = world.load(KernelRequest("clock_alignment", None, LaunchShape(constants["kThreads"])))
     team = world.workspace.team(_ALIGNMENT.contract(world.team, False))
     plan = upload(world.backend, structs["Plan"](team=team, words_offset=areas[_WORDS].offset))
     rounds, sample_words = constants["kRounds"], ctypes.sizeof(structs["Sample"]) // 8

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from . import pe_threads, timeouts
-from .backend import Backend, Kernel, KernelRequest
+from .backend import Backend, Kernel, KernelRequest, LaunchShape
 from .bootstrap import launchers
 from .bootstrap.connection import Bootstrap, connect, from_group
 from .call_order import CallOrder
@@ -112,7 +112,7 @@ class World:
         self.operator_state: dict[str, Any] = {}
         """What operators keep, by name: see `Operator.state`. They keep nothing elsewhere."""
         self._captured: dict[int, object] = {}
-        self._kernels: dict[KernelRequest, Kernel] = {}
+        self._kernels: dict[tuple[KernelRequest, bool], Kernel] = {}  # and whether they link NVSHMEM
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
         self._caller: tuple[threading.Thread, int] | None = None  # and its number, which the system has given it
         self._token = object()
@@ -209,14 +209,29 @@ class World:
                 stack.enter_context(workspace.interrupted())
             yield
 
-    def load(self, request: KernelRequest) -> Kernel:
-        """Return a kernel, which may have to be compiled; peers that wait meanwhile do not count that time."""
+    def load(self, request: KernelRequest, team: Team | None = None) -> Kernel:
+        """Return a kernel, which may have to be compiled; peers that wait meanwhile do not count that time.
+
+        Args:
+            request: the kernel.
+            team: whose PEs it reaches; the world's by default.
+
+        Raises:
+            NotImplementedError: it must put to some of them, and is not linked with NVSHMEM.
+        """
+        links_nvshmem = not (team or self.team).all_reachable
+        if links_nvshmem and not request.shape.links_nvshmem:
+            raise NotImplementedError(
+                f"{request.name}: its kernel stores to peers directly, and some PEs do not reach each other's memory. "
+                "Start PEs that do (GPUs of one host, transport='auto'), or choose another algorithm."
+            )
         if self.tracer is not None:
             request = dataclasses.replace(request, traces=True)
-        kernel = self._kernels.get(request)
+        kernel = self._kernels.get((request, links_nvshmem))
         if kernel is None:
             with self.preparing():
-                kernel = self._kernels[request] = self.backend.load(request)
+                kernel = self.backend.load(request, links_nvshmem=links_nvshmem)
+            self._kernels[request, links_nvshmem] = kernel
             if self.tracer is not None:
                 self.tracer.adopt(kernel)
         return kernel
@@ -228,7 +243,7 @@ class World:
         for state in self.operator_state.values():
             if isinstance(state, OperatorState):
                 state.plans.drop_traced()
-        self._kernels = {request: kernel for request, kernel in self._kernels.items() if not request.traces}
+        self._kernels = {key: kernel for key, kernel in self._kernels.items() if not key[0].traces}
         self._barrier = None
 
     @property
@@ -284,7 +299,7 @@ class World:
     ) -> tuple[Kernel, torch.Tensor, ctypes.Structure]:
         """Return a barrier's kernel, plan and call under a contract."""
         description = _BARRIER.prepare(self)
-        kernel = self.load(KernelRequest("barrier", None, description.constants["kThreads"]))
+        kernel = self.load(KernelRequest("barrier", None, LaunchShape(description.constants["kThreads"])))
         plan = description.structs["Plan"](team=(workspace or self.workspace).team(contract))
         return kernel, upload(self.backend, plan), description.structs["Call"]()
 

@@ -133,8 +133,8 @@ def _grids_before_and_behind() -> tuple[dict[str, int], dict[str, int], dict[str
     leave_sms(world, NUM_SMS)
     assert world.backend.leaves_room and not any(len(operator.state(world).plans) for operator in OPERATORS.values())
     behind = _call_all()
-    alone = [request for request in world._kernels if dict(request.config or ()).get("blocks_per_sm") == "1"]
-    threads = {request.name: request.threads for request in alone}
+    alone = [request for request, _ in world._kernels if dict(request.config or ()).get("blocks_per_sm") == "1"]
+    threads = {request.name: request.shape.threads for request in alone}
     table, told = torch.zeros(64, 32), {}
     offsets, indices = torch.arange(2 * world.size + 1), torch.zeros(2 * world.size, dtype=torch.int64)
 

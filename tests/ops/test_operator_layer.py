@@ -19,7 +19,7 @@ from host_driver.build import CUDA
 
 import persistent_ops as po
 from persistent_ops.runtime.areas import Need
-from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.backend import KernelRequest, LaunchShape
 from persistent_ops.runtime.changes import OnAbort
 from persistent_ops.runtime.compile import jit
 from persistent_ops.runtime.contract import Field, describe as contract_text
@@ -149,7 +149,7 @@ class ProbePlan(Plan):
         else:
             self.areas = ()
         config = (("factor", str(key.factor)), ("negates", str(key.negates).lower()))
-        self.kernel = world.load(KernelRequest(PROBE.name, config, 64))
+        self.kernel = world.load(KernelRequest(PROBE.name, config, LaunchShape(64)))
         structs = PROBE.prepare(world).structs
         self._struct: Any = structs["Plan"](team=world.workspace.team(contract), count=key.count)
         self.call: Any = structs["Call"]()

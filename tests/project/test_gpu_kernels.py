@@ -16,10 +16,10 @@ def _blocks_per_sm(kernel: GpuKernel) -> int:
     """Return how many WGs of a kernel an SM must hold at once."""
     request = kernel.request
     if request.name == "embedding_inputs":
-        return 1 if request.traces else 1024 // request.threads  # with few threads they find room beside others
+        return 1 if request.traces else 1024 // request.shape.threads  # with few threads they find room beside others
     # A GEMV has one WG per SM. With a single vector there is room for a successor's beside it.
     is_alone = request.name == "gemv_all_reduce" and dict(request.config or ())["vectors"] != "1"
-    is_alone |= request.name == "all_reduce" and request.threads > 256
+    is_alone |= request.name == "all_reduce" and request.shape.threads > 256
     is_alone |= request.name == "embedding_backward"  # whose grid is what fits
     return 1 if is_alone else BLOCKS_PER_SM
 
@@ -37,7 +37,7 @@ def test_what_a_kernel_needs_of_an_sm(kernel: GpuKernel) -> None:
         assert used.spill_store_bytes == used.spill_load_bytes == 0, f"it spills at {used.registers} registers"
         assert used.stack_bytes == 0, "each thread has an array in memory: it is indexed at run time"
     # The register file is given out in units of 8 per thread.
-    threads, blocks = kernel.request.threads, _blocks_per_sm(kernel)
+    threads, blocks = kernel.request.shape.threads, _blocks_per_sm(kernel)
     held = -(-used.registers // 8) * 8 * threads * blocks
     assert held <= REGISTERS_PER_SM, f"{blocks} WGs of {threads} threads hold {held} registers of an SM"
     if kernel.request.name == "gemv_all_reduce":  # a plan leaves room for what a kernel has beside its arena

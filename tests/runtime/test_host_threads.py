@@ -57,8 +57,8 @@ def _refused(backend: str) -> list[Any]:
     here, refusals = current().backend, [False]
     load = here.load
 
-    def load_refused(request: Any) -> Any:
-        kernel: Any = load(request)
+    def load_refused(request: Any, **options: Any) -> Any:
+        kernel: Any = load(request, **options)
         function = kernel._function
         kernel._function = lambda *given: not any(refusals) and function(*given)
         return kernel

@@ -109,6 +109,14 @@ def test_what_fits_a_gpu() -> None:
     assert other.fits(), "two SMs are left, or halves of four"
 
 
+def test_a_cluster_is_not_what_must_find_room() -> None:
+    found = _residency((FORWARD._replace(cluster=2), 264))
+    found.add("inputs", INPUTS, 16)
+    assert found.fits()
+    found.add("inputs", INPUTS._replace(cluster=2), 2)
+    assert not found.fits()
+
+
 def test_launches_that_fit_become_resident_in_whatever_order() -> None:
     """WGs of both come to lie as a random scheduler puts them: neither keeps the other out for good."""
     numbers = random.Random(5)

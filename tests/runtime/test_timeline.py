@@ -78,7 +78,7 @@ def _in_and_out() -> list[Any]:
     po.all_reduce(_x())
     state = current().operator_state["all_reduce"]
     found += [inside > 0, len(timeline.pes[0].launches) == inside, dict(state.plans) == kept, world.tracer is None]
-    return [*found, any(request.traces for request in world._kernels)]
+    return [*found, any(request.traces for request, _ in world._kernels)]
 
 
 def test_only_what_is_launched_inside_traces(backend: str) -> None:

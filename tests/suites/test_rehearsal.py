@@ -63,9 +63,9 @@ class _Overheard(HostBackend):
         super().__init__(*args, **options)
         self._notes = notes
 
-    def load(self, request: KernelRequest) -> Any:
-        self._notes.add(Noted(request.source(), nvshmem=not all(self.peer_heaps)))
-        return super().load(request)
+    def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Any:
+        self._notes.add(Noted(request.source(), links_nvshmem, request.shape.architecture_suffix))
+        return super().load(request, links_nvshmem=links_nvshmem)
 
 
 def _called(operators: Sequence[str]) -> list[str | None]:

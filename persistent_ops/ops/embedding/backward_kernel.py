@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.backend import KernelRequest
+from ...runtime.backend import KernelRequest, LaunchShape
 from ...runtime.compile.literals import vector_bytes
 from ...runtime.dtypes import SCALARS
 
@@ -125,5 +125,5 @@ def kernel_request(
             "threads": threads,
             "blocks_per_sm": blocks,
         },
-        threads,
+        LaunchShape(threads),
     )

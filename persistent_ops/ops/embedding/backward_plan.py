@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.areas import Need
-from ...runtime.backend import KernelRequest, check_resident, resident_work_groups
+from ...runtime.backend import KernelRequest, check_resident
 from ...runtime.changes import OnAbort
 from ...runtime.compile.literals import vector_bytes
 from ...runtime.contract import Field
@@ -200,10 +200,10 @@ class BackwardPlan(Plan):
         order = _order_in_groups(self.groups) if key.from_sources else None
         self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], self._batch, order)
         has_max_norm = constants.get("max_norm", 0.0) > 0
-        self._kernel = world.load(self._choose_kernel(weights, step, decay, rounding, has_max_norm))
-        fit = world.backend.num_sms if self._is_host else resident_work_groups(world.backend, self._kernel)
+        self._kernel = world.load(self._choose_kernel(weights, step, decay, rounding, has_max_norm), key.team)
+        fit = world.backend.num_sms if self._is_host else self._kernel.resident_work_groups()
         self._grid = tuning.work_groups or fit
-        check_resident(world.backend, self._kernel, self._grid)
+        check_resident(self._kernel, self._grid)
         self._contract_words = (
             self._batch,
             key.dtype,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.backend import Backend, Kernel, KernelRequest, check_resident, resident_work_groups
+from ...runtime.backend import Backend, Kernel, KernelRequest, LaunchShape, check_resident
 from ...runtime.compile.literals import literal, warp_size
 from ...runtime.contract import Field
 from ...runtime.dtypes import INDEX_TYPES
@@ -222,7 +222,7 @@ def kernel_request(
             "weighted": is_weighted,
             "threads": threads,
         },
-        threads,
+        LaunchShape(threads),
     )
 
 
@@ -341,8 +341,8 @@ class InputsPlan(Plan):
         threads = tuning.threads or THREADS
         kernel = self._kernel(threads)
         most = -(-self._most_pieces * warp_size() // threads)
-        work_groups = tuning.work_groups or min(resident_work_groups(backend, kernel), most)
-        check_resident(backend, kernel, work_groups)
+        work_groups = tuning.work_groups or min(kernel.resident_work_groups(), most)
+        check_resident(kernel, work_groups)
         return Shape(work_groups, threads)
 
     def _make_owners(self, structs: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.backend import KernelRequest, check_resident, resident_work_groups
+from ...runtime.backend import KernelRequest, LaunchShape, check_resident
 from ...runtime.dtypes import INDEX_TYPES
 from ...runtime.operator import Operator
 from ...runtime.plans import Plan, Plans
@@ -220,11 +220,11 @@ class InversionPlan(Plan):
         )
         if is_host:  # one library for all numbers of threads
             request = request.with_config(threads=512, blocks_per_sm=2)
-            request = dataclasses.replace(request, threads=512, arena_bytes=0)
-        self._kernel = world.load(request)
-        resident = resident_work_groups(world.backend, self._kernel)
+            request = dataclasses.replace(request, shape=LaunchShape(512))
+        self._kernel = world.load(request, key.team)
+        resident = self._kernel.resident_work_groups()
         self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else max(resident - key.room_for, 1))
-        check_resident(world.backend, self._kernel, self._grid)
+        check_resident(self._kernel, self._grid)
         words = description.structs["Words"]
         self._zero_words = world.workspace.zero_words(key.team, ctypes.sizeof(words) // 8)
         contract = OPERATOR.contract(key.team, rows.num_tables, rows.batch, rows.num_keys, self._grid)
@@ -325,8 +325,7 @@ def kernel_request(
             "threads": threads,
             "blocks_per_sm": work_groups_per_sm,
         },
-        threads,
-        arena_bytes=arena_bytes,
+        LaunchShape(threads, arena_bytes=arena_bytes),
     )
 
 

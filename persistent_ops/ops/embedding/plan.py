@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.backend import KernelRequest, check_resident
+from ...runtime.backend import KernelRequest, LaunchShape, check_resident
 from ...runtime.compile.literals import vector_bytes, warp_size
 from ...runtime.contract import Field
 from ...runtime.dtypes import INDEX_TYPES, SCALARS
@@ -337,8 +337,8 @@ class EmbeddingPlan(Plan):
         blocks_per_sm = -(-self._grid // backend.num_sms)
         mode, rows = self._key.choices.mode, tuning.rows_in_flight
         request = _request(self._table_dtype, self.dtype, lookups, mode, shapes, threads, rows, blocks_per_sm)
-        self._kernel = self._world.load(request)
-        check_resident(backend, self._kernel, self._grid)
+        self._kernel = self._world.load(request, self._key.team)
+        check_resident(self._kernel, self._grid)
         if self._grid > self._world.workspace.max_ready_words:
             raise ValueError(f"work_groups: at most {self._world.workspace.max_ready_words} in all, got {self._grid}")
 
@@ -571,5 +571,5 @@ def _request(
             "threads": threads,
             "blocks_per_sm": blocks_per_sm,
         },
-        threads,
+        LaunchShape(threads),
     )

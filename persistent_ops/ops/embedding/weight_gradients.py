@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...runtime.areas import Need
-from ...runtime.backend import KernelRequest, check_resident
+from ...runtime.backend import KernelRequest, LaunchShape, check_resident
 from ...runtime.contract import Field
 from ...runtime.operator import Operator
 from ...runtime.plans import Plan, Plans
@@ -68,7 +68,7 @@ class ReturnKey(NamedTuple):
 
 def kernel_request(threads: int) -> KernelRequest:
     """Return what is compiled."""
-    return KernelRequest(_NAME, None, threads)
+    return KernelRequest(_NAME, None, LaunchShape(threads))
 
 
 def return_gradients(world: World, lookups: Lookups, products: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class ReturnPlan(Plan):
             raise ValueError(f"piece_lookups: {returned} lookups are more than 2^31 pieces in all; use larger ones")
         self._kernel = world.load(kernel_request(constants["kThreads"]))
         self._grid = tuning.work_groups or backend.num_sms
-        check_resident(backend, self._kernel, self._grid)
+        check_resident(self._kernel, self._grid)
         places = [_places(pe, key.capacities[pe]) for pe in range(team.size)]
         first_slots = [0, *itertools.accumulate(map(len, layout.slots))]
         self._outgoing_bytes = 0

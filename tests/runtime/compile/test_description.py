@@ -12,7 +12,7 @@ import pytest
 from host_driver.build import CUDA
 
 from persistent_ops.runtime import backend, contract
-from persistent_ops.runtime.backend import KernelRequest
+from persistent_ops.runtime.backend import KernelRequest, LaunchShape
 from persistent_ops.runtime.compile import description
 from persistent_ops.runtime.compile.description import Description, describe, description_of
 from persistent_ops.runtime.compile.jit import KernelSource, _scan, compile_host
@@ -57,7 +57,7 @@ def test_a_kernel_is_compiled_with_its_layout(monkeypatch: pytest.MonkeyPatch) -
     other = dataclasses.replace(found, layout=found.layout.replace("sizeof(Grant) == 128", "sizeof(Grant) == 64"))
     monkeypatch.setattr(backend, "description_of", lambda kernel: other)
     with pytest.raises(CompileError, match="another layout than the host's"):
-        compile_host(KernelRequest("barrier", None, 64).source())
+        compile_host(KernelRequest("barrier", None, LaunchShape(64)).source())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime import world as _world
-from ..runtime.backend import KernelRequest
+from ..runtime.backend import KernelRequest, LaunchShape, check_resident
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
 from ..runtime.operator import Operator
@@ -96,7 +96,7 @@ def kernel_request(*, is_aligned: bool) -> KernelRequest:
     """Return what is compiled; `is_aligned`: as of the key."""
     vector_bytes = _VECTOR_BYTES if is_aligned else _SMALLEST_BYTES
     threads = OPERATOR.description.constants["kThreads"]
-    return KernelRequest(OPERATOR.name, (("vector_bytes", str(vector_bytes)),), threads)
+    return KernelRequest(OPERATOR.name, (("vector_bytes", str(vector_bytes)),), LaunchShape(threads))
 
 
 class _Plan(Plan):
@@ -111,9 +111,7 @@ class _Plan(Plan):
         self._world = world
         self._kernel = world.load(kernel_request(is_aligned=key.is_aligned))
         self._grid = (key.tuning or Tuning()).work_groups or world.backend.num_sms
-        most = self._kernel.max_blocks_per_sm() * world.backend.num_sms
-        if self._grid > most:
-            raise ValueError(f"work_groups: expected at most {most}, which are resident together, got {self._grid}")
+        check_resident(self._kernel, self._grid)
         self._dtype, self._shape = key.dtype, (key.team.size, *key.shape)
         self._output_bytes = math.prod(self._shape) * key.dtype.itemsize
         contract = OPERATOR.contract(key.team, key.shape, key.dtype, self._grid)
