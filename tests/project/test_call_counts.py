@@ -1,0 +1,42 @@
+"""How many calls lie between a public function and the launch."""
+
+from __future__ import annotations
+
+import pytest
+from count_calls import Call, count_on_pe, counted, summary_of
+
+import persistent_ops as po
+
+pytestmark = pytest.mark.host
+
+# Of each walk: calls and files at most.
+LIMITS = {
+    "all_reduce": (22, 12),
+    "gemv_all_reduce": (19, 13),
+    "sparse_all_reduce": (61, 14),
+    "embedding_all_to_all": (35, 15),
+    "collection": (330, 38),
+}
+
+
+@pytest.fixture(scope="module")
+def walks() -> dict[str, list[Call]]:
+    return po.launch(count_on_pe, 2, threads=True, timeout=120)[0]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_walk_is_short(name: str, walks: dict[str, list[Call]]) -> None:
+    found, (calls, files) = summary_of(walks[name]), LIMITS[name]
+    assert found.calls <= calls and found.files <= files, f"{found}: see scripts/count_calls.py {name}"
+
+
+def test_every_walk_has_a_limit(walks: dict[str, list[Call]]) -> None:
+    assert walks.keys() == LIMITS.keys()
+
+
+def test_calls_of_the_package_alone_are_counted() -> None:
+    def outside() -> None:
+        with pytest.raises(TypeError):
+            po.launch(None, 1)  # type: ignore[arg-type]
+
+    assert [call.name for call in counted(outside)] == ["launch"]
