@@ -38,7 +38,7 @@ from .ops.all_reduce import all_reduce_rms_norm as all_reduce_rms_norm
 from .ops.embedding.backward import EmbeddingOptimizer as EmbeddingOptimizer
 from .ops.embedding.inputs import EmbeddingInputs as EmbeddingInputs
 from .ops.embedding.lookups import Lookups as Lookups, LookupSource as LookupSource
-from .ops.sparse_all_reduce import SparseWork as SparseWork, sparse_all_reduce_into as sparse_all_reduce_into
+from .ops.sparse_all_reduce import sparse_all_reduce_into as sparse_all_reduce_into
 from .ops.sparse_buffers import sparse_all_reduce_buffers as sparse_all_reduce_buffers
 from .runtime.errors import (
     BackendUnavailableError as BackendUnavailableError,
@@ -53,6 +53,7 @@ from .runtime.errors import (
     SymmetricHeapError as SymmetricHeapError,
 )
 from .runtime.spawn import launch as launch
+from .runtime.work import Work as Work
 from .timeline import trace as trace
 
 __version__ = "0.1.0"

@@ -14,10 +14,11 @@ from ..runtime.overlap import check_apart
 from ..runtime.plain_call import require_plain
 from ..runtime.torch_library import TorchOperator
 from ..runtime.uncompiled import uncompiled
+from ..runtime.work import Work
 from .sparse_launch import PendingSum, find_plan, refuse_capture, sorted_entries, start
 from .sparse_plan import MAX_ENTRIES, MAX_ROWS, OPERATOR, OPS, SCALARS, Entries, Layout, bad_row, state_of
 
-__all__ = ["ALGORITHMS", "SparseWork", "reference", "sparse_all_reduce", "sparse_all_reduce_into", "start_sum"]
+__all__ = ["ALGORITHMS", "reference", "sparse_all_reduce", "sparse_all_reduce_into", "start_sum"]
 
 ALGORITHMS = ("auto", "owner", "allgather", "dense")
 _NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, under torch.no_grad()"
@@ -26,7 +27,7 @@ _NO_GRADIENT = "sparse_all_reduce has no backward pass: it is for gradients, und
 @uncompiled
 def sparse_all_reduce(
     x: torch.Tensor, *, op: str = "sum", algorithm: str = "auto", async_op: bool = False
-) -> torch.Tensor | SparseWork:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Sum sparse tensors over all PEs, in one kernel.
 
     Sums are in fp32, and in one order: a PE's entries of a row as they occur, the PEs' sums by rank, from the first PE
@@ -43,7 +44,7 @@ def sparse_all_reduce(
             summed up by one of them. "allgather" sends the latter to every PE, which sums up for itself: a latency
             less, more bytes and room. "dense" goes through dense tensors `[R, ...]` in fp32. "auto" takes "owner" or
             "allgather" by the size and overlap of the last call with such a tensor.
-        async_op: return a `SparseWork` at once ("dense" with the sum). On "cuda" the kernel then runs on a stream of
+        async_op: return a `Work` at once ("dense" with the sum). On "cuda" the kernel then runs on a stream of
             its own. The next call with equal shape, dtype and op waits on the host for this one's number of rows. x
             stays as it is until then, or until `wait()`: where the sum finds no room it is launched again.
 
@@ -124,56 +125,18 @@ def sparse_all_reduce_into(
     _into(arguments, outputs, (indices, values, out_indices, out_values, out_count), (count,))
 
 
-class SparseWork:
-    """A sum under way, as torch.distributed's Work."""
-
-    def __init__(
-        self, pending: PendingSum | None, result: torch.Tensor | None, problem: IndexError | None = None
-    ) -> None:
-        self._pending = pending
-        self._result = result
-        self._problem = problem
-
-    @uncompiled
-    def wait(self) -> torch.Tensor:
-        """Let the current stream wait for the sum, and return it; raise what launches report, its bad rows each time.
-
-        Bad rows are told by this call alone.
-
-        Where the union has outgrown the room that was set aside, this launches again: call it in the same order on all
-        PEs.
-        """
-        if self._problem is not None:
-            raise to_raise(self._problem)
-        if self._pending is not None:
-            if self._result is None:
-                self._result = self._pending.result()
-            else:
-                self._pending.pair()  # for a stream that has not waited yet
-        assert self._result is not None
-        return self._result
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would neither wait nor launch."""
-        return self._pending is None or self._pending.is_completed()
-
-    def result(self) -> torch.Tensor:
-        """Return the sum; RuntimeError before `wait`."""
-        if self._result is None:
-            raise RuntimeError("result: call wait() first")
-        return self._result
-
-
 # ---- launch --------------------------------------------------------------------------------------------------------
 
 
-def _start(x: torch.Tensor, op: str, algorithm: str) -> SparseWork:
+def _start(x: torch.Tensor, op: str, algorithm: str) -> Work[torch.Tensor]:
     if algorithm != "dense":
-        return SparseWork(start_sum(x, op, algorithm), None)
+        pending = start_sum(x, op, algorithm)
+        return Work(pending.wait, pending.done)
     world = _world.for_call()
     layout = _check(x, op, algorithm, world.backend.device)
     refuse_capture(world)
-    return SparseWork(None, *_through_dense(world, layout, x))
+    found = _through_dense(world, layout, x)
+    return Work(lambda: _sum_or_raise(found), lambda: True)
 
 
 def start_sum(x: torch.Tensor, op: str, algorithm: str = "auto", *, tag: int = 0) -> PendingSum:
@@ -195,9 +158,13 @@ def _start_here(world: _world.World, layout: Layout, x: torch.Tensor, algorithm:
     return start(world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), tag=tag)
 
 
-def _through_dense(
-    world: _world.World, layout: Layout, x: torch.Tensor
-) -> tuple[torch.Tensor | None, IndexError | None]:
+def _sum_or_raise(found: torch.Tensor | IndexError) -> torch.Tensor:
+    if isinstance(found, IndexError):
+        raise to_raise(found)
+    return found
+
+
+def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torch.Tensor | IndexError:
     """Sum dense copies: every PE has all rows then, and only the rows of the union are kept; or return a bad row."""
     numbers = x._indices()[0]
     inside = (numbers >= 0) & (numbers < layout.num_rows)
@@ -220,12 +187,11 @@ def _through_dense(
     _, sums = start(world, whole, everywhere, dense, "owner", in_order=True).pair()
     world.workspace.raise_pending()
     if is_bad:
-        return None, bad_row(int((~inside).nonzero()[0]), int(numbers[~inside][0]), layout.num_rows)
+        return bad_row(int((~inside).nonzero()[0]), int(numbers[~inside][0]), layout.num_rows)
     values = sums.index_select(0, union).to(layout.dtype)
-    summed = torch.sparse_coo_tensor(
+    return torch.sparse_coo_tensor(
         union.unsqueeze(0), values, x.shape, device=x.device, check_invariants=False, is_coalesced=True
     )
-    return summed, None
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -372,10 +338,10 @@ def _run(x: torch.Tensor, op: str, algorithm: str) -> torch.Tensor:
     world = _world.for_call()
     layout = _check(x, op, algorithm, world.backend.device)
     if algorithm == "dense":
-        return SparseWork(None, *_through_dense(world, layout, x)).wait()
+        return _sum_or_raise(_through_dense(world, layout, x))
     return start(
         world, layout, x._indices(), x._values(), algorithm, in_order=x.is_coalesced(), is_for_later=False
-    ).result()
+    ).wait()
 
 
 def _run_into(

@@ -13,6 +13,7 @@ from ..runtime.errors import to_raise
 from ..runtime.operator import Operator
 from ..runtime.plain_call import require_plain
 from ..runtime.uncompiled import uncompiled
+from ..runtime.work import Work
 from .sparse_all_reduce import check_choices, check_entries, check_num_entries, refuse_gradient
 from .sparse_launch import PendingSum, start
 from .sparse_plan import SCALARS, Layout, bad_row
@@ -41,7 +42,7 @@ def sparse_all_reduce_buffers(
     coalesce: str = "regular",
     op: str = "sum",
     async_op: bool = False,
-) -> BuffersWork | None:
+) -> Work[None] | None:
     """Sum entries over all PEs and hand the result to a callback.
 
     Args:
@@ -57,11 +58,11 @@ def sparse_all_reduce_buffers(
         coalesce: "regular" as `sparse_all_reduce`; "keep_precision" the same with values of 16 bits not rounded but
             given as float32; "disable" all PEs' entries one behind the other, in rank order, neither sorted nor summed.
         op: "sum" or "mean"; "sum" with "disable".
-        async_op: return a handle; its wait() calls the callback. With "disable" the call waits on the host for the PEs'
-            numbers of entries nevertheless. Indices and values stay as they are until `wait()`.
+        async_op: return a `Work`; its `wait()` calls the callback. With "disable" the call waits on the host for the
+            PEs' numbers of entries nevertheless. Indices and values stay as they are until `wait()`.
 
     Returns:
-        None, or with `async_op` a handle.
+        None, or with `async_op` a `Work`.
 
     Raises:
         TypeError, ValueError: an argument; before anything is launched.
@@ -83,31 +84,30 @@ def sparse_all_reduce_buffers(
     require_plain({"indices": indices, "values": values})
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
     refuse_gradient(values)
-    work = BuffersWork(world, indices.dtype, completion_fn, alloc_fn, fn_ctx)
+    delivery = _Delivery(indices.dtype, completion_fn, alloc_fn, fn_ctx)
     if coalesce == "disable":
         outside = (indices < 0) | (indices >= num_rows)
         if bool(outside.any()):
             entry = int(outside.nonzero()[0])
-            work.error = bad_row(entry, int(indices[entry]), num_rows)
+            delivery.error = bad_row(entry, int(indices[entry]), num_rows)
             indices, values = indices[~outside], values[~outside]
-        work.indices, work.pending = _concatenate(world, num_rows, indices, values)
+        delivery.indices, delivery.pending = _concatenate(world, num_rows, indices, values)
     else:
         if coalesce == "keep_precision":
             values = values.float()
         layout = Layout(num_rows, row_shape, values.dtype, op)
-        work.pending = start(world, layout, indices, values, "auto", in_order=False)
+        delivery.pending = start(world, layout, indices, values, "auto", in_order=False)
     if async_op:
-        return work
-    work.wait()
+        return Work(delivery.wait, delivery.done)
+    delivery.wait()
     return None
 
 
-class BuffersWork:
+class _Delivery:
     """A result that a callback waits for."""
 
     def __init__(
         self,
-        world: _world.World,
         index_dtype: torch.dtype,
         completion_fn: CompletionFn | None,
         alloc_fn: AllocFn | None,
@@ -118,39 +118,34 @@ class BuffersWork:
         """In place of the sum's row numbers."""
         self.error: Exception | None = None
         """What is wrong with this PE's entries: the callback is not called."""
-        self._world = world
         self._index_dtype = index_dtype
         self._completion_fn = completion_fn
         self._alloc_fn = alloc_fn
         self._fn_ctx = fn_ctx
-        self._is_done = False
 
-    def is_completed(self) -> bool:
+    def done(self) -> bool:
         """Return whether the callback has been called, or `wait` would call it, or raise, at once."""
-        return self._is_done or self.pending is None or self.pending.is_completed()
+        return self.pending is None or self.pending.done()
 
-    @uncompiled
     def wait(self) -> None:
-        """Call the callback, once; raise what launches have reported, bad rows each time. In order on all PEs."""
-        if self._is_done:
-            if self.error is not None:
-                raise to_raise(self.error)
-            return
-        assert self.pending is not None
-        indices, values = self.pending.pair()
-        self.pending.raise_reported()
-        self._is_done = True
+        """Call the callback, once; raise what launches have reported, bad rows each time."""
+        if self.pending is not None:
+            indices, values = self.pending.pair()
+            self.pending.raise_reported()
+            self.pending = None
+            if self.error is None:
+                self._deliver(indices, values)
         if self.error is not None:
-            self.pending = self.indices = None
             raise to_raise(self.error)
+
+    def _deliver(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         if self.indices is not None:
-            indices = self.indices
+            indices, self.indices = self.indices, None
         indices = indices.to(self._index_dtype)
         if self._completion_fn is not None:
             self._completion_fn(indices, values, self._fn_ctx)
         elif self._alloc_fn is not None:
             self._fill(indices, values)
-        self.pending = self.indices = None
 
     def _fill(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         assert self._alloc_fn is not None

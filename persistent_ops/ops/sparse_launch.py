@@ -98,13 +98,14 @@ class PendingSum:
         if is_for_later and world.backend.name == "cuda":
             self._stream = torch.cuda.current_stream(world.backend.device)
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tensor: torch.Tensor | None = None
         self._error: Exception | None = None
         self._problem: Exception | None = None  # with this PE's entries
         self._launch(entries)
         room.unresolved = self
 
-    def is_completed(self) -> bool:
-        """Return whether `pair` would neither wait nor launch, and the rows have come, or will not come any more."""
+    def done(self) -> bool:
+        """Return whether `wait` would neither wait nor launch, and the rows have come, or will not come any more."""
         if self._entries is not None and self._generation == self._state.generation:
             report = self._plan.report
             if report.state and report.num_rows > self._plan.capacity:
@@ -158,10 +159,12 @@ class PendingSum:
     def tensor(self) -> torch.Tensor:
         """Return the sum of `pair` as a sparse tensor."""
         rows, values = self._taken()
-        size = (self._layout.num_rows, *self._layout.row_shape)
-        return torch.sparse_coo_tensor(
-            rows, values, size, device=values.device, check_invariants=False, is_coalesced=True
-        )
+        if self._tensor is None:
+            size = (self._layout.num_rows, *self._layout.row_shape)
+            self._tensor = torch.sparse_coo_tensor(
+                rows, values, size, device=values.device, check_invariants=False, is_coalesced=True
+            )
+        return self._tensor
 
     def _taken(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.resolve()
@@ -176,8 +179,8 @@ class PendingSum:
         assert self._result is not None
         return self._result
 
-    def result(self) -> torch.Tensor:
-        """Return the sum; raise what launches have reported."""
+    def wait(self) -> torch.Tensor:
+        """Return the sum, the same tensor each time; raise what launches have reported."""
         tensor = self.tensor()
         self.raise_reported()
         return tensor

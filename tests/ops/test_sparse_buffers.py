@@ -218,7 +218,7 @@ def _waited_for_again(coalesce: str) -> list[Any]:
         torch.cuda.synchronize()  # the report is there
     errors = [error_of(work.wait)[:2] for _ in range(3)]
     po.check()  # has been told
-    return [errors, given, work.is_completed()]
+    return [errors, given, work.done()]
 
 
 @pytest.mark.parametrize("coalesce", ["regular", "keep_precision", "disable"])

@@ -252,6 +252,11 @@ class Lookups:
         if not self._is_captured:
             self._inputs.workspace.raise_pending(self._region.input.take())  # then what graphs have found
 
+    def done(self) -> bool:
+        """Return whether `wait` would neither wait nor launch."""
+        report = self._region.report
+        return self._given is None or (report.state == self._report_number and report.full_source < 0)
+
     def learn_split(self) -> None:
         """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host.
 

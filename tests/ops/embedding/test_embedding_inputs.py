@@ -477,7 +477,9 @@ def _grown_while_held() -> list[Any]:
     before = inputs.capacity
     first = _exchange(inputs, case, 0, "lengths")
     second = _exchange(inputs, case, 1, "offsets")
+    lacked_room = not first.done()
     first.wait()
+    lacked_room &= first.done()
     grown = inputs.capacity
     second.wait()
     right = [problem(case, 0, arrived(first)), problem(case, 1, arrived(second))]
@@ -487,11 +489,11 @@ def _grown_while_held() -> list[Any]:
         with _exchange(inputs, case, iteration, "lengths") as lookups:
             right.append(problem(case, iteration, arrived(lookups)))
     po.check()
-    return [right, grown != before]
+    return [right, grown != before, lacked_room]
 
 
 def test_room_grows_while_lookups_are_held(backend: str) -> None:
-    assert in_world(_grown_while_held, 3, backend) == [[[None] * 6, True]] * 3
+    assert in_world(_grown_while_held, 3, backend) == [[[None] * 6, True, True]] * 3
 
 
 def _more_than_a_message_takes() -> list[Any]:
