@@ -26,7 +26,6 @@ from .api import (
     to_symmetric as to_symmetric,
     world_size as world_size,
 )
-from .nn.ddp import ddp_sparse_hook as ddp_sparse_hook
 from .ops import (
     all_reduce as all_reduce,
     embedding_all_to_all as embedding_all_to_all,

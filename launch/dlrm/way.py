@@ -80,7 +80,7 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
     }
     beside_launches: Callable[..., Any] | None = None
     if isinstance(embedding, po.nn.ShardedEmbeddingBagCollection):
-        beside_launches = po.nn.OrderedAllReduce
+        beside_launches = po.nn.order_all_reduce
         if options.num_sms_of_nccl is not None:
             beside_launches = functools.partial(po.nn.leave_room, num_sms=options.num_sms_of_nccl)
     return Training(

@@ -26,7 +26,7 @@ def seconds_per_pass(pe: _Pe, steps: int) -> dict[str, float]:
         steps: of each way and round.
 
     Returns:
-        Seconds per pass, the median over the rounds, the maximum over the PEs: "hook" with `po.ddp_sparse_hook`,
+        Seconds per pass, the median over the rounds, the maximum over the PEs: "hook" with `po.nn.ddp_sparse_hook`,
         "after" where the same sums begin when the backward pass has ended, "none" without any.
     """
 

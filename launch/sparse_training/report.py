@@ -126,7 +126,7 @@ def _print_passes(report: dict[str, Any], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("gradients are exchanged")
     table.add_column("ms per pass", justify="right")
-    names = {"hook": "by po.ddp_sparse_hook", "after": "after the backward pass", "none": "not at all"}
+    names = {"hook": "by po.nn.ddp_sparse_hook", "after": "after the backward pass", "none": "not at all"}
     for name, text in names.items():
         table.add_row(text, f"{passes[name] * 1e3:.2f}", style="bold" if name == "hook" else "")
     console.print(table)

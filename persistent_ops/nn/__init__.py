@@ -1,6 +1,6 @@
 """What drops into a model: linear layers for decoding, embedding tables spread over PEs, sparse gradients under DDP."""
 
-from .ddp import allow_unused_sparse as allow_unused_sparse
+from .ddp import allow_unused_sparse as allow_unused_sparse, ddp_sparse_hook as ddp_sparse_hook
 from .embedding_bag_collection import (
     ShardedEmbeddingBagCollection as ShardedEmbeddingBagCollection,
 )
@@ -9,7 +9,7 @@ from .embedding_features import KeyedEmbeddings as KeyedEmbeddings, SentFeatures
 from .embedding_tables import TableConfig as TableConfig
 from .ignored_tables import ignore_sharded_tables as ignore_sharded_tables
 from .leave_room import leave_room as leave_room
-from .ordered_all_reduce import OrderedAllReduce as OrderedAllReduce
+from .order_all_reduce import order_all_reduce as order_all_reduce
 from .parallel_linear import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,

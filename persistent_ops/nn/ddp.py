@@ -29,7 +29,7 @@ _PLACEHOLDER = "_persistent_ops_placeholder"  # attribute of a gradient that sta
 def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the PEs: a communication hook for DistributedDataParallel.
 
-        ddp.register_comm_hook(None, po.ddp_sparse_hook)
+        ddp.register_comm_hook(None, po.nn.ddp_sparse_hook)
 
     A sparse gradient, which `nn.Embedding` and `nn.EmbeddingBag` have with sparse=True, goes through
     `po.sparse_all_reduce(gradient, op="mean")`; it may have any number of entries on each PE, 0 included. A bucket of
@@ -93,7 +93,7 @@ def allow_unused_sparse(module: DistributedDataParallel) -> None:
 
     DDP's find_unused_parameters=True and static_graph=True are meant for this, but refuse sparse parameters ("Expected
     sparse gradient to be defined"). This gives the ones that a backward pass has left without a gradient an empty one;
-    with `po.ddp_sparse_hook` a table that no PE has used ends with `.grad` None nevertheless, as without DDP.
+    with `po.nn.ddp_sparse_hook` a table that no PE has used ends with `.grad` None nevertheless, as without DDP.
 
     A table that is looked up, though with no index at all, is not unused, and needs none of this.
 

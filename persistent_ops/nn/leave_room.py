@@ -39,7 +39,7 @@ def leave_room(*groups: DistributedDataParallel | dist.ProcessGroup, num_sms: in
     Both stay on the GPU until those of the other PEs come, and neither may keep off one GPU what the other one waits
     for on another. From here on each launch of this PE has at most one work-group for each of the other SMs, and those
     of NCCL's kernels are as few as the SMs that are left: however all of them lie, the next one finds an empty SM. So
-    the two need no order (`OrderedAllReduce`), and gradients of DistributedDataParallel travel beside the tables'
+    the two need no order (`order_all_reduce`), and gradients of DistributedDataParallel travel beside the tables'
     backward pass. Launches lose some of their speed.
 
     Args:

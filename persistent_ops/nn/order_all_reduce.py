@@ -11,20 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 from ..runtime import world as _world
 from ..runtime.bootstrap.process_group import only_tensor
 
-__all__ = ["OrderedAllReduce"]
+__all__ = ["average_in_order", "order_all_reduce"]
 
 
-class OrderedAllReduce:
-    """Averages the gradients of a DistributedDataParallel, in one order with the package's launches.
+def order_all_reduce(module: DistributedDataParallel) -> None:
+    """Average the gradients of a DistributedDataParallel in one order with the package's launches.
 
-        po.nn.OrderedAllReduce(ddp)  # once
+        po.nn.order_all_reduce(ddp)  # once
         loss(ddp(dense, embeddings(values, lengths))).backward()  # in every step
 
     The group's kernels (NCCL's) and launches, such as the one that updates the tables, both stay on the GPU until those
     of the other PEs come, and neither may keep off one GPU what the other one waits for on another. Buckets travel
-    while autograd computes the next ones, as without this; but they, and what is computed behind them, come behind the
+    while autograd computes the next ones, as without this; but they, and what is computed after them, come after the
     launches that were made before (as of an exchange of lookups that is ahead), and launches that are made later come
-    behind them, whatever the streams. So all PEs have one order, that of the calls, also in a CUDA-graph capture. The
+    after them, whatever the streams. So all PEs have one order, that of the calls, also in a CUDA-graph capture. The
     process group's other collectives have none: while lookups are ahead on a stream of their own, there should be no
     others.
 
@@ -35,20 +35,18 @@ class OrderedAllReduce:
         TypeError: `module` is not a DistributedDataParallel.
         RuntimeError: it has a hook already.
     """
+    if not isinstance(module, DistributedDataParallel):
+        raise TypeError(f"module: expected a DistributedDataParallel, got {type(module).__name__}")
+    module.register_comm_hook(module.process_group, average_in_order)
 
-    def __init__(self, module: DistributedDataParallel) -> None:
-        if not isinstance(module, DistributedDataParallel):
-            raise TypeError(f"module: expected a DistributedDataParallel, got {type(module).__name__}")
-        self._group = module.process_group
-        module.register_comm_hook(None, self._average)
 
-    def _average(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        work = self._start(bucket.buffer().mul_(1.0 / dist.get_world_size(self._group)))
-        average: torch.futures.Future[torch.Tensor] = work.get_future().then(only_tensor)
-        return average
+def average_in_order(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over the group's ranks, in one order with the launches: the hook."""
+    gradient = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
 
-    def _start(self, gradient: torch.Tensor) -> Any:
-        def start() -> Any:
-            return dist.all_reduce(gradient, group=self._group, async_op=True)
+    def start() -> Any:
+        return dist.all_reduce(gradient, group=group, async_op=True)
 
-        return _world.current().in_order(start, self._group) if _world.is_initialized() else start()
+    work: Any = _world.current().in_order(start, group) if _world.is_initialized() else start()
+    average: torch.futures.Future[torch.Tensor] = work.get_future().then(only_tensor)
+    return average

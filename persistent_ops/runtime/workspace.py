@@ -355,7 +355,7 @@ class Workspace:
             return ""  # threads find room, or their PE says that they do not
         return (
             ", or its launch found no room on its GPU beside another library's collective (NCCL's), which waited there "
-            f"for PE {waiting}: let all PEs meet the two in one order (po.nn.OrderedAllReduce), or leave room for both "
+            f"for PE {waiting}: let all PEs meet the two in one order (po.nn.order_all_reduce), or leave room for both "
             "(po.nn.leave_room)"
         )
 

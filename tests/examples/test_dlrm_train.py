@@ -240,7 +240,7 @@ def _averages() -> list[bool]:
             torch.manual_seed(3)
             model = torch.nn.Sequential(torch.nn.Linear(4, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
             module = DistributedDataParallel(model, bucket_cap_mb=0.1)
-            po.nn.OrderedAllReduce(module)
+            po.nn.order_all_reduce(module)
             x = torch.full((3, 4), float(po.rank() + 1))
             for _ in range(2):  # in the first one DDP makes its buckets
                 (own,) = torch.autograd.grad(model(x).sum(), [model[0].weight])
@@ -263,7 +263,7 @@ def test_gradients_of_the_dense_part_are_averages() -> None:
 
 def test_what_order_refuses() -> None:
     with pytest.raises(TypeError, match="DistributedDataParallel"):
-        po.nn.OrderedAllReduce(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+        po.nn.order_all_reduce(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 # ---- beside other tables -------------------------------------------------------------------------------------------

@@ -415,7 +415,7 @@ def test_prints_records_draws_and_resumes(capsys: pytest.CaptureFixture[str], tm
         "the sources of Python's standard library: 60,000 bytes",
         "in 6 steps of 64 words",
         "correct: losses and norms of gradients of 2 steps are those of one process",
-        "by po.ddp_sparse_hook",
+        "by po.nn.ddp_sparse_hook",
         "nothing can be hidden",
         "--resume --steps 12 goes on",
     ):

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from dlrm.captured_step import EAGER_STEPS, StepGraph, own_stream
 from kept_pes import in_processes
 from test_dlrm_graph import on_gpus, run_on_gpu
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, init_with_impatient_kernels
 
 import persistent_ops as po
+from persistent_ops.nn.order_all_reduce import average_in_order
 from persistent_ops.ops.embedding.inputs_plan import OPERATOR as INPUTS, Tuning as InputsTuning
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.bootstrap.process_group import process_group
@@ -48,7 +50,7 @@ class Dense(torch.nn.Module):
         return ((pooled @ self.weight) * factors).sum() + (self.large * factors.sum()).sum()
 
 
-class Arrival(po.nn.OrderedAllReduce):
+class Arrival:
     """Sums of dense gradients and launches that wait for peers, of which the one is late on PE 0, the other on PE 1.
 
     Attributes:
@@ -57,8 +59,8 @@ class Arrival(po.nn.OrderedAllReduce):
     """
 
     def __init__(self, module: DistributedDataParallel, is_ordered: bool) -> None:
-        super().__init__(module)
         self.is_ordered, self.is_forced = is_ordered, False
+        module.register_comm_hook(module.process_group, self._average)
         self._late = torch.cuda.Stream()
 
     def delay_launch(self) -> None:
@@ -66,16 +68,14 @@ class Arrival(po.nn.OrderedAllReduce):
         if self.is_forced and po.rank() == 1:
             torch.cuda._sleep(LATE_CYCLES)
 
-    def _start(self, gradient: torch.Tensor) -> Any:
+    def _average(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        hook = average_in_order if self.is_ordered else allreduce_hook
         if not (self.is_forced and po.rank() == 0):
-            return self._sum(gradient)
+            return hook(group, bucket)
         self._late.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._late):
             torch.cuda._sleep(LATE_CYCLES)
-            return self._sum(gradient)
-
-    def _sum(self, gradient: torch.Tensor) -> Any:
-        return super()._start(gradient) if self.is_ordered else dist.all_reduce(gradient, async_op=True)
+            return hook(group, bucket)
 
 
 class Ahead:

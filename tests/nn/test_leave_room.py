@@ -353,6 +353,6 @@ def test_a_time_out_names_what_may_hold_the_gpu(backend: str, tmp_path: Path) ->
         assert "NCCL" not in first[0] + second[0], "threads always find room"
     for told in (first[-1], second[-1]):
         assert "its launch found no room on its GPU beside another library's collective (NCCL's)" in told
-        assert "which waited there for PE 0: let all PEs meet the two in one order (po.nn.OrderedAllReduce)" in told
+        assert "which waited there for PE 0: let all PEs meet the two in one order (po.nn.order_all_reduce)" in told
         assert "po.nn.leave_room" in told and "po.recover()" in told
     assert "PE 1 called the operator too late, or its launch found no room" in second[-1]
