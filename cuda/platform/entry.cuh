@@ -101,6 +101,14 @@ constexpr size_t host_arena_bytes() {
   return 0;
 }
 
+// A Call from where Python keeps it, which does not align it as much as a tensor map wants.
+template <class Call>
+Call call_at(const void* bytes) {
+  Call call;
+  __builtin_memcpy(&call, bytes, sizeof(Call));
+  return call;
+}
+
 // Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them. `sink`: null without a timeline.
 // Returns false where it ran none, as the system has no room for their threads.
 template <class Kernel>
@@ -110,16 +118,19 @@ template <class Kernel>
     typename Kernel::Shared shared{};
     TraceState trace{};
     pthread_barrier_t barrier;
+    pthread_barrier_t cluster_barrier;  // of the first WG of a cluster
     alignas(kArenaAlignment<>) uint8_t arena[max_of(host_arena_bytes<Kernel>(), size_t{1})]{};
   };
   auto* states = new WgState[static_cast<size_t>(num_wgs)];
   for (int i = 0; i < num_wgs; ++i) {
     pthread_barrier_init(&states[i].barrier, nullptr, static_cast<unsigned>(wg_size));
+    pthread_barrier_init(&states[i].cluster_barrier, nullptr, static_cast<unsigned>(kClusterSize<> * wg_size));
   }
   const bool has_run = run_threads(num_wgs * wg_size, [&](int thread) {
     const int wg_index = thread / wg_size, rank = thread % wg_size;
     WgState& state = states[wg_index];
-    const WorkGroup wg{rank, wg_size, wg_index, num_wgs, &state.barrier, state.arena};
+    pthread_barrier_t* cluster_barrier = &states[wg_index - wg_index % kClusterSize<>].cluster_barrier;
+    const WorkGroup wg{rank, wg_size, wg_index, num_wgs, &state.barrier, state.arena, cluster_barrier, sizeof(WgState)};
     if constexpr (kTraces<>) {
       trace_thread = {&state.trace, static_cast<uint32_t>(rank)};
       run_traced<Kernel>(wg, state.shared, plan, call, *sink);
@@ -127,27 +138,29 @@ template <class Kernel>
       run_kernel<Kernel>(wg, state.shared, plan, call);
     }
   });
-  for (int i = 0; i < num_wgs; ++i) pthread_barrier_destroy(&states[i].barrier);
+  for (int i = 0; i < num_wgs; ++i) {
+    pthread_barrier_destroy(&states[i].barrier);
+    pthread_barrier_destroy(&states[i].cluster_barrier);
+  }
   delete[] states;
   return has_run;
 }
 
 }  // namespace po
 
-#define PO_ENTRY(name, ...)                                                                               \
-  using po_kernel_##name = __VA_ARGS__;                                                                   \
-  extern "C" __attribute__((visibility("default"))) bool name(                                            \
-      const po_kernel_##name::Plan* plan, const po_kernel_##name::Call* call, int num_wgs, int wg_size) { \
-    return po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size);                              \
+#define PO_ENTRY(name, ...)                                                                                         \
+  using po_kernel_##name = __VA_ARGS__;                                                                             \
+  extern "C" __attribute__((visibility("default"))) bool name(const po_kernel_##name::Plan* plan, const void* call, \
+                                                              int num_wgs, int wg_size) {                           \
+    return po::run_on_host<po_kernel_##name>(plan, po::call_at<po_kernel_##name::Call>(call), num_wgs, wg_size);    \
   }
 #define PO_ENTRY_HOLDING_CALL PO_ENTRY
 
-#define PO_ENTRY_TRACED(name, ...)                                                                             \
-  using po_kernel_##name = __VA_ARGS__;                                                                        \
-  extern "C" __attribute__((visibility("default"))) bool name(const po_kernel_##name::Plan* plan,              \
-                                                              const po_kernel_##name::Call* call, int num_wgs, \
-                                                              int wg_size, const po::TraceSink* sink) {        \
-    return po::run_on_host<po_kernel_##name>(plan, *call, num_wgs, wg_size, sink);                             \
+#define PO_ENTRY_TRACED(name, ...)                                                                                     \
+  using po_kernel_##name = __VA_ARGS__;                                                                                \
+  extern "C" __attribute__((visibility("default"))) bool name(const po_kernel_##name::Plan* plan, const void* call,    \
+                                                              int num_wgs, int wg_size, const po::TraceSink* sink) {   \
+    return po::run_on_host<po_kernel_##name>(plan, po::call_at<po_kernel_##name::Call>(call), num_wgs, wg_size, sink); \
   }
 #define PO_ENTRY_HOLDING_CALL_TRACED PO_ENTRY_TRACED
 

@@ -95,6 +95,8 @@ struct WorkGroup {
   int count_;
   pthread_barrier_t* barrier_;
   uint8_t* arena_;
+  pthread_barrier_t* cluster_barrier_;
+  int64_t bytes_to_next_;  // from this WG's shared memory to that of the next one
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -170,6 +172,7 @@ class Handover {
 #else
     word_ = 0;
     arrivals_per_round_ = static_cast<uint64_t>(arrivals_per_round);
+    missing_bytes_ = 0;
 #endif
   }
 
@@ -190,7 +193,26 @@ class Handover {
 #endif
   }
 
-  // Rounds count from 0. It waits for threads of this WG alone, which wait for no peer meanwhile.
+  // Arrives for this thread; the round is over when, besides all arrivals, so many bytes of tiles (copy_tile_async) have
+  // come. Some may have come before.
+  PO_FN void arrive_behind_tiles(uint32_t bytes) {
+#if PO_ON_DEVICE
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(address()),
+                 "r"(bytes)
+                 : "memory");
+#else
+    __atomic_add_fetch(&missing_bytes_, bytes, __ATOMIC_RELAXED);
+    arrive();
+#endif
+  }
+
+#if PO_ON_DEVICE
+  PO_FN uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&word_)); }
+#else
+  void tile_has_come(uint32_t bytes) { __atomic_sub_fetch(&missing_bytes_, bytes, __ATOMIC_RELEASE); }
+#endif
+
+  // Rounds count from 0. It waits for threads of this WG, and for tiles, which wait for no peer meanwhile.
   PO_FN void await(uint32_t round) const {
 #if PO_ON_DEVICE
     uint32_t is_over = 0;
@@ -212,14 +234,14 @@ class Handover {
     // By parity alone, as on the GPU, so that whoever falls a round behind goes wrong here too.
     // @handover-acquire
     while ((__atomic_load_n(&word_, __ATOMIC_ACQUIRE) / arrivals_per_round_ & 1) == (round & 1)) sched_yield();
+    while (__atomic_load_n(&missing_bytes_, __ATOMIC_ACQUIRE) != 0) sched_yield();
 #endif
   }
 
  private:
-#if PO_ON_DEVICE
-  PO_FN uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&word_)); }
-#else
+#if !PO_ON_DEVICE
   uint64_t arrivals_per_round_;
+  int64_t missing_bytes_;
 #endif
   uint64_t word_;
 };

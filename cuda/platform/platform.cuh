@@ -31,6 +31,9 @@ inline constexpr bool kTraces = false;
 // Bytes; of a WG's arena (groups.cuh).
 template <class = void>
 inline constexpr int kArenaAlignment = 128;
+// WGs (cluster.cuh).
+template <class = void>
+inline constexpr int kClusterSize = 1;
 
 template <class T>
 PO_FN constexpr T min_of(T a, T b) {

@@ -17,6 +17,7 @@ from .residency import Footprint, Sm
 
 __all__ = ["Backend", "Kernel", "KernelRequest", "LaunchShape", "Peeked", "check_resident"]
 
+_NOT_HELD = 'static_assert(alignof(Call) < 64, "a kernel that holds its call in registers cannot use a tensor map");'
 _SPECIALIZED = "template <>\ninline constexpr {kind} po::{name}<> = {value};\n"
 
 
@@ -82,7 +83,7 @@ class KernelRequest:
         if self.config is not None:
             values = ", ".join(f".{name} = {value}" for name, value in self.config)
             kernel = f"Kernel<{space}::Config{{{values}}}>"
-        check = f"namespace {space} {{ {description_of(self.name).layout} }}"
+        check = f"namespace {space} {{ {description_of(self.name).layout} {_NOT_HELD * self.holds_call} }}"
         entry = "PO_ENTRY" + "_HOLDING_CALL" * self.holds_call + "_TRACED" * self.traces
         tail = f"{check}\n{entry}({self.name}, {space}::{kernel})\n"
         return KernelSource(
@@ -94,6 +95,8 @@ class KernelRequest:
         lines = ""
         if self.traces:
             lines += _SPECIALIZED.format(kind="bool", name="kTraces", value="true")
+        if self.shape.cluster != LaunchShape.cluster:
+            lines += _SPECIALIZED.format(kind="int", name="kClusterSize", value=self.shape.cluster)
         if self.shape.arena_alignment != LaunchShape.arena_alignment:
             lines += _SPECIALIZED.format(kind="int", name="kArenaAlignment", value=self.shape.arena_alignment)
         return lines and f'#include "platform/platform.cuh"\n{lines}'
@@ -189,6 +192,9 @@ class Backend(Protocol):
         Returns:
             Whether the last call's copies have been made.
         """
+
+    def tensor_map(self, matrix: torch.Tensor, box: tuple[int, int], swizzle: int = 0) -> ctypes.Structure:
+        """Return a TensorMap for a `Call`, of a matrix that is copied in boxes of (rows, columns); see `TensorMaps`."""
 
     def warps_of(self, threads: int) -> int:
         """Return how many warps a WG has where it would have so many threads on the GPU."""

@@ -27,12 +27,14 @@ from .interruptible import Interruptible
 from .nvshmem_turns import turn_to_start
 from .nvshmem_variables import NvshmemVariables
 from .residency import Footprint, Sm
+from .tensor_map import TensorMaps
 from .torch_private import current_raw_stream
 
 __all__ = ["GpuBackend"]
 
 _log = logging.getLogger("persistent_ops")
 _MAX_CONFIGS = 256  # of a kernel: streams may come and go
+_MAP_TYPES = {torch.float32: "FLOAT32", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
@@ -207,6 +209,7 @@ class GpuBackend:
             blocks=_device_attribute("MAX_BLOCKS_PER_MULTIPROCESSOR", index),
         )
         self.heap_bytes = heap_bytes
+        self._tensor_maps = TensorMaps(_gpu_tensor_map)
         self._libraries: list[Any] = []
         self.waits = Interruptible()
         outcome = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
@@ -306,6 +309,9 @@ class GpuBackend:
                 _check_driver(outcome, "a copy of what peers have begun")
         return True
 
+    def tensor_map(self, matrix: torch.Tensor, box: tuple[int, int], swizzle: int = 0) -> ctypes.Structure:
+        return self._tensor_maps.find(matrix, box, swizzle)
+
     def warps_of(self, threads: int) -> int:
         return threads // warp_size()
 
@@ -367,6 +373,27 @@ class GpuBackend:
 
         heap, finalize = self._buffer, self._nvshmem.finalize
         nvshmem_end.end(free, finalize, heap=heap, is_alone=is_alone, shares_gpu=self._shares_gpu)
+
+
+def _gpu_tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle: int) -> bytes:
+    """Return a CUtensorMap."""
+    rows, columns = matrix.shape
+    kinds, no_swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
+    outcome = driver.cuTensorMapEncodeTiled(
+        getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[matrix.dtype]}"),
+        2,
+        matrix.data_ptr(),
+        [driver.cuuint64_t(size) for size in (columns, rows)],
+        [driver.cuuint64_t(matrix.stride(0) * matrix.element_size())],
+        [driver.cuuint32_t(size) for size in reversed(box)],
+        [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B"] if swizzle else no_swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    _check_driver(outcome, "a tensor map")
+    return ctypes.string_at(outcome[1].getPtr(), 128)
 
 
 def _choose_device(bootstrap: Bootstrap) -> int:

@@ -20,10 +20,12 @@ import torch
 
 from .backend import KernelRequest, Peeked
 from .bootstrap.connection import Bootstrap
+from .compile.description import describe
 from .compile.jit import KernelSource, load_host
 from .errors import BootstrapError, PersistentOpsError, SymmetricHeapError
 from .interruptible import Interruptible
 from .residency import Footprint, Sm
+from .tensor_map import TENSOR_MAP, TensorMaps
 
 __all__ = ["HostBackend"]
 
@@ -113,6 +115,7 @@ class HostBackend:
         self.heap_bytes = heap_bytes
         self.waits = Interruptible()
         self._wg_size = wg_size
+        self._tensor_maps = TensorMaps(_host_tensor_map)
         self._segments = _map_heaps(bootstrap, heap_bytes)
         addresses = tuple(segment.address for segment in self._segments)
         self.heap_base = addresses[bootstrap.rank]
@@ -160,6 +163,9 @@ class HostBackend:
             ctypes.memmove(copy, address, ctypes.sizeof(copy))
         return True
 
+    def tensor_map(self, matrix: torch.Tensor, box: tuple[int, int], swizzle: int = 0) -> ctypes.Structure:
+        return self._tensor_maps.find(matrix, box, swizzle)
+
     def warps_of(self, threads: int) -> int:
         return self._wg_size
 
@@ -194,6 +200,22 @@ class HostBackend:
         for segment in self._segments:
             segment.close()
         self._segments = []
+
+
+def _host_tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle: int) -> bytes:
+    element = matrix.element_size()
+    return bytes(
+        describe(TENSOR_MAP).structs["HostTensorMap"](
+            base=matrix.data_ptr(),
+            rows=matrix.shape[0],
+            row_bytes=matrix.shape[1] * element,
+            row_stride=matrix.stride(0) * element,
+            box_rows=box[0],
+            box_row_bytes=box[1] * element,
+            element_bytes=element,
+            swizzle_bytes=swizzle,
+        )
+    )
 
 
 def _map_heaps(bootstrap: Bootstrap, heap_bytes: int) -> list[_Segment]:
