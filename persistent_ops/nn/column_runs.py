@@ -20,11 +20,9 @@ def side_by_side(runs: Sequence[Run], pooled: Sequence[torch.Tensor]) -> torch.T
     has one run. Autograd would take three passes over the whole group for each of its runs: zeros, a copy, and a sum.
 
     Args:
-        runs: of a result; each column of a group is in one of them.
+        runs: of a result, more than one; each column of a group is in one of them.
         pooled: `[B, columns]` of each group.
     """
-    if len(runs) == 1:
-        return pooled[runs[0].group]
     result: torch.Tensor = _SideBySide.apply(tuple(runs), *pooled)  # type: ignore[no-untyped-call]
     return result
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ops.embedding.all_to_all import embedding_all_to_all
 from ..ops.embedding.backward import EmbeddingOptimizer
-from ..ops.embedding.checks import BOUNDS, refuse_fakes
-from ..ops.embedding.inputs import EmbeddingInputs, checked_split
+from ..ops.embedding.checks import BOUNDS
+from ..ops.embedding.inputs import EmbeddingInputs, checked_lookups
 from ..ops.embedding.lookups import Lookups
 from ..runtime import world as _world
 from ..runtime.arguments import as_number
 from ..runtime.errors import CapacityError, to_raise
 from ..runtime.operator import Operator
-from ..runtime.torch_private import backward_pass
+from ..runtime.torch_private import active_ddp_module, backward_pass
 from ..runtime.uncompiled import uncompiled
-from .ahead_of_update import AheadOfUpdate
 from .automatic_placement import layout_of
 from .clamped_gradients import clamp_gradient
 from .column_runs import side_by_side
@@ -29,11 +31,10 @@ from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
 from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs, whole_number
 from .enclosing_ddp import EnclosingDdp
-from .kept_lookups import KeptLookups
-from .local_lookups import check_features
-from .pooled_lookups import pool_arrived
+from .forward_passes import ForwardPasses
+from .pooled_lookups import pool_copies
 from .replicated_tables import ReplicatedTables
-from .sharded_table import ShardedTable
+from .sharded_table import ShardedTable, check_memory
 from .table_placements import TablePlacement, placements_of
 from .table_rounding import check_rounding, drawn_of, rounding_of
 
@@ -59,20 +60,34 @@ _NOT_ANEW = (
 )
 
 
-class _Updates:
-    """Whether tables were updated since the last forward pass outside of backward passes."""
-
-    def __init__(self) -> None:
-        self.are_new = False
-
-    def note(self, *_: object) -> None:
-        self.are_new = True
-
-
 def _versions_of(tables: Sequence[ShardedTable], optimizers: Sequence[EmbeddingOptimizer]) -> Callable[[], list[int]]:
     """Return what tells, without holding the collection, whether rows have changed: on PEs without a table, too."""
     weights = [table.weight for table in tables]
     return lambda: [*(weight._version for weight in weights), *(each.num_passes for each in optimizers)]
+
+
+def _clamp(max_gradient: float | None, max_grad_norm: float | None) -> float:
+    """Return the bound of a gradient's elements, infinity where there is none."""
+    if max_grad_norm is not None:
+        raise NotImplementedError(f"max_grad_norm: {_CLIPPING}")
+    if max_gradient is None:
+        return math.inf
+    clamp = as_number("max_gradient", max_gradient)
+    if not clamp > 0:
+        raise ValueError(f"max_gradient: expected a number above 0, got {clamp}")
+    return clamp
+
+
+def _check_choices(
+    configs: Sequence[TableConfig], bounds: str, *, is_weighted: bool, wire_dtype: torch.dtype | None, rounding: str
+) -> None:
+    if bounds not in BOUNDS:
+        raise ValueError(f"bounds: expected one of {BOUNDS}, got {bounds!r}")
+    if is_weighted and any(config.pooling != "sum" for config in configs):
+        raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
+    if wire_dtype is not None:
+        check_wire(configs, wire_dtype)
+    check_rounding(configs, rounding)
 
 
 class ShardedEmbeddingBagCollection(torch.nn.Module):
@@ -167,24 +182,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         keyed_tensor: Callable[[list[str], list[int], torch.Tensor], Any] = KeyedEmbeddings,
     ) -> None:
         super().__init__()
-        if max_grad_norm is not None:
-            raise NotImplementedError(f"max_grad_norm: {_CLIPPING}")
-        if max_gradient is not None:
-            max_gradient = as_number("max_gradient", max_gradient)
-            if not max_gradient > 0:
-                raise ValueError(f"max_gradient: expected a number above 0, got {max_gradient}")
         self._world = world = _world.for_call()
+        clamp = _clamp(max_gradient, max_grad_norm)
         max_batch = whole_number("max_batch", max_batch, 0, 2**31 - 1)
         seed = whole_number("seed", seed)
-        if bounds not in BOUNDS:
-            raise ValueError(f"bounds: expected one of {BOUNDS}, got {bounds!r}")
         configs = table_configs(tables)
-        if is_weighted and any(config.pooling != "sum" for config in configs):
-            raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
-        if wire_dtype is not None:
-            check_wire(configs, wire_dtype)
-        check_rounding(configs, rounding)
-        self._wire_dtype = wire_dtype
+        _check_choices(configs, bounds, is_weighted=is_weighted, wire_dtype=wire_dtype, rounding=rounding)
         estimates = lookup_estimates(configs, lookups_per_sample)
         options = {
             "lr": lr,
@@ -199,66 +202,37 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         # Before all that is collective, of which PEs with other tables or placements make more or less.
         self._agree(
             "tables, placement, algorithm and its options, wire_dtype, seed",
-            [configs, placements, algorithm, options, max_norm, scale, max_gradient, wire_dtype, rounding, seed],
+            [configs, placements, algorithm, options, max_norm, scale, clamp, wire_dtype, rounding, seed],
         )
         self.layout = layout_of(world, configs, placements, estimates, max_batch, algorithm, wire_dtype, rounding)
         self._agree("max_batch, lookups_per_sample", [max_batch, estimates, self.layout])
-        self._lookups_per_sample = estimates
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
         self.embedding_dims = list(self.layout.dims)
-        self._is_weighted, self._keyed_tensor, self._max_batch = is_weighted, keyed_tensor, max_batch
-        self._clamp = None if max_gradient in (None, math.inf) else max_gradient * world.size
-        self._inputs = self._make_inputs(max_batch, estimates, bounds)
-        self._replicas = None
-        if self.layout.replicated:
-            self._replicas = ReplicatedTables(
-                world,
-                self.layout,
-                max_batch,
-                estimates,
-                bounds=bounds,
-                algorithm=algorithm,
-                options={**options, "max_norm": max_norm},
-                rounding=rounding,
-                scale=scale,
-            )
-        self.embedding_bags = torch.nn.ModuleDict(
-            {config.name: self._make_table(number) for number, config in enumerate(configs)}
-        )
-        self._tables = [self._table(number) for number in range(len(configs))]
-        self._enclosing_ddp = EnclosingDdp(
-            table.weight for number, table in enumerate(self._tables) if not self.layout.is_replicated(number)
-        )
-        self.reset_parameters(seed)
-        self._weights, optimizers = [], []
-        for group in self.layout.groups:
-            weights = [self._table(slot.table).slice(slot.slice) for slot in group.slots[world.rank]]
-            rounded = rounding_of(group, rounding)
-            optimizer = EmbeddingOptimizer(weights, algorithm, max_norm=max_norm, rounding=rounded, **options)  # type: ignore[arg-type]
-            optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
-            optimizer.name_tables(list(dict.fromkeys(configs[slot.table].name for slot in group.columns)))
-            self._weights.append(weights)
-            optimizers.append(optimizer)
-        self._optimizers = optimizers
-        self._updates = _Updates()
-        # Functions that do not hold the module, which may hold a result that holds them.
-        self._behind_update = self._updates.note
-        self._kept = KeptLookups(world)
-        self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
-        self._ahead_lookups: list[Lookups] = []
-        self._ahead_since = world.num_recoveries
+        self._lookups_per_sample, self._max_batch, self._is_weighted = estimates, max_batch, is_weighted
+        self._keyed_tensor, self._wire_dtype = keyed_tensor, wire_dtype
+        self._clamp = None if clamp == math.inf else clamp * world.size
+        self._inputs = self._make_inputs(bounds)
+        of_tables = {**options, "max_norm": max_norm}
+        self._replicas = self._make_replicas(bounds, algorithm, of_tables, rounding, scale)
+        self._make_tables(seed)
+        self._optimizers = self._make_groups(algorithm, of_tables, rounding, scale)
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
         self.optimizer = EmbeddingBagOptimizer(
             algorithm,
             {**options, "seed": seed},
             self._of_optimizer(),
-            [*optimizers, *of_replicas],
+            [*self._optimizers, *of_replicas],
             drawn_of(self.layout, world.rank),
             rounding,
             max_norm,
         )
-        self._versions = _versions_of(self._tables, optimizers)
+        self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
+        self._ahead_lookups: list[Lookups] = []
+        self._ahead_since = world.num_recoveries
+        # These do not hold the module, which may hold a result that holds them.
+        self._kept = ForwardPasses(world, self.optimizer)
+        self._versions = _versions_of(self._tables, self._optimizers)
         self._ddp_params_and_buffers_to_ignore = self.table_names()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -347,14 +321,14 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     # ---- making ------------------------------------------------------------------------------------------------------
 
-    def _make_inputs(self, max_batch: int, estimates: Mapping[str, float], bounds: str) -> list[EmbeddingInputs]:
-        configs, features = self.layout.configs, self.layout.features
+    def _make_inputs(self, bounds: str) -> list[EmbeddingInputs]:
+        configs, features, estimates = self.layout.configs, self.layout.features, self._lookups_per_sample
         most = max(placement.num_slices for placement in self.layout.placements)
         return [
             EmbeddingInputs(
                 [[(slot.feature, configs[slot.table].num_embeddings) for slot in of_pe] for of_pe in group.slots],
                 num_features=len(features),
-                max_batch=max_batch,
+                max_batch=self._max_batch,
                 lookups_per_sample=[estimates[name] for name in features],
                 is_weighted=self._is_weighted,
                 bounds=bounds,
@@ -375,21 +349,67 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 f"ones; PE {self._world.rank}: {choices}"
             )
 
+    def _make_replicas(
+        self, bounds: str, algorithm: str, options: Mapping[str, Any], rounding: str, scale: float
+    ) -> ReplicatedTables | None:
+        if not self.layout.replicated:
+            return None
+        return ReplicatedTables(
+            self._world,
+            self.layout,
+            self._max_batch,
+            self._lookups_per_sample,
+            bounds=bounds,
+            algorithm=algorithm,
+            options=options,
+            rounding=rounding,
+            scale=scale,
+        )
+
+    def _make_tables(self, seed: int) -> None:
+        self._tables = [self._make_table(number) for number in range(len(self.layout.configs))]
+        self.embedding_bags = torch.nn.ModuleDict({table.name: table for table in self._tables})
+        self._enclosing_ddp = EnclosingDdp(
+            table.weight for number, table in enumerate(self._tables) if not self.layout.is_replicated(number)
+        )
+        self.reset_parameters(seed)
+
     def _make_table(self, number: int) -> ShardedTable:
         if self._replicas is not None and self.layout.is_replicated(number):
             return ShardedTable(self.layout, number, self._world, self._replicas.table(number))
         return ShardedTable(self.layout, number, self._world)
 
-    def _table(self, number: int) -> ShardedTable:
-        table = self.embedding_bags[self.layout.configs[number].name]
-        assert isinstance(table, ShardedTable)
-        return table
+    def _make_groups(
+        self, algorithm: str, options: Mapping[str, Any], rounding: str, scale: float
+    ) -> list[EmbeddingOptimizer]:
+        """Return the optimizer of each group, and make the call that pools for it."""
+        layout, optimizers = self.layout, []
+        self._pools: list[functools.partial[torch.Tensor]] = []
+        for group, columns in zip(layout.groups, layout.begins, strict=False):
+            weights = [self._tables[slot.table].slice(slot.slice) for slot in group.slots[self._world.rank]]
+            optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounding_of(group, rounding), **options)
+            optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
+            optimizer.name_tables(list(dict.fromkeys(layout.configs[slot.table].name for slot in group.columns)))
+            optimizers.append(optimizer)
+            pool = functools.partial(
+                embedding_all_to_all,
+                weights,
+                mode=group.pooling,
+                dim_per_rank=group.dim_per_rank,
+                dtype=group.dtype,
+                wire_dtype=self._wire_dtype if group.dtype == torch.float32 else None,
+                bounds="ignore",  # bad lookups are skipped here, since the exchange has told
+                columns=columns,
+                optimizer=optimizer,
+            )
+            self._pools.append(pool)
+        return optimizers
 
     def _of_optimizer(self) -> dict[str, Any]:
         groups = {slot.table: number for number, group in enumerate(self.layout.groups) for slot in group.columns}
         found = {}
         for number, config in enumerate(self.layout.configs):
-            table = self._table(number)
+            table = self._tables[number]
             if self._replicas is not None and self.layout.is_replicated(number):
                 slices = [(0, self._replicas.states(number))]
             else:
@@ -430,42 +450,50 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         its lookups.
         """
         self._check_world()
-        is_from_before = self._ahead_since != self._world.num_recoveries
+        return self._send(features, lengths, per_sample_weights, batch_per_rank)
+
+    def _send(
+        self,
+        features: Any,
+        lengths: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+        batch_per_rank: Sequence[int] | None,
+    ) -> SentFeatures:
         ahead = None if self._ahead is None else self._ahead()
-        if ahead is not None and not ahead.is_over and not is_from_before:
+        if ahead is not None and not ahead.is_over and self._ahead_since == self._world.num_recoveries:
             raise RuntimeError(
                 "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
                 + _NOT_ANEW * (backward_pass() >= 0)
             )
         is_keyed = lengths is None
-        if lengths is not None:
-            given = Features(features, lengths, per_sample_weights)
-        else:
+        if is_keyed:
             if per_sample_weights is not None:
                 raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
-            given = features_of(features, self.feature_names, is_weighted=self._is_weighted)
-        device = self._world.backend.device
-        check_features(given, len(self.feature_names), self._max_batch, device, is_weighted=self._is_weighted)
-        refuse_fakes("ShardedEmbeddingBagCollection")
-        if batch_per_rank is not None and not self._inputs:  # else the exchanges check it
-            samples = given.lengths.numel() // len(self.feature_names)
-            checked_split(batch_per_rank, self._world, self._max_batch, samples, "lengths")
+            features, lengths, per_sample_weights = features_of(
+                features, self.feature_names, is_weighted=self._is_weighted
+            )
+        given = checked_lookups(
+            self._world,
+            features,
+            lengths,
+            None,
+            per_sample_weights,
+            batch_per_rank,
+            num_features=len(self.feature_names),
+            max_batch=self._max_batch,
+            is_weighted=self._is_weighted,
+        )
         if self._ahead is not None and ahead is None:
             for lookups in self._ahead_lookups:
                 lookups.release()
         self._kept.make_room()
-        own = None if self._replicas is None else self._replicas.begin(given)
+        own = None
+        if self._replicas is not None:
+            own = self._replicas.begin(Features(given.values, given.bounds, given.weights))
         sent = SentFeatures(is_keyed=is_keyed, knows_split=batch_per_rank is not None, own=own)
         try:
             for inputs in self._inputs:
-                sent.lookups.append(
-                    inputs.exchange(
-                        given.values,
-                        lengths=given.lengths,
-                        per_sample_weights=given.weights,
-                        batch_per_rank=batch_per_rank,
-                    )
-                )
+                sent.lookups.append(inputs.send(given))
         except BaseException:
             sent.release()
             raise
@@ -524,17 +552,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         and in the same order on all PEs where there are several.
         """
         self._check_world()
-        for table in self._tables:
-            table.check_memory()
-        self._enclosing_ddp.check()
+        check_memory(self._tables)
+        if (ddp := active_ddp_module()) is not None:
+            self._enclosing_ddp.check(ddp)
         if backward_pass() < 0:
-            self._updates.are_new = False
-        elif self._updates.are_new:
+            self._kept.have_updated = False
+        elif self._kept.have_updated:
             raise RuntimeError(_RECOMPUTED)
         if not isinstance(features, SentFeatures):
-            features = self.input_dist(
-                features, lengths, per_sample_weights=per_sample_weights, batch_per_rank=batch_per_rank
-            )
+            features = self._send(features, lengths, per_sample_weights, batch_per_rank)
         elif any(each is not None for each in (lengths, per_sample_weights, batch_per_rank)):
             raise ValueError("lengths, per_sample_weights, batch_per_rank: they were given to input_dist")
         elif self._ahead is None or features is not self._ahead():
@@ -542,7 +568,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 "features: expected what the last call of this module's input_dist returned"
                 + _NOT_ANEW * (backward_pass() >= 0)
             )
-        pooled = self._pooled(features)
+        with self._world.workspace.whole_call():
+            pooled = self._pool(features)
         if not features.is_keyed:
             return pooled
         return self._keyed_tensor(self.embedding_names, self.embedding_dims, pooled)
@@ -553,59 +580,55 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 "ShardedEmbeddingBagCollection: it was made in a world that has been left; make another one"
             )
 
-    def _pooled(self, features: SentFeatures) -> torch.Tensor:
-        with self._world.workspace.whole_call():
-            return self._pool(features)
-
     def _pool(self, features: SentFeatures) -> torch.Tensor:
         sent = features.take()
         self._kept.forget_lost()
         self._ahead, self._ahead_lookups = None, []
         pooled, problem, is_kept = [], None, False
         is_recorded = torch.is_grad_enabled()
+        wants_factors = any(lookups.gives_gradients for lookups in sent)
         # Any number of forward passes may wait for their backward passes: those behind the first one have copies.
-        is_copied = is_recorded and len(self._kept) > 0 and not features.knows_split
-        is_copied = is_copied and not any(lookups.gives_gradients for lookups in sent)
+        is_copied = is_recorded and len(self._kept) > 0 and not features.knows_split and not wants_factors
         try:
             if not self._world.workspace.is_capturing():
                 self.optimizer.push_rate()
-            for group, columns, weights, optimizer, lookups in zip(
-                self.layout.groups, self.layout.begins, self._weights, self._optimizers, sent, strict=False
-            ):
+            for pool, lookups in zip(self._pools, sent, strict=True):
                 try:
                     lookups.wait(among=sent)
                 except (IndexError, CapacityError) as error:
                     # Told when the peers, which wait for this PE, have what they need.
                     problem = problem or to_raise(error)
-                pooled.append(
-                    pool_arrived(group, columns, weights, optimizer, lookups, self._wire_dtype, is_copied=is_copied)
-                )
-            is_kept = is_recorded and not is_copied and problem is None
+                if is_copied:
+                    pooled.append(pool_copies(pool, lookups))
+                else:
+                    lookups.learn_split()
+                    pooled.append(pool(lookups))
+            if self._replicas is not None and features.own is not None:
+                pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
+                wants_factors |= features.own.weights is not None
+            if problem is not None:
+                raise to_raise(problem)
+            is_kept = is_recorded and not is_copied
         finally:
             if not is_kept:
                 for lookups in sent:
                     lookups.release()
-        if is_kept:
-            self._kept.keep(sent, pooled)
-        if self._replicas is not None and features.own is not None:
-            pooled += [self._as_on_the_wire(each) for each in self._replicas.pool(features.own)]
-        if problem is not None:
-            raise to_raise(problem)
-        result = side_by_side(self.layout.runs, pooled)
+        result = pooled[0] if len(self.layout.runs) == 1 else side_by_side(self.layout.runs, pooled)
         if result.requires_grad:
-            wants_factors = any(lookups.gives_gradients for lookups in sent)
-            wants_factors |= features.own is not None and features.own.weights is not None
-            kept = sent if is_kept else []
-            versions = self._versions if wants_factors else None
-            ahead = AheadOfUpdate(self.optimizer, self._world, kept, versions)
-            result.register_hook(ahead)
-            for each in pooled:
-                if each.grad_fn is not None:
-                    if self._clamp is not None:
-                        clamp_gradient(each, self._clamp)
-                    each.grad_fn.register_hook(self._behind_update)
-                    each.grad_fn.register_hook(ahead.begun)
+            self._record(result, pooled, sent if is_kept else [], wants_factors=wants_factors)
         return result
+
+    def _record(
+        self, result: torch.Tensor, pooled: Sequence[torch.Tensor], kept: Sequence[Lookups], *, wants_factors: bool
+    ) -> None:
+        """Let the backward pass be seen to; `kept`: lookups that it reads, of the first groups."""
+        forward_pass = self._kept.begin(kept, self._versions if wants_factors else None)
+        result.register_hook(forward_pass.check)
+        for each, lookups in itertools.zip_longest(pooled, kept):
+            if each.grad_fn is not None:
+                if self._clamp is not None:
+                    clamp_gradient(each, self._clamp)
+                each.grad_fn.register_hook(functools.partial(forward_pass.updated, lookups))
 
     def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:
         """Round what this PE has pooled itself as that of tables elsewhere is."""

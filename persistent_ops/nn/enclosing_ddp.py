@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Iterable
 
 import torch
-
-from ..runtime.torch_private import active_ddp_module
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["EnclosingDdp"]
 
@@ -23,14 +22,13 @@ class EnclosingDdp:
         self._weights = list(weights)
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    def check(self) -> None:
-        """Look at the one whose forward pass this is a part of, if any.
+    def check(self, ddp: DistributedDataParallel) -> None:
+        """Look at the one whose forward pass this is a part of.
 
         Raises:
             RuntimeError: it has not ignored the tables.
         """
-        ddp = active_ddp_module()
-        if ddp is None or ddp in self._known or ddp.process_group.size() == 1:
+        if ddp in self._known or ddp.process_group.size() == 1:
             return
         ours = {id(weight) for weight in self._weights}
         names = {name for name, parameter in ddp.module.named_parameters() if id(parameter) in ours}

@@ -7,13 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops.embedding.checks import check_list
-from ..runtime.plain_call import require_plain
 from .embedding_features import Features
 
-__all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "check_features", "counted_lengths", "value_begins"]
-
-_INTEGERS = (torch.int32, torch.int64)
+__all__ = ["Finding", "Findings", "LocalLookups", "SlotFeatures", "counted_lengths", "value_begins"]
 
 
 class LocalLookups(NamedTuple):
@@ -46,27 +42,6 @@ class LocalLookups(NamedTuple):
     def bags(self) -> torch.Tensor:
         """Return the bag of every lookup; of those behind the last offset the last one."""
         return _bags(self.offsets, self.indices.numel())
-
-
-def check_features(
-    given: Features, num_features: int, max_batch: int, device: torch.device, *, is_weighted: bool
-) -> None:
-    """Raise ValueError or TypeError for lookups of another form than `num_features` features have."""
-    tensors = {"values": given.values, "lengths": given.lengths}
-    if given.weights is not None:
-        tensors["per_sample_weights"] = given.weights
-    require_plain(tensors)
-    for name, tensor in tensors.items():
-        check_list(name, tensor, (torch.float32,) if name == "per_sample_weights" else _INTEGERS, device)
-    if (given.weights is not None) != is_weighted:
-        raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {is_weighted}")
-    if given.weights is not None and given.weights.shape != given.values.shape:
-        raise ValueError(f"per_sample_weights: expected {list(given.values.shape)}, got {list(given.weights.shape)}")
-    samples, rest = divmod(given.lengths.numel(), num_features)
-    if rest:
-        raise ValueError(f"lengths: expected F * B elements for F = {num_features}, got {given.lengths.numel()}")
-    if samples > max_batch:
-        raise ValueError(f"lengths: {samples} samples, but max_batch is {max_batch}; pass fewer, or make it with more")
 
 
 def counted_lengths(given: Features) -> torch.Tensor:

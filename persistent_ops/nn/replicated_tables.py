@@ -148,7 +148,7 @@ class ReplicatedTables:
         """Pick the lookups out of a batch's and have them looked at, so that the host need not wait long in `pool`.
 
         Args:
-            given: behind `check_features`.
+            given: of `checked_lookups`.
         """
         device, stacks = self._world.backend.device, self._stacks
         weights = given.weights if _require_gradient(given.weights) else None

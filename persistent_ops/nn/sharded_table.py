@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +17,7 @@ from .table_layout import Layout
 from .table_placements import COLUMN_WISE
 from .table_shards import BlockCheck, TableShards
 
-__all__ = ["ShardedTable"]
+__all__ = ["ShardedTable", "check_memory"]
 
 _DRAWING = threading.Lock()  # of PEs that are threads, and have one generator
 _DRAWN_ROWS_BYTES = 16 << 20  # of the parts in which a table's first rows are drawn; another number draws other ones
@@ -30,9 +31,16 @@ def _seed_of_part(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}, {number}".encode()).digest()[:7], "big")
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what tensors over the same memory have in common."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+def check_memory(tables: Sequence[ShardedTable]) -> None:
+    """Raise RuntimeError where another tensor has taken a parameter's place, which no kernel would read."""
+    for table in tables:
+        weight = table._parameters.get("weight")
+        if weight is None or (weight.data_ptr(), weight.shape, weight.dtype, weight.stride()) != table.place:
+            raise RuntimeError(
+                f"embedding_bags.{table.name}.weight: another tensor has taken its place (by `.data =`, "
+                "vector_to_parameters, functional_call, torch.export or the like), but kernels hold the memory of the "
+                "first one; write into that: weight.copy_() under torch.no_grad(), or load_state_dict"
+            )
 
 
 class ShardedTable(torch.nn.Module):
@@ -45,7 +53,9 @@ class ShardedTable(torch.nn.Module):
         memory: `[R, D]`, of a replicated table; None: it is allocated.
 
     Attributes:
+        name: of the table.
         slices: numbers of those that this PE has.
+        place: address, shape, dtype and strides of `weight`, as kernels know it.
         weight: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`.
     """
 
@@ -63,18 +73,9 @@ class ShardedTable(torch.nn.Module):
             memory = torch.empty(shape, dtype=self._config.data_type, device=world.backend.device)
         self.weight = torch.nn.Parameter(memory, requires_grad=False)
         self._blocks: list[torch.Tensor] = list(memory.view(-1, rows, self._width)) if self.slices else []
-        self._place = _place_of(self.weight)
+        self.name = self._config.name
+        self.place = memory.data_ptr(), memory.shape, memory.dtype, memory.stride()
         self._world = world
-
-    def check_memory(self) -> None:
-        """Raise RuntimeError where another tensor has taken the parameter's place, which no kernel would read."""
-        weight = self._parameters.get("weight")
-        if weight is None or _place_of(weight) != self._place:
-            raise RuntimeError(
-                f"embedding_bags.{self._config.name}.weight: another tensor has taken its place (by `.data =`, "
-                "vector_to_parameters, functional_call, torch.export or the like), but kernels hold the memory of the "
-                "first one; write into that: weight.copy_() under torch.no_grad(), or load_state_dict"
-            )
 
     def slice(self, number: int) -> torch.Tensor:
         """Return one of this PE's slices, `[R, D / slices]`."""

@@ -45,7 +45,7 @@ class Group:
     dtype: torch.dtype
     slots: tuple[tuple[Slot, ...], ...]
 
-    @property
+    @functools.cached_property
     def dim_per_rank(self) -> tuple[int, ...]:
         return tuple(sum(slot.width for slot in of_pe) for of_pe in self.slots)
 

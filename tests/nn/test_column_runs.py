@@ -33,11 +33,6 @@ def test_results_and_gradients_are_those_of_slices() -> None:
             assert torch.equal(found, wanted) and found.dtype == wanted.dtype
 
 
-def test_a_group_alone_is_the_result() -> None:
-    (pooled,) = _pooled([torch.float32, torch.float32, torch.float32])[:1]
-    assert side_by_side([Run(0, 0, 8)], [pooled]) is pooled
-
-
 def test_what_needs_no_gradient_gets_none() -> None:
     pooled = _pooled([torch.float32] * 3)
     pooled[1].requires_grad_(False)

@@ -15,7 +15,7 @@ LIMITS = {
     "gemv_all_reduce": (19, 13),
     "sparse_all_reduce": (61, 14),
     "embedding_all_to_all": (35, 15),
-    "collection": (330, 38),
+    "collection": (255, 31),
 }
 
 

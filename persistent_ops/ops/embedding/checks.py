@@ -51,10 +51,10 @@ def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], d
         raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
 
 
-def refuse_fakes(name: str) -> None:
+def refuse_fakes() -> None:
     """Raise NotImplementedError in a FakeTensorMode, in which new tensors have no memory."""
     if num_dispatch_modes() and type(torch.empty(1, dtype=torch.uint8, device="cpu")) not in PLAIN:
-        raise NotImplementedError(f"{name}: no exchange of fake tensors, whose numbers decide what travels")
+        raise NotImplementedError("values: no exchange of fake tensors, whose numbers decide what travels")
 
 
 def check_types(

@@ -19,7 +19,8 @@ from ...runtime.arguments import as_number, as_whole_numbers
 from ...runtime.dtypes import INDEX_TYPES
 from ...runtime.errors import CapacityError
 from ...runtime.operator import Operator
-from ...runtime.plain_call import require_plain
+from ...runtime.plain_call import PlainCalls, require_plain
+from ...runtime.torch_private import num_dispatch_modes
 from .checks import BOUNDS, check_list, most_rows, refuse_fakes
 from .inputs_plan import (
     MOST_LOOKUPS,
@@ -34,9 +35,11 @@ from .inputs_plan import (
 )
 from .lookups import Given, Lookups, Region, fields_of_source
 
-__all__ = ["EmbeddingInputs", "checked_split"]
+__all__ = ["EmbeddingInputs", "checked_lookups"]
 
 _REGIONS = 2
+_INTEGERS = tuple(INDEX_TYPES)
+_plain = PlainCalls()  # exchanges
 Capacity = tuple[tuple[int, ...], ...]  # of each PE's message to each owner
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
 _ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
@@ -118,6 +121,7 @@ class EmbeddingInputs:
         order = _checked_order(slot_order, chosen)
         self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, bool(is_weighted), 0, order)
         self._layout = self._layout._replace(number=self._agree())
+        self._rows = tuple(rows for _, rows in chosen[world.rank])
         self._generation = 0
         self._next = 0
         self._regions = [Region(world) for _ in range(_REGIONS)]
@@ -167,7 +171,11 @@ class EmbeddingInputs:
         if len(taken) > len(growing):
             areas.put({OUTGOING: Area(*taken[-1])})
         for inputs, capacity in chosen:
-            inputs._capacity = capacity
+            inputs._take_capacity(capacity)
+
+    def _take_capacity(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._arriving = tuple(of_source[self._world.rank] for of_source in capacity)
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
@@ -213,22 +221,39 @@ class EmbeddingInputs:
         Two regions take turns as far as they are free, also where calls are captured: a graph replays into those that
         it was captured with.
         """
-        world = _world.for_call()
+        world, layout = _world.for_call(), self._layout
         if world is not self._world:
             raise RuntimeError("EmbeddingInputs: it was made in a world that has been left; make another one")
-        inputs = self._checked(values, lengths, offsets, per_sample_weights, batch_per_rank)
+        return self.send(
+            checked_lookups(
+                world,
+                values,
+                lengths,
+                offsets,
+                per_sample_weights,
+                batch_per_rank,
+                num_features=layout.num_features,
+                max_batch=layout.max_batch,
+                is_weighted=layout.is_weighted,
+            )
+        )
+
+    def send(self, given: Given) -> Lookups:
+        """Send what `checked_lookups` has returned, as `exchange` does."""
         region = self._region_to_fill()
         region.order_behind_readers()
-        lookups = Lookups(self, region, inputs, self._generation)
-        lookups._launch(is_captured=world.workspace.is_capturing())
+        lookups = Lookups(self, region, given, self._generation)
+        lookups._launch(is_captured=self._world.workspace.is_capturing())
         region.is_held = True
         self._next = (self._regions.index(region) + 1) % _REGIONS
         return lookups
 
     def _region_to_fill(self) -> Region:
         """Return the one whose turn it is, or another one where its lookups are still held."""
-        turns = [*self._regions[self._next :], *self._regions[: self._next]]
-        return next((region for region in turns if not region.is_held), turns[0])
+        for region in (*self._regions[self._next :], *self._regions[: self._next]):
+            if not region.is_held:
+                return region
+        return self._regions[self._next]
 
     def run_beside(self) -> bool:
         """Let exchanges run beside the world's other launches, if every PE's GPU has room for both.
@@ -245,53 +270,6 @@ class EmbeddingInputs:
         Collective and blocking, not in a CUDA-graph capture.
         """
         return _world.for_call().agree_to_run_beside()
-
-    def _checked(
-        self,
-        values: torch.Tensor,
-        lengths: torch.Tensor | None,
-        offsets: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        batch_per_rank: Sequence[int] | None,
-    ) -> Given:
-        layout, world, device = self._layout, self._world, self._world.backend.device
-        if (lengths is None) == (offsets is None):
-            raise ValueError("lengths, offsets: expected exactly one of them")
-        name = "offsets" if lengths is None else "lengths"
-        bounds = offsets if lengths is None else lengths
-        assert bounds is not None
-        given = {"values": values, name: bounds}
-        require_plain(given if weights is None else {**given, "per_sample_weights": weights})
-        for each, tensor in given.items():
-            check_list(each, tensor, tuple(INDEX_TYPES), device)
-        if (weights is not None) != layout.is_weighted:
-            raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {layout.is_weighted}")
-        if weights is not None:
-            check_list("per_sample_weights", weights, (torch.float32,), device)
-            if weights.shape != values.shape:
-                raise ValueError(
-                    f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
-                )
-        refuse_fakes("EmbeddingInputs")
-        num_bags = bounds.numel() - (lengths is None)
-        samples, rest = divmod(num_bags, layout.num_features)
-        if rest or num_bags < 0:
-            raise ValueError(
-                f"{name}: expected F * B{' + 1' * (lengths is None)} elements for F = {layout.num_features}, got "
-                f"{bounds.numel()}"
-            )
-        if samples > layout.max_batch:
-            raise ValueError(
-                f"{name}: {samples} samples, but max_batch is {layout.max_batch}; pass fewer, or make it with more"
-            )
-        for each, tensor in given.items():
-            if tensor.numel() >= 2**31:
-                raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
-        split = None
-        if batch_per_rank is not None:
-            split = checked_split(batch_per_rank, world, layout.max_batch, samples, name)
-        gives_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-        return Given(values, bounds, weights, gives_gradients, lengths is not None, samples, split)
 
     def _plan(self, inputs: Given, *used: object) -> InputsPlan:
         world = self._world
@@ -340,13 +318,63 @@ class EmbeddingInputs:
     def _forget(self) -> None:
         """Go back to what all PEs agree on, behind a recovery: nothing is under way, and nothing held."""
         self._generation += 1
-        self._capacity = self._first_capacity
+        self._take_capacity(self._first_capacity)
         self._next = 0
         for region in self._regions:
             region.forget()
 
 
-def checked_split(given: Any, world: _world.World, max_batch: int, samples: int, name: str) -> tuple[int, ...]:
+def checked_lookups(
+    world: _world.World,
+    values: torch.Tensor,
+    lengths: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    batch_per_rank: Sequence[int] | None,
+    *,
+    num_features: int,
+    max_batch: int,
+    is_weighted: bool,
+) -> Given:
+    """Return a batch's lookups for `EmbeddingInputs.send`; raise for what `EmbeddingInputs.exchange` refuses."""
+    if (lengths is None) == (offsets is None):
+        raise ValueError("lengths, offsets: expected exactly one of them")
+    name, bounds = ("offsets", offsets) if lengths is None else ("lengths", lengths)
+    assert bounds is not None
+    given = {"values": values, name: bounds}
+    if _plain.has((values,), (bounds, weights)) is False:
+        require_plain(given if weights is None else {**given, "per_sample_weights": weights})
+        if num_dispatch_modes():
+            refuse_fakes()
+    device = world.backend.device
+    for each, tensor in given.items():
+        check_list(each, tensor, _INTEGERS, device)
+        if tensor.numel() >= 2**31:
+            raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
+    if (weights is not None) != is_weighted:
+        raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {is_weighted}")
+    if weights is not None:
+        check_list("per_sample_weights", weights, (torch.float32,), device)
+        if weights.shape != values.shape:
+            raise ValueError(
+                f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
+            )
+    num_bags = bounds.numel() - (lengths is None)
+    samples, rest = divmod(num_bags, num_features)
+    if rest or num_bags < 0:
+        raise ValueError(
+            f"{name}: expected F * B{' + 1' * (lengths is None)} elements for F = {num_features}, got {bounds.numel()}"
+        )
+    if samples > max_batch:
+        raise ValueError(f"{name}: {samples} samples, but max_batch is {max_batch}; pass fewer, or make it with more")
+    split = None
+    if batch_per_rank is not None:
+        split = _checked_split(batch_per_rank, world, max_batch, samples, name)
+    gives_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    return Given(values, bounds, weights, gives_gradients, lengths is not None, samples, split)
+
+
+def _checked_split(given: Any, world: _world.World, max_batch: int, samples: int, name: str) -> tuple[int, ...]:
     """Return `batch_per_rank` as numbers; ValueError where it is none, or is not true of this PE's `name`."""
     split = _whole_numbers(given)
     if split is None or len(split) != world.size or not all(0 <= n <= max_batch for n in split):

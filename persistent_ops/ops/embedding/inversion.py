@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,22 +95,22 @@ class Rows:
             member_bits,
         )
 
-    @property
+    @functools.cached_property
     def num_tables(self) -> int:
         """Return T."""
         return self.first_keys.numel()
 
-    @property
+    @functools.cached_property
     def num_bags(self) -> int:
         """Return T * B."""
         return self.num_tables * self.batch
 
-    @property
+    @functools.cached_property
     def key_dtype(self) -> torch.dtype:
         """Return the dtype of `Inverted.keys`: int32 where there are fewer than 2^31 sort keys."""
         return torch.int32 if self.num_sort_keys <= _MAX_NARROW_KEYS else torch.int64
 
-    @property
+    @functools.cached_property
     def num_sort_keys(self) -> int:
         """Return what all keys are below while they are sorted: each with its table's member."""
         return self.num_keys << self.member_bits
@@ -184,7 +185,7 @@ class InversionPlan(Plan):
     """One key's kernel and plan.
 
     Attributes:
-        room_for: of the key.
+        most_lookups: that there may be: their numbers share a word with two bits.
 
     Raises:
         ValueError: the GPU does not hold the grid.
@@ -194,16 +195,16 @@ class InversionPlan(Plan):
         description = OPERATOR.prepare(world)
         rows, threads = key.rows, key.tuning.threads
         self._world, self._rows = world, rows
-        self.room_for = key.room_for
+        self.most_lookups = description.constants["kNumber"]
         self._wants_counts, self._wants_lookups = key.counts, key.lookups
         entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
-        self._entry_bytes = description.constants[f"sizeof({entry})"]
-        digit_bits, self._num_passes = passes_of(rows.num_sort_keys, description.constants["kMaxDigitBits"])
+        entry_bytes = description.constants[f"sizeof({entry})"]
+        digit_bits, num_passes = passes_of(rows.num_sort_keys, description.constants["kMaxDigitBits"])
         num_warps = world.backend.warps_of(threads)
         is_host = world.backend.name == "host"
-        self._tile_items = key.items * (num_warps if is_host else threads)
-        self._tile_words_bytes = description.queries["tile_words_bytes"]
-        self._num_digits = 1 << digit_bits
+        tile_items = key.items * (num_warps if is_host else threads)
+        # What scratch memory depends on, beside the room for lookups.
+        self._scratch = (tile_items, entry_bytes, num_passes, 1 << digit_bits, description.queries["tile_words_bytes"])
         request = kernel_request(
             key.index_dtype,
             key.offset_dtype,
@@ -214,9 +215,7 @@ class InversionPlan(Plan):
             items=key.items,
             threads=threads,
             work_groups_per_sm=key.tuning.work_groups_per_sm,
-            arena_bytes=description.queries["arena_bytes"](
-                num_warps, self._tile_items, 1 << digit_bits, self._entry_bytes
-            ),
+            arena_bytes=description.queries["arena_bytes"](num_warps, tile_items, 1 << digit_bits, entry_bytes),
         )
         if is_host:  # one library for all numbers of threads
             request = request.with_config(threads=512, blocks_per_sm=2)
@@ -236,7 +235,7 @@ class InversionPlan(Plan):
             batch=rows.batch,
             members=0 if rows.members is None else rows.members.data_ptr(),
             member_bits=rows.member_bits,
-            num_passes=self._num_passes,
+            num_passes=num_passes,
             words=self._zero_words.data_ptr(),
         )
         self._plan = upload(world.backend, plan)
@@ -260,14 +259,7 @@ class InversionPlan(Plan):
     def _launch(self, call: Any, capacities: Sequence[int]) -> Inverted:
         """Launch for sources with at most so many lookups; the call says which."""
         rows, count, device = self._rows, sum(capacities), self._world.backend.device
-        num_tiles = sum(-(-capacity // self._tile_items) for capacity in capacities)
-        entries_bytes = num_tiles * self._tile_items * self._entry_bytes
-        sizes = (
-            entries_bytes,
-            entries_bytes if self._num_passes > 1 else 0,
-            self._tile_words_bytes(self._num_passes, num_tiles, self._num_digits),
-        )
-        first, second, words = map(aligned_bytes, sizes)
+        first, second, words = _scratch_bytes(tuple(capacities), *self._scratch)
         scratch = torch.empty(first + second + words, dtype=torch.uint8, device=device)
         inverted = Inverted(
             torch.empty(count, dtype=rows.key_dtype, device=device),
@@ -284,6 +276,21 @@ class InversionPlan(Plan):
         call.count = inverted.count.data_ptr()
         self._world.workspace.launch(self._kernel, self._grid, self._plan.data_ptr(), call)
         return inverted
+
+
+@functools.lru_cache(maxsize=256)
+def _scratch_bytes(
+    capacities: tuple[int, ...],
+    tile_items: int,
+    entry_bytes: int,
+    num_passes: int,
+    num_digits: int,
+    words_bytes: Callable[[int, int, int], int],
+) -> tuple[int, int, int]:
+    """Return the bytes of both arrays of entries, and of the tiles' words, for sources with so many lookups at most."""
+    num_tiles = sum(-(-capacity // tile_items) for capacity in capacities)
+    entries = aligned_bytes(num_tiles * tile_items * entry_bytes)
+    return entries, entries if num_passes > 1 else 0, aligned_bytes(words_bytes(num_passes, num_tiles, num_digits))
 
 
 def passes_of(num_keys: int, most_bits: int) -> tuple[int, int]:
@@ -347,11 +354,6 @@ def _choose_items(world: World, tuning: Tuning, num_lookups: int, entry_bytes: i
     return next((items for items in choices if num_lookups >= items * tuning.threads * wgs), choices[-1])
 
 
-def _most_lookups(world: World) -> int:
-    """Return how many lookups there may be: their numbers share a word with two bits."""
-    return OPERATOR.prepare(world).constants["kNumber"]
-
-
 def _check(world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tensor) -> None:
     """Raise for what `invert` cannot take."""
     device = world.backend.device
@@ -364,8 +366,6 @@ def _check(world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tenso
             raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
     if offsets.numel() != rows.num_bags + 1:
         raise ValueError(f"offsets: expected {rows.num_bags + 1} for {rows.num_bags} bags, got {offsets.numel()}")
-    if indices.numel() > (most := _most_lookups(world)):
-        raise ValueError(f"indices: expected at most {most} lookups, got {indices.numel()}")
 
 
 def invert(
@@ -403,6 +403,8 @@ def invert(
     _check(world, rows, indices, offsets)
     dtypes = (indices.dtype, offsets.dtype)
     plan = _plan(world, rows, dtypes, indices.numel(), counts=counts, lookups=lookups, room_for=room_for)
+    if indices.numel() > plan.most_lookups:
+        raise ValueError(f"indices: expected at most {plan.most_lookups} lookups, got {indices.numel()}")
     return plan.launch(indices, offsets)
 
 
@@ -416,25 +418,24 @@ def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool, 
     Args:
         world: of this PE.
         rows: of the tables, which are the slots.
-        arrived: what the exchange has returned, behind `Lookups.wait`.
+        arrived: what the exchange has returned, that may be read (`Lookups.check_is_here`).
         counts: whether the result has counts.
         room_for: see `invert`.
 
     Raises:
         ValueError: room for 2^30 lookups or more, or regions of 4 GiB or more where there are weights.
-        RuntimeError: see `invert`, and `Lookups.check_is_here`.
+        RuntimeError: see `invert`.
 
     Not collective, no host synchronisation; may be captured in a CUDA graph behind a first call.
     """
-    arrived.check_is_here()
-    most = _most_lookups(world)
+    dtypes = (arrived.index_dtype, torch.int32)
+    plan = _plan(world, rows, dtypes, arrived.capacity, counts=counts, lookups=arrived.is_weighted, room_for=room_for)
+    most = plan.most_lookups
     if arrived.capacity > most or (arrived.is_weighted and arrived.memory.nbytes // 4 > most + 1):
         raise ValueError(
             f"indices: expected room for at most {most} lookups, in regions of at most 4 GiB with their weights, got "
             f"{arrived.capacity} in {arrived.memory.nbytes} bytes"
         )
-    dtypes = (arrived.index_dtype, torch.int32)
-    plan = _plan(world, rows, dtypes, arrived.capacity, counts=counts, lookups=arrived.is_weighted, room_for=room_for)
     return plan.launch_from(arrived.sources, arrived.capacities)
 
 

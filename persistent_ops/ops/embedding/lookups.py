@@ -87,7 +87,7 @@ class Region:
 
     Attributes:
         memory, offset, nbytes: in this PE's part of the heap.
-        sources: `[size, ...]`, int64: LookupSource of the kernels.
+        sources: `[size, ...]`, int64: LookupSource of the kernels; `samples`: how many each PE brings there.
         num_launches: that were to fill it.
         is_held: whether lookups are there that have not been released.
     """
@@ -123,6 +123,7 @@ class Region:
         self.memory, self.offset, self.nbytes = memory, offset, memory.nbytes
         words = world.backend.private_words(world.size * self._words)
         self.sources = words.view(world.size, self._words)
+        self.samples = self.sources[:, fields_of_source()["samples"]]
 
     def order_behind_readers(self) -> None:
         """Order what the current stream does next behind the last one."""
@@ -164,6 +165,8 @@ class Lookups:
         gives_gradients: whether a backward pass brings the weights' gradients to the PEs that passed them.
         per_sample_weights: of `exchange`, where `gives_gradients` and until `release`; None elsewhere.
         layout, capacity_matrix: of the exchange; `capacity_matrix[source][owner]` is what it sent under.
+        capacities, capacity: how many lookups of each PE, and of all, there is room for.
+        memory: what the sources' addresses lie in, `[nbytes]`, uint8: PE 0's region first.
         num_values: of this PE's, that were passed to `exchange`.
         begins: where `gives_gradients`, what the exchange has found of this PE's own messages: see `InputsPlan.begins`.
     """
@@ -171,7 +174,6 @@ class Lookups:
     def __init__(self, inputs: EmbeddingInputs, region: Region, given: Given, generation: int) -> None:
         self._inputs, self._region, self._generation = inputs, region, generation
         self._given: Given | None = given
-        self._memory = region.memory
         self._arrived: Moment | None = None
         self._is_released = self._is_not_entered = False
         self._why_released = ""
@@ -179,7 +181,7 @@ class Lookups:
         self._is_captured = False
         self.batch_per_rank = given.batch_per_rank
         self.sources = region.sources
-        self.rows = tuple(rows for _, rows in inputs._layout.slots[inputs._world.rank])
+        self.rows = inputs._rows
         self.num_slots = len(self.rows)
         self.num_beside = inputs._num_beside
         self.is_weighted = inputs._layout.is_weighted
@@ -191,10 +193,11 @@ class Lookups:
     def _launch(self, *, is_captured: bool) -> None:
         inputs, region, given = self._inputs, self._region, self._given
         assert given is not None
-        self._memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
-        self.capacity_matrix = inputs.capacity
-        self._capacities = tuple(of_source[inputs._world.rank] for of_source in inputs.capacity)
-        self._plan = plan = inputs._plan(given, self._memory, self.sources)  # sources may point into its memory
+        self.memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
+        self._samples = region.samples
+        self.capacity_matrix, self.capacities = inputs._capacity, inputs._arriving
+        self.capacity = sum(self.capacities)
+        self._plan = plan = inputs._plan(given, self.memory, self.sources)  # sources may point into its memory
         report = input_error = 0  # a graph's replays have no handle that could look
         if not is_captured:
             region.begin_report()
@@ -264,13 +267,12 @@ class Lookups:
             RuntimeError: in a CUDA-graph capture, where the host cannot wait.
         """
         if self.batch_per_rank is None:
-            self.check_is_here()
             if self._inputs._world.workspace.is_capturing():
                 raise RuntimeError(
                     "batch_per_rank: expected in a CUDA-graph capture, where the host cannot wait to be told how many "
                     "samples each PE has brought"
                 )
-            self.batch_per_rank = tuple(self.sources[:, fields_of_source()["samples"]].tolist())
+            self.batch_per_rank = tuple(self._samples.tolist())
 
     def release(self, why: str = _BEHIND_THE_LAST) -> None:
         """Say that no launch behind those of the current stream reads them: their region may be filled again.
@@ -317,31 +319,16 @@ class Lookups:
 
         def view(name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
             nbytes = count * dtype.itemsize
-            first = words[fields[name]] - self._memory.data_ptr()
-            return self._memory[first : first + nbytes].view(dtype)
+            first = words[fields[name]] - self.memory.data_ptr()
+            return self.memory[first : first + nbytes].view(dtype)
 
         num_offsets = self.num_slots * samples + 1
-        is_here = 0 <= words[fields["offsets"]] - self._memory.data_ptr() < self._memory.numel()
-        offsets = view("offsets", torch.int32, num_offsets) if is_here else self._memory.new_zeros(num_offsets).int()
+        is_here = 0 <= words[fields["offsets"]] - self.memory.data_ptr() < self.memory.numel()
+        offsets = view("offsets", torch.int32, num_offsets) if is_here else self.memory.new_zeros(num_offsets).int()
         weights = view("weights", torch.float32, capacity) if layout.is_weighted else None
         indices = view("indices", self.index_dtype, capacity)
         first_sample, count = words[fields["first_sample"]], words[fields["count"]]
         return LookupSource(first_sample, samples, offsets, indices, weights, count, capacity)
-
-    @property
-    def capacity(self) -> int:
-        """Return how many lookups there is room for, from all PEs."""
-        return sum(self._capacities)
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Return how many lookups of each PE there is room for."""
-        return self._capacities
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """Return what the sources' addresses lie in, `[nbytes]`, uint8: PE 0's region first."""
-        return self._memory
 
     def check_is_here(self) -> None:
         """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""

@@ -20,7 +20,7 @@ import persistent_ops as po
 from persistent_ops.ops.embedding import inputs as embedding_inputs
 from persistent_ops.ops.embedding.inputs import _num_beside
 from persistent_ops.ops.embedding.inputs_plan import OPERATOR, Tuning
-from persistent_ops.ops.embedding.lookups import fields_of_source
+from persistent_ops.ops.embedding.lookups import Given, fields_of_source
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.workspace import Workspace
 
@@ -165,7 +165,7 @@ class _Snapshot:
         self._region = self._inputs._regions[self._inputs._next]
         lookups = _exchange(self._inputs, _FAULTS, self._iteration, self._way)
         with lookups:
-            self._copies = lookups._memory.clone(), lookups.sources.clone()
+            self._copies = lookups.memory.clone(), lookups.sources.clone()
         self._lookups = lookups
 
     def is_right(self) -> bool:
@@ -173,8 +173,8 @@ class _Snapshot:
             return False
         memory, sources = self._copies
         moved = sources.clone()
-        moved[:, :3] += (memory.data_ptr() - self._lookups._memory.data_ptr()) * (sources[:, :3] != 0)
-        self._lookups._memory, self._lookups.sources = memory, moved
+        moved[:, :3] += (memory.data_ptr() - self._lookups.memory.data_ptr()) * (sources[:, :3] != 0)
+        self._lookups.memory, self._lookups.sources = memory, moved
         return problem(_FAULTS, self._iteration, arrived(self._lookups)) is None
 
     def is_poisoned(self) -> bool:
@@ -280,10 +280,10 @@ def _views(inputs: po.EmbeddingInputs, lookups: po.Lookups, pe: int, samples: in
     first = layout.region_offsets(po.rank(), capacity)[pe]
     room, num_offsets = capacity[pe][po.rank()], lookups.num_slots * samples + 1
     begin = first + 128
-    offsets = lookups._memory[begin : begin + 4 * num_offsets].view(torch.int32)
+    offsets = lookups.memory[begin : begin + 4 * num_offsets].view(torch.int32)
     is_told = lookups.sources[pe, fields_of_source()["samples"]] == samples
     begin = first + layout.region_bytes(po.rank(), 0)
-    indices = lookups._memory[begin : begin + 4 * room].view(torch.int32)
+    indices = lookups.memory[begin : begin + 4 * room].view(torch.int32)
     is_here = torch.arange(room, device=po.device()) < offsets[-1]
     found = offsets.float(), torch.where(is_here, indices, -2).float()
     return [torch.where(is_told, tensor, float("nan")) for tensor in found]
@@ -591,7 +591,7 @@ def _beside() -> list[Any]:
         problems: list[Any] = []
         for turn in range(20):
             given = make_given(case, rank, turn % NUM_ITERATIONS)
-            checked = inputs._checked(given.values, given.lengths, None, None, [4] * world)
+            checked = Given(given.values, given.lengths, None, False, True, 4, (4,) * world)
             region = inputs._regions[turn % 2]
             lookups = po.Lookups(inputs, region, checked, inputs._generation)
             late = (turn + rank) % 2 * 0.02

@@ -367,7 +367,7 @@ def test_wrong_arguments(wrong: str) -> None:
 
 @pytest.mark.host
 def test_too_many_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_inversion, "_most_lookups", lambda world: 8)
+    monkeypatch.setitem(OPERATOR.description.constants, "kNumber", 8)
     _, text = in_world(_refused, 1, "host", lambda indices, offsets: (indices, offsets))[0]
     assert "expected at most 8 lookups" in text
 

@@ -1,0 +1,123 @@
+"""Forward passes of a collection that wait for their backward passes, and what is seen to when these come."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..ops.embedding.lookups import Lookups
+from ..runtime.world import World
+from .embedding_bag_optimizer import EmbeddingBagOptimizer
+
+__all__ = ["ForwardPass", "ForwardPasses"]
+
+_MOST = 2
+_TWO_WAIT = (
+    "of a module's forward passes, those that torch.utils.checkpoint makes anew among them, at most two may wait for "
+    "their backward passes where batch_per_rank is given, or weights require a gradient: make the first one's backward "
+    "pass sooner, or leave batch_per_rank out"
+)
+
+
+class ForwardPass:
+    """One, as the hooks of its result's graph hold it, and nobody else: it goes with the graph.
+
+    Each group of tables is updated by a launch of its own. What would be refused for one of them is refused ahead of
+    all, so that none is updated, and on all PEs alike, those without a table among them.
+
+    Args:
+        passes: of the module.
+        lookups: that are kept for the backward pass, which reads them where they have arrived.
+        versions: of all tables, which change where rows do, where the gradient of weights is made of them; else None.
+    """
+
+    def __init__(
+        self, passes: ForwardPasses, lookups: Sequence[Lookups], versions: Callable[[], list[int]] | None
+    ) -> None:
+        self._passes, self.lookups = passes, list(lookups)
+        self._versions, self._were = versions, None if versions is None else versions()
+        self._has_begun = False
+
+    def check(self, _: torch.Tensor) -> None:
+        """See to what comes ahead of all updates: a hook of the result, whose gradient has come.
+
+        When a table has been updated there is nothing more to check: what had the first backward pass refuses a second
+        one. A gradient that came to the result alone, as `torch.autograd.grad` brings it there, updates none.
+        """
+        passes = self._passes
+        if not self._has_begun:
+            for lookups in self.lookups:
+                lookups.check_is_here()
+            if self._versions is not None and self._were != self._versions():
+                raise RuntimeError(
+                    "the tables have changed since the forward pass, so the gradient of per_sample_weights cannot be "
+                    "computed; make the backward pass first, one for each call"
+                )
+        if not passes.world.workspace.is_capturing():
+            passes.optimizer.push_rate()
+
+    def updated(self, lookups: Lookups | None, *_: object) -> None:
+        """Take note that a group's tables have been updated: a hook of what was pooled for it.
+
+        Args:
+            lookups: of the group, where they are kept.
+        """
+        self._has_begun = self._passes.have_updated = True
+        if lookups is not None:
+            lookups.release()
+            self.lookups.remove(lookups)
+            if not self.lookups:
+                self._passes._waiting = [each for each in self._passes._waiting if each.lookups]
+
+
+class _Waiting(NamedTuple):
+    """One that waits for its backward pass; `since`: recoveries that the world had then."""
+
+    forward_pass: weakref.ref[ForwardPass]
+    lookups: list[Lookups]
+    since: int
+
+
+class ForwardPasses:
+    """Those of a module that wait, the oldest first.
+
+    Args:
+        world: of the module.
+        optimizer: of its tables; the rate that it has when a gradient comes is that of the update.
+
+    Attributes:
+        have_updated: whether a backward pass has updated tables since this was last set to False.
+    """
+
+    def __init__(self, world: World, optimizer: EmbeddingBagOptimizer) -> None:
+        self.world, self.optimizer = world, optimizer
+        self.have_updated = False
+        self._waiting: list[_Waiting] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, lookups: Sequence[Lookups], versions: Callable[[], list[int]] | None) -> ForwardPass:
+        """Return a forward pass, and keep its lookups until their backward passes."""
+        begun = ForwardPass(self, lookups, versions)
+        if lookups:
+            self._waiting.append(_Waiting(weakref.ref(begun), begun.lookups, self.world.num_recoveries))
+        return begun
+
+    def forget_lost(self) -> None:
+        """Release the lookups of those that are never differentiated: their results are gone, or they failed."""
+        for waiting in list(self._waiting):
+            if waiting.forward_pass() is None or waiting.since != self.world.num_recoveries:
+                self._waiting.remove(waiting)
+                for lookups in waiting.lookups:
+                    lookups.release()
+
+    def make_room(self) -> None:
+        """Release the oldest ones where as many wait as may: their backward passes are refused then."""
+        self.forget_lost()
+        while len(self._waiting) >= _MOST:
+            for lookups in self._waiting.pop(0).lookups:
+                lookups.release(_TWO_WAIT)
