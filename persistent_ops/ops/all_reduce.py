@@ -341,6 +341,7 @@ _all_reduce_rms_norm = TorchOperator(
     "Tensor x, Tensor weight, Tensor? residual, Tensor? bias, Tensor? scale, str algorithm, float eps, "
     "float weight_bias",
     _execute,
+    results="(Tensor, Tensor)",
     fake=_fake,
     outputs=("out", "norm_out"),
     no_gradient=_FORWARD_ONLY.format(

@@ -406,6 +406,7 @@ _into = TorchOperator(
     "Tensor indices, Tensor values, int num_rows, Tensor? count, str op, str algorithm, bool is_coalesced=False",
     _run_into,
     _check_into,
+    results="()",
     fake=_fake_into,
     outputs=("out_indices", "out_values", "out_count"),
 )

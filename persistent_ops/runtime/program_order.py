@@ -8,14 +8,20 @@ it. Each call then depends on the call before it. No kernel reads the tensor.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
-__all__ = ["ARGUMENT", "keep_order_on", "order_of"]
+__all__ = ["ARGUMENT", "keep_order_on", "order_of", "order_of_graph", "ordered_by"]
 
 ARGUMENT = "Tensor(order!)? order=None"
 """The argument in torch's schema language, passed by its name. None where nothing compiles: calls run as they come."""
 
 _tensors: dict[torch.device, torch.Tensor] = {}  # of this process; never replaced, as graphs keep them
+
+
+_of_graph: torch.Tensor | None = None  # while a compiler traces a backward pass
 
 
 def keep_order_on(device: torch.device) -> None:
@@ -31,4 +37,20 @@ def keep_order_on(device: torch.device) -> None:
 
 def order_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return what orders the calls on a tensor's device; None before there is a world, where calls raise."""
-    return _tensors.get(tensor.device)
+    return _tensors.get(tensor.device) if _of_graph is None else _of_graph
+
+
+def order_of_graph() -> torch.Tensor | None:
+    """Return what `ordered_by` says: a compiler that traces a backward pass may not say that it compiles."""
+    return _of_graph
+
+
+@contextlib.contextmanager
+def ordered_by(order: torch.Tensor | None) -> Iterator[None]:
+    """Order calls by what a forward pass was called with, which in a compiler's graph stands for the tensor."""
+    global _of_graph
+    before, _of_graph = _of_graph, order
+    try:
+        yield
+    finally:
+        _of_graph = before
