@@ -13,18 +13,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from decode.config import SIZES
-from decode.loop import run_pe, without_multicast
+from decode.loop import run_pe
 from decode.options import DTYPES, Options
 from decode.report import passed, print_report
 from program import add_common_options, append_record, check_arguments, command, run_as_asked
+from rich.console import Console
 
 _HOST_PES = 4
 
@@ -40,7 +35,6 @@ def main(argv: list[str]) -> int:
         0, 1 where results do not agree, 2 where an option or the model is wrong; others see `program.command`.
     """
     arguments = _parser().parse_args(argv)
-    without_multicast()
     options = _options(arguments)
     check_arguments(arguments)
 

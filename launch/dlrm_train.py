@@ -17,13 +17,7 @@ import argparse
 import contextlib
 import os
 import sys
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dlrm import checkpoint
 from dlrm.captured_step import check_machine
@@ -35,6 +29,7 @@ from dlrm.summary import print_summary, problems
 from dlrm.training import History
 from dlrm.workload import run_pe
 from program import add_common_options, append_record, check_arguments, command, own_folder, run_as_asked
+from rich.console import Console
 
 from persistent_ops.testing.record import pes_text
 
@@ -50,7 +45,6 @@ def main(argv: list[str]) -> int:
         0, 1 where a result is wrong, 2 where an option, the data or the checkpoint is; others see `program.command`.
     """
     arguments = _parser().parse_args(argv)
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
     options = _options(arguments)
     if options.num_sms_of_nccl is not None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see po.nn.leave_room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import functools
 import itertools
 import math
@@ -18,11 +19,8 @@ import torch
 from rich.console import Console
 
 import persistent_ops as po
-from persistent_ops.runtime.errors import BootstrapError
-from persistent_ops.runtime.file_lock import lock_within
-from persistent_ops.runtime.world import most_pes
 from persistent_ops.testing.output_files import check_outputs
-from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes
+from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
 from persistent_ops.testing.record import append_line, what_ran
 
 __all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_as_asked", "traced"]
@@ -88,15 +86,13 @@ def check_arguments(arguments: argparse.Namespace, *, output: str | None = None)
     """
     if arguments.pes is not None and arguments.pes < 1:
         raise ValueError(f"--pes: expected at least 1, got {arguments.pes}")
-    if arguments.pes is not None and arguments.pes > most_pes():
-        raise ValueError(f"--pes: expected at most {most_pes()}, got {arguments.pes}")
     if arguments.seed is not None and not 0 <= arguments.seed < 1 << 32:
         raise ValueError(f"--seed: expected 0 to {(1 << 32) - 1}, got {arguments.seed}")
     if not 0 < arguments.limit < math.inf:
         raise ValueError(f"--limit: expected seconds above 0 and below infinity, got {arguments.limit:g}")
     try:
         check_outputs(files={"--json": arguments.json, "--trace": arguments.trace}, folders={"--output": output})
-    except BootstrapError as error:
+    except po.BootstrapError as error:
         raise ValueError(str(error)) from error
 
 
@@ -121,13 +117,13 @@ def own_folder(folder: Path, *, checkpoint: Path | None = None) -> Iterator[None
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            is_free = lock_within(0.0, descriptor)
-        except OSError:  # a file system that has no locks
-            is_free = True
-        if not is_free:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError as error:
             raise ValueError(
                 f"--output: another run writes to {str(folder)!r}; pass another folder, or wait for its end"
-            )
+            ) from error
+        except OSError:
+            pass  # a file system that has no locks
         if checkpoint is not None and checkpoint.exists():
             told = "will be replaced by this run's first checkpoint; --resume goes on from it"
             print(f"note: {checkpoint} {told}", file=sys.stderr)
@@ -160,6 +156,7 @@ def run_as_asked(
     Returns:
         The report of rank 0, or of this PE; and whether this process prints it.
     """
+    without_multicast()
     num_pes = started_pes()
     if num_pes is None:
         gpus = torch.cuda.device_count() if options.backend != "host" else 0

@@ -13,17 +13,12 @@ checkpoint is wrong.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from program import add_common_options, append_record, check_arguments, command, own_folder, run_as_asked
+from rich.console import Console
 from sparse_training.loop import read_text, run_pe
 from sparse_training.options import Options
 from sparse_training.report import passed, plot, print_report
@@ -43,7 +38,6 @@ def main(argv: list[str]) -> int:
         see `program.command`.
     """
     arguments = _parser().parse_args(argv)
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # the package uses no NVLink multicast, and neither does what it runs beside
     options = _options(arguments)
     check_arguments(arguments, output=options.output)
     replaced = None if options.is_resumed else options.checkpoint_path

@@ -7,8 +7,6 @@
 Importing the package touches no GPU, no NVSHMEM and no environment variable.
 """
 
-from __future__ import annotations
-
 from . import nn as nn, ops as ops
 from .api import (
     backend as backend,
@@ -20,7 +18,9 @@ from .api import (
     free as free,
     init as init,
     is_initialized as is_initialized,
+    local_world_size as local_world_size,
     peer_view as peer_view,
+    process_group as process_group,
     rank as rank,
     recover as recover,
     to_symmetric as to_symmetric,
@@ -53,6 +53,6 @@ from .runtime.errors import (
 )
 from .runtime.spawn import launch as launch
 from .runtime.work import Work as Work
-from .timeline import trace as trace
+from .timeline import Timeline as Timeline, trace as trace
 
 __version__ = "0.1.0"

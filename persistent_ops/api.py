@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .runtime import world as _world
 from .runtime.arguments import as_whole_number
+from .runtime.bootstrap import process_group as _process_group
 from .runtime.plain_call import refuse_transforms, require_plain
 from .runtime.world import finalize as finalize, is_initialized as is_initialized
 
@@ -21,7 +24,9 @@ __all__ = [
     "free",
     "init",
     "is_initialized",
+    "local_world_size",
     "peer_view",
+    "process_group",
     "rank",
     "recover",
     "to_symmetric",
@@ -92,6 +97,11 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of PEs."""
     return _world.current().size
+
+
+def local_world_size() -> int:
+    """Return the number of PEs on this host."""
+    return _world.current().bootstrap.local_world_size
 
 
 def backend() -> str:
@@ -209,3 +219,33 @@ def recover() -> None:
         BootstrapError: a PE did not come within that time; the world is lost then, and all that follows is refused.
     """
     _world.current().recover()
+
+
+@contextlib.contextmanager
+def process_group(
+    backend: str | None = None, *, timeout: float | None = None, max_ctas: int | None = None
+) -> Iterator[None]:
+    """Make torch.distributed's default process group of the world's PEs, whatever launcher started them.
+
+    A context manager, collective to enter and to leave: the group lives as long as the context. It is for what runs
+    beside the operators, such as DistributedDataParallel. A world that was made of a process group needs none.
+
+    Args:
+        backend: "nccl" or "gloo"; None for "nccl" on "cuda", and "gloo" on "host" and where PEs share a GPU, which NCCL
+            refuses.
+        timeout: seconds that a collective of the group may take; None for the world's operator_timeout.
+        max_ctas: of NCCL's kernels, which then have no clusters either (`po.nn.leave_room`); None for NCCL's choice.
+
+    Raises:
+        RuntimeError: this process has a default group already, or torch cannot make one.
+        BootstrapError: a PE did not come.
+    """
+    world = _world.current()
+    if backend is None:
+        has_own_gpu = world.backend.name == "cuda" and local_world_size() <= torch.cuda.device_count()
+        backend = "nccl" if has_own_gpu else "gloo"
+    seconds = world.workspace.timeout if timeout is None else timeout
+    with _process_group.process_group(
+        world.bootstrap, backend=backend, device=world.backend.device, timeout=seconds, max_ctas=max_ctas
+    ):
+        yield

@@ -23,8 +23,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from .runtime.errors import PersistentOpsError
+from .testing.machine import available_memory
 
-__all__ = ["Finding", "Report", "available_memory", "examine", "run_doctor"]
+__all__ = ["Finding", "Report", "examine", "run_doctor"]
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MARKS = {"ok": "[green]ok[/]", "missing": "[bold red]missing[/]", "warning": "[yellow]check[/]", "info": ""}
@@ -406,25 +407,6 @@ def _heap() -> list[Finding]:
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
     findings.append(Finding(section, "locked memory (ulimit -l)", "info", f"{limit}; network transports pin the heap"))
     return findings
-
-
-def available_memory() -> int | None:
-    """Return the bytes that this process can still get: of the machine, or of its control group where that has less."""
-    numbers = []
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
-    if found:
-        numbers.append(int(found.group(1)) * 1024)
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    if limit.isdecimal() and used.isdecimal():
-        numbers.append(max(0, int(limit) - int(used)))
-    return min(numbers) if numbers else None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def _cache() -> list[Finding]:

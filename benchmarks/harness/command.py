@@ -45,26 +45,15 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     Returns:
         0, 1 where a check of a result failed, 2 where an option is wrong.
     """
-    name = experiment.name
-    description = sys.modules[experiment.__module__].__doc__
-    parser = argparse.ArgumentParser(prog=f"persistent-ops bench {name}", description=description)
-    _add_common(parser, experiment)
-    experiment.add_options(parser)
     try:
-        arguments = parser.parse_args(argv)
-    except SystemExit as leaving:
+        arguments, worlds, options = _read(experiment, argv)
+    except SystemExit as leaving:  # of the parser
         return int(leaving.code or 0)
-    try:
-        worlds = _worlds(arguments, experiment)
-        common = {**_common(arguments, experiment), "command": shlex.join(["persistent-ops", "bench", name, *argv])}
-        options = experiment.read_options(arguments, worlds, common)
     except (ValueError, PersistentOpsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
-    what = f"_sweep_{arguments.sweep}" if arguments.sweep else "_tuning" if options.tune else ""
-    what = "_timeline" if options.traces else what
-    path = Path(arguments.out) / f"{name}{what}.jsonl"
+    path = Path(options.record_path)
     is_printer = is_first_process()
     if is_printer:
         try:
@@ -72,42 +61,83 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
         except OSError as error:
             print(f"error: --out: {str(path)!r} cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    before, is_written = _states_beside(path), False
+    before = _states_beside(path)
     options = dataclasses.replace(options, record_path=str(path.resolve()))
+    passed, is_whole = _measure_worlds(experiment, worlds, options, limit=arguments.limit)
+    if is_printer:
+        lines = read_lines(path) if _state_of(path) != before.get(path, ()) else []
+        console = Console(width=120)
+        if lines:
+            _show(experiment, arguments, options, lines, console)
+            written = sorted(file.name for file, state in _states_beside(path).items() if before.get(file) != state)
+            console.print(f"Written to {path.parent}: {', '.join(written)}", soft_wrap=True, highlight=False)
+        if not is_whole:
+            kept = f"what was measured before is in {path}" if lines else "nothing was measured"
+            console.print(f"NOT FINISHED: {kept}", soft_wrap=True)
+    return 0 if passed else 1
+
+
+def _read(experiment: type[Experiment[Any]], argv: list[str]) -> tuple[argparse.Namespace, list[int], Any]:
+    """Return the options as they were given, the worlds to run, and the options of each.
+
+    Raises:
+        SystemExit: of the parser, for --help too.
+        ValueError, PersistentOpsError: an option does not fit, or a launcher's variable.
+    """
+    name = experiment.name
+    description = sys.modules[experiment.__module__].__doc__
+    parser = argparse.ArgumentParser(prog=f"persistent-ops bench {name}", description=description)
+    _add_common(parser, experiment)
+    experiment.add_options(parser)
+    arguments = parser.parse_args(argv)
+    worlds = _worlds(arguments, experiment)
+    common = {**_common(arguments, experiment), "command": shlex.join(["persistent-ops", "bench", name, *argv])}
+    options = experiment.read_options(arguments, worlds, common)
+    what = f"_sweep_{arguments.sweep}" if arguments.sweep else "_tuning" if options.tune else ""
+    what = "_timeline" if options.traces else what
+    return arguments, worlds, dataclasses.replace(options, record_path=str(Path(arguments.out) / f"{name}{what}.jsonl"))
+
+
+def _measure_worlds(
+    experiment: type[Experiment[Any]], worlds: list[int], options: Any, *, limit: float
+) -> tuple[bool, bool]:
+    """Measure in one world after the other; return whether all checks passed, and whether all worlds were measured."""
+    path = Path(options.record_path)
+    before, is_written, passed = _state_of(path), False, True
     fresh = experiment.is_fresh and len(worlds) > 1
-    passed = is_whole = True
     for num_pes in worlds:
         options = dataclasses.replace(options, replaces_record=not is_written)
         try:
-            passed &= run_on_pes(measure, num_pes, experiment, options, timeout=arguments.limit, fresh=fresh)
+            passed &= run_on_pes(measure, num_pes, experiment, options, timeout=limit, fresh=fresh)
         except Exception as error:  # what has been measured is worth its table
             if (num_pes > 1 or fresh) and is_said_by_launch(error):
                 print(f"error: {error}", file=sys.stderr)
             else:
                 traceback.print_exc()
-            passed = is_whole = False
-            break
-        finally:
-            is_written = is_written or _state_of(path) != before.get(path, ())
-    lines = read_lines(path) if is_printer and is_written else []
-    console = Console(width=120)
-    if lines and options.tune:
+            return False, False
+        is_written = is_written or _state_of(path) != before
+    return passed, True
+
+
+def _show(
+    experiment: type[Experiment[Any]],
+    arguments: argparse.Namespace,
+    options: Any,
+    lines: list[dict[str, Any]],
+    console: Console,
+) -> None:
+    """Print and draw a record."""
+    figure = Path(options.record_path).with_suffix(".png")
+    if options.tune:
         print_tunings(lines, console)
         if arguments.sweep:
-            _draw(functools.partial(draw_sweep, field=options.tune[0][0]), lines, path.with_suffix(".png"))
-    elif lines and options.traces:
+            _draw(functools.partial(draw_sweep, field=options.tune[0][0]), lines, figure)
+    elif options.traces:
         for part in timeline_tables(lines):
             console.print(part, soft_wrap=isinstance(part, str))
-    elif lines:
-        _draw(experiment.draw, lines, path.with_suffix(".png"))
+    else:
+        _draw(experiment.draw, lines, figure)
         print_report(experiment, lines, console)
-    if lines:
-        written = sorted(file.name for file, state in _states_beside(path).items() if before.get(file) != state)
-        console.print(f"Written to {path.parent}: {', '.join(written)}", soft_wrap=True, highlight=False)
-    if is_printer and not is_whole:
-        kept = f"what was measured before is in {path}" if lines else "nothing was measured"
-        console.print(f"NOT FINISHED: {kept}", soft_wrap=True)
-    return 0 if passed else 1
 
 
 def _try_to_write(path: Path) -> None:

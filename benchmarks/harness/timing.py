@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from persistent_ops.runtime.torch_private import sleep_on_gpu
 from persistent_ops.runtime.world import World
 from persistent_ops.testing.pes import gather
 from persistent_ops.testing.timing import in_turn
@@ -21,13 +22,11 @@ __all__ = [
     "plain",
     "quantile",
     "record",
-    "time_aligned",
     "time_interleaved",
     "time_replays",
 ]
 
 _MAX_REPLAYS = 500
-_HEAD_START_CYCLES = 400_000  # about 0.2 ms on H200: the host queues what is timed behind it
 _BATCH = 100  # replays timed one by one between two looks at the clock: fewer than a stream's queue holds
 _BATCH_CYCLES = 3_000_000  # about 1.6 ms on H200, in which the host queues a batch
 
@@ -131,28 +130,6 @@ def time_interleaved(
     return times
 
 
-def time_aligned(world: World, replay: Callable[[], object], *, trials: int) -> list[float]:
-    """Return this PE's seconds for single replays that all PEs begin together: their differences are the PEs' skew."""
-    times = []
-    for _ in range(trials):
-        world.barrier()
-        if world.backend.name != "cuda":
-            world.enqueue_barrier()
-            begin = time.perf_counter()
-            replay()
-            times.append(time.perf_counter() - begin)
-            continue
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        world.enqueue_barrier()
-        start.record()
-        replay()
-        end.record()
-        world.check()
-        times.append(start.elapsed_time(end) / 1e3)
-    return times
-
-
 def time_replays(
     world: World, subjects: Mapping[str, Sequence[Callable[[], object]]], *, replays: int
 ) -> dict[str, list[float]]:
@@ -187,7 +164,7 @@ def _time_batch(world: World, first: Callable[[], object], batch: Sequence[Calla
             clock.append(time.perf_counter())
         return [end - start for start, end in itertools.pairwise(clock)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batch) + 1)]
-    torch.cuda._sleep(_BATCH_CYCLES)  # the device must never wait for the host
+    sleep_on_gpu(_BATCH_CYCLES)  # the device must never wait for the host
     world.enqueue_barrier()
     first()
     events[0].record()

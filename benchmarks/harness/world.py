@@ -11,7 +11,6 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.runtime import world as runtime_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.world import World
 from persistent_ops.testing.pes import without_multicast
 
@@ -56,16 +55,11 @@ def joined_world(*, backend: str, timeout: float, heap_bytes: int) -> Iterator[W
         world = runtime_world.current()
         if backend == "host":
             torch.set_num_threads(1)  # the PEs share the cores
-        elif world.bootstrap.local_world_size > torch.cuda.device_count():
-            raise ValueError(more_pes_than_gpus(world.bootstrap.local_world_size))
+        elif po.local_world_size() > torch.cuda.device_count():
+            raise ValueError(more_pes_than_gpus(po.local_world_size()))
         with (
             torch.no_grad(),
-            process_group(
-                world.bootstrap,
-                backend="nccl" if backend == "cuda" else "gloo",
-                device=world.backend.device,
-                timeout=_COLLECTIVE_TIMEOUT_S,
-            ),
+            po.process_group(timeout=_COLLECTIVE_TIMEOUT_S),
         ):
             try:
                 yield world

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -10,22 +9,22 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from program import traced
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
-from persistent_ops.runtime.world import World
+from persistent_ops.testing.machine import memory_of_pe, share_cores, shares_gpu
 from persistent_ops.testing.pes import gather
-from persistent_ops.testing.timing import in_turn
+from persistent_ops.testing.timing import in_turn, seconds_of
 
 from .config import SIZES, ModelConfig, Partition
 from .kernels import Kernels
@@ -34,15 +33,10 @@ from .model import Decoder, Sequences, build_decoder
 from .options import Options
 from .weights import FolderWeights, RandomWeights, WeightSource
 
-__all__ = ["run_pe", "without_multicast"]
+__all__ = ["run_pe"]
 
 _WARM_UP_STEPS = 3
 _SHARE_OF_FREE_MEMORY = 0.85  # the rest is for activations, graphs and communicators
-
-
-def without_multicast() -> None:
-    """Keep NVLink multicast off in NCCL, NVSHMEM and torch; call it before any of them starts."""
-    os.environ.update(NCCL_NVLS_ENABLE="0", NVSHMEM_DISABLE_NVLS="1", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,32 +50,26 @@ class _Runner:
 class _Pe:
     """One PE's model and sequences, and everything that is done with them."""
 
-    def __init__(self, options: Options, world: World) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
-        self.world = world
-        self.device = world.backend.device
-        self.on_gpu = world.backend.name == "cuda"
-        self.config = options.model_config(world.backend.name)
-        self.dtype = options.torch_dtype(world.backend.name)
-        shares_gpu = self.on_gpu and world.bootstrap.local_world_size > torch.cuda.device_count()
-        self.peers = Peers(world.rank, world.size, is_staged=shares_gpu)
-        self.has_graphs = self.on_gpu and not shares_gpu
+        self.device = po.device()
+        self.on_gpu = po.backend() == "cuda"
+        self.config = options.model_config(po.backend())
+        self.dtype = options.torch_dtype(po.backend())
+        self.peers = Peers(po.rank(), po.world_size(), is_staged=shares_gpu())
+        self.has_graphs = self.on_gpu and not shares_gpu()
         compiled = options.is_compiled
         if compiled is None:
             compiled = self.on_gpu and _can_compile()
         self.is_compiled = compiled
         self.kernels = Kernels(self.config, is_compiled=compiled)
-        self.partition = Partition.of(self.config, world.size)
+        self.partition = Partition.of(self.config, po.world_size())
         self.num_layers = self._num_layers()
         self.notes: list[str] = []
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every PE's value (what JSON can carry), in rank order; collective."""
         return gather(value, timeout=self.options.timeout)
-
-    @property
-    def group_backend(self) -> str:
-        return "nccl" if self.on_gpu and not self.peers.is_staged else "gloo"
 
     @property
     def has_reference(self) -> bool:
@@ -97,11 +85,7 @@ class _Pe:
             if wanted > config.num_layers:
                 raise ValueError(f"layers: {config.name} has {config.num_layers}, got {wanted}")
             return wanted
-        if self.on_gpu:
-            sharers = math.ceil(self.world.bootstrap.local_world_size / torch.cuda.device_count())
-            free = torch.cuda.mem_get_info(self.device)[0] // sharers
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.world.bootstrap.local_world_size
+        free = memory_of_pe() or sys.maxsize
         size = self.dtype.itemsize
         outside = (config.vocab + max(self.partition.vocab)) * config.hidden * size
         # Keys and values are there twice: the sequences', and the copy of their start.
@@ -119,7 +103,7 @@ class _Pe:
         folder = self.options.folder
         if folder is not None:
             return FolderWeights(folder, self.device, self.dtype)
-        rank = None if is_whole or self.config == SIZES["tiny"] else self.world.rank
+        rank = None if is_whole or self.config == SIZES["tiny"] else po.rank()
         return RandomWeights(self.options.seed, self.device, self.dtype, rank)
 
     def build(self) -> Decoder:
@@ -167,7 +151,7 @@ class _Pe:
         if not self.has_reference:
             return None
         answer: Any = None
-        if self.world.rank == 0:
+        if po.rank() == 0:
 
             def whole(inputs: int, outputs: int, *, bias: bool, splits: object, device: str) -> torch.nn.Linear:
                 return torch.nn.Linear(inputs, outputs, bias=bias, device=device)
@@ -199,11 +183,11 @@ class _Pe:
         """Return what is compared, by its label; what cannot run here is noted."""
         product = "cuBLAS" if self.on_gpu else "matmul"
         fused: dict[str, Method] = {"fused": Fused(), "fused sums": FusedSums(), "fused norm": FusedNorm()}
-        if self.world.size == 1:
+        if po.world_size() == 1:
             return {**fused, product: Unfused(self.peers)}
-        collective = {"nccl": "NCCL", "gloo": "gloo"}[self.group_backend]
+        collective = {"nccl": "NCCL", "gloo": "gloo"}[dist.get_backend()]
         found: dict[str, Method] = {**fused, f"{product} + {collective}": Unfused(self.peers)}
-        if not (self.has_graphs and self.world.bootstrap.single_host):
+        if not (self.has_graphs and po.local_world_size() == po.world_size()):
             if self.on_gpu:
                 self.notes.append("torch's symmetric memory needs one GPU per PE, all on one host: left out")
             return found
@@ -245,7 +229,7 @@ class _Pe:
         if not self.has_graphs:
             for _ in range(min(_WARM_UP_STEPS, self.options.tokens)):
                 step()
-            self.world.check()
+            po.check()
 
             def run() -> None:
                 last[:] = [step()]
@@ -257,7 +241,7 @@ class _Pe:
             for _ in range(min(_WARM_UP_STEPS, self.options.tokens)):
                 step()
         torch.cuda.current_stream().wait_stream(side)
-        self.world.check()
+        po.check()
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread asks for its events meanwhile, which the default mode forbids to all threads.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -271,36 +255,27 @@ class _Pe:
         logits = runner.logits().cpu()
         for _ in range(self.options.tokens - 1):
             runner.step()
-        self.world.check()
+        po.check()
         return self.generated(sequences), logits
 
     def seconds_per_step(self, runner: _Runner, sequences: Sequences) -> float:
         """Return this PE's seconds per token, all PEs beginning together."""
         sequences.rewind()
-        self.world.barrier()
-        steps = self.options.tokens
-        if not self.on_gpu:
-            begin = time.perf_counter()
-            for _ in range(steps):
+
+        def steps() -> None:
+            for _ in range(self.options.tokens):
                 runner.step()
-            return (time.perf_counter() - begin) / steps
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self.world.enqueue_barrier()  # the hosts left theirs at different times
-        start.record()
-        for _ in range(steps):
-            runner.step()
-        end.record()
-        self.world.check()
-        return float(start.elapsed_time(end)) / 1e3 / steps
+
+        return seconds_of(steps) / self.options.tokens
 
     def prefill(self, decoder: Decoder, sequences: Sequences) -> dict[str, Any]:
         """Run the prompts, twice, because the first time warms up; returns what path they took and how long."""
         seconds = 0.0
         for _ in range(2):
-            self.world.barrier()
+            po.barrier()
             begin = time.perf_counter()
             decoder.prefill(self.prompts(), sequences, Fused(), Kernels(self.config, is_compiled=False))
-            self.world.check()
+            po.check()
             seconds = time.perf_counter() - begin
         rows = self.options.batch * self.options.num_prompt_tokens
         return {"rows": rows, "path": str(decoder.layers[0].down.last_path), "seconds": max(self.exchange(seconds))}
@@ -330,16 +305,6 @@ def _equal_leading(actual: list[list[int]], expected: list[list[int]]) -> int:
     return next((number for number, (a, b) in enumerate(columns) if a != b), len(columns))
 
 
-@contextlib.contextmanager
-def _group(pe: _Pe) -> Iterator[None]:
-    if pe.world.size == 1:
-        yield
-        return
-    bootstrap, timeout = pe.world.bootstrap, pe.options.timeout
-    with process_group(bootstrap, backend=pe.group_backend, device=pe.device, timeout=timeout):
-        yield
-
-
 @torch.no_grad()
 def run_pe(options: Options) -> dict[str, Any]:
     """Run the decode loop on this PE. Collective.
@@ -357,16 +322,11 @@ def run_pe(options: Options) -> dict[str, Any]:
         ValueError: the model does not fit the PEs or their memory, or cannot be read.
         PersistentOpsError: of po.init() and the operator.
     """
-    without_multicast()
     po.init(backend=options.backend, operator_timeout=options.timeout)
     try:
-        world = po_world.current()
-        if world.backend.name == "host":
-            # The PEs share the cores: more threads than cores would slow all of them down.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.bootstrap.local_world_size))
-        pe = _Pe(options, world)
-        with _group(pe), traced(options.trace):
-            return _measure(pe)
+        share_cores()
+        with po.process_group(), traced(options.trace):
+            return _measure(_Pe(options))
     finally:
         po.finalize()
 
@@ -374,7 +334,7 @@ def run_pe(options: Options) -> dict[str, Any]:
 def _measure(pe: _Pe) -> dict[str, Any]:
     reference = pe.reference()
     decoder = pe.build()
-    sequences = pe.sequences(pe.partition.kv_heads[pe.world.rank])
+    sequences = pe.sequences(pe.partition.kv_heads[po.rank()])
     prefill = pe.prefill(decoder, sequences)
     methods = pe.methods()
     runners = {
@@ -434,8 +394,8 @@ def _description(pe: _Pe) -> dict[str, Any]:
         "layers": pe.num_layers,
         "dtype": str(pe.dtype).removeprefix("torch."),
         "options": {**dataclasses.asdict(pe.options), "model": config.name},
-        "pes": pe.world.size,
-        "backend": pe.world.backend.name,
+        "pes": po.world_size(),
+        "backend": po.backend(),
         "hardware": pe.exchange(hardware),
         "versions": versions,
         "has_graphs": pe.has_graphs,

@@ -184,6 +184,59 @@ def _filled(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
     return layer.requires_grad_(False)
 
 
+@dataclass(frozen=True)
+class _Builder:
+    """Makes layers of one PE's share of the weights; see `build_decoder`."""
+
+    config: ModelConfig
+    partition: Partition
+    source: WeightSource
+    rank: int
+    column: Callable[..., torch.nn.Module]
+    row: Callable[..., torch.nn.Module]
+
+    def share(self, splits: tuple[int, ...]) -> tuple[int, int]:
+        """Return begin and end of this PE's share."""
+        first = sum(splits[: self.rank])
+        return first, first + splits[self.rank]
+
+    def rows(self, name: str, size: int, splits: tuple[int, ...]) -> torch.Tensor:
+        """Return this PE's rows of a weight `[size, hidden]`."""
+        first, last = self.share(splits)
+        return self.source.read(name, (size, self.config.hidden), dim=0, first=first, last=last)
+
+    def column_layer(self, parts: list[tuple[str, int, tuple[int, ...]]]) -> torch.nn.Module:
+        """Put the shares of several weights into one layer, so that they are one matrix product."""
+        weight = torch.cat([self.rows(*part) for part in parts])
+        splits = tuple(map(sum, zip(*(part[2] for part in parts), strict=True)))
+        return _filled(self.column(self.config.hidden, sum(splits), bias=False, splits=splits, device="meta"), weight)
+
+    def row_layer(self, name: str, size: int, splits: tuple[int, ...]) -> torch.nn.Module:
+        """Make a layer of this PE's columns of a weight `[hidden, size]`."""
+        first, last = self.share(splits)
+        weight = self.source.read(name, (self.config.hidden, size), dim=1, first=first, last=last)
+        return _filled(self.row(size, self.config.hidden, bias=False, splits=splits, device="meta"), weight)
+
+    def layer(self, number: int) -> Layer:
+        """Make one layer of the model."""
+        config, partition = self.config, self.partition
+        kv_size, q_size = (heads * config.head_dim for heads in (config.num_kv_heads, config.num_heads))
+        kv_splits = tuple(heads * config.head_dim for heads in partition.kv_heads)
+        q_splits = tuple(size * config.group for size in kv_splits)
+        prefix = f"model.layers.{number}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv = [("q", q_size, q_splits), ("k", kv_size, kv_splits), ("v", kv_size, kv_splits)]
+        inner = config.intermediate, partition.intermediate
+        return Layer(
+            attention_norm=self.source.read(f"{prefix}.input_layernorm.weight", (config.hidden,)),
+            qkv=self.column_layer([(f"{attention}.{name}_proj.weight", *sizes) for name, *sizes in qkv]),
+            out=self.row_layer(f"{attention}.o_proj.weight", q_size, q_splits),
+            mlp_norm=self.source.read(f"{prefix}.post_attention_layernorm.weight", (config.hidden,)),
+            gate_up=self.column_layer([(f"{mlp}.{name}_proj.weight", *inner) for name in ("gate", "up")]),
+            down=self.row_layer(f"{mlp}.down_proj.weight", *inner),
+        )
+
+
 def build_decoder(
     config: ModelConfig,
     source: WeightSource,
@@ -208,66 +261,16 @@ def build_decoder(
     Raises:
         ValueError: there are too many PEs for the model, or a weight is missing or of another shape.
     """
-    partition = Partition.of(config, peers.size)
-    rank, hidden = peers.rank, config.hidden
-
-    def share(splits: tuple[int, ...]) -> tuple[int, int]:
-        first = sum(splits[:rank])
-        return first, first + splits[rank]
-
-    def rows(name: str, size: int, splits: tuple[int, ...], columns: int = hidden) -> torch.Tensor:
-        first, last = share(splits)
-        return source.read(name, (size, columns), dim=0, first=first, last=last)
-
-    def column_layer(parts: list[tuple[str, int, tuple[int, ...]]]) -> torch.nn.Module:
-        """Put the shares of several weights into one layer, so that they are one matrix product."""
-        shares = [rows(*part) for part in parts]
-        weight = shares[0] if len(shares) == 1 else torch.cat(shares)
-        splits = tuple(map(sum, zip(*(part[2] for part in parts), strict=True)))
-        return _filled(column(hidden, sum(splits), bias=False, splits=splits, device="meta"), weight)
-
-    def row_layer(name: str, size: int, splits: tuple[int, ...]) -> torch.nn.Module:
-        first, last = share(splits)
-        weight = source.read(name, (hidden, size), dim=1, first=first, last=last)
-        return _filled(row(size, hidden, bias=False, splits=splits, device="meta"), weight)
-
-    kv_size, q_size = (heads * config.head_dim for heads in (config.num_kv_heads, config.num_heads))
-    kv_splits = tuple(heads * config.head_dim for heads in partition.kv_heads)
-    q_splits = tuple(size * config.group for size in kv_splits)
-    layers = []
-    for number in range(num_layers):
-        prefix = f"model.layers.{number}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        layers.append(
-            Layer(
-                attention_norm=source.read(f"{prefix}.input_layernorm.weight", (hidden,)),
-                qkv=column_layer(
-                    [
-                        (f"{attention}.q_proj.weight", q_size, q_splits),
-                        (f"{attention}.k_proj.weight", kv_size, kv_splits),
-                        (f"{attention}.v_proj.weight", kv_size, kv_splits),
-                    ]
-                ),
-                out=row_layer(f"{attention}.o_proj.weight", q_size, q_splits),
-                mlp_norm=source.read(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-                gate_up=column_layer(
-                    [
-                        (f"{mlp}.gate_proj.weight", config.intermediate, partition.intermediate),
-                        (f"{mlp}.up_proj.weight", config.intermediate, partition.intermediate),
-                    ]
-                ),
-                down=row_layer(f"{mlp}.down_proj.weight", config.intermediate, partition.intermediate),
-            )
-        )
-    embedding = source.read("model.embed_tokens.weight", (config.vocab, hidden))
-    head_name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    builder = _Builder(config, Partition.of(config, peers.size), source, peers.rank, column, row)
+    head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    vocab = builder.partition.vocab
     return Decoder(
         config,
-        layers,
-        embedding,
-        source.read("model.norm.weight", (hidden,)),
-        rows(head_name, config.vocab, partition.vocab),
-        first_token=share(partition.vocab)[0],
+        [builder.layer(number) for number in range(num_layers)],
+        source.read("model.embed_tokens.weight", (config.vocab, config.hidden)),
+        source.read("model.norm.weight", (config.hidden,)),
+        builder.rows(head, config.vocab, vocab),
+        first_token=builder.share(vocab)[0],
         peers=peers,
         slots=slots,
     )

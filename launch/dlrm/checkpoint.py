@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from persistent_ops.runtime.file_sync import put_in_place, sync
+from persistent_ops.testing.output_files import put_in_place, sync
 
 from .embedding import EmbeddingModule
 

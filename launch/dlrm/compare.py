@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 import persistent_ops as po
-from persistent_ops.runtime.world import World
 from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding, KnownCounts, own_slots, parts_of
 from persistent_ops.testing.fbgemm_embedding import FbgemmEmbedding, fused_tables, why_no_fbgemm
 from persistent_ops.testing.pes import agree, gather
@@ -53,15 +52,11 @@ _HELD_BATCHES = 8  # that are read beforehand, and come again
 _TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
 
-def compare(
-    options: Options, data: Data, collection: po.nn.ShardedEmbeddingBagCollection, world: World, group: str
-) -> dict[str, Any]:
-    """Make the steps of all ways; collective.
+def compare(options: Options, data: Data, collection: po.nn.ShardedEmbeddingBagCollection) -> dict[str, Any]:
+    """Make the steps of all ways; collective, with torch's default process group.
 
     Args:
         options, data, collection: of the training.
-        world: of this PE, with torch's default process group.
-        group: that group's backend.
 
     Returns:
         `losses` of every step that is compared, `steps` that are timed of each way, which are those asked for or some
@@ -71,14 +66,14 @@ def compare(
     Raises:
         ValueError: steps are to be captured, and the log has no whole batch.
     """
-    own = make_training(options, data, collection, world)
+    own = make_training(options, data, collection)
     held = _held(own, only_whole=options.is_captured)
-    others, left_out = _others(options, collection, held, sum(data.train.hotness), world, group)
+    others, left_out = _others(options, collection, held, sum(data.train.hotness))
     with contextlib.ExitStack() as end:
         trainings = {OWN: end.enter_context(contextlib.closing(own))}
         for name, embedding in others.items():
-            trainings[name] = end.enter_context(contextlib.closing(make_training(options, data, embedding, world)))
-        return _compared(options, collection, others, trainings, held, left_out, world)
+            trainings[name] = end.enter_context(contextlib.closing(make_training(options, data, embedding)))
+        return _compared(options, collection, others, trainings, held, left_out)
 
 
 def _compared(
@@ -88,7 +83,6 @@ def _compared(
     trainings: Mapping[str, Training],
     held: Sequence[_Held],
     left_out: list[str],
-    world: World,
 ) -> dict[str, Any]:
     burst = min(-(-options.compare_steps // _LEAST_ROUNDS), _MOST_STEPS)
     num_rounds = max(-(-options.compare_steps // burst), _LEAST_ROUNDS)
@@ -102,15 +96,14 @@ def _compared(
             warnings.filterwarnings("ignore", "fbgemm::dense.*autograd kernel")  # it has one, of the older kind
             made = list(itertools.islice(walks[name], num_steps))
         trainings[name].wait()
-        world.check()
-        world.backend.synchronize()
+        _synchronize()
         return made
 
     walk(OWN, num_first)
     for name in others:
         _, problem = _tried(functools.partial(walk, name, num_first))
         if problem is not None:  # which the others may wait for in NCCL, and not come to hear
-            print(f"PE {world.rank}: {name}: {problem}", file=sys.stderr, flush=True)
+            print(f"PE {po.rank()}: {name}: {problem}", file=sys.stderr, flush=True)
         problem = agree(problem, timeout=options.timeout)
         if problem is not None:
             left_out.append(f"{name} is left out: {problem}")
@@ -124,8 +117,8 @@ def _compared(
                 embedding.take_over(collection)
                 trainings[name].take_over(trainings[OWN])
         for name in itertools.islice(order, len(walks)):
-            world.backend.synchronize()
-            world.barrier()
+            _synchronize()
+            po.barrier()
             begin = time.perf_counter()
             made = walk(name, burst)
             seconds[name].append((time.perf_counter() - begin) / burst)
@@ -156,11 +149,9 @@ def _others(
     collection: po.nn.ShardedEmbeddingBagCollection,
     held: Sequence[_Held],
     lookups_per_sample: int,
-    world: World,
-    group: str,
 ) -> tuple[dict[str, ExchangedEmbedding], list[str]]:
     """Return the ways there are beside this package's, and why others are not there."""
-    exchange = {"nccl": "NCCL", "gloo": "gloo"}[group]
+    exchange = {"nccl": "NCCL", "gloo": "gloo"}[dist.get_backend()]
     makers = {
         f"torch + {exchange}": functools.partial(_with_torch, collection, options),
         f"FBGEMM + {exchange}": functools.partial(_with_fbgemm, collection, options, held, lookups_per_sample),
@@ -241,6 +232,13 @@ def _held(training: Training, *, only_whole: bool) -> list[_Held]:
             f"--graph: expected a whole batch of {batches.batch_size} samples, got fewer; pass a smaller --batch"
         )
     return [(batches.read(0, number).to(training.device), batches.size(number)) for number in found]
+
+
+def _synchronize() -> None:
+    """Wait for all that this PE has launched, and raise what it reports."""
+    po.check()
+    if po.backend() == "cuda":
+        torch.cuda.synchronize()
 
 
 def _sums(shares: list[torch.Tensor]) -> list[float]:

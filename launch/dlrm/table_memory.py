@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from persistent_ops.doctor import available_memory
-from persistent_ops.runtime.world import World
+import persistent_ops as po
 from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.machine import available_memory
 from persistent_ops.testing.pes import gather
 
 from .options import Options
@@ -28,7 +28,6 @@ def table_bytes(options: Options, num_rows: Sequence[int]) -> int:
 def check_memory(
     options: Options,
     num_rows: Sequence[int],
-    world: World,
     *,
     available: Callable[[], int | None] = available_memory,
 ) -> None:
@@ -36,17 +35,15 @@ def check_memory(
 
     Args:
         options, num_rows: of the training.
-        world: of this PE.
         available: returns the bytes of host memory that there are, None where nobody knows.
     """
     needed, left = table_bytes(options, num_rows), available()
     where = "this machine has"
-    if world.backend.name == "cuda":
+    if po.backend() == "cuda":
         # As much as a PE has on average; other ways to train that do not fit beside this one are left out.
-        gpus = min(world.bootstrap.local_world_size, torch.cuda.device_count())
-        pes_of_gpu = -(-world.bootstrap.local_world_size // gpus)
-        needed = needed * pes_of_gpu // world.size
-        left, where = torch.cuda.mem_get_info(world.backend.device)[0], "a GPU has"
+        pes_of_gpu = -(-po.local_world_size() // torch.cuda.device_count())
+        needed = needed * pes_of_gpu // po.world_size()
+        left, where = torch.cuda.mem_get_info(po.device())[0], "a GPU has"
     elif options.compare_steps:
         needed *= 2 + (why_no_fbgemm() is None)
     known = [each for each in gather(left, timeout=options.timeout) if each is not None]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from persistent_ops.nn import balanced_splits
+import persistent_ops as po
 
 from . import checkpoint
 from .ahead import Sender
@@ -27,7 +27,6 @@ from .metrics import all_predictions, auroc
 from .model import DenseModel
 from .records import Batch
 from .schedule import Schedule
-from .step_watch import StepWatch
 
 __all__ = ["History", "Plan", "Training"]
 
@@ -127,7 +126,7 @@ class Training:
         precision: torch.dtype = torch.float32,
         is_compiled: bool = False,
         is_captured: bool = False,
-        watch: StepWatch | None = None,
+        watch: po.nn.StepWatchdog | None = None,
         beside_launches: Callable[[DistributedDataParallel], Any] | None = None,
     ) -> None:
         for source in (batches.source, *([] if evaluation is None else [evaluation.source])):
@@ -238,7 +237,7 @@ class Training:
         try:
             with torch.no_grad(), self._autocast(), contextlib.closing(stream):
                 for batch, size in self._sized(stream, self._evaluation, (0, 0), self._evaluation.num_batches):
-                    split = balanced_splits(size, self._num_pes)
+                    split = po.nn.balanced_splits(size, self._num_pes)
                     lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
                     scores.append(self._model(batch.dense, self._embedding(lookups)).float())
                     labels.append(batch.labels)
@@ -342,7 +341,7 @@ class Training:
 
     def _step(self, batch: Batch, batch_size: int) -> torch.Tensor:
         """Make a step with a batch whose lookups have not been sent; return this PE's share of the loss."""
-        split = balanced_splits(batch_size, self._num_pes)
+        split = po.nn.balanced_splits(batch_size, self._num_pes)
         lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
         return self._learn(batch, batch_size, self._embedding(lookups))
 

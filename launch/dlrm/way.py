@@ -10,7 +10,6 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement
-from persistent_ops.runtime.world import World
 
 from .batches import Batches
 from .data import Data
@@ -18,13 +17,12 @@ from .dense_optimizer import DENSE_OPTIMIZERS, EPS, make_capturable
 from .embedding import EmbeddingModule
 from .model import DenseModel
 from .options import Options
-from .step_watch import StepWatch
 from .training import Training
 
 __all__ = ["make_collection", "make_training", "most_samples", "placement_of"]
 
 
-def make_collection(options: Options, data: Data, world: World) -> po.nn.ShardedEmbeddingBagCollection:
+def make_collection(options: Options, data: Data) -> po.nn.ShardedEmbeddingBagCollection:
     """Make this package's tables; collective."""
     source = data.train
     return po.nn.ShardedEmbeddingBagCollection(
@@ -32,7 +30,7 @@ def make_collection(options: Options, data: Data, world: World) -> po.nn.Sharded
             TableConfig(f"t{number}", rows, options.preset.dim, [f"f{number}"])
             for number, rows in enumerate(source.num_rows)
         ],
-        max_batch=most_samples(options, world.size),
+        max_batch=most_samples(options, po.world_size()),
         lookups_per_sample={f"f{number}": hotness for number, hotness in enumerate(source.hotness)},
         placement=placement_of(options, source.num_rows),
         algorithm=options.optimizer,
@@ -62,9 +60,9 @@ def most_samples(options: Options, num_pes: int) -> int:
     return -(-options.batch // num_pes)
 
 
-def make_training(options: Options, data: Data, embedding: EmbeddingModule, world: World) -> Training:
+def make_training(options: Options, data: Data, embedding: EmbeddingModule) -> Training:
     """Make the dense part around the tables, and the batches; collective."""
-    source, device = data.train, world.backend.device
+    source, device = data.train, po.device()
     model = DenseModel(options.sizes(len(source.num_rows), source.num_dense), seed=options.seed, device=device)
     rate = options.learning_rate
     if options.is_captured:
@@ -73,8 +71,8 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         optimizer = DENSE_OPTIMIZERS[options.optimizer](model.parameters(), lr=rate)
     shared: dict[str, Any] = {
         "batch_size": options.batch,
-        "rank": world.rank,
-        "num_pes": world.size,
+        "rank": po.rank(),
+        "num_pes": po.world_size(),
         "index_dtype": torch.int32 if max(source.num_rows) <= 2**31 else torch.int64,
         "num_readers": options.readers,
     }
@@ -95,6 +93,6 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule, worl
         precision=options.dense_dtype,
         is_compiled=options.is_compiled,
         is_captured=options.is_captured,
-        watch=StepWatch(world, device, world.workspace.timeout, world.check) if options.is_captured else None,
+        watch=po.nn.StepWatchdog() if options.is_captured else None,
         beside_launches=beside_launches,
     )

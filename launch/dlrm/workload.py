@@ -7,17 +7,14 @@ import dataclasses
 from typing import Any
 
 import torch
-from machine_share import machine_share
 from program import traced
 from rich.console import Console
-from training_progress import progress_bar
 
 import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
-from persistent_ops.runtime.world import World
 from persistent_ops.testing.fbgemm_embedding import fbgemm_version
+from persistent_ops.testing.machine import share_cores, shares_gpu
 from persistent_ops.testing.pes import gather
+from persistent_ops.testing.progress import progress_bar
 
 from .captured_step import check_machine, own_stream
 from .compare import compare
@@ -49,45 +46,38 @@ def run_pe(options: Options) -> dict[str, Any]:
     heap = None if options.heap_gib is None else int(options.heap_gib * 2**30)
     po.init(options.backend, operator_timeout=options.timeout, heap_size=heap)
     try:
-        world = po_world.current()
-        group, shares_gpu = machine_share(world)
-        if options.compare_steps and shares_gpu:
+        share_cores()
+        if options.compare_steps and shares_gpu():
             raise ValueError("--compare: expected a GPU for each PE, as gloo exchanges no GPU memory; pass fewer --pes")
-        if options.num_sms_of_nccl is not None and group != "nccl":
+        if options.num_sms_of_nccl is not None and (po.backend() == "host" or shares_gpu()):
             raise ValueError("--beside-nccl: room is for NCCL, which needs a GPU for each PE; leave it out")
         stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if options.is_captured:
-            check_machine(has_gpus=world.backend.name == "cuda", shares_gpu=shares_gpu)
-            stream = own_stream(world.backend.device)
-        device = world.backend.device
+            check_machine(has_gpus=po.backend() == "cuda", shares_gpu=shares_gpu())
+            stream = own_stream(po.device())
         data = open_data(options)
-        check_memory(options, data.train.num_rows, world)
-        sums = process_group(
-            world.bootstrap, backend=group, device=device, timeout=options.timeout, max_ctas=options.num_sms_of_nccl
-        )
-        with sums, traced(options.trace), stream:
-            collection = make_collection(options, data, world)
-            if options.placement == "auto" and world.rank == 0:
+        check_memory(options, data.train.num_rows)
+        with po.process_group(max_ctas=options.num_sms_of_nccl), traced(options.trace), stream:
+            collection = make_collection(options, data)
+            if options.placement == "auto" and po.rank() == 0:
                 Console().print(collection.placement_table())
             if options.compare_steps:
-                result = {"compared": compare(options, data, collection, world, group)}
+                result = {"compared": compare(options, data, collection)}
             else:
-                result = _trained(options, data, collection, world)
+                result = _trained(options, data, collection)
             placements = {name: dataclasses.asdict(each) for name, each in collection.placements().items()}
-            return {**_what_ran_on_what(options, data, world, shares_gpu), "placements": placements, **result}
+            return {**_what_ran_on_what(options, data), "placements": placements, **result}
     finally:
         po.finalize()
 
 
-def _trained(
-    options: Options, data: Data, collection: po.nn.ShardedEmbeddingBagCollection, world: World
-) -> dict[str, Any]:
-    training = make_training(options, data, collection, world)
+def _trained(options: Options, data: Data, collection: po.nn.ShardedEmbeddingBagCollection) -> dict[str, Any]:
+    training = make_training(options, data, collection)
     with contextlib.closing(training):
-        return _run(training, options, data, world)
+        return _run(training, options, data)
 
 
-def _run(training: Training, options: Options, data: Data, world: World) -> dict[str, Any]:
+def _run(training: Training, options: Options, data: Data) -> dict[str, Any]:
     if options.is_resumed:
         training.resume(options.folder)
     first_step = training.step
@@ -99,24 +89,24 @@ def _run(training: Training, options: Options, data: Data, world: World) -> dict
         folder=options.folder,
     )
     last_step = min(options.epochs * training.batches.num_batches, options.steps or 2**62)
-    with progress_bar(world.rank, first_step=first_step, last_step=last_step) as show:
+    with progress_bar("training", first_step=first_step, last_step=last_step) as show:
         history = training.run(plan, show)
-    world.check()
+    po.check()
     return {
         "batches": training.batches.describe(),
         "first_step": first_step,
         "losses": history.losses,
         "evaluations": history.evaluations,
-        "best_auc": _best_auc(data, world, options.timeout),
+        "best_auc": _best_auc(data, options.timeout),
         "num_replays": training.num_replays,
         "timed_steps": training.timed_steps,
         "seconds": max(gather(training.seconds, timeout=options.timeout)),
     }
 
 
-def _best_auc(data: Data, world: World, timeout: float) -> float | None:
+def _best_auc(data: Data, timeout: float) -> float | None:
     """Let rank 0 compute it for all."""
-    best: float | None = gather(data.best_auc() if world.rank == 0 else None, timeout=timeout)[0]
+    best: float | None = gather(data.best_auc() if po.rank() == 0 else None, timeout=timeout)[0]
     return best
 
 
@@ -128,9 +118,9 @@ def _versions(*, on_gpu: bool) -> dict[str, str | None]:
     return found
 
 
-def _what_ran_on_what(options: Options, data: Data, world: World, shares_gpu: bool) -> dict[str, Any]:
-    on_gpu = world.backend.name == "cuda"
-    hardware = torch.cuda.get_device_name(world.backend.device) if on_gpu else "CPU process"
+def _what_ran_on_what(options: Options, data: Data) -> dict[str, Any]:
+    on_gpu = po.backend() == "cuda"
+    hardware = torch.cuda.get_device_name(po.device()) if on_gpu else "CPU process"
     return {
         "options": dataclasses.asdict(options),
         "source": data.name,
@@ -138,9 +128,9 @@ def _what_ran_on_what(options: Options, data: Data, world: World, shares_gpu: bo
         "hotness": list(data.train.hotness),
         "num_samples": data.train.num_samples,
         "num_evaluated": data.evaluation.num_samples,
-        "pes": world.size,
-        "backend": world.backend.name,
+        "pes": po.world_size(),
+        "backend": po.backend(),
         "hardware": gather(hardware, timeout=options.timeout),
-        "shares_gpu": shares_gpu,
+        "shares_gpu": shares_gpu(),
         "versions": {"torch": torch.__version__, "persistent_ops": po.__version__, **_versions(on_gpu=on_gpu)},
     }

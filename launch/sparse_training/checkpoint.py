@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from persistent_ops.runtime.file_sync import put_in_place
+from persistent_ops.testing.output_files import put_in_place
 
 __all__ = ["Checkpoint", "load", "save"]
 

@@ -12,17 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine_share import machine_share
 from program import traced
 from torch.nn.parallel import DistributedDataParallel
-from training_progress import progress_bar
 
 import persistent_ops as po
-from persistent_ops.nn.ddp import ddp_sparse_hook
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
-from persistent_ops.runtime.world import World
+from persistent_ops.testing.machine import share_cores, shares_gpu
 from persistent_ops.testing.pes import gather
+from persistent_ops.testing.progress import progress_bar
 
 from . import checkpoint
 from .batches import Batches
@@ -53,17 +49,16 @@ def read_text(options: Options) -> Corpus:
 class _Pe:
     """One PE's tables and everything that is done with them."""
 
-    def __init__(self, options: Options, world: World, corpus: Corpus) -> None:
+    def __init__(self, options: Options, corpus: Corpus) -> None:
         self.options = options
-        self.world = world
-        self.device = world.backend.device
+        self.device = po.device()
         self.corpus = corpus
         self.identity = {**options.identity(), "text": corpus.digest()}
         self.batches = Batches(corpus, options, self.device)
         self.model = self.new_model()
         self.optimizer = self.new_optimizer(self.model)
         self.module = DistributedDataParallel(self.model)
-        self.module.register_comm_hook(None, ddp_sparse_hook)
+        self.module.register_comm_hook(None, po.nn.ddp_sparse_hook)
         self.step = 0
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -83,7 +78,7 @@ class _Pe:
 
     def save(self) -> None:
         """Let rank 0 write a checkpoint; all PEs have the same state."""
-        if self.world.rank == 0:
+        if po.rank() == 0:
             state = (self.model.state_dict(), self.optimizer.state_dict())
             checkpoint.save(
                 self.options.checkpoint_path, checkpoint.Checkpoint(self.identity, self.step, self.losses, *state)
@@ -107,9 +102,9 @@ class _Pe:
 
     def backward(self, step: int) -> torch.Tensor:
         """Run one pass over this PE's share of a batch; return its share of the loss."""
-        loss = self.module(self.batches.share(step, self.world.rank, self.world.size)) / self.options.batch
+        loss = self.module(self.batches.share(step, po.rank(), po.world_size())) / self.options.batch
         # DDP takes the mean over the PEs, and the batch's loss is the sum.
-        (loss * self.world.size).backward()
+        (loss * po.world_size()).backward()
         return loss.detach()
 
     def train(self, show: Callable[[int, float], None]) -> tuple[int, float]:
@@ -136,7 +131,7 @@ class _Pe:
                     begin, first_timed, num_untimed = time.perf_counter(), self.step, 0
             if is_last or self.step % options.checkpoint_every == 0:
                 self.save()
-        self.world.check()
+        po.check()
         return self.step - first_timed, time.perf_counter() - begin
 
     def _keep(self, losses: list[float]) -> None:
@@ -155,7 +150,7 @@ class _Pe:
             Its losses and the norms of its gradients; on every PE.
         """
         losses, norms = [], []
-        if self.world.rank == 0:
+        if po.rank() == 0:
             model = self.new_model()
             model.load_state_dict(self.model.state_dict())
             optimizer = self.new_optimizer(model)
@@ -203,20 +198,16 @@ def run_pe(options: Options) -> dict[str, Any]:
     """
     po.init(options.backend, operator_timeout=options.timeout)
     try:
-        world = po_world.current()
-        group, shares_gpu = machine_share(world)
-        process_group_of = process_group(
-            world.bootstrap, backend=group, device=world.backend.device, timeout=options.timeout
-        )
-        with process_group_of, traced(options.trace):
-            report = _run(_Pe(options, world, read_text(options)))
-        return {**report, "shares_gpu": shares_gpu, "group": group}
+        share_cores()
+        with po.process_group(), traced(options.trace):
+            report = _run(_Pe(options, read_text(options)))
+            return {**report, "shares_gpu": shares_gpu(), "group": dist.get_backend()}
     finally:
         po.finalize()
 
 
 def _run(pe: _Pe) -> dict[str, Any]:
-    options, world = pe.options, pe.world
+    options = pe.options
     if len(set(pe.exchange(pe.identity["text"]))) > 1:
         raise ValueError("text: the PEs read different ones; pass --text with a file that all hosts have")
     if options.is_resumed:
@@ -225,18 +216,18 @@ def _run(pe: _Pe) -> dict[str, Any]:
     if first_step >= options.steps:
         raise ValueError(f"--steps: the checkpoint has {first_step} already; pass more than that")
     one_process = pe.one_process()
-    with progress_bar(pe.world.rank, first_step=pe.step, last_step=pe.options.steps) as show:
+    with progress_bar("training", first_step=pe.step, last_step=pe.options.steps) as show:
         timed_steps, seconds = pe.train(show)
     passes = seconds_per_pass(pe, options.overlap_steps) if options.overlap_steps else None
-    on_gpu = world.backend.name == "cuda"
+    on_gpu = po.backend() == "cuda"
     return {
         "options": dataclasses.asdict(options),
         "source": pe.corpus.source,
         "num_bytes": pe.corpus.num_bytes,
         "num_words": len(pe.corpus.stream),
         "vocabulary": len(pe.corpus.words),
-        "pes": world.size,
-        "backend": world.backend.name,
+        "pes": po.world_size(),
+        "backend": po.backend(),
         "hardware": pe.exchange(torch.cuda.get_device_name(pe.device) if on_gpu else "CPU process"),
         "versions": {"torch": torch.__version__, "persistent_ops": po.__version__},
         "first_step": first_step,

@@ -45,12 +45,12 @@ def seconds_per_pass(pe: _Pe, steps: int) -> dict[str, float]:
     ways: dict[str, Callable[[int], None]] = {"hook": hook, "after": after, "none": none}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for name in in_turn(ways, _ROUNDS):
-        pe.world.barrier()
+        po.barrier()
         begin = time.perf_counter()
         for step in range(steps):
             pe.optimizer.zero_grad()
             ways[name](step)
-        pe.world.check()
+        po.check()
         seconds[name].append((time.perf_counter() - begin) / steps)
     pe.optimizer.zero_grad()
     return {name: max(pe.exchange(statistics.median(seconds[name]))) for name in ways}

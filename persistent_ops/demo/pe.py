@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..runtime.bootstrap.process_group import process_group
+import persistent_ops as po
+
 from ..testing.criteo import NUM_CATEGORICAL, read_batches
 from ..testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS, draw_feature
 from ..testing.lookups import FeatureLookups, concatenate
+from ..testing.machine import memory_of_pe, share_cores, shares_gpu
+from ..testing.pes import gather, without_multicast
+from ..testing.progress import progress_bar
+from ..testing.timing import seconds_of
 from .options import DemoOptions
 from .placement import fit_rows, lookup_costs, place_tables
 from .unfused import UnfusedExchange, split_features
-
-if TYPE_CHECKING:
-    from ..runtime.bootstrap.connection import Bootstrap
 
 __all__ = ["TOLERANCE", "PeReport", "differences", "run_pe"]
 
@@ -135,55 +133,20 @@ def _make_table(table: int, num_rows: int, options: DemoOptions, device: torch.d
     return weight.uniform_(-1, 1, generator=generator)
 
 
-def _row_cap(
-    options: DemoOptions, backend: str, bootstrap: Bootstrap, device: torch.device, placement: Sequence[Sequence[int]]
-) -> int:
+def _row_cap(options: DemoOptions, placement: Sequence[Sequence[int]]) -> int:
     """Return the cap on a table's rows, the same on every PE."""
-    cap = options.max_rows_for(backend)
+    cap = options.max_rows_for(po.backend())
     if cap is not None:
         return cap
-    sharers = math.ceil(bootstrap.local_world_size / torch.cuda.device_count())
-    free = int(torch.cuda.mem_get_info(device)[0] * _TABLE_SHARE_OF_FREE_MEMORY / sharers)
-    budget = min(int(answer) for answer in bootstrap.exchange("demo/memory", str(free).encode()))
+    budget = int(min(gather(memory_of_pe())) * _TABLE_SHARE_OF_FREE_MEMORY)
     return fit_rows(DLRM_ROWS, placement, options.dim * options.torch_dtype.itemsize, budget)
 
 
-def _stopwatch(device: torch.device) -> Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, float]]:
-    """Return a function that runs another one, all PEs starting together, and says how many seconds it took here."""
-
-    def on_host(function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        result = function()
-        return result, time.perf_counter() - start
-
-    def on_gpu(function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        dist.barrier()
-        from ..runtime import world
-
-        # The PEs' hosts leave the barrier at different times; on the device all of them begin together.
-        world.current().enqueue_barrier()
-        begin.record()
-        result = function()
-        end.record()
-        torch.cuda.synchronize(device)
-        return result, begin.elapsed_time(end) / 1e3
-
-    return on_gpu if device.type == "cuda" else on_host
-
-
-@contextlib.contextmanager
-def _progress(rank: int, steps: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on rank 0; yields what to call with the number of finished steps."""
-    if rank != 0:
-        yield lambda finished: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("steps", total=steps)
-        yield lambda finished: progress.update(task, completed=finished)
+def _timed(function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """Run a function, all PEs together; returns its result and the seconds that it took on this PE."""
+    results: list[torch.Tensor] = []
+    seconds = seconds_of(lambda: results.append(function()))
+    return results[0], seconds
 
 
 def run_pe(options: DemoOptions) -> list[dict[str, Any]]:
@@ -195,25 +158,14 @@ def run_pe(options: DemoOptions) -> list[dict[str, Any]]:
     Returns:
         The PeReport of every PE, as dictionaries, in rank order.
     """
-    import persistent_ops as po
-
-    from ..runtime import world
-
+    without_multicast()
     po.init(backend=options.backend, operator_timeout=options.timeout)
     try:
-        bootstrap = world.current().bootstrap
-        backend, device = po.backend(), po.device()
-        if backend == "host":
-            # The PEs share the cores: more threads than cores would slow the reference down.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // bootstrap.local_world_size))
-        shared_gpu = backend == "cuda" and bootstrap.local_world_size > torch.cuda.device_count()
-        reference = "nccl" if backend == "cuda" and not shared_gpu else "gloo"
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast here, and none in what it is compared with
-        with process_group(bootstrap, backend=reference, device=device, timeout=options.timeout):
+        share_cores()
+        with po.process_group():
             with contextlib.nullcontext() if options.trace is None else po.trace(options.trace):
-                report = _measure(options, bootstrap, backend, device, reference)
-            answers = bootstrap.exchange("demo/report", json.dumps(dataclasses.asdict(report)).encode())
-        return [json.loads(answer) for answer in answers]
+                report = _measure(options)
+            return gather(dataclasses.asdict(report))
     finally:
         po.finalize()
 
@@ -237,12 +189,9 @@ class _Exchange:
         self._staged = staged
         self._dim_per_rank = [len(owned) * options.dim for owned in placement]
         self._weights = [_make_table(table, num_rows[table], options, device) for table in placement[rank]]
-        self._timed = _stopwatch(device)
 
     def step(self, batch: _OwnBatch) -> _Step:
         """Run the fused operator and the reference on one batch, compare and time them."""
-        import persistent_ops as po
-
         num_pes = len(self._dim_per_rank)
         batch_per_rank = [batch.batch_size // num_pes + (pe < batch.batch_size % num_pes) for pe in range(num_pes)]
         host_indices, host_offsets = concatenate(batch.features)
@@ -259,33 +208,28 @@ class _Exchange:
         )
         features = split_features(indices, offsets, len(self._weights))
 
-        fused_output, fused = self._timed(
+        fused_output, fused = _timed(
             lambda: po.embedding_all_to_all(
                 self._weights, indices, offsets, batch_per_rank=batch_per_rank, dim_per_rank=self._dim_per_rank
             )
         )
-        expected, whole = self._timed(lambda: unfused(features))
-        pooled, pooling = self._timed(lambda: unfused.pool(features))
-        _, exchange = self._timed(lambda: unfused.exchange(pooled))
+        expected, whole = _timed(lambda: unfused(features))
+        pooled, pooling = _timed(lambda: unfused.pool(features))
+        _, exchange = _timed(lambda: unfused.exchange(pooled))
         largest, relative = differences(fused_output, expected, table_dim=self._options.dim)
         times = {"fused": fused, "unfused": whole, "pooling": pooling, "exchange": exchange}
         return _Step(times, len(host_indices), unfused.bytes_sent, largest, relative)
 
 
-def _measure(
-    options: DemoOptions, bootstrap: Bootstrap, backend: str, device: torch.device, reference: str
-) -> PeReport:
-    import persistent_ops as po
-
-    rank, num_pes = bootstrap.rank, bootstrap.world_size
+def _measure(options: DemoOptions) -> PeReport:
+    rank, num_pes, backend, device = po.rank(), po.world_size(), po.backend(), po.device()
     pooling = DLRM_POOLING if options.data is None else (1,) * NUM_CATEGORICAL
     placement = place_tables(lookup_costs(pooling, options.dim, options.torch_dtype.itemsize), num_pes)
-    cap = _row_cap(options, backend, bootstrap, device, placement)
+    cap = _row_cap(options, placement)
     num_rows = [min(rows, cap) for rows in DLRM_ROWS]
-    staged = reference == "gloo" and backend == "cuda"
-    exchange = _Exchange(options, rank=rank, placement=placement, num_rows=num_rows, device=device, staged=staged)
+    exchange = _Exchange(options, rank=rank, placement=placement, num_rows=num_rows, device=device, staged=shares_gpu())
     steps = []
-    with _progress(rank, options.steps) as advance:
+    with progress_bar("steps", last_step=options.steps) as advance:
         for batch in _own_batches(options, options.batch_for(backend), placement[rank], num_rows):
             steps.append(exchange.step(batch))
             advance(len(steps) - 1)
@@ -304,7 +248,7 @@ def _measure(
         steps=len(measured),
         batch=options.batch_for(backend),
         row_cap=max(num_rows),
-        reference=reference,
+        reference=dist.get_backend(),
         largest_difference=max(step.largest_difference for step in steps),
         relative_difference=max(step.relative_difference for step in steps),
         **times,

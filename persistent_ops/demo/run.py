@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+import persistent_ops as po
+
 from ..testing.criteo import read_batches
 from ..testing.dlrm_batch import DLRM_ROWS
 from ..testing.output_files import check_outputs
+from ..testing.pes import is_first_process, run_on_pes, started_pes
 from .options import HOST_PES, DemoOptions
 from .pe import PeReport, run_pe
 from .report import passed, print_report
@@ -36,16 +38,12 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
             or is more than a world may have, or a launcher's variables contradict each other.
         BackendUnavailableError: the backend that was asked for cannot run here.
     """
-    import persistent_ops as po
-
-    from ..runtime.bootstrap import launchers
-    from ..runtime.errors import BootstrapError
     from ..runtime.world import most_pes
 
     console = console or Console()
     try:
-        environment = launchers.detect(os.environ)
-    except BootstrapError as error:  # which elsewhere is what PEs say of each other
+        started = started_pes()
+    except po.BootstrapError as error:  # which elsewhere is what PEs say of each other
         raise ValueError(str(error)) from error
     if options.pes is not None and options.pes > most_pes():
         raise ValueError(f"pes must be at most {most_pes()}, got {options.pes}")
@@ -53,19 +51,11 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
     if options.data is not None:
         # Read what the PEs will read before any is started: a malformed line is then one error, not one per PE.
         _check_data(options.data, options)
-    if environment.launcher != "single":
-        if options.pes is not None and options.pes != environment.world_size:
-            raise ValueError(
-                f"pes is {options.pes}, but {environment.launcher} started {environment.world_size} processes; "
-                "leave pes out"
-            )
-        answers = run_pe(options)
-        is_printer = environment.rank == 0
-    else:
-        answers = po.launch(run_pe, _num_pes(options), options)[0]
-        is_printer = True
+    if started is not None and options.pes not in (None, started):
+        raise ValueError(f"pes is {options.pes}, but a launcher started {started} processes; leave pes out")
+    answers = run_on_pes(run_pe, started or _num_pes(options), options, fresh=True)
     reports = [PeReport(**answer) for answer in answers]
-    if is_printer:
+    if is_first_process():
         print_report(reports, options, console)
     return 0 if passed(reports, dtype=options.dtype) else 1
 

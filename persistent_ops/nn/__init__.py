@@ -15,5 +15,6 @@ from .parallel_linear import (
     RowParallelLinear as RowParallelLinear,
     balanced_splits as balanced_splits,
 )
+from .step_watchdog import StepWatchdog as StepWatchdog
 from .table_placements import TablePlacement as TablePlacement
 from .table_shards import TableShards as TableShards

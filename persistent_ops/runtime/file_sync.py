@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["put_in_place", "sync"]
+__all__ = ["sync"]
 
 
 def sync(path: Path) -> None:
@@ -15,10 +15,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def put_in_place(written: Path, path: Path) -> None:
-    """Rename a file to one of the same folder: whatever happens, that is the one before or the new one, whole."""
-    sync(written)
-    os.replace(written, path)
-    sync(path.parent)

@@ -50,6 +50,7 @@ __all__ = [
     "queue_callback",
     "storage_has_expired",
     "storage_of_weak",
+    "sleep_on_gpu",
     "storage_use_count",
     "symmetric_memory",
     "tracing_context",
@@ -251,4 +252,10 @@ symmetric_memory: Callable[[], Any] = _symmetric_memory
 """Returns the module of torch's symmetric memory; ImportError in builds without it.
 
 Public torch has operators for such memory, `torch.ops.symm_mem`, and nothing that allocates it.
+"""
+
+sleep_on_gpu: Callable[[int], None] = torch.cuda._sleep
+"""Keeps the current stream busy for so many cycles, in which the host can queue what is timed after it.
+
+Public torch has no such kernel.
 """

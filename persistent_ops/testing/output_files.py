@@ -1,4 +1,4 @@
-"""Whether what a run leaves behind can be written, looked at before the run."""
+"""What a run leaves behind: whether it can be written, looked at before the run; and files that are there whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..runtime.bootstrap import launchers
+from ..runtime.file_sync import sync
 
-__all__ = ["check_outputs"]
+__all__ = ["check_outputs", "put_in_place", "sync"]
 
 
 def check_outputs(
@@ -74,3 +75,10 @@ def _problem_within(folder: Path) -> str | None:
             return None
     except OSError as error:
         return (error.strerror or str(error)).lower()
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Rename a file to one of the same folder: whatever happens, that is the one before or the new one, whole."""
+    sync(written)
+    os.replace(written, path)
+    sync(path.parent)

@@ -41,14 +41,16 @@ def is_said_by_launch(error: BaseException) -> bool:
     return isinstance(error, po.PersistentOpsError) and error.__cause__ is None and started_pes() is None
 
 
-def run_on_pes(function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float, fresh: bool = False) -> Any:
+def run_on_pes(
+    function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float | None = None, fresh: bool = False
+) -> Any:
     """Run `function(*arguments)` on every PE and return rank 0's result (under a launcher: this process's own).
 
     Args:
         function: calls `persistent_ops.init()` itself; importable by name.
         num_pes: PEs to start where there is no launcher; a world of one runs in this process.
         arguments: of the function; picklable.
-        timeout: seconds for the whole where PEs are started here.
+        timeout: seconds for the whole where PEs are started here; None for no bound.
         fresh: start a process for a world of one too: it leaves nothing to the worlds that follow.
     """
     if started_pes() is not None or (num_pes == 1 and not fresh):

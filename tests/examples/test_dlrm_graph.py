@@ -27,7 +27,6 @@ from dlrm.model import DenseModel
 from dlrm.options import Options
 from dlrm.records import Batch, Span
 from dlrm.schedule import Schedule
-from dlrm.step_watch import StepWatch
 from dlrm.summary import print_summary, problems
 from dlrm.training import Plan, Training
 from dlrm.workload import run_pe
@@ -69,13 +68,6 @@ class Again:
 
     def close(self) -> None:
         self._events.append("given back")
-
-
-class Alone:
-    """Peers of a PE that has none; see `dlrm.step_watch.Peers`."""
-
-    lost_peers: frozenset[int] = frozenset()
-    preparing_peers: frozenset[int] = frozenset()
 
 
 class SecondFails(Again):
@@ -297,7 +289,7 @@ def test_a_captured_training_has_the_losses_of_an_eager_one() -> None:
 def test_a_training_looks_at_what_launches_have_reported() -> None:
     steps: list[int] = []
     with stands_in():
-        watch = StepWatch(Alone(), CPU, 60.0, lambda: steps.append(training.step))
+        watch: Any = SimpleNamespace(launched=lambda step: None, wait=lambda: steps.append(training.step))
         training = training_of(is_captured=True, watch=watch)
         training.run(Plan(epochs=3, most_steps=14, losses_every=6))
     assert steps == [6, 12, 14]

@@ -17,11 +17,9 @@ from dlrm.training import Plan, Training
 from dlrm.way import make_collection
 from dlrm.workload import run_pe
 from kept_pes import in_processes
-from test_dlrm_train import CPU, options_of
+from test_dlrm_train import options_of
 
 import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 pytestmark = pytest.mark.host
 
@@ -65,11 +63,10 @@ def _whole_numbers(options: Options, alone: bool) -> tuple[list[float], dict[str
             return found, dict(zip(state, (table.detach() for table in tables.tables.values()), strict=True))
         po.init("host", heap_size=64 << 20)
         try:
-            world = po_world.current()
-            with process_group(world.bootstrap, backend="gloo", device=CPU, timeout=60):
-                tables = make_collection(options, data, world)
+            with po.process_group("gloo", timeout=60):
+                tables = make_collection(options, data)
                 tables.load_state_dict(state)
-                batches = Batches(data.train, rank=world.rank, num_pes=world.size, **shared)
+                batches = Batches(data.train, rank=po.rank(), num_pes=po.world_size(), **shared)
                 found = Training(model, tables, sgd(model.parameters()), batches).run(Plan()).losses
                 own = {name: shards.shards for name, shards in tables.state_dict().items()}
                 return found, {name: shards[0][1].clone() for name, shards in own.items() if shards}

@@ -12,8 +12,6 @@ from dlrm.metrics import all_predictions, auroc, expected_auroc
 from kept_pes import in_processes
 
 import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 
 def over_pairs(scores: list[float], clicks: list[int]) -> float:
@@ -107,10 +105,9 @@ def predictions(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 def gather_parts(num_samples: int, ends: list[int]) -> tuple[bool, float]:
     po.init("host")
     try:
-        world = po_world.current()
-        with process_group(world.bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        with po.process_group("gloo", timeout=60):
             assert dist.get_world_size() == len(ends)
-            own = slice(ends[world.rank - 1] if world.rank else 0, ends[world.rank])
+            own = slice(ends[po.rank() - 1] if po.rank() else 0, ends[po.rank()])
             scores, labels = predictions(num_samples)
             found = all_predictions(scores[own], labels[own])
             return torch.equal(found[0], scores) and torch.equal(found[1], labels), auroc(*found)

@@ -38,13 +38,11 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.doctor import available_memory
 from persistent_ops.nn import TableConfig, TablePlacement
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS
 from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding
 from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.machine import available_memory
 from persistent_ops.testing.record import append_line, what_ran
 
 CPU = torch.device("cpu")
@@ -236,7 +234,7 @@ def _averages() -> list[bool]:
     found = []
     po.init("host", heap_size=64 << 20)
     try:
-        with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
+        with po.process_group("gloo", timeout=60):
             torch.manual_seed(3)
             model = torch.nn.Sequential(torch.nn.Linear(4, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
             module = DistributedDataParallel(model, bucket_cap_mb=0.1)
@@ -346,7 +344,7 @@ def _peer() -> list[bool]:
     po.init("host", heap_size=64 << 20)
     agree = []
     try:
-        with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
+        with po.process_group("gloo", timeout=60):
             for wire_dtype in (None, torch.bfloat16):
                 collection = _collection(wire_dtype)
                 make = functools.partial(torch.optim.Adagrad, lr=0.5, eps=1e-8)
@@ -516,11 +514,10 @@ def test_a_heap_that_is_too_small_is_said(capsys: pytest.CaptureFixture[str], tm
 
 
 def _without_room(folder: str) -> list[Any]:
-    world = po_world.current()
     seen = []
     for changes in ({}, {"optimizer": "rowwise_adagrad"}, {"optimizer": "sgd", "compare_steps": 5}):
         options = options_of(Path(folder), **changes)
-        check = functools.partial(check_memory, options, [10, 5], world)
+        check = functools.partial(check_memory, options, [10, 5])
         needed = table_bytes(options, [10, 5])
         ways = 1 if not options.compare_steps else 2 + (why_no_fbgemm() is None)
         check(available=lambda needed=needed * ways: needed)

@@ -28,11 +28,8 @@ from dlrm.training import History, Plan, Training
 from kept_pes import in_processes
 from PIL import Image
 from torch.nn import functional as F
-from training_progress import progress_bar
 
 import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 ROWS, HOTNESS = (40, 3, 60, 20), (1, 1, 3, 2)
 SIZES = Sizes(dims=(8, 8, 8, 8), num_dense=4, bottom=(32, 8), top=(32, 16, 1), cross_layers=2, cross_rank=16)
@@ -422,9 +419,8 @@ class SumsOverPes(PlainEmbedding):
 def run_on_pe(folder: str, resumes: bool) -> tuple[list[float], list[dict[str, float]], int, list[float]]:
     po.init("host")
     try:
-        world = po_world.current()
         torch.set_num_threads(1)
-        with process_group(world.bootstrap, backend="gloo", device=CPU, timeout=60):
+        with po.process_group("gloo", timeout=60):
             training = training_of(301, 900, 60, embedding=SumsOverPes())
             if resumes:
                 training.resume(Path(folder))
@@ -476,11 +472,3 @@ def test_without_matplotlib_one_line_says_so(
     assert not draw_if_possible(History([0.7]), tmp_path / "curves.png", title="DLRM")
     assert capsys.readouterr().err == "no curves: matplotlib is not installed (pip install 'persistent-ops[plot]')\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_bar_on_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in (1, 0):
-        with progress_bar(rank, first_step=2, last_step=10) as show:
-            show(7, 0.5)
-        found = capsys.readouterr()
-        assert not found.out and bool(found.err) == (rank == 0)

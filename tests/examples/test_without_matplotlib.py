@@ -64,7 +64,7 @@ def test_the_training_example_goes_on_without_matplotlib(tmp_path: Path) -> None
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away from it\n" * 200)
     program = (
-        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[0] = sys.argv[1]; del sys.argv[1];"
+        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[:2] = sys.argv[1:2]; sys.path[0] = sys.argv[0][:sys.argv[0].rindex('/')];"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     options = ["--backend", "host", "--pes", "1", "--steps", "3", "--batch", "16"]
@@ -89,4 +89,4 @@ def test_the_extra_is_declared_and_nothing_needs_it() -> None:
     assert re.search(r'^plot = \["matplotlib', text, re.MULTILINE)
     sources = [(file, file.read_text()) for file in (ROOT / "persistent_ops").rglob("*.py")]
     assert not [file for file, source in sources if re.search(r"^(import|from) matplotlib", source, re.MULTILINE)]
-    assert [file.name for file, source in sources if "matplotlib" in source] == ["timeline.py"], "only where one draws"
+    assert {file.name for file, source in sources if "matplotlib" in source} == {"timeline.py", "figures.py"}

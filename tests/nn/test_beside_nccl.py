@@ -24,7 +24,6 @@ import persistent_ops as po
 from persistent_ops.nn.order_all_reduce import average_in_order
 from persistent_ops.ops.embedding.inputs_plan import OPERATOR as INPUTS, Tuning as InputsTuning
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 NUM_SMS = 8  # that are left to NCCL
 COLUMNS = 16
@@ -211,10 +210,7 @@ def _meet_in_opposite_order(backend: str, way: str, is_captured: bool, is_ahead:
     try:
         world, seen = po_world.current(), Seen()
         device = world.backend.device
-        sums = process_group(
-            world.bootstrap, backend="nccl", device=device, timeout=120, max_ctas=NUM_SMS if way == "room" else None
-        )
-        with sums, own_stream(device):
+        with po.process_group(timeout=120, max_ctas=NUM_SMS if way == "room" else None), own_stream(device):
             module = DistributedDataParallel(Dense(device))
             if way == "room":
                 po.nn.leave_room(module, num_sms=NUM_SMS)

@@ -20,7 +20,6 @@ from persistent_ops.nn import ddp
 from persistent_ops.nn.ddp import allow_unused_sparse, ddp_sparse_hook
 from persistent_ops.ops.sparse_plan import Layout, state_of
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 WORLDS = (1, 2, 3, 4)
 DIM = 6
@@ -137,9 +136,7 @@ def world_of(backend: str, *, heap_size: int = 64 << 20) -> Iterator[po_world.Wo
         world = po_world.current()
         if backend == "host":
             torch.set_num_threads(1)
-        shares_gpu = backend == "cuda" and world.bootstrap.local_world_size > torch.cuda.device_count()
-        group = "nccl" if backend == "cuda" and not shares_gpu else "gloo"
-        with process_group(world.bootstrap, backend=group, device=po.device(), timeout=60.0):
+        with po.process_group():
             yield world
     finally:
         po.finalize()

@@ -31,7 +31,6 @@ from persistent_ops.ops.embedding import (
     plan as embedding_plan,
 )
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 from persistent_ops.runtime.leave_sms import leave_sms
 from persistent_ops.runtime.residency import Residency
 
@@ -235,7 +234,7 @@ def _of_another_kind(backend: str) -> list[Any]:
     po.init(backend, heap_size=64 << 20)
     try:
         world = po_world.current()
-        with process_group(world.bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+        with po.process_group("gloo", timeout=60):
             module = DistributedDataParallel(torch.nn.Linear(2, 2))
             group = dist.group.WORLD
             assert group is not None

@@ -23,7 +23,6 @@ from worlds import run_pes
 import persistent_ops as po
 import persistent_ops.nn as po_nn
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 WORLDS = (1, 2, 3, 4)
 
@@ -87,9 +86,7 @@ def world_of(backend: str, *, has_group: bool = False) -> Iterator[po_world.Worl
         if not has_group:
             yield world
             return
-        shares_gpu = backend == "cuda" and world.bootstrap.local_world_size > torch.cuda.device_count()
-        group = "nccl" if backend == "cuda" and not shares_gpu else "gloo"
-        with process_group(world.bootstrap, backend=group, device=po.device(), timeout=60.0):
+        with po.process_group():
             yield world
     finally:
         po.finalize()

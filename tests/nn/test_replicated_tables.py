@@ -19,8 +19,6 @@ import persistent_ops as po
 from persistent_ops.nn import TableConfig
 from persistent_ops.nn.embedding_features import Features
 from persistent_ops.nn.replicated_tables import _parts
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 _SHARED = next(case for case in CASES if case.name == "shared")
 _TABLES = [
@@ -346,7 +344,7 @@ def _checkpoints(backend: str, folder: str, cases: list[Case]) -> list[dict[str,
     """Train and save; load what another world has saved into each placement; return blocks."""
     po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
     found = []
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+    with po.process_group("gloo", timeout=60):
         for case in cases:
             module = case.make(gradient_scale=1.0, seed=3 if case is cases[0] else 99)
             if Path(folder).exists():

@@ -18,8 +18,6 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement, sharded_table
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 _PLACEMENTS = ("table_wise", "replicated")
 
@@ -51,7 +49,7 @@ class _Projected(po.nn.ShardedEmbeddingBagCollection):
 def _under_ddp(compiles: bool) -> list[Any]:
     """Return whether slices that differ from PE to PE stay, and the gradients of a layer that all PEs have."""
     po.init("host", operator_timeout=30.0, heap_size=64 << 20)
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+    with po.process_group("gloo", timeout=60):
         placement = {"a": po.nn.TablePlacement("column_wise", 2)}
         model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
         model[0].projection.load_state_dict({"weight": torch.ones(2, 8), "bias": torch.zeros(2)})
@@ -76,7 +74,7 @@ def test_tables_and_layers_under_ddp(compiles: bool) -> None:
 def _forgotten() -> list[Any]:
     """Return what a model says whose tables DistributedDataParallel was not told to ignore."""
     po.init("host", operator_timeout=30.0, heap_size=64 << 20)
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+    with po.process_group("gloo", timeout=60):
         placement = {"a": po.nn.TablePlacement("column_wise", 2)}  # equal shapes, or DistributedDataParallel raises
         model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
         features = {"features": _lookups(po.rank(), 5)[0], "lengths": _lookups(po.rank(), 5)[1]}

@@ -20,8 +20,6 @@ from worlds import error_of, gave_up, in_world, init_with_impatient_kernels
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement, TableShards
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 _ADAGRAD = next(case for case in CASES if case.name == "adagrad")
 _STEPS, _MORE = 3, 2
@@ -59,7 +57,7 @@ def _blocks(module: Any) -> dict[str, list[tuple[tuple[int, ...], torch.Tensor]]
 
 def _saved(backend: str, folder: str, case: Case, steps: int) -> dict[str, Any]:
     po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+    with po.process_group("gloo", timeout=60):
         module = case.make(gradient_scale=1.0)
         _train(module, case, range(steps))
         po.check()
@@ -73,7 +71,7 @@ def _loaded(backend: str, folder: str, case: Case, more: int) -> Any:
     """Load, and train on; return blocks, or what is refused."""
     po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
     problem = ""
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+    with po.process_group("gloo", timeout=60):
         module = case.make(gradient_scale=1.0, seed=99, lr=9.0)  # other rows and rates, which must not stay
         parts = _parts(module)
         try:
@@ -364,7 +362,7 @@ def _saved_meanwhile(backend: str, folder: str) -> list[str]:
     """Save by async_save and by save; return what differs of what is loaded."""
     case, problems = _case("adagrad"), []
     po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+    with po.process_group("gloo", timeout=60):
         module = case.make()
         _train(module, case, range(_STEPS))
         before = _blocks(module)
@@ -490,7 +488,7 @@ def _half_updated(backend: str, folder: Path, case: Case) -> dict[str, Any]:
     """PE 0 comes too late to the second step; see what may be done with the tables before and behind loading."""
     init_with_impatient_kernels(backend, 4.0, 64 << 20)
     seen: dict[str, Any] = {}
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=60):
+    with po.process_group("gloo", timeout=60):
         module = case.make(gradient_scale=1.0)
         _train(module, case, range(1))
         po.check()

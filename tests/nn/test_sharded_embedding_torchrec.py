@@ -17,8 +17,6 @@ from kept_pes import in_processes
 
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement
-from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torchrec", "fbgemm_gpu")),
@@ -175,7 +173,7 @@ def _loaded(algorithm: str, folder: Path) -> list[Any]:
 
 def _in_a_world(backend: str, program: Any, folder: Path) -> dict[str, list[Any]]:
     po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
-    with process_group(po_world.current().bootstrap, backend="gloo", device=torch.device("cpu"), timeout=120):
+    with po.process_group("gloo", timeout=120):
         seen = {algorithm: program(algorithm, folder / algorithm) for algorithm in _OPTIMIZERS}
         po.check()
     po.finalize()

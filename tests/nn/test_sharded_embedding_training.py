@@ -10,14 +10,13 @@ import pytest
 import torch
 from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Reference, batch_of, gradient_of, samples_of
-from test_dlrm_training import CPU, HOTNESS, ROWS, SIZES, Plan, training_of
+from test_dlrm_training import HOTNESS, ROWS, SIZES, Plan, training_of
 from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement, ignore_sharded_tables
 from persistent_ops.runtime import world as po_world
-from persistent_ops.runtime.bootstrap.process_group import process_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
@@ -40,7 +39,7 @@ def _dlrm(folder: str, resumes: bool) -> tuple[list[float], list[dict[str, float
     po.init("host", heap_size=64 << 20)
     try:
         torch.set_num_threads(1)
-        with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
+        with po.process_group("gloo", timeout=60):
             training = training_of(301, 900, 60, embedding=_dlrm_tables())
             if resumes:
                 training.resume(Path(folder))
@@ -240,7 +239,7 @@ class _Model(torch.nn.Module):
 def _under_ddp() -> list[Any]:
     po.init("host", heap_size=64 << 20)
     try:
-        with process_group(po_world.current().bootstrap, backend="gloo", device=CPU, timeout=60):
+        with po.process_group("gloo", timeout=60):
             torch.manual_seed(5)
             model = _Model()
             ignore_sharded_tables(model)

@@ -110,7 +110,6 @@ MISSING = "expected a file that can be written, got 'nowhere/x': there is no fol
 WRONG = {
     "--pes 0": "--pes: expected at least 1, got 0",
     "--pes -1": "--pes: expected at least 1, got -1",
-    "--pes 65": "--pes: expected at most 64, got 65",
     "--limit 0": "--limit: expected seconds above 0 and below infinity, got 0",
     "--limit nan": "--limit: expected seconds above 0 and below infinity, got nan",
     "--trace nowhere/x": f"--trace: {MISSING}",

@@ -8,20 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import dlrm.way
 import dlrm.workload
 import pytest
-import torch
 import torch.distributed as dist
-from dlrm import step_watch
 from dlrm.options import Options
-from dlrm.step_watch import StepWatch
 from dlrm.workload import run_pe
 from kept_pes import in_processes
 from test_dlrm_graph import stands_in
 from test_dlrm_train import options_of
+from worlds import in_world
 
 import persistent_ops as po
+from persistent_ops.nn import StepWatchdog, step_watchdog
 from persistent_ops.runtime.bootstrap.process_group import abort_process_group
 from persistent_ops.runtime.errors import BootstrapError
 
@@ -60,9 +58,12 @@ class Machine:
         self._ends, self._lost_at, self._prepares = list(ends), lost_at, prepares
         self._abort_ends, self._reports, self._interrupted_at = abort_ends, reports, interrupted_at
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
-        monkeypatch.setattr(step_watch, "time", clock)
-        monkeypatch.setattr(step_watch.os, "_exit", self._exit)
-        self.watch = StepWatch(self, torch.device("cpu"), SECONDS, self._check, mark=self._mark, abort=self._abort)
+        self.workspace, self.backend = SimpleNamespace(timeout=SECONDS), SimpleNamespace(name="host")
+        changes = {"time": clock, "current": lambda: self, "_mark_nothing": self._mark}
+        for name, value in {**changes, "abort_process_group": self._abort}.items():
+            monkeypatch.setattr(step_watchdog, name, value)
+        monkeypatch.setattr(step_watchdog.os, "_exit", self._exit)
+        self.watch = StepWatchdog()
         self._marks = iter(range(len(ends)))
         for step in range(len(ends)):
             self.watch.launched(14 + step)
@@ -91,7 +92,7 @@ class Machine:
         if self._abort_ends:
             self._ends = [min(end, self.now + 0.5) for end in self._ends]
 
-    def _check(self) -> None:
+    def check(self) -> None:
         self.calls.append(("check", self.now))
         if self._reports is not None:
             raise self._reports
@@ -113,7 +114,7 @@ def test_steps_may_take_long_together_and_while_a_peer_prepares(monkeypatch: pyt
 
 def test_a_step_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, [50.0, NEVER, NEVER])
-    with pytest.raises(po.PeerTimeoutError, match=r"^step 15 has not ended within 70 s: a peer is stuck.*--resume"):
+    with pytest.raises(po.PeerTimeoutError, match=r"^step 15 has not ended within 70 s: a peer is stuck.*checkpoint"):
         machine.watch.wait()
     (_, aborted), (last, checked) = machine.calls
     assert 50.0 + SECONDS + MARGIN < aborted < 50.0 + SECONDS + MARGIN + 1.0
@@ -169,10 +170,14 @@ def test_what_cannot_be_ended_ends_with_the_process(
 ) -> None:
     machine = Machine(monkeypatch, [NEVER], abort_ends=False)
     if raises:
-        machine.watch._abort = lambda seconds: (_ for _ in ()).throw(BootstrapError("the abort did not finish"))
+
+        def fail(seconds: float) -> None:
+            raise BootstrapError("the abort did not finish")
+
+        monkeypatch.setattr(step_watchdog, "abort_process_group", fail)
     with pytest.raises(SystemExit, match="ended with 1"):
         machine.watch.wait()
-    assert (machine.now > SECONDS + MARGIN + step_watch._ABORT_S) == (not raises)
+    assert (machine.now > SECONDS + MARGIN + step_watchdog._ABORT_S) == (not raises)
     told = capsys.readouterr().err
     assert "PeerTimeoutError: step 14 has not ended within 70 s" in told
     assert ("the abort did not finish" in told) == raises and "this process ends" in told.splitlines()[-1]
@@ -191,13 +196,15 @@ def test_errors_of_the_device_are_raised_as_they_are(monkeypatch: pytest.MonkeyP
     assert machine.calls == []
 
 
-def test_on_the_host_steps_are_over_when_they_return() -> None:
-    calls: list[str] = []
-    peers = SimpleNamespace(lost_peers=frozenset({1}), preparing_peers=frozenset())
-    watch = StepWatch(peers, torch.device("cpu"), 1e-9, lambda: calls.append("check"))
+def _waits_on_the_host() -> None:
+    watch = StepWatchdog()
+    watch._seconds = 1e-9
     watch.launched(1)
     watch.wait()
-    assert calls == ["check"]
+
+
+def test_on_the_host_steps_are_over_when_they_return() -> None:
+    in_world(_waits_on_the_host, 1, "host")
 
 
 # ---- trainings -------------------------------------------------------------------------------------------------------
@@ -217,16 +224,19 @@ def stuck(options: Options, can_be_ended: bool) -> str:
         abort_process_group(seconds)
         aborted.append(not dist.is_initialized())
 
-    def watch(peers: step_watch.Peers, device: torch.device, seconds: float, check: Callable[[], None]) -> StepWatch:
-        assert seconds == options.timeout
-        return StepWatch(peers, device, 3.0, check, mark=mark, abort=abort)
+    def watch() -> StepWatchdog:
+        found = StepWatchdog()
+        assert found._seconds == options.timeout + MARGIN
+        found._seconds = 3.5
+        return found
 
     with stands_in() as events, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dlrm.workload, "check_machine", lambda **_: None)
         patch.setattr(dlrm.workload, "own_stream", lambda _: contextlib.nullcontext())
-        patch.setattr(step_watch, "_MARGIN_S", 0.5)
-        patch.setattr(step_watch, "_ABORT_S", 30.0 if can_be_ended else 0.5)
-        patch.setattr(dlrm.way, "StepWatch", watch)
+        patch.setattr(step_watchdog, "_ABORT_S", 30.0 if can_be_ended else 0.5)
+        patch.setattr(step_watchdog, "_mark_nothing", mark)
+        patch.setattr(step_watchdog, "abort_process_group", abort)
+        patch.setattr(po.nn, "StepWatchdog", watch)
         try:
             run_pe(options)
         except RuntimeError as error:
