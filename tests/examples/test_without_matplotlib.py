@@ -64,8 +64,8 @@ def test_the_training_example_goes_on_without_matplotlib(tmp_path: Path) -> None
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away from it\n" * 200)
     program = (
-        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv[:2] = sys.argv[1:2]; sys.path[0] = sys.argv[0][:sys.argv[0].rindex('/')];"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
+        "import pathlib, runpy, sys; sys.modules['matplotlib'] = None; del sys.argv[0];"
+        "sys.path[0] = str(pathlib.Path(sys.argv[0]).parent); runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     options = ["--backend", "host", "--pes", "1", "--steps", "3", "--batch", "16"]
     options += ["--text", str(text), "--output", str(tmp_path / "out")]
