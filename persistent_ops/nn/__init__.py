@@ -5,8 +5,9 @@ from .embedding_bag_collection import (
     ShardedEmbeddingBagCollection as ShardedEmbeddingBagCollection,
 )
 from .embedding_bag_optimizer import EmbeddingBagOptimizer as EmbeddingBagOptimizer
-from .embedding_features import KeyedEmbeddings as KeyedEmbeddings, SentFeatures as SentFeatures
+from .embedding_features import KeyedEmbeddings as KeyedEmbeddings
 from .embedding_tables import TableConfig as TableConfig
+from .forward_passes import SentFeatures as SentFeatures
 from .ignored_tables import ignore_sharded_tables as ignore_sharded_tables
 from .leave_room import leave_room as leave_room
 from .order_all_reduce import order_all_reduce as order_all_reduce

@@ -28,10 +28,10 @@ from .automatic_placement import layout_of
 from .clamped_gradients import clamp_gradient
 from .column_runs import side_by_side
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
-from .embedding_features import Features, KeyedEmbeddings, SentFeatures, features_of
+from .embedding_features import Features, KeyedEmbeddings, features_of
 from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs, whole_number
 from .enclosing_ddp import EnclosingDdp
-from .forward_passes import ForwardPasses
+from .forward_passes import ForwardPasses, SentFeatures
 from .pooled_lookups import pool_copies
 from .replicated_tables import ReplicatedTables
 from .sharded_table import ShardedTable, check_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ _OF_MODULE = (
 )  # of a saved group; not taken over as they are
 _FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
 _OF_SLICES = "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
-_UNKNOWN = object()  # a rate that no group can have
+_UNKNOWN = object()  # what no group can have
 
 _States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and its states
 
@@ -79,7 +80,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self._shards = {name: self._states_of(world, name, *table) for name, table in tables.items()}
         self._saves_param_groups = True
         self._fixed = {name: _plain(options[name]) for name in _FIXED if name in options}
-        self._pushed: Any = _UNKNOWN
+        self._choices_of = operator.itemgetter("lr", *self._fixed)
+        self._pushed: Any = _UNKNOWN  # what the choices were when the rate was brought to the device
         super().__init__([parameter for parameter, *_ in tables.values()], dict(options))
         self.push_rate()
         self._push_seeds()
@@ -120,15 +122,18 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         Raises:
             NotImplementedError: something else has changed in the group.
         """
+        group = self.param_groups[0]
+        rate, found = group["lr"], self._choices_of(group)
+        if not isinstance(rate, torch.Tensor) and found == self._pushed:
+            return
         for name, value in self._fixed.items():
-            if _plain(self.param_groups[0][name]) != value:
+            if _plain(group[name]) != value:
                 raise NotImplementedError(
                     f"param_groups: {name} is {value!r} for good, as the collection was made, not "
-                    f"{self.param_groups[0][name]!r}; only lr may change"
+                    f"{group[name]!r}; only lr may change"
                     + "; OneCycleLR and CyclicLR need cycle_momentum=False"
                     * (name == "betas")
                 )
-        rate = self.param_groups[0]["lr"]
         if self._workspace.is_capturing() and not self._is_on_device(rate):
             return  # every replay would bring what the rate is now
         if isinstance(rate, torch.Tensor):
@@ -136,10 +141,10 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"lr: expected a tensor of one element, got shape {list(rate.shape)}")
             for optimizer in self._optimizers:
                 optimizer.lr.copy_(rate.detach().reshape(1))
-        elif rate != self._pushed:
+        else:
             for optimizer in self._optimizers:
                 optimizer.lr.fill_(_rate("lr", rate))
-        self._pushed = _UNKNOWN if isinstance(rate, torch.Tensor) else rate
+        self._pushed = found
 
     def _is_on_device(self, rate: Any) -> bool:
         return isinstance(rate, torch.Tensor) and all(rate.device == each.lr.device for each in self._optimizers)

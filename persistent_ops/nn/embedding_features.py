@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.embedding.lookups import Lookups
-
-if TYPE_CHECKING:
-    from .replicated_tables import LocalBatch
-
-__all__ = ["Features", "KeyedEmbeddings", "SentFeatures", "features_of"]
+__all__ = ["Features", "KeyedEmbeddings", "features_of"]
 
 
 class Features(NamedTuple):
@@ -28,38 +23,6 @@ class Features(NamedTuple):
     values: torch.Tensor
     lengths: torch.Tensor
     weights: torch.Tensor | None
-
-
-class SentFeatures:
-    """Lookups on their way to the owners of their tables: see `ShardedEmbeddingBagCollection.input_dist`.
-
-    Args:
-        is_keyed: whether they came as a KeyedJaggedTensor.
-        knows_split: whether the host knows how many samples each PE brings.
-        own: those for the tables that every PE has; None where there are none.
-
-    Attributes:
-        is_over: whether they have been pooled or released.
-    """
-
-    def __init__(self, *, is_keyed: bool, knows_split: bool, own: LocalBatch | None = None) -> None:
-        self.is_keyed, self.knows_split, self.own = is_keyed, knows_split, own
-        self.is_over = False
-        self.lookups: list[Lookups] = []
-
-    def take(self) -> list[Lookups]:
-        """Return what is to be pooled, a handle for each group of tables; once."""
-        if self.is_over:
-            raise RuntimeError("features: what input_dist returned has been pooled or released; send the batch again")
-        self.is_over = True
-        return self.lookups
-
-    def release(self) -> None:
-        """Give them up in place of pooling them; on all PEs, between the same calls."""
-        if not self.is_over:
-            self.is_over = True
-            for lookups in self.lookups:
-                lookups.release()
 
 
 def features_of(jagged: Any, names: Sequence[str], *, is_weighted: bool) -> Features:

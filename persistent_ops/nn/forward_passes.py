@@ -1,4 +1,4 @@
-"""Forward passes of a collection that wait for their backward passes, and what is seen to when these come."""
+"""What a collection has under way: lookups that were sent, and forward passes that wait for their backward passes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from ..ops.embedding.lookups import Lookups
 from ..runtime.world import World
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
+from .replicated_tables import LocalBatch
 
-__all__ = ["ForwardPass", "ForwardPasses"]
+__all__ = ["ForwardPass", "ForwardPasses", "SentFeatures"]
 
 _MOST = 2
 _TWO_WAIT = (
@@ -20,6 +21,38 @@ _TWO_WAIT = (
     "their backward passes where batch_per_rank is given, or weights require a gradient: make the first one's backward "
     "pass sooner, or leave batch_per_rank out"
 )
+
+
+class SentFeatures:
+    """Lookups on their way to the owners of their tables: see `ShardedEmbeddingBagCollection.input_dist`.
+
+    Args:
+        is_keyed: whether they came as a KeyedJaggedTensor.
+        knows_split: whether the host knows how many samples each PE brings.
+        own: those for the tables that every PE has; None where there are none.
+
+    Attributes:
+        is_over: whether they have been pooled or released.
+    """
+
+    def __init__(self, *, is_keyed: bool, knows_split: bool, own: LocalBatch | None = None) -> None:
+        self.is_keyed, self.knows_split, self.own = is_keyed, knows_split, own
+        self.is_over = False
+        self.lookups: list[Lookups] = []
+
+    def take(self) -> list[Lookups]:
+        """Return what is to be pooled, a handle for each group of tables; once."""
+        if self.is_over:
+            raise RuntimeError("features: what input_dist returned has been pooled or released; send the batch again")
+        self.is_over = True
+        return self.lookups
+
+    def release(self) -> None:
+        """Give them up in place of pooling them; on all PEs, between the same calls."""
+        if not self.is_over:
+            self.is_over = True
+            for lookups in self.lookups:
+                lookups.release()
 
 
 class ForwardPass:

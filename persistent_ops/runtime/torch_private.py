@@ -6,6 +6,7 @@ at import; pyproject.toml bounds torch by the versions that were run.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import sys
@@ -108,7 +109,7 @@ function_transform: Callable[[], object | None] = torch._C._functorch.peek_inter
 Public torch applies transforms, and does not say whether one is active.
 """
 
-dual_level: Callable[[], int] = lambda: forward_ad._current_level  # noqa: E731
+dual_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 """The innermost level of forward-mode derivatives that is open, of torch.func.jvp too, or -1.
 
 Public torch opens one, and does not say whether one is.

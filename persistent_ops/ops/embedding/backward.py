@@ -16,10 +16,9 @@ from ...runtime.arguments import as_number, as_whole_number
 from ...runtime.plain_call import require_plain_list
 from ...runtime.plans import Plans
 from .backward_kernel import DECAYS, GRADIENT, STEPS, check_rounding
-from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity
+from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity, rows_of
 from .checks import check_gradient, seeds_of
 from .columns import columns_of
-from .gradient_rows import rows_of
 from .lookups import Lookups
 from .recorded_call import Inputs, OfBatch, record
 from .split import completed_split, table_set

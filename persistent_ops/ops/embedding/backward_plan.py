@@ -23,11 +23,10 @@ from ...runtime.tuning import BoundedTuning, at_least
 from ...runtime.world import World, upload
 from .backward_kernel import GRADIENT, NAME, STEPS, Tiles, kernel_request
 from .columns import columns_of
-from .gradient_rows import row_stride
 from .inversion import Inverted, Rows
 from .table_set import TableSet
 
-__all__ = ["OPERATOR", "BackwardKey", "BackwardPlan", "Tuning", "identity"]
+__all__ = ["OPERATOR", "BackwardKey", "BackwardPlan", "Tuning", "identity", "rows_of"]
 
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
 _OUTGOING = "outgoing gradients"  # an area: copies of what is put to PEs that are not reachable
@@ -155,6 +154,23 @@ def _order_in_groups(groups: Sequence[Sequence[int]]) -> list[int]:
     return [numbers[table] for table in sorted(numbers)]
 
 
+def rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as kernels read it, a copy if need be.
+
+    It is contiguous, or columns of a larger tensor, side by side, of which samples begin at multiples of 16 bytes: a
+    `torch.cat` hands on such columns of its own gradient.
+    """
+    stride_bytes = _row_stride(gradient) * gradient.itemsize
+    if not gradient.is_contiguous() and (gradient.stride(1) != 1 or stride_bytes % vector_bytes()):
+        gradient = gradient.contiguous()
+    return gradient.clone() if gradient.data_ptr() % vector_bytes() else gradient
+
+
+def _row_stride(gradient: torch.Tensor) -> int:
+    """Return how many elements lie between the beginnings of two rows."""
+    return gradient.shape[1] if gradient.is_contiguous() else gradient.stride(0)
+
+
 class BackwardPlan(Plan):
     """One key's kernel and plan. Raises ValueError for what the operator cannot take. Collective.
 
@@ -172,6 +188,7 @@ class BackwardPlan(Plan):
         rows: of the tables.
         groups: the tensors that tables are, in the order of their keys, each with its tables.
         changed: what launches change.
+        early_wgs: how many WGs find work that needs no sorted lookups; 0 where launches do not begin early.
     """
 
     def __init__(
@@ -244,6 +261,8 @@ class BackwardPlan(Plan):
             sum_elements=self._sum_elements,
             **constants,
         )
+        pushing_wgs = min(int(self._struct.pushing_wgs), tuning.early_work_groups)
+        self.early_wgs = pushing_wgs if world.backend.begins_early else 0
         self._new_call = structs["Call"]
         updated = [] if step == GRADIENT else weights
         self.changed = OPERATOR.changed_inputs(
@@ -380,12 +399,6 @@ class BackwardPlan(Plan):
         row_bytes = self._key.dtype.itemsize * sum(self._own_widths) // max(len(self._own_widths), 1)  # about
         return self._tuning.pushing_at_par * pushed_bytes // max(row_bytes, 1)
 
-    @property
-    def early_wgs(self) -> int:
-        """Return how many WGs find work that needs no sorted lookups; 0 where launches do not begin early."""
-        pushing_wgs = min(int(self._struct.pushing_wgs), self._tuning.early_work_groups)
-        return pushing_wgs if self._world.backend.begins_early else 0
-
     def place(self) -> None:
         self.held = [self._areas[name] for name in self.areas]
         staging = self._areas[_STAGING].offset if _STAGING in self.areas else 0
@@ -438,8 +451,9 @@ class BackwardPlan(Plan):
             self._slots = slots
         sums = torch.empty(slots * self._sum_elements, dtype=torch.float32, device=gradient.device)
         call = self._new_call()
-        call.gradient, call.gradient_stride = gradient.data_ptr(), row_stride(gradient)
-        call.keys, call.bags, call.count = (each.data_ptr() for each in (inverted.keys, inverted.bags, inverted.count))
+        call.gradient, call.gradient_stride = gradient.data_ptr(), _row_stride(gradient)
+        call.keys, call.bags = inverted.keys.data_ptr(), inverted.bags.data_ptr()
+        call.count = inverted.count.data_ptr()
         call.lookups = 0 if inverted.lookups is None else inverted.lookups.data_ptr()
         call.counts = 0 if inverted.counts is None else inverted.counts.data_ptr()
         call.factors = 0 if factors is None else factors.data_ptr()

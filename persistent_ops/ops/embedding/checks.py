@@ -10,9 +10,8 @@ import torch
 from ...runtime.arguments import as_whole_numbers
 from ...runtime.compile.literals import literal
 from ...runtime.dtypes import SCALARS
-from ...runtime.plain_call import PLAIN, require_plain_list
+from ...runtime.plain_call import require_plain_list
 from ...runtime.team import Team
-from ...runtime.torch_private import num_dispatch_modes
 
 if TYPE_CHECKING:
     from .lookups import Lookups
@@ -24,37 +23,18 @@ __all__ = [
     "check_arrived",
     "check_choices",
     "check_gradient",
-    "check_list",
     "check_split",
     "check_tables",
     "check_tables_and_split",
     "check_types",
     "check_wire",
     "most_rows",
-    "refuse_fakes",
     "seeds_of",
 ]
 
 MODES = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
 BOUNDS = ("fatal", "ignore")
-
-
-def check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-    """Raise TypeError or ValueError for plain tensors that kernels cannot read as lookups, bounds or weights."""
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
-    if tensor.dim() != 1 or tensor.device != device:
-        raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
-
-
-def refuse_fakes() -> None:
-    """Raise NotImplementedError in a FakeTensorMode, in which new tensors have no memory."""
-    if num_dispatch_modes() and type(torch.empty(1, dtype=torch.uint8, device="cpu")) not in PLAIN:
-        raise NotImplementedError("values: no exchange of fake tensors, whose numbers decide what travels")
 
 
 def check_types(

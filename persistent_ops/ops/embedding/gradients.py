@@ -17,9 +17,8 @@ from ...runtime.plans import Plans
 from ...runtime.torch_private import queue_callback
 from .backward import backward_key, num_tables
 from .backward_kernel import GRADIENT
-from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity
+from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity, rows_of
 from .checks import MODES, check_gradient
-from .gradient_rows import rows_of
 from .inversion import Inverted, invert
 from .lookups import Lookups
 from .recorded_call import Inputs, record

@@ -19,9 +19,9 @@ from ...runtime.arguments import as_number, as_whole_numbers
 from ...runtime.dtypes import INDEX_TYPES
 from ...runtime.errors import CapacityError
 from ...runtime.operator import Operator
-from ...runtime.plain_call import PlainCalls, require_plain
+from ...runtime.plain_call import PLAIN, PlainCalls, require_plain
 from ...runtime.torch_private import num_dispatch_modes
-from .checks import BOUNDS, check_list, most_rows, refuse_fakes
+from .checks import BOUNDS, most_rows
 from .inputs_plan import (
     MOST_LOOKUPS,
     OPERATOR,
@@ -344,17 +344,17 @@ def checked_lookups(
     given = {"values": values, name: bounds}
     if _plain.has((values,), (bounds, weights)) is False:
         require_plain(given if weights is None else {**given, "per_sample_weights": weights})
-        if num_dispatch_modes():
-            refuse_fakes()
+        if num_dispatch_modes() and type(torch.empty(1, dtype=torch.uint8, device="cpu")) not in PLAIN:
+            raise NotImplementedError("values: no exchange of fake tensors, whose numbers decide what travels")
     device = world.backend.device
     for each, tensor in given.items():
-        check_list(each, tensor, _INTEGERS, device)
+        _check_list(each, tensor, _INTEGERS, device)
         if tensor.numel() >= 2**31:
             raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
     if (weights is not None) != is_weighted:
         raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {is_weighted}")
     if weights is not None:
-        check_list("per_sample_weights", weights, (torch.float32,), device)
+        _check_list("per_sample_weights", weights, (torch.float32,), device)
         if weights.shape != values.shape:
             raise ValueError(
                 f"per_sample_weights: expected the shape of values, {list(values.shape)}, got {list(weights.shape)}"
@@ -372,6 +372,17 @@ def checked_lookups(
         split = _checked_split(batch_per_rank, world, max_batch, samples, name)
     gives_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     return Given(values, bounds, weights, gives_gradients, lengths is not None, samples, split)
+
+
+def _check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """Raise TypeError or ValueError for plain tensors that kernels cannot read as lookups, bounds or weights."""
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if tensor.dim() != 1 or tensor.device != device:
+        raise ValueError(f"{name}: expected a 1-D tensor on {device}, got {tensor.dim()}-D on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
 
 
 def _checked_split(given: Any, world: _world.World, max_batch: int, samples: int, name: str) -> tuple[int, ...]:

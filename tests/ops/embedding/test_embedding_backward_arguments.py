@@ -17,7 +17,7 @@ from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding.backward_kernel import Tiles
-from persistent_ops.ops.embedding.gradient_rows import rows_of
+from persistent_ops.ops.embedding.backward_plan import rows_of
 
 
 def _passes() -> list[Any]:
