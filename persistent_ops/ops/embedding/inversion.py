@@ -185,6 +185,7 @@ class InversionPlan(Plan):
     """One key's kernel and plan.
 
     Attributes:
+        room_for: of the key.
         most_lookups: that there may be: their numbers share a word with two bits.
 
     Raises:
@@ -195,6 +196,7 @@ class InversionPlan(Plan):
         description = OPERATOR.prepare(world)
         rows, threads = key.rows, key.tuning.threads
         self._world, self._rows = world, rows
+        self.room_for = key.room_for
         self.most_lookups = description.constants["kNumber"]
         self._wants_counts, self._wants_lookups = key.counts, key.lookups
         entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
