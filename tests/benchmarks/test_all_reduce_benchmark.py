@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import persistent_ops as po
+from persistent_ops.testing.record import read_lines, select
 
 pytestmark = pytest.mark.host
 
@@ -20,8 +21,7 @@ def run(*arguments: str) -> int:
 
 
 def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "all_reduce.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return select(read_lines(folder / "all_reduce.jsonl"), kind)
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
 def test_timelines_and_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--trace", "--sizes", "16K", "--methods", "auto,slices", "--calls", "2", "--rounds", "2")
     assert run(*arguments, "--out", str(tmp_path)) == 0
-    lines = [json.loads(line) for line in (tmp_path / "all_reduce_timeline.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "all_reduce_timeline.jsonl")
     found = [line for line in lines if line["kind"] == "timeline" and line["operator"] == "all_reduce"]
     assert [(line["method"], line["pe"]) for line in found] == [("auto", 0), ("auto", 1), ("slices", 0), ("slices", 1)]
     assert all(line["launches"] >= 2 and line["us"] > 0 and line["clock_error_us"] >= 0 for line in found)
@@ -64,7 +64,7 @@ def test_a_sweep_over_a_knob_is_recorded_and_drawn(
 ) -> None:
     sizes = ("--sizes", "64K", "--calls", "2", "--rounds", "2")
     assert run("--sweep", knob, *sizes, "--methods", "slices", "--out", str(tmp_path)) == 0
-    lines = [json.loads(line) for line in (tmp_path / f"all_reduce_sweep_{knob}.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / f"all_reduce_sweep_{knob}.jsonl")
     tried = [line for line in lines if line["kind"] == "tune"]
     assert tried[0]["tuning"][field] is None and len(tried) == values + 1
     assert all(line["us"] > 0 and line["problem"] is None for line in tried)
@@ -75,7 +75,7 @@ def test_a_sweep_over_a_knob_is_recorded_and_drawn(
 def test_what_a_tuning_cannot_be_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     sizes = ("--sizes", "16K", "--calls", "2", "--rounds", "2")
     assert run("--tune", "threads=100:64", *sizes, "--out", str(tmp_path)) == 0
-    lines = [json.loads(line) for line in (tmp_path / "all_reduce_tuning.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "all_reduce_tuning.jsonl")
     problems = {line["tuning"]["threads"]: line["problem"] for line in lines if line["kind"] == "tune"}
     assert problems[64] is None and problems[None] is None and "multiple of 32" in problems[100]
     assert run("--tune", "threads=64", "--sweep", "slice", *sizes, "--out", str(tmp_path)) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from persistent_ops.ops.embedding.plan import Tuning
+from persistent_ops.testing.record import read_lines
 
 QUICK = ["--quick", "--backend", "host", "--configs", "B512_T32_P10"]
 
@@ -23,7 +23,7 @@ def run(*arguments: str) -> int:
 
 
 def lines_of(folder: Path, name: str = "embedding_all_to_all") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return read_lines(folder / f"{name}.jsonl")
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from embedding_step.methods import OurStep, PeerStep
 
 from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.record import read_lines, select
 from persistent_ops.testing.row_update import RowUpdate
 
 METHODS = ["fused", "fused_eager", "fused_ahead", "fbgemm", "fbgemm_eager", "torch_eager"]
@@ -27,8 +27,7 @@ def run(*arguments: str) -> int:
 
 
 def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "dlrm_embedding.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return select(read_lines(folder / "dlrm_embedding.jsonl"), kind)
 
 
 def has_fbgemm() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.record import read_lines, select
 
 SMALL = ("--configs", "B512_T32_P10")
 NARROW = (*SMALL, "--wire-dtype", "bf16")
@@ -28,8 +28,7 @@ def run(*arguments: str) -> int:
 
 
 def lines_of(folder: Path, kind: str, name: str = "embedding_backward") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return select(read_lines(folder / f"{name}.jsonl"), kind)
 
 
 def has_fbgemm() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import persistent_ops as po
+from persistent_ops.testing.record import read_lines
 
 SOURCE = """
 import dataclasses
@@ -99,7 +100,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop("toy_benchmark", None)
         importlib.invalidate_caches()
         code = importlib.import_module("toy_benchmark").main(["--backend", "host", "--out", str(tmp_path), *arguments])
-        return int(code), [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
+        return int(code), read_lines(tmp_path / "toy.jsonl")
 
     yield run_it
     sys.modules.pop("toy_benchmark", None)

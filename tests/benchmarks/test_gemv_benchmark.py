@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import torch
 
 import persistent_ops as po
 from persistent_ops.testing import symmetric_memory as po_symmetric_memory
+from persistent_ops.testing.record import read_lines, select
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ["--quick", "--backend", "host", "--shapes", "8192x1024"]
@@ -30,8 +30,7 @@ def run(*arguments: str) -> int:
 
 
 def lines_of(folder: Path, kind: str, name: str = "gemv_all_reduce") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return select(read_lines(folder / f"{name}.jsonl"), kind)
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

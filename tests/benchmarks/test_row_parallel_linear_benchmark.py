@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import persistent_ops as po
+from persistent_ops.testing.record import read_lines, select
 
 pytestmark = pytest.mark.host
 
@@ -20,8 +20,7 @@ def run(*arguments: str) -> int:
 
 
 def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "row_parallel_linear.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return select(read_lines(folder / "row_parallel_linear.jsonl"), kind)
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from worlds import in_world
 import persistent_ops as po
 from persistent_ops.ops.sparse_plan import SparsePlan
 from persistent_ops.runtime.areas import Areas
+from persistent_ops.testing.record import read_lines, select
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OURS = ["auto", "owner", "allgather", "dense", "into", "into_owner", "into_allgather"]
@@ -37,8 +38,7 @@ def run(*arguments: str) -> int:
 
 
 def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "sparse_all_reduce.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return select(read_lines(folder / "sparse_all_reduce.jsonl"), kind)
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
