@@ -199,7 +199,7 @@ def _seed(*what: object) -> torch.Generator:
 
 
 @serially
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     """Return a PE's inputs, on the CPU."""
     shape = case.shape
@@ -238,7 +238,7 @@ def _draw(case: Case, count: int, rng: torch.Generator) -> torch.Tensor:
 
 
 @serially
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def make_gradient(case: Case, world: int, iteration: int, step: int) -> torch.Tensor:
     """Return the gradient of the whole batch, for the tables of all PEs."""
     columns = sum(columns_of(case, world))

@@ -143,7 +143,7 @@ class Placed:
         return result if self.columns is None else result[:, self._places.to(result.device)]
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=512)
 def _inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
     """Make them once for all PEs that are threads of this process; nobody may write to them."""
     seed = zlib.crc32(f"{case.name} {rank}".encode())

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from persistent_ops.runtime.errors import PersistentOpsError
-from persistent_ops.runtime.world import most_pes
 from persistent_ops.testing.figures import pyplot, why_none
 from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
 from persistent_ops.testing.record import read_lines
@@ -241,8 +240,6 @@ def _worlds(arguments: argparse.Namespace, experiment: type[Experiment[Any]]) ->
         gpus = torch.cuda.device_count() if arguments.backend != "host" else 0
         worlds = experiment.default_worlds(gpus or _HOST_PES)
     at_least(_WORLDS, worlds, experiment.smallest_world, experiment.smallest_why)
-    if max(worlds) > most_pes():
-        raise ValueError(f"{_WORLDS}: expected numbers of at most {most_pes()}, got {worlds}")
     if started is None and chosen_backend(arguments.backend) == "cuda" and max(worlds) > torch.cuda.device_count():
         raise ValueError(more_pes_than_gpus(max(worlds)))
     return worlds

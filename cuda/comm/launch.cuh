@@ -22,10 +22,8 @@ PO_FN uint64_t launch_flag(const Team& team) { return flag_value(team.epoch, tea
 
 PO_FN bool is_aborted(const Team& team) { return flag_load_relaxed_sys(&team.local->abort) != 0; }
 
-// Whether the host says of a PE, or of another one, what a word of LocalState has a bit for.
-PO_FN bool host_says(const uint64_t& word, int pe, int other) {
-  return (flag_load_relaxed_sys(&word) & (1ull << pe | 1ull << other)) != 0;
-}
+// kLost and kPreparing, of a PE.
+PO_FN uint64_t host_says(const Team& team, int pe) { return flag_load_relaxed_sys(team.host_says + pe); }
 
 // ---- errors ---------------------------------------------------------------------------------------------------------
 
@@ -60,8 +58,8 @@ PO_NOINLINE inline int side_to_tell(const Team& team, int blamed, int accuser) {
 PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index,
                                     uint64_t seen, uint64_t waited_ns) {
   if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {
-    if (kind == kPeerLost && !host_says(team.local->lost, peer, peer))
-      peer = team.rank;  // interrupted, whoever was waited for
+    // Interrupted, whoever was waited for.
+    if (kind == kPeerLost && (host_says(team, peer) & kLost) == 0) peer = team.rank;
     ErrorRecord& record = *team.error;
     record.kind = kind;
     record.phase = phase & ((1u << kCodeBits) - 1);
@@ -80,14 +78,13 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
     }
     flag_store_release_sys(&record.state, 1);  // the host reads `state` first (Workspace.raise_pending)
     // The peers need not wait out their own time: they leave at their next look at these words.
-    // @abort-report
-    const uint64_t report =
-        kind == kReportedByPeer
-            ? low_bits_of(seen)
-            : kind << kBlameKindShift | static_cast<uint64_t>(team.rank) << kAccuserShift | static_cast<uint64_t>(peer);
+    const bool is_passed_on = kind == kReportedByPeer;
+    const int accuser = is_passed_on ? static_cast<int>(index) : team.rank;  // @abort-place
+    const uint64_t blame = kind << kBlameKindShift | static_cast<uint64_t>(peer);
+    const uint64_t report = is_passed_on ? seen : flag_value(team.epoch, blame);  // @abort-report
     for (int other = 0; other < team.size; ++other) {
       if (other == team.rank) continue;  // @abort-tells-peers
-      signal(team, other, abort_word_offset(team, team.rank), flag_value(team.epoch, report));
+      signal(team, other, abort_word_offset(team, accuser), report);
     }
   }
   if (!is_aborted(team)) flag_store_relaxed_sys(&team.local->abort, team.epoch);
@@ -95,13 +92,11 @@ PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phas
 
 // A peer gave up on this epoch (or an earlier one): give up as well, and pass on whom it blames.
 PO_NOINLINE inline bool peer_gave_up(const Team& team) {
-  for (int reporter = 0; reporter < team.size; ++reporter) {
-    const uint64_t word = flag_load_acquire_sys(local_word(team, abort_word_offset(team, reporter)));
+  for (int accuser = 0; accuser < team.size; ++accuser) {
+    const uint64_t word = flag_load_acquire_sys(local_word(team, abort_word_offset(team, accuser)));
     if (word != 0 && epoch_of(word) <= team.epoch) {
-      const uint64_t report = low_bits_of(word);
-      const auto blamed = static_cast<int>(report & ((1u << kAccuserShift) - 1));
-      const uint64_t accuser = report >> kAccuserShift & ((1u << (kBlameKindShift - kAccuserShift)) - 1);
-      raise_abort(team, kReportedByPeer, kPhaseCredit, blamed, accuser, word, 0);
+      const auto blamed = static_cast<int>(word & ((1u << kBlameKindShift) - 1));
+      raise_abort(team, kReportedByPeer, kPhaseCredit, blamed, static_cast<uint64_t>(accuser), word, 0);
       return true;
     }
   }
@@ -131,8 +126,9 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t&
     if (looks_up(spins)) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
       const uint64_t now = clock_ns();
-      if (started == 0 || host_says(team.local->preparing, peer, peer)) started = now;
-      const bool is_lost = host_says(team.local->lost, peer, team.rank);
+      const uint64_t said = host_says(team, peer);
+      if (started == 0 || (said & kPreparing) != 0) started = now;
+      const bool is_lost = ((said | host_says(team, team.rank)) & kLost) != 0;
       const bool is_over = is_lost || (now - started > bound_ns && peer != team.rank);  // @wait-bound
       if (is_over && was_over) {  // else it looks again: this thread may not have run since its last look
         raise_abort(team, is_lost ? kPeerLost : kTimeout, phase, peer, index, seen, now - started);

@@ -8,12 +8,17 @@
 
 namespace po {
 
-inline constexpr int kMaxPes = 64;         // a warp remembers the peers that granted it credit in one 64-bit mask
 inline constexpr int kContractWords = 14;  // fills a Grant up to its 128 bytes
 inline constexpr int kEpochShift = 16;     // a flag is the epoch above a 16-bit hash of the launch contract
-PO_CONSTANT(kMaxPes)
 PO_CONSTANT(kContractWords)
 PO_CONSTANT(kEpochShift)
+
+// A kernel that has something of each PE in registers or shared memory is compiled with room for a multiple of kPeStep PEs, as
+// many as its team needs. Of more than kMostPes PEs no WG's shared memory holds what the most demanding kernel has of each.
+inline constexpr int kPeStep = 64;
+inline constexpr int kMostPes = 1024;
+PO_CONSTANT(kPeStep)
+PO_CONSTANT(kMostPes)
 
 // A receiver's permission to write this epoch's output: where it is in the receiver's heap, and the receiver's launch
 // contract. Lives in the sender's heap, one per receiver, written by that receiver alone; `flag` is set last.
@@ -32,18 +37,22 @@ struct LocalState {
   alignas(128) uint64_t abort;     // the epoch that was given up, or 0; not 0: leave without waiting for anybody
   uint64_t error_claimed;          // the first WG to meet an error sets it and writes the record
   uint64_t input_error_claimed;    // the last epoch in which a WG met bad input
-  // The host's, a bit per PE, while launches run:
-  uint64_t lost;       // has ended, so nobody need wait for it any longer; the own bit: the host wants to leave
-  uint64_t preparing;  // makes ready for a launch (compiles a kernel), which is not counted as time waited for it
 };
-PO_DESCRIBE(LocalState, epoch, ticket, departed, abort, error_claimed, input_error_claimed, lost, preparing)
+PO_DESCRIBE(LocalState, epoch, ticket, departed, abort, error_claimed, input_error_claimed)
+
+// What the host says of a PE, while launches run.
+inline constexpr uint64_t kLost = 1;  // has ended, so nobody need wait for it; of this PE: the host wants to leave
+inline constexpr uint64_t kPreparing =
+    2;  // makes ready for a launch (compiles a kernel), which is no time waited for it
+PO_CONSTANT(kLost)
+PO_CONSTANT(kPreparing)
 
 enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, kPeerLost = 3, kReportedByPeer = 4 };
-// An abort word is the epoch above the ErrorKind (below kReportedByPeer), the PE that met the trouble first, and the PE that
-// it blames. Who passes a report on leaves it as it is.
+// An abort word is the epoch above the ErrorKind (below kReportedByPeer) and the PE that is blamed. Its place says which PE
+// met the trouble first. Who passes a report on leaves place and word as they are.
 inline constexpr int kBlameKindShift = 14;
-inline constexpr int kAccuserShift = 7;
-static_assert(kMaxPes < 1 << kAccuserShift, "two PE numbers and a kind share the bits below the epoch");
+static_assert(kMostPes <= 1 << kBlameKindShift && kReportedByPeer <= 1 << (kEpochShift - kBlameKindShift),
+              "a kind and the number of a PE share the bits below the epoch");
 PO_CONSTANT(kTimeout)
 PO_CONSTANT(kContractMismatch)
 PO_CONSTANT(kPeerLost)
@@ -101,9 +110,10 @@ struct Team {
   const uint64_t* peer_heaps;  // [size] base of each PE's heap as mapped here; 0: not load/store reachable
   uint64_t grants_offset;      // Grant[size + kGrantCopies], indexed by receiver; the last are copies of this PE's own
   uint64_t ready_offset;       // uint64_t[size][ready_stride], indexed by sender
-  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up: epoch, why, who says so of whom
+  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up first: epoch, why, because of whom
   uint64_t ready_stride;
   LocalState* local;
+  const uint64_t* host_says;  // [size] kLost, kPreparing; in device memory
   ErrorRecord* error;
   InputErrorRecord* input_error;
   uint64_t timeout_ns;
@@ -112,8 +122,8 @@ struct Team {
   Network* network;
   uint64_t epoch;  // of this launch; begin_launch fills it into each WG's own copy
 };
-PO_DESCRIBE(Team, rank, size, heap, peer_heaps, grants_offset, ready_offset, abort_offset, ready_stride, local, error,
-            input_error, timeout_ns, contract_hash, contract, network, epoch)
+PO_DESCRIBE(Team, rank, size, heap, peer_heaps, grants_offset, ready_offset, abort_offset, ready_stride, local,
+            host_says, error, input_error, timeout_ns, contract_hash, contract, network, epoch)
 
 PO_FN bool is_reachable(const Team& team, int peer) { return team.peer_heaps[peer] != 0; }
 
@@ -129,8 +139,8 @@ PO_FN uint64_t ready_word_offset(const Team& team, int sender, uint64_t index) {
   return team.ready_offset + (static_cast<uint64_t>(sender) * team.ready_stride + index) * sizeof(uint64_t);
 }
 
-PO_FN uint64_t abort_word_offset(const Team& team, int reporter) {
-  return team.abort_offset + static_cast<uint64_t>(reporter) * sizeof(uint64_t);
+PO_FN uint64_t abort_word_offset(const Team& team, int accuser) {
+  return team.abort_offset + static_cast<uint64_t>(accuser) * sizeof(uint64_t);
 }
 
 PO_FN uint64_t* local_word(const Team& team, uint64_t offset) {

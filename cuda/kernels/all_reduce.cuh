@@ -28,6 +28,7 @@ struct Config {
   bool aligned = true;  // all rows of all tensors begin at multiples of 16 bytes
   int vectors = 1;      // blocks that a warp has under way together, 1 or 2: more take registers and more code
   int threads = 128;
+  int pes = kPeStep;  // for which there is room
 };
 
 inline constexpr int kMaxSharingThreads = 256;  // of a WG, so that two fit an SM
@@ -70,11 +71,10 @@ struct Plan {
   Divisor size;              // of the team
   Divisor num_wgs;
   int64_t all_reachable;
-  uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
 PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, flags_offset, flags_bytes, results_offset, results_bytes,
             blocks_per_adder, copies_offset, slices_offset, returned_offset, staging_offset, turns_offset, squares,
-            size, num_wgs, all_reachable, heaps)
+            size, num_wgs, all_reachable)
 
 struct Call {
   const uint8_t* x;
@@ -92,8 +92,15 @@ struct Call {
 };
 PO_DESCRIBE(Call, x, residual, bias, output, weight, norm_output, scale, eps, weight_bias, rows, local, forward_pass)
 
+// What follows it in the plan's memory.
+template <int kPes>
+struct PlanWithHeaps : Plan {
+  uint64_t heaps[kPes];  // Team.peer_heaps, within reach
+};
+
+template <int kPes>
 struct Shared {
-  Plan plan;
+  PlanWithHeaps<kPes> plan;
   uint64_t takes_part;  // 0: this launch is behind an aborted one
   uint64_t is_missing;  // 1: a peer has not come to a turn
 };
@@ -101,13 +108,14 @@ struct Shared {
 template <Config kConfig>
 struct Kernel {
   using Traits = all_reduce::Traits<kConfig>;
-  using Plan = all_reduce::Plan;
+  using Plan = all_reduce::PlanWithHeaps<kConfig.pes>;
   using Call = all_reduce::Call;
-  using Shared = all_reduce::Shared;
+  using Shared = all_reduce::Shared<kConfig.pes>;
   using Block = typename Traits::Block;
   static constexpr int kThreads = Traits::kThreads;
   static constexpr int kBlocksPerSm = Traits::kSharesSm ? 2 : 1;
-  static_assert(sizeof(Plan) / sizeof(uint64_t) <= kThreads, "the plan comes with one load of each thread");
+  static_assert(sizeof(Plan) / sizeof(uint64_t) <= kThreads || kConfig.pes != kPeStep,
+                "the plan comes with one load of each thread");
   static_assert(Traits::kVectors <= 2, "what a warp takes together lies in equal distances");
 
   struct Begun {

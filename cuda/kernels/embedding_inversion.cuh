@@ -23,6 +23,7 @@ struct Config {
   int items = 8;  // of a thread, in a tile
   int threads = 512;
   int blocks_per_sm = 2;
+  int pes = kPeStep;  // for whose lookups there is room
 };
 
 template <Config kConfig>
@@ -38,6 +39,7 @@ struct Traits {
   static constexpr int kItems = kConfig.items;
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
+  static constexpr int kPes = kConfig.pes;
   static constexpr int kTilesAtOnce = 8;  // whose bags are searched together
   static_assert(kDigitBits <= kMaxDigitBits, "the histograms have no room for more");
 
@@ -126,7 +128,7 @@ struct Kernel {
   // Behind all WGs' work.
   static PO_FN void clear(const Group<Traits>& group) {
     auto* words = reinterpret_cast<uint64_t*>(&group.words());
-    constexpr int kCount = sizeof(Words) / sizeof(uint64_t);
+    constexpr int kCount = sizeof(typename Group<Traits>::Words) / sizeof(uint64_t);
     // @inversion-cleared
     for (int i = group.wg.rank(); i < kCount; i += group.wg.size()) words[i] = 0;
     if (group.wg.rank() == 0 && is_aborted(group.plan.team)) *group.call.count = 0;  // @inversion-aborted

@@ -33,6 +33,7 @@ struct Config {
   bool two_phase = false;
   bool prefetches = false;  // asks for weights before the kernel before it has ended
   LetsIn lets_in = LetsIn::kAtOnce;
+  int pes = kPeStep;  // for which there is room
 };
 
 template <Config kConfig>
@@ -44,6 +45,7 @@ struct Traits {
   static constexpr bool kResident = kConfig.resident;
   static constexpr int kDepth = kConfig.depth;
   static constexpr bool kTwoPhase = kConfig.two_phase;
+  static constexpr int kPes = kConfig.pes;
   static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(typename SumScalar::Storage));
   // Results that one thread finishes: what one packet brings, or, where a packet carries them on, what fills one.
   static constexpr int kItem = kTwoPhase ? 8 / static_cast<int>(sizeof(typename Scalar::Storage)) : kSumsPerPacket;
@@ -79,24 +81,29 @@ struct Plan {
 };
 PO_DESCRIBE(Plan, team, output, packets, asked)
 
-// What is known of a launch before its plan has come, in one word: a kernel that is over in some microseconds has it at once.
+// What follows it in the plan's memory.
+template <int kPes>
+struct PlanWithHeaps : Plan {
+  uint64_t heaps[kPes];  // Team.peer_heaps, within reach
+};
+
+// What is known of a launch before its plan has come: a kernel that is over in some microseconds has it at once.
 inline constexpr int64_t kMaxColumns = (1 << 30) - 1;
 struct Shape {
   uint64_t packed;
+  int32_t rank;
+  int32_t size;
 
-  static PO_FN Shape of(int64_t rows, int64_t rank, int64_t size, int64_t vectors, int64_t columns) {
-    return {static_cast<uint64_t>(rows | rank << 17 | size << 23 | (vectors - 1) << 30 | columns << 34)};
+  static PO_FN Shape of(int64_t rows, int64_t vectors, int64_t columns, int32_t rank, int32_t size) {
+    return {static_cast<uint64_t>(rows | (vectors - 1) << 17 | columns << 21), rank, size};
   }
   PO_FN int num_rows() const { return static_cast<int>(packed & 0x1ffff); }
-  PO_FN int rank() const { return static_cast<int>(packed >> 17 & 0x3f); }
-  PO_FN int size() const { return static_cast<int>(packed >> 23 & 0x7f); }
-  PO_FN int num_vectors() const { return static_cast<int>(packed >> 30 & 0xf) + 1; }
-  PO_FN int num_columns() const { return static_cast<int>(packed >> 34); }
+  PO_FN int num_vectors() const { return static_cast<int>(packed >> 17 & 0xf) + 1; }
+  PO_FN int num_columns() const { return static_cast<int>(packed >> 21); }
 };
-PO_DESCRIBE(Shape, packed)
-PO_QUERY(packed_shape, (int64_t rows, int64_t rank, int64_t size, int64_t vectors, int64_t columns),
-         Shape::of(rows, rank, size, vectors, columns).packed)
-static_assert(kMaxRows <= 0x1ffff && kMaxPes <= 64, "a Shape has room for them");
+PO_DESCRIBE(Shape, packed, rank, size)
+PO_QUERY(packed_shape, (int64_t rows, int64_t vectors, int64_t columns), Shape::of(rows, vectors, columns, 0, 1).packed)
+static_assert(kMaxRows <= 0x1ffff, "a Shape has room for them");
 PO_CONSTANT(kMaxColumns)
 
 struct Call {
@@ -111,7 +118,7 @@ PO_DESCRIBE(Call, weight, vectors, output, residual, bias, shape)
 
 template <class Traits>
 struct Shared {
-  Plan plan;
+  PlanWithHeaps<Traits::kPes> plan;
   typename TilePipeline<Traits>::Shared pipeline;
   Handover told;  // from the first serving warp to all: the epoch, and whether this PE takes part
   typename PacketExchange<Traits, Call>::Shared exchange;
@@ -121,7 +128,7 @@ template <Config kConfig>
 struct Kernel {
   using Traits = gemv_all_reduce::Traits<kConfig>;
   using Pipeline = TilePipeline<Traits>;
-  using Plan = gemv_all_reduce::Plan;
+  using Plan = PlanWithHeaps<Traits::kPes>;
   using Call = gemv_all_reduce::Call;
   using Exchange = PacketExchange<Traits, Call>;
   using Shared = gemv_all_reduce::Shared<Traits>;
@@ -130,8 +137,9 @@ struct Kernel {
   static constexpr size_t kHostArenaBytes = 64ull * Traits::kSlots * Traits::kVectors * kTileRows * sizeof(float);
 
 #if PO_ON_DEVICE
-  static_assert(sizeof(Shared) <= kStaticBytes && Pipeline::Stream::kBytesPerWarp * Traits::kComputing ==
-                                                      ring_step_bytes(Traits::kComputing) * Traits::kDepth,
+  static_assert(sizeof(Shared) <= static_bytes(Traits::kPes) &&
+                    Pipeline::Stream::kBytesPerWarp * Traits::kComputing ==
+                        ring_step_bytes(Traits::kComputing) * Traits::kDepth,
                 "the host plans a WG's memory by kernels/gemv/geometry.cuh");
 #endif
 
@@ -172,7 +180,7 @@ struct Kernel {
     const Plan& plan = shared.plan;
     const RowTiles tiles = tiles_of(wg, call);
     Pipeline pipeline(wg, shared.pipeline, tiles, begun.vectors);
-    Exchange exchange(wg, shared.exchange, plan.team, plan.packets, tiles, {plan.output, call}, call);
+    Exchange exchange(wg, shared.exchange, plan.team, plan.packets, plan.heaps, tiles, {plan.output, call}, call);
     pipeline.start_handovers();
     if (wg.rank() == 0) shared.told.start(1);
     begun.vectors.template await_copies<Pipeline::Stream::kStepsAhead>();
@@ -193,8 +201,8 @@ struct Kernel {
 
  private:
   static PO_FN RowTiles tiles_of(const WorkGroup& wg, const Call& call) {
-    return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.shape.num_rows(), kTileRows), call.shape.rank(),
-                           Traits::kTwoPhase ? call.shape.size() : 1);
+    return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.shape.num_rows(), kTileRows), call.shape.rank,
+                           Traits::kTwoPhase ? call.shape.size : 1);
   }
 
   // Where weights are prefetched, the threads that bring a lone vector.

@@ -28,6 +28,7 @@ struct Config {
   int threads = 256;
   int blocks_per_sm = 2;
   int hot_entries = 32;  // of a row on a PE, from which on all its warps share it
+  int pes = kPeStep;     // for which there is room
 };
 
 template <Config kConfig>
@@ -45,6 +46,8 @@ struct Traits {
   using Chunk = RowChunk<Scalar, kConfig.lanes, kVectors, kConfig.bytes>;
   using Piece = RowChunk<Scalar, kConfig.lanes, 1, kConfig.bytes>;
   using Entries = RowEntries<Index>;
+  static constexpr int kPes = kConfig.pes;
+  using Slot = po::Slot<kPes>;
 };
 
 inline constexpr int kNumPhases = 4;

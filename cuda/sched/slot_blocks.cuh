@@ -41,13 +41,13 @@ struct SlotBlocks {
   PO_FN int64_t begin(int64_t block) const { return first + block * stride; }
 };
 
-// `contributors`: a bit per PE.
-PO_FN int owner_in_turn(uint64_t contributors, int64_t slot) {
-  uint64_t rest = contributors;
-  auto skipped = static_cast<uint32_t>(slot) % static_cast<uint32_t>(count_bits(contributors));
+template <int kPes>
+PO_FN int owner_in_turn(const BitSet<kPes>& contributors, int64_t slot) {
+  BitSet<kPes> rest = contributors;
+  auto skipped = static_cast<uint32_t>(slot) % static_cast<uint32_t>(contributors.count());
   PO_NO_UNROLL
-  for (; skipped > 0; --skipped) rest &= rest - 1;
-  return lowest_bit(rest);
+  for (; skipped > 0; --skipped) rest.drop_lowest();
+  return rest.lowest();
 }
 
 }  // namespace po

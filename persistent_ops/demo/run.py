@@ -34,19 +34,15 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
         0 where every PE's output is within the tolerance, else 1.
 
     Raises:
-        ValueError: the data file is malformed, the timeline's file cannot be written, `pes` was given under a launcher
-            or is more than a world may have, or a launcher's variables contradict each other.
+        ValueError: the data file is malformed, the timeline's file cannot be written, `pes` was given under a launcher,
+            or a launcher's variables contradict each other.
         BackendUnavailableError: the backend that was asked for cannot run here.
     """
-    from ..runtime.world import most_pes
-
     console = console or Console()
     try:
         started = started_pes()
     except po.BootstrapError as error:  # which elsewhere is what PEs say of each other
         raise ValueError(str(error)) from error
-    if options.pes is not None and options.pes > most_pes():
-        raise ValueError(f"pes must be at most {most_pes()}, got {options.pes}")
     check_outputs(files={"trace": options.trace})
     if options.data is not None:
         # Read what the PEs will read before any is started: a malformed line is then one error, not one per PE.

@@ -18,7 +18,7 @@ from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning, at_least
-from ..runtime.world import World, upload
+from ..runtime.world import World, heaps_of, upload
 
 __all__ = [
     "ALGORITHMS",
@@ -48,8 +48,8 @@ class SwitchPoints(NamedTuple):
     two_shot: int
 
 
-# By PEs; a world between two sizes takes the larger one's. Measured on 2 and 4 H100 (docs/results.md); for more PEs
-# reckoned from there: one shot sends every element to each of them.
+# By PEs; a world between two sizes takes the larger one's, and one beyond all the last one's. Measured on 2 and 4 H100
+# (docs/results.md); for more PEs reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
     1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
     2: SwitchPoints(256 << 10, 1 << 20, 8 << 20),
@@ -178,7 +178,7 @@ def reserve_room(world: World) -> None:
 def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None, *, norms: bool) -> str:
     """Return what suits a tensor of so many bytes best."""
     tuning = tuning or OPERATOR.default_tuning
-    points = next(points for pes, points in sorted(SWITCH_POINTS.items()) if world_size <= pes)
+    points = SWITCH_POINTS[min((pes for pes in SWITCH_POINTS if world_size <= pes), default=max(SWITCH_POINTS))]
     one_shot = points.one_shot_with_norm if norms else points.one_shot
     if nbytes <= (one_shot if tuning.one_shot_bytes is None else tuning.one_shot_bytes):
         return "one_shot"
@@ -293,7 +293,7 @@ class AllReducePlan(Plan):
             is_aligned=key.is_aligned or is_host,
             warp_blocks=self._warp_blocks,
             threads=self._threads,
-        )
+        ).with_config(pes=key.team.room)
         self._kernel: Kernel = world.load(request, key.team)
         check_resident(self._kernel, self._grid, choices="work_groups, threads")
         if key.norms:
@@ -307,7 +307,7 @@ class AllReducePlan(Plan):
         self.launches = []
         for first_element, struct, call in self._parts:
             struct.squares = 0 if squares is None else squares.address
-            words = upload(self._world.backend, struct)
+            words = upload(self._world.backend, struct, heaps_of(self._world.backend, self._key.team))
             self.launches.append(_Launch(first_element, call, words, words.data_ptr()))
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
@@ -423,8 +423,6 @@ class AllReducePlan(Plan):
             num_wgs=self._divisor(self._grid),
             all_reachable=int(team.all_reachable),
         )
-        for pe, heap in enumerate(world.backend.peer_heaps):
-            plan.heaps[pe] = heap
         shape = self._structs["RowBlocks"](
             width=width,
             num_rows=rows if width else 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning, at_least
-from ..runtime.world import World, upload
+from ..runtime.world import World, heaps_of, upload
 
 __all__ = [
     "ALGORITHMS",
@@ -203,8 +202,6 @@ def _packets(world: World, key: GemvKey) -> tuple[Any, int]:
         results_bytes=results_bytes,
         all_reachable=int(team.all_reachable),
     )
-    for pe, heap in enumerate(world.backend.peer_heaps):
-        packets.heaps[pe] = heap
     most = min(most, partials_bytes // (tile_bytes * team.size))
     return packets, most if team.all_reachable else min(most, world.workspace.max_ready_words // 2)
 
@@ -215,7 +212,8 @@ def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> Ker
     row_bytes = key.columns * key.dtype.itemsize
     bytes_per_wg = wg_rows * row_bytes
     kernel_vectors, warps = kernel_vectors_of(key.num_vectors), tuning.warps
-    arena = _Arena.of_wg(world.backend.arena_bytes, warps, kernel_vectors, row_bytes)
+    static_bytes = geometry["static_bytes"](key.team.room)
+    arena = _Arena.of_wg(world.backend.arena_bytes, static_bytes, warps, kernel_vectors, row_bytes)
     shares_sm = geometry["shares_sm"](kernel_vectors, key.prefetch_weight)
     room_for_two = arena.steps_of_each_of_two() if shares_sm else 0
     depth = tuning.depth or choose_depth(bytes_per_wg, room_for_two if key.prefetch_weight else 0)
@@ -226,7 +224,7 @@ def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> Ker
     arena_bytes = arena.with_depth(depth, is_resident=is_resident)
     if not is_resident:
         factor = team_factor(warps, key.dtype)
-        larger = _Arena.of_wg(world.backend.arena_bytes, warps * factor, kernel_vectors, row_bytes)
+        larger = _Arena.of_wg(world.backend.arena_bytes, static_bytes, warps * factor, kernel_vectors, row_bytes)
         own_depth = tuning.depth or depth // factor
         if (larger_bytes := larger.with_depth(own_depth, is_resident=False)) <= larger.room:
             warps, depth, arena_bytes = warps * factor, own_depth, larger_bytes
@@ -244,7 +242,7 @@ def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> Ker
         two_phase=key.algorithm == "two_phase",
         prefetches=prefetches,
         lets_in=_lets_in(depth <= room_for_two, prefetches, bytes_per_wg),
-    )
+    ).with_config(pes=key.team.room)
     if world.backend.name != "host":
         return request
     return request.with_config(  # most choices are not about the host: one library for all of them
@@ -316,11 +314,12 @@ class GemvPlan(Plan):
                 )
                 for added in _ADDENDS
             ]
-            words = upload(world.backend, *plans)
-            call = structs["Call"](
-                shape=structs["Shape"](packed=pack(num_rows, team.rank, team.size, num_vectors, columns))
-            )
-            addresses = [words.data_ptr() + place * ctypes.sizeof(plan) for place, plan in enumerate(plans)]
+            heaps = heaps_of(world.backend, team)
+            words = upload(world.backend, *(part for plan in plans for part in (plan, heaps)))
+            plan_bytes = words.nbytes // len(plans)
+            shape = structs["Shape"](pack(num_rows, num_vectors, columns), team.rank, team.size)
+            call = structs["Call"](shape=shape)
+            addresses = [words.data_ptr() + place * plan_bytes for place in range(len(plans))]
             self._launches.append(_Launch(first_row, call, words, addresses, asked))
 
     def launch(self, world: World, weight: int, x: int, bias: int, residual: int, out: torch.Tensor) -> None:
@@ -370,12 +369,12 @@ class _Arena:
     vector_ring_step_bytes: int
 
     @classmethod
-    def of_wg(cls, sm_bytes: int, warps: int, kernel_vectors: int, row_bytes: int) -> _Arena:
+    def of_wg(cls, sm_bytes: int, static_bytes: int, warps: int, kernel_vectors: int, row_bytes: int) -> _Arena:
         """Return the sizes for `warps` that multiply; `sm_bytes`: what one WG may have."""
         constants, geometry = OPERATOR.description.constants, OPERATOR.description.queries
         return cls(
-            sm_bytes - constants["kStaticBytes"],
-            static_bytes=constants["kStaticBytes"],
+            sm_bytes - static_bytes,
+            static_bytes=static_bytes,
             steps_at_once=constants["kMostStepsAtOnce"],
             step_bytes=geometry["ring_step_bytes"](warps),
             parts_bytes=geometry["parts_bytes"](warps, kernel_vectors),

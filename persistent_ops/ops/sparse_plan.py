@@ -343,7 +343,7 @@ class SparsePlan(Plan):
             is_aligned=key.is_aligned,
             gathers=key.gathers,
             is_host=is_host,
-        )
+        ).with_config(pes=team.room)
         self._kernel = world.load(request, key.team)
         check_resident(self._kernel, grid)
         self.capacity = key.capacity

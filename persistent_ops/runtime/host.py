@@ -13,6 +13,8 @@ import json
 import mmap
 import os
 import stat
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,16 +67,12 @@ class _HostKernel:
 
 
 class _Segment:
-    """One PE's heap as this process maps it."""
+    """One PE's heap as this process maps it; unmapped when nobody holds this any longer."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.map = mmap.mmap(fd, nbytes)
         self._anchor = ctypes.c_char.from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
-
-    def close(self) -> None:
-        """Drop this object's hold; the memory is unmapped when the last tensor over it is gone."""
-        del self._anchor
 
 
 class HostBackend:
@@ -197,8 +195,6 @@ class HostBackend:
         if self._runtime is not None and self.network:
             self._runtime.po_network_destroy(self.network)
             self.network = 0
-        for segment in self._segments:
-            segment.close()
         self._segments = []
 
 
@@ -221,7 +217,6 @@ def _host_tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle: int) -
 def _map_heaps(bootstrap: Bootstrap, heap_bytes: int) -> list[_Segment]:
     """Make this PE's heap and map everybody's."""
     own = os.memfd_create(f"persistent_ops-{bootstrap.rank}", os.MFD_CLOEXEC)
-    opened = [own]
     try:
         os.fchmod(own, 0o600)
         with _room_for(heap_bytes):
@@ -229,18 +224,32 @@ def _map_heaps(bootstrap: Bootstrap, heap_bytes: int) -> list[_Segment]:
         status = os.fstat(own)
         card = {"pid": os.getpid(), "fd": own, "dev": status.st_dev, "ino": status.st_ino, "bytes": heap_bytes}
         cards = [json.loads(raw) for raw in bootstrap.exchange("heap", json.dumps(card).encode())]
-        segments = []
-        for rank, peer in enumerate(cards):
-            fd = own if rank == bootstrap.rank else _open_peer(rank, peer)
-            if fd != own:
-                opened.append(fd)
-            with _room_for(heap_bytes):
-                segments.append(_Segment(fd, heap_bytes))
+        with _room_for(heap_bytes):
+            segments = [
+                _Segment(own, heap_bytes) if rank == bootstrap.rank else _peer_heap(rank, peer)
+                for rank, peer in enumerate(cards)
+            ]
         bootstrap.exchange("heap-mapped", b"")  # the owner's descriptor must stay until everybody has opened it
         return segments
     finally:
-        for fd in opened:
-            os.close(fd)
+        os.close(own)
+
+
+_peer_heaps: weakref.WeakValueDictionary[tuple[int, int], _Segment] = weakref.WeakValueDictionary()
+_mapping = threading.Lock()
+
+
+def _peer_heap(rank: int, card: dict[str, int]) -> _Segment:
+    """Map the heap of a PE, once for all its peers that are threads of this process: a process has few mappings."""
+    with _mapping:
+        segment = _peer_heaps.get(place := (card["dev"], card["ino"]))
+        if segment is None:
+            fd = _open_peer(rank, card)
+            try:
+                segment = _peer_heaps[place] = _Segment(fd, card["bytes"])
+            finally:
+                os.close(fd)
+        return segment
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ from persistent_ops.runtime.task import Task, hidden_main, pack, pack_task
 
 __all__ = ["launch"]
 
-_MANY = 32  # PEs of which it is asked whether a world may have so many, which takes a compiler
 _GRACE_S = 1.0  # for the other PEs to report their own errors after the first one
 _LEAVE_S = 10.0  # for the exit handlers of a PE
 _TERMINATE_S = 0.5  # between SIGTERM and SIGKILL
@@ -71,18 +70,13 @@ def launch(
             an exception that cannot be rebuilt here, or the time-out passed; the rank is named. Or this process is
             daemonic and may start none.
         TypeError: `fn` is no function.
-        ValueError: `num_pes` is less than 1 or more than 64, `timeout` is not positive, `fn` or `args` cannot be
-            pickled, or they need cloudpickle, which is not installed.
+        ValueError: `num_pes` is less than 1, `timeout` is not positive, `fn` or `args` cannot be pickled, or they need
+            cloudpickle, which is not installed.
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     if not isinstance(num_pes, int) or isinstance(num_pes, bool) or num_pes < 1:
         raise ValueError(f"num_pes must be a whole number of at least 1, got {num_pes!r}")
-    if num_pes > _MANY:
-        from .world import most_pes
-
-        if num_pes > most_pes():
-            raise ValueError(f"num_pes must be at most {most_pes()}, got {num_pes}")
     is_time = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (is_time and timeout > 0):
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")

@@ -16,11 +16,13 @@ class Team:
     Attributes:
         rank: of this PE.
         size: number of PEs.
+        room: PEs that kernels have room for, size rounded up to a multiple.
         number: of the team, the same on all its PEs: WORLD or ALONE.
         all_reachable: whether every PE's heap is mapped on every other.
     """
 
     rank: int
     size: int
+    room: int
     number: int
     all_reachable: bool

@@ -35,7 +35,8 @@ from .torch_private import backward_pass
 
 __all__ = ["InputRecord", "Workspace"]
 
-_READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have
+_READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have ...
+_ALL_READY_WORDS = 1 << 20  # ... where so many are enough for all senders
 _MAX_CONTRACTS = 1024  # whose values are kept for messages
 _WITHIN = (
     "an operator was called within another one's launch, by a signal handler or by what garbage collection calls; let "
@@ -78,7 +79,7 @@ class Workspace:
     Args:
         backend, bootstrap, heap: of the world.
         timeout: of a wait, in seconds.
-        ready_words: per sender: the most WGs, or slices for one peer, that a launch may have.
+        ready_words: per sender: the most WGs, or slices for one peer, that a launch may have; fewer with many PEs.
         main: the world's first workspace, where this one is opened beside it; its launches are ordered with that one's
             until `run_beside`.
     """
@@ -105,7 +106,8 @@ class Workspace:
         self.timeout = timeout
         self._contracts: dict[tuple[int, ...], Contract] = {}
         self._telling = threading.Lock()
-        self._lost = self._preparing = 0  # a bit per PE
+        self._lost: frozenset[int] = frozenset()
+        self._preparing: frozenset[int] = frozenset()
         self._is_interrupted = self._gives_up = False
         self._other_call: OtherCall | None = None
         self.first_epoch = 0
@@ -116,8 +118,8 @@ class Workspace:
         self._grants = heap.empty((num_grants * self._grant_bytes // 8,), torch.int64)
         self.credits = Credits(backend, self._grants.data_ptr(), size)
         """What PEs have begun here."""
-        self._ready_words = ready_words
-        self._ready = heap.empty((size * ready_words,), torch.int64)
+        self._ready_words = min(ready_words, _ALL_READY_WORDS // size)
+        self._ready = heap.empty((size * self._ready_words,), torch.int64)
         self._abort = heap.empty((size,), torch.int64)
         for flags in (self._grants, self._ready, self._abort):
             flags.zero_()
@@ -125,6 +127,9 @@ class Workspace:
         state_words = ctypes.sizeof(self._structs["LocalState"]) // 8
         self._local = backend.private_words(state_words)
         self._local_alone = backend.private_words(state_words)
+        self._host_says = backend.private_words(size)  # by PE; of a team of this PE alone: always 0
+        self._host_says_alone = backend.private_words(1)
+        self._said = [0] * size  # in these words
         self._zero_words: dict[int, list[torch.Tensor]] = {}  # by team
         self._restored: list[tuple[torch.Tensor, int]] = []  # words, and what they are between launches
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(error))
@@ -202,6 +207,7 @@ class Workspace:
             abort_offset=self._abort.data_ptr() - base,
             ready_stride=self._ready_words,
             local=(self._local_alone if is_alone else self._local).data_ptr(),
+            host_says=(self._host_says_alone if is_alone else self._host_says).data_ptr(),
             error=ctypes.addressof(self._error),
             input_error=self._input.address,
             timeout_ns=int(self.timeout * 1e9),
@@ -462,8 +468,7 @@ class Workspace:
     def peers_changed(self, lost: Iterable[int], preparing: Iterable[int]) -> None:
         """Let launches know which PEs have ended, and which prepare a launch; from any thread."""
         with self._telling:
-            self._lost = sum(1 << rank for rank in lost)
-            self._preparing = sum(1 << rank for rank in preparing)
+            self._lost, self._preparing = frozenset(lost), frozenset(preparing)
             self._tell_kernels()
 
     @contextlib.contextmanager
@@ -481,9 +486,13 @@ class Workspace:
             self._tell_kernels()
 
     def _tell_kernels(self) -> None:
-        own = (self._is_interrupted or self._gives_up) << self._bootstrap.rank
-        self._backend.set_word(self._local, self._structs["LocalState"].preparing.offset // 8, self._preparing)
-        self._backend.set_word(self._local, self._structs["LocalState"].lost.offset // 8, self._lost | own)
+        own = {self._bootstrap.rank} if self._is_interrupted or self._gives_up else set()
+        lost, preparing = self._constants["kLost"], self._constants["kPreparing"]
+        for pe, before in enumerate(self._said):
+            said = lost * (pe in self._lost or pe in own) | preparing * (pe in self._preparing)
+            if said != before:
+                self._backend.set_word(self._host_says, pe, said)
+                self._said[pe] = said
 
     # ---- recovery --------------------------------------------------------------------------------------------------
 

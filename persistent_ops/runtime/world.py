@@ -38,7 +38,7 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from .tracing import Tracer
 
-__all__ = ["World", "admitted", "current", "finalize", "for_call", "init", "is_initialized", "most_pes"]
+__all__ = ["World", "admitted", "current", "finalize", "for_call", "init", "is_initialized"]
 
 _log = logging.getLogger("persistent_ops")
 _DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
@@ -104,8 +104,9 @@ class World:
                     f"PE {self.rank} and PE {peer} disagree on whether they reach each other's memory directly"
                 )
         self.all_reachable = all(all(row) for row in matrix)
-        self.team = Team(self.rank, self.size, WORLD, self.all_reachable)
-        self.alone = Team(0, 1, ALONE, True)
+        step = describe(COMM).constants["kPeStep"]
+        self.team = Team(self.rank, self.size, -(-self.size // step) * step, WORLD, self.all_reachable)
+        self.alone = Team(0, 1, step, ALONE, True)
         keep_order_on(backend.device)
         self.tracer: Tracer | None = None
         """Where kernels leave timelines, while that is wanted (`persistent_ops.trace`)."""
@@ -422,7 +423,13 @@ class World:
             self.bootstrap.close()
 
 
-def upload(backend: Backend, *parts: ctypes.Structure | array[int]) -> torch.Tensor:
+def heaps_of(backend: Backend, team: Team) -> bytes:
+    """Return what follows a plan that has its team's heaps: their addresses here, with the room that kernels have."""
+    heaps = backend.peer_heaps if team.number == WORLD else (backend.heap_base,)
+    return array("Q", heaps).tobytes().ljust(8 * team.room, b"\0")
+
+
+def upload(backend: Backend, *parts: ctypes.Structure | array[int] | bytes) -> torch.Tensor:
     """Return private memory of the backend's device, a word at least, with structs or arrays side by side."""
     data = b"".join(map(bytes, parts))
     words = backend.private_words(max(1, (len(data) + 7) // 8))
@@ -439,11 +446,6 @@ def _is_another_alive(thread: threading.Thread, number: int) -> bool:
     if isinstance(thread, threading._DummyThread):
         return number != threading.get_native_id() and os.path.exists(f"/proc/self/task/{number}")
     return thread is not threading.current_thread() and thread.is_alive()
-
-
-def most_pes() -> int:
-    """Return how many PEs a world may have."""
-    return int(describe(COMM).constants["kMaxPes"])
 
 
 def is_initialized() -> bool:
@@ -607,8 +609,8 @@ def _make_backend(
     transport: str,
     host_options: dict[str, int] | None,
 ) -> Backend:
-    if bootstrap.world_size > most_pes():
-        raise BootstrapError(f"a world has at most {most_pes()} PEs, this job has {bootstrap.world_size}")
+    if bootstrap.world_size > (most := describe(COMM).constants["kMostPes"]):
+        raise BootstrapError(f"a world has at most {most} PEs, this job has {bootstrap.world_size}")
     chosen = name
     if name == "auto":
         chosen = "cuda" if torch.cuda.is_available() else "host"

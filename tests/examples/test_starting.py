@@ -77,12 +77,6 @@ def test_numbers_of_pes_that_are_none(num_pes: Any) -> None:
         po.launch(_seven, num_pes)
 
 
-@pytest.mark.parametrize("num_pes", [65, 2**70])
-def test_more_pes_than_a_world_has_are_not_started(num_pes: int) -> None:
-    with pytest.raises(ValueError, match=f"num_pes must be at most 64, got {num_pes}"):
-        po.launch(_seven, num_pes)
-
-
 @pytest.mark.parametrize("threads", [False, True])
 def test_what_is_no_function_or_no_time_is_not_started(threads: bool) -> None:
     no_function: Any = "_seven"

@@ -10,6 +10,7 @@
 extern "C" __attribute__((visibility("default"))) int held_up(int comes, int lost) {
   po::LocalState local{};
   po::ErrorRecord error{};
+  uint64_t host_says[2] = {};
   uint8_t heap[4096] = {};
   uint64_t peers[2] = {reinterpret_cast<uint64_t>(heap), reinterpret_cast<uint64_t>(heap)};
   po::Team team{};
@@ -18,6 +19,7 @@ extern "C" __attribute__((visibility("default"))) int held_up(int comes, int los
   team.peer_heaps = peers;
   team.abort_offset = 1024;
   team.local = &local;
+  team.host_says = host_says;
   team.error = &error;
   team.timeout_ns = 50'000'000;
   team.epoch = 1;
@@ -29,7 +31,7 @@ extern "C" __attribute__((visibility("default"))) int held_up(int comes, int los
     const bool is_there = comes != 0 && looks >= 2;
     if (++looks == 2) {  // time counts since the first look
       usleep(100'000);
-      if (lost != 0) local.lost = 1ull << peer;
+      if (lost != 0) host_says[peer] = po::kLost;
     }
     return is_there;
   };

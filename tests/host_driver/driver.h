@@ -223,7 +223,8 @@ class BasePe {
   using Plan = PlanOfOperator;
   using World = WorldOfOperator;
 
-  BasePe(World& world_in, int rank_in, uint64_t ready_stride) : world(world_in), rank(rank_in), size(world_in.size) {
+  BasePe(World& world_in, int rank_in, uint64_t ready_stride)
+      : world(world_in), rank(rank_in), size(world_in.size), host_says(static_cast<size_t>(size)) {
     const auto pes = static_cast<uint64_t>(size);
     po::Team& team = plan.team;
     team.grants_offset = take((pes + 2) * sizeof(po::Grant));
@@ -233,6 +234,7 @@ class BasePe {
     team.size = size;
     team.ready_stride = ready_stride;
     team.local = &local;
+    team.host_says = host_says.data();
     team.error = &error;
     team.input_error = &input_error;
     set_contract(plan, 0);
@@ -408,6 +410,7 @@ class BasePe {
   po::LocalState local{};
   po::ErrorRecord error{};
   po::InputErrorRecord input_error{};
+  std::vector<uint64_t> host_says;   // by PE: nothing
   std::vector<uint64_t> peer_heaps;  // as mapped here; 0: not reachable
 
  private:

@@ -19,7 +19,7 @@ using po::gemv_all_reduce::Config;
 constexpr Config kConfig DRIVER_CONFIG;  // the compile names it
 using Kernel = po::gemv_all_reduce::Kernel<kConfig>;
 using Traits = Kernel::Traits;
-using po::gemv_all_reduce::Plan;
+using Plan = Kernel::Plan;
 
 constexpr uint64_t kReadyStride = 64;
 
@@ -65,7 +65,7 @@ class Pe final : public driver::BasePe<Plan> {
 
   void connect() override {
     BasePe::connect();
-    std::copy(peer_heaps.begin(), peer_heaps.end(), plan.packets.heaps);
+    std::copy(peer_heaps.begin(), peer_heaps.end(), plan.heaps);
   }
 
  private:
@@ -109,7 +109,7 @@ class Pe final : public driver::BasePe<Plan> {
                     reinterpret_cast<uint8_t*>(output.data()),
                     nullptr,
                     nullptr,
-                    po::gemv_all_reduce::Shape::of(is_empty(launch) ? 0 : rows, rank, size, vectors, columns)};
+                    po::gemv_all_reduce::Shape::of(is_empty(launch) ? 0 : rows, vectors, columns, rank, size)};
     launch_on_host<Kernel>(used, call);
     if (asked != 0) driver::fail(driver::kWrongRemains, "PE %d, launch %ld: %u WGs stay counted", rank, launch, asked);
   }

@@ -1,4 +1,6 @@
 // sched/slot_blocks.cuh for the tests.
+#include <algorithm>
+
 #include "sched/slot_blocks.cuh"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -12,4 +14,14 @@ EXPORT void blocks_of_worker(uint32_t worker, uint32_t num_workers, uint32_t num
   found[3] = blocks.count;
 }
 
-EXPORT int owner(uint64_t contributors, int64_t slot) { return po::owner_in_turn(contributors, slot); }
+// The contributors in `words`, 64 to a word, as a kernel with room for so many PEs has them.
+template <int kPes>
+int owner_among(const uint64_t* words, int64_t slot) {
+  po::BitSet<kPes> contributors;
+  std::copy_n(words, contributors.kWords, contributors.words);
+  return po::owner_in_turn(contributors, slot);
+}
+
+EXPORT int owner(const uint64_t* words, int num_words, int64_t slot) {
+  return num_words == 1 ? owner_among<64>(words, slot) : owner_among<192>(words, slot);
+}

@@ -21,6 +21,7 @@ namespace {
 using namespace po::all_reduce;
 constexpr Config kConfig DRIVER_CONFIG;  // the compile names it; fp32
 using AllReduce = Kernel<kConfig>;
+using Plan = AllReduce::Plan;
 
 constexpr uint64_t kReadyStride = 256;
 constexpr uint64_t kPacketBlocks = 64;

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = load_shim("slots_shim.cpp", Path(tmp_path_factory.mktemp("slots")))
     library.blocks_of_worker.argtypes = [ctypes.c_uint32] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
-    library.owner.argtypes = [ctypes.c_uint64, ctypes.c_int64]
+    library.owner.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     return library
 
 
@@ -59,13 +59,19 @@ def test_progress_can_count_the_blocks(shim: ctypes.CDLL, num_workers: int, num_
     assert max(counts) <= 65000 and max(counts) - min(counts) <= 1
 
 
-@given(contributors=st.integers(1, 2**64 - 1), slot=st.integers(0, 2**31 - 1))
+def _owner(shim: ctypes.CDLL, contributors: int, num_words: int, slot: int) -> int:
+    words = (ctypes.c_uint64 * num_words)(*((contributors >> 64 * word) % 2**64 for word in range(num_words)))
+    return int(shim.owner(words, num_words, slot))
+
+
+@given(contributors=st.integers(1, 2**192 - 1), slot=st.integers(0, 2**31 - 1))
 @settings(deadline=None)
 def test_owner_is_a_contributor(shim: ctypes.CDLL, contributors: int, slot: int) -> None:
-    assert contributors >> shim.owner(contributors, slot) & 1
+    assert contributors >> _owner(shim, contributors, 3, slot) & 1
 
 
-@pytest.mark.parametrize("contributors", [0b1, 0b1010, 0b11111111, 2**63 + 1, 2**64 - 1])
+@pytest.mark.parametrize("contributors", [0b1, 0b1010, 0b11111111, 2**63 + 1, 2**64 - 1, 2**64, 2**191 + 2**64 + 1])
 def test_contributors_own_in_turn(shim: ctypes.CDLL, contributors: int) -> None:
-    pes = [pe for pe in range(64) if contributors >> pe & 1]
-    assert [shim.owner(contributors, slot) for slot in range(2 * len(pes))] == 2 * pes
+    pes = [pe for pe in range(192) if contributors >> pe & 1]
+    for num_words in (1, 3) if contributors < 2**64 else (3,):
+        assert [_owner(shim, contributors, num_words, slot) for slot in range(2 * len(pes))] == 2 * pes

@@ -6,8 +6,10 @@ import pytest
 from gpu_kernels import ARCHITECTURES, BLOCKS_PER_SM, SAMPLE, GpuKernel, every_kernel
 
 from persistent_ops.ops.gemv_plan import OPERATOR as GEMV
+from persistent_ops.runtime.compile.description import describe
 from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.errors import CompileError
+from persistent_ops.runtime.operator import COMM
 
 REGISTERS_PER_SM = 1 << 16
 
@@ -41,7 +43,20 @@ def test_what_a_kernel_needs_of_an_sm(kernel: GpuKernel) -> None:
     held = -(-used.registers // 8) * 8 * threads * blocks
     assert held <= REGISTERS_PER_SM, f"{blocks} WGs of {threads} threads hold {held} registers of an SM"
     if kernel.request.name == "gemv_all_reduce":  # a plan leaves room for what a kernel has beside its arena
-        assert 0 < used.shared_bytes <= GEMV.description.constants["kStaticBytes"]
+        assert 0 < used.shared_bytes <= GEMV.description.queries["static_bytes"](describe(COMM).constants["kPeStep"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all_reduce", "embedding_inversion", "gemv_all_reduce", "sparse_all_reduce"])
+def test_a_wg_has_room_for_as_many_pes_as_a_world_may_have(name: str) -> None:
+    """Else its compiler refuses the kernel."""
+    try:
+        find_nvcc()
+    except CompileError as error:
+        pytest.skip(f"needs the CUDA compiler: {error}")
+    request = next(kernel.request for kernel in SAMPLE if kernel.request.name == name)
+    used, _ = GpuKernel(request.with_config(pes=describe(COMM).constants["kMostPes"])).compiled()
+    assert used.shared_bytes > 4096
 
 
 def test_the_sample_has_each_operator_and_each_architecture() -> None:

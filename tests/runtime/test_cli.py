@@ -196,10 +196,6 @@ def test_a_demo_without_its_data(here: Path, data: str) -> None:
     assert run("demo", "--backend", "host", "--data", data) == (2, told)
 
 
-def test_a_demo_of_more_pes_than_a_world_may_have(here: Path) -> None:
-    assert run("demo", "--backend", "host", "--pes", "65") == (2, "error: pes must be at most 64, got 65\n")
-
-
 @pytest.mark.parametrize(
     ("trace", "problem"), [("nowhere/x", "there is no folder '{here}/nowhere'"), (".", "that is a folder")]
 )

@@ -131,10 +131,10 @@ def test_the_backends_choice_is_logged(caplog: pytest.LogCaptureFixture, monkeyp
 
 @pytest.mark.host
 def test_more_pes_than_a_world_holds() -> None:
-    bootstrap = from_threads(65, 10.0)[0]
+    bootstrap = from_threads(1025, 10.0)[0]
     pe_threads._this_thread.bootstrap = bootstrap
     try:
-        with pytest.raises(po.BootstrapError, match="a world has at most 64 PEs, this job has 65"):
+        with pytest.raises(po.BootstrapError, match="a world has at most 1024 PEs, this job has 1025"):
             po.init("host")
     finally:
         del pe_threads._this_thread.bootstrap

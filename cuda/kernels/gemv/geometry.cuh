@@ -12,11 +12,12 @@ namespace po::gemv_all_reduce {
 inline constexpr int kMaxRows = 65536;      // of one launch
 inline constexpr int kServingWarps = 2;     // of a WG, that send
 inline constexpr int kMostStepsAtOnce = 2;  // that a warp multiplies
-inline constexpr int kStaticBytes = 1536;   // the most that a WG has beside its arena
 PO_CONSTANT(kMaxRows)
 PO_CONSTANT(kServingWarps)
 PO_CONSTANT(kMostStepsAtOnce)
-PO_CONSTANT(kStaticBytes)
+
+// The most that a WG has beside its arena.
+PO_FN constexpr int64_t static_bytes(int64_t pes) { return 1024 + pes * static_cast<int64_t>(sizeof(uint64_t)); }
 
 // Tiles of a WG that may be under way in shared memory.
 PO_FN constexpr int slots_of(int vectors) { return vectors == 1 ? 8 : 4; }
@@ -35,6 +36,7 @@ PO_FN constexpr int64_t parts_bytes(int64_t warps, int64_t vectors) {
   return warps / num_teams_of(static_cast<int>(warps)) * vectors * kTileRows * int64_t{sizeof(float)} *
          slots_of(static_cast<int>(vectors));
 }
+PO_QUERY(static_bytes, (int64_t pes), static_bytes(pes))
 PO_QUERY(num_teams, (int64_t warps), num_teams_of(static_cast<int>(warps)))
 PO_QUERY(shares_sm, (int64_t vectors, int64_t prefetches), shares_sm(static_cast<int>(vectors), prefetches != 0))
 PO_QUERY(ring_step_bytes, (int64_t warps), ring_step_bytes(warps))

@@ -26,9 +26,8 @@ struct PacketPlan {
   uint64_t results_offset;   // Packet[2][num_tiles][...]; two phases only
   uint64_t results_bytes;
   int64_t all_reachable;
-  uint64_t heaps[kMaxPes];  // Team.peer_heaps, within reach
 };
-PO_DESCRIBE(PacketPlan, partials_offset, partials_bytes, results_offset, results_bytes, all_reachable, heaps)
+PO_DESCRIBE(PacketPlan, partials_offset, partials_bytes, results_offset, results_bytes, all_reachable)
 
 template <class Traits, class Call>
 class PacketExchange {
@@ -41,9 +40,17 @@ class PacketExchange {
     uint64_t takes_part;  // 0: this launch is behind an aborted one
   };
 
+  // `heaps`: Team.peer_heaps, within reach.
   PO_FN PacketExchange(const WorkGroup& wg, const Shared& shared, const Team& team, const PacketPlan& plan,
-                       const RowTiles& tiles, const Output& output, const Call& call)
-      : wg_(wg), shared_(shared), team_(team), plan_(plan), tiles_(tiles), output_(output), call_(call) {}
+                       const uint64_t* heaps, const RowTiles& tiles, const Output& output, const Call& call)
+      : wg_(wg),
+        shared_(shared),
+        team_(team),
+        plan_(plan),
+        heaps_(heaps),
+        tiles_(tiles),
+        output_(output),
+        call_(call) {}
 
   PO_FN bool has_peers() const { return team_.size != 1; }
 
@@ -124,7 +131,7 @@ class PacketExchange {
     return team_.epoch % 2;  // @packet-parity
   }
   PO_FN uint64_t flag() const { return packet_flag(team_); }
-  PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
+  PO_FN bool is_near(int pe) const { return heaps_[pe] != 0; }
 
   // Places of a tile's packets, as offsets in every heap.
   PO_FN uint64_t partial_offset(int sender, int tile) const {
@@ -136,7 +143,7 @@ class PacketExchange {
     // @results-parity
     return plan_.results_offset + parity() * plan_.results_bytes + static_cast<uint64_t>(place) * sizeof(Packet);
   }
-  PO_FN Packet* packet_at(int pe, uint64_t offset) const { return reinterpret_cast<Packet*>(plan_.heaps[pe] + offset); }
+  PO_FN Packet* packet_at(int pe, uint64_t offset) const { return reinterpret_cast<Packet*>(heaps_[pe] + offset); }
 
   // From this PE's own copy.
   PO_FN void put(int pe, uint64_t offset, int count, int ready_index) const {
@@ -333,6 +340,7 @@ class PacketExchange {
   const Shared& shared_;
   const Team& team_;
   const PacketPlan& plan_;
+  const uint64_t* heaps_;
   const RowTiles tiles_;
   const Output output_;
   const Call& call_;

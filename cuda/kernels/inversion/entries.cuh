@@ -10,7 +10,6 @@
 
 namespace po::embedding_inversion {
 
-inline constexpr int kMaxSources = kMaxPes;
 inline constexpr int kMaxPasses = 8;
 inline constexpr int kMaxDigitBits = 8;
 PO_CONSTANT(kMaxDigitBits)
@@ -53,7 +52,7 @@ PO_DESCRIBE(Plan, team, first_keys, num_rows, num_tables, batch, members, member
 
 struct Call {
   LookupSource source;          // where there is one
-  const LookupSource* sources;  // of samples that follow one another; null: that one
+  const LookupSource* sources;  // of samples that follow one another, one of each PE; null: that one
   int64_t num_sources;
   // Scratch, whatever it holds:
   uint8_t* entries[2];   // each with room for whole tiles
@@ -69,11 +68,16 @@ PO_DESCRIBE(Call, source, sources, num_sources, entries, tile_words, keys, bags,
 
 // Zero before and after every launch.
 struct Words {
-  alignas(128) uint64_t num_met;                 // WGs that have come to a meeting, of all meetings
-  alignas(128) uint64_t num_tiles[kMaxSources];  // that have a lookup of a bag: a source's first ones
+  alignas(128) uint64_t num_met;  // WGs that have come to a meeting, of all meetings
   alignas(128) uint32_t histograms[kMaxPasses << kMaxDigitBits];
 };
-PO_DESCRIBE(Words, num_met, num_tiles, histograms)
+PO_DESCRIBE(Words, num_met, histograms)
+
+// What follows them.
+template <int kSources>
+struct WordsOfSources : Words {
+  uint64_t num_tiles[kSources];  // that have a lookup of a bag: a source's first ones
+};
 
 inline constexpr int kWordsAtOnce = 4;  // of a look-back
 
@@ -90,8 +94,8 @@ struct Shared {
   uint64_t gave_up;
   uint64_t falling_tile;  // where the entries of one are in which the ends of bags were last seen to fall
   SumScratch scratch;
-  int32_t first_tiles[kMaxSources + 1];  // of each source
-  int32_t made_tiles[kMaxSources];
+  int32_t first_tiles[Traits::kPes + 1];  // of each source
+  int32_t made_tiles[Traits::kPes];
   uint32_t bags_before[kMaxWarps];  // of a tile's, those that begin before the warp's places
   int32_t first_bags[Traits::kTilesAtOnce];
   int32_t end_bags[Traits::kTilesAtOnce];
@@ -160,6 +164,7 @@ struct Group {
   PO_FN int num_warps() const { return num_threads() / kWarpSize; }
   PO_FN int32_t tile_items() const { return num_threads() * Traits::kItems; }
 
+  using Words = WordsOfSources<Traits::kPes>;
   PO_FN Words& words() const { return *reinterpret_cast<Words*>(plan.words); }
 
   // Of a warp, in a tile.

@@ -21,10 +21,14 @@ class RowExchange {
   using Transfer = RowTransfer<Traits, Plan>;
   using Chunk = Traits::Chunk;
   using Group = Chunk::Group;
+  using Slot = Traits::Slot;
+  using Pes = BitSet<Traits::kPes>;
+  // Slots that a warp looks up at once. Those with room for many PEs are large.
+  static constexpr int kWindow = min_of(SlotBlocks::kWindow, 128 / Pes::kWords);
 
   struct Shared {
-    Outputs outputs;
-    Slot windows[Traits::kMostWarps][2][SlotBlocks::kWindow];  // of the block at hand and the one before
+    Outputs<Traits::kPes> outputs;
+    Slot windows[Traits::kMostWarps][2][kWindow];  // of the block at hand and the one before
   };
 
   // `rows_of_slots`: of the `num_union` rows of the result. `num_shares`: rows of all PEs together. `hot_entries`: see
@@ -56,8 +60,7 @@ class RowExchange {
  private:
   static constexpr uint64_t kAllBlocks = 0xffff;
 
-  PO_FN uint64_t bit_of(int pe) const { return 1ull << pe; }
-  PO_FN uint64_t all_pes() const { return team_.size == 64 ? ~0ull : bit_of(team_.size) - 1; }
+  PO_FN Pes all_pes() const { return Pes::below(team_.size); }
   // Gathering, everybody adds up what several have.
   PO_FN bool adds_up(const Slot& slot, int64_t number) const {
     return slot.is_shared() && (Traits::kGathers || owner_in_turn(slot.contributors, number) == team_.rank);
@@ -74,9 +77,9 @@ class RowExchange {
   PO_FN void for_each_window(int64_t block, bool is_new, const Use& use) {
     Slot* window = windows_[block % 2];
     const int64_t end = min_of(blocks_.begin(block) + blocks_.slots, num_union_);
-    for (int64_t base = blocks_.begin(block); base < end; base += SlotBlocks::kWindow) {
-      const auto count = static_cast<int>(min_of<int64_t>(SlotBlocks::kWindow, end - base));
-      if (is_new || blocks_.slots > SlotBlocks::kWindow) {
+    for (int64_t base = blocks_.begin(block); base < end; base += kWindow) {
+      const auto count = static_cast<int>(min_of<int64_t>(kWindow, end - base));
+      if (is_new || blocks_.slots > kWindow) {
         warp_.sync();  // the window has been read
         for (int i = warp_.rank(); i < count; i += warp_.size()) window[i] = slot_of(base + i);
         warp_.sync();
@@ -108,7 +111,7 @@ class RowExchange {
 
   PO_FN Slot slot_of(int64_t number) const {
     const int64_t row = rows_of_slots_[number];
-    const RowPlace place = find_row(team_, plan_.sets, row);
+    const auto place = find_row<Traits::kPes>(team_, plan_.sets, row);
     Slot slot{place.contributors, min_of(place.first_entry, entries_.count - 1), 1};  // where this PE has it
     if (entries_.order != nullptr && slot.is_of(team_.rank)) {                        // else each row has one entry
       slot.first_entry = lower_bound_near(entries_.rows, slot.first_entry, entries_.count, row);
@@ -121,11 +124,15 @@ class RowExchange {
   // Sends this PE's rows of a block: to all where nobody else has the row, else to who adds up.
   PO_FN void contribute(int64_t block) {
     const TaskTrace trace(true);
-    uint64_t adders = 0;  // @shares-contribute
+    Pes adders{};  // @shares-contribute
     for_each_window(block, true, [&](const Slot* window, int64_t base, int count) {
       for (int i = warp_.rank(); i < count; i += warp_.size()) {
         if (!window[i].is_of(team_.rank) || !window[i].is_shared()) continue;
-        adders |= Traits::kGathers ? all_pes() : bit_of(owner_in_turn(window[i].contributors, base + i));
+        if constexpr (Traits::kGathers) {
+          adders = all_pes();
+        } else {
+          adders.add(owner_in_turn(window[i].contributors, base + i));
+        }
       }
       for_each_slot(
           window, base, count, [&](const Slot& slot, int64_t number) { return gives(slot, number); },
@@ -141,19 +148,19 @@ class RowExchange {
             if (Traits::kGathers) transfer_.put_gathered(number, pe);
           });
     });
-    tell_progress(warp_.union_of(adders), static_cast<uint64_t>(block) + 1);
+    tell_progress(union_of(adders), static_cast<uint64_t>(block) + 1);
   }
 
   // Adds up the rows of a block that are this PE's to add up.
   PO_FN bool reduce(int64_t block) {
-    uint64_t givers = 0;
+    Pes givers{};
     for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
       for (int i = warp_.rank(); i < count; i += warp_.size()) {
-        if (adds_up(window[i], base + i)) givers |= window[i].contributors;
+        if (adds_up(window[i], base + i)) givers.add(window[i].contributors);
       }
     });
-    givers = warp_.union_of(givers);
-    if (givers == 0) return true;
+    givers = union_of(givers);
+    if (givers.is_empty()) return true;
     if (!await_progress(givers, static_cast<uint64_t>(block) + 1, kPhaseShare)) return false;  // @shares-await
     const TaskTrace trace(!Traits::kGathers);
     for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
@@ -161,10 +168,10 @@ class RowExchange {
           window, base, count, [&](const Slot& slot, int64_t number) { return adds_up(slot, number); },
           [&](const Slot& slot, int64_t number) {
             for_each_chunk([&](Chunk& chunk, int64_t offset) {
-              uint64_t rest = slot.contributors;
-              transfer_.take(slot, number, lowest_bit(rest), offset, chunk);
-              for (rest &= rest - 1; rest != 0; rest &= rest - 1) {
-                transfer_.add(slot, number, lowest_bit(rest), offset, chunk);
+              Pes rest = slot.contributors;
+              transfer_.take(slot, number, rest.lowest(), offset, chunk);
+              for (rest.drop_lowest(); !rest.is_empty(); rest.drop_lowest()) {
+                transfer_.add(slot, number, rest.lowest(), offset, chunk);
               }
               send(chunk, number, Traits::kGathers);
             });
@@ -196,33 +203,39 @@ class RowExchange {
     return plan_.progress_offset + static_cast<uint64_t>(sender * plan_.num_workers + number_) * sizeof(uint64_t);
   }
 
+  // The PEs that any lane has.
+  PO_FN Pes union_of(Pes pes) const {
+    for (uint64_t& word : pes.words) word = warp_.union_of(word);
+    return pes;
+  }
+
   // What this warp has stored so far is there for the PEs in `receivers`.
-  PO_FN void tell_progress(uint64_t receivers, uint64_t progress) {
+  PO_FN void tell_progress(const Pes& receivers, uint64_t progress) {
     warp_.sync();  // the stores of all lanes are before
     if (plan_.all_reachable == 0) return tell_progress_by_put(receivers, progress);
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
-      if (pe == team_.rank || (receivers >> pe & 1) == 0) continue;
+      if (pe == team_.rank || !receivers.has(pe)) continue;
       signal(team_, pe, progress_offset(team_.rank), flag_value(team_.epoch, progress));
     }
   }
 
   // By the lane whose puts must come first.
-  PO_FN void tell_progress_by_put(uint64_t receivers, uint64_t progress) {
+  PO_FN void tell_progress_by_put(const Pes& receivers, uint64_t progress) {
     if (warp_.rank() != 0) return;
     fence_acq_rel_sys();  // what peers fetch from here is out as well
     put_fence(team_);     // @progress-fence
     for (int hop = 1; hop < team_.size; ++hop) {
       const int pe = (team_.rank + hop) % team_.size;
-      if ((receivers >> pe & 1) == 0) continue;
+      if (!receivers.has(pe)) continue;
       signal(team_, pe, progress_offset(team_.rank), flag_value(team_.epoch, progress));
     }
   }
 
   // Waits until the counterparts of this warp on the PEs in `senders` have come so far.
-  PO_FN bool await_progress(uint64_t senders, uint64_t progress, Phase phase) {
+  PO_FN bool await_progress(const Pes& senders, uint64_t progress, Phase phase) {
     bool is_there = true;
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
-      if (pe == team_.rank || (senders >> pe & 1) == 0) continue;
+      if (pe == team_.rank || !senders.has(pe)) continue;
       const uint64_t* word = local_word(team_, progress_offset(pe));
       is_there = await_step(team_, word, progress, phase, pe, static_cast<uint64_t>(number_)) && is_there;
     }
@@ -237,7 +250,7 @@ class RowExchange {
   const Transfer transfer_;
   const int64_t* rows_of_slots_;
   const int64_t num_union_;
-  Slot (*windows_)[SlotBlocks::kWindow];
+  Slot (*windows_)[kWindow];
   const int32_t number_;  // of this warp, the same on every PE
   const SlotBlocks blocks_;
   Warp warp_;

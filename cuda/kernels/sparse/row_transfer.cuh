@@ -20,19 +20,21 @@ struct RowEntries {
 };
 
 // What is known of a row of the result.
+template <int kPes>
 struct Slot {
-  uint64_t contributors;  // a bit per PE
-  int64_t first_entry;    // of this PE, where it is one of them
+  BitSet<kPes> contributors;
+  int64_t first_entry;  // of this PE, where it is one of them
   int64_t num_entries;
 
-  PO_FN bool is_of(int pe) const { return contributors >> pe & 1; }
-  PO_FN bool is_shared() const { return (contributors & (contributors - 1)) != 0; }
+  PO_FN bool is_of(int pe) const { return contributors.has(pe); }
+  PO_FN bool is_shared() const { return contributors.has_several(); }
 };
 
 // Where each PE's result is.
+template <int kPes>
 struct Outputs {
-  uint8_t* mapped[kMaxPes];  // as mapped here; null: not within reach
-  uint64_t offsets[kMaxPes];
+  uint8_t* mapped[kPes];  // as mapped here; null: not within reach
+  uint64_t offsets[kPes];
 };
 
 // `number`: of a slot; `offset`: where a chunk begins in its row.
@@ -41,6 +43,8 @@ class RowTransfer {
  public:
   using Chunk = Traits::Chunk;
   using Group = Chunk::Group;
+  using Slot = Traits::Slot;
+  using Outputs = po::Outputs<Traits::kPes>;
 
   // Rows of `hot_entries` or more have been summed already (`store_hot`).
   PO_FN RowTransfer(const Plan& plan, const Outputs& outputs, const Traits::Entries& entries, int64_t hot_entries)

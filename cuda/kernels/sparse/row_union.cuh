@@ -282,22 +282,24 @@ class RowUnion {
 };
 
 // What the planes say about one row.
+template <int kPes>
 struct RowPlace {
-  uint64_t contributors;  // a bit per PE
-  int64_t first_entry;    // of this PE, where it is one of them: this one, if no row below it in its word has several
+  BitSet<kPes> contributors;
+  int64_t first_entry;  // of this PE, where it is one of them: this one, if no row below it in its word has several
 };
 
-PO_FN RowPlace find_row(const Team& team, const RowSets& sets, int64_t row) {
+template <int kPes>
+PO_FN RowPlace<kPes> find_row(const Team& team, const RowSets& sets, int64_t row) {
   const int64_t word = row / kRowsPerWord;
   const auto bit = static_cast<int>(row % kRowsPerWord);
   const uint64_t* plane = local_word(team, sets.planes_offset) + word;
   const int64_t first_of_word = sets.first_entry[word];  // read before it is known whether it says anything
-  uint64_t contributors = 0;
+  BitSet<kPes> contributors{};
   uint64_t own = 0;
   for (int pe = 0; pe < team.size; ++pe) {
     const uint64_t bits = plane[pe * sets.num_words];
     if (pe == team.rank) own = bits;
-    contributors |= (bits >> bit & 1) << pe;
+    contributors.add(pe, bits >> bit & 1);
   }
   return {contributors, first_of_word + count_bits(own & bits_below(bit))};
 }

@@ -222,12 +222,13 @@ class InversionPlan(Plan):
         if is_host:  # one library for all numbers of threads
             request = request.with_config(threads=512, blocks_per_sm=2)
             request = dataclasses.replace(request, shape=LaunchShape(512))
-        self._kernel = world.load(request, key.team)
+        most_sources = world.team.room
+        self._kernel = world.load(request.with_config(pes=most_sources), key.team)
         resident = self._kernel.resident_work_groups()
         self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else max(resident - key.room_for, 1))
         check_resident(self._kernel, self._grid)
-        words = description.structs["Words"]
-        self._zero_words = world.workspace.zero_words(key.team, ctypes.sizeof(words) // 8)
+        num_words = ctypes.sizeof(description.structs["Words"]) // 8 + most_sources
+        self._zero_words = world.workspace.zero_words(key.team, num_words)
         contract = OPERATOR.contract(key.team, rows.num_tables, rows.batch, rows.num_keys, self._grid)
         plan = description.structs["Plan"](
             team=world.workspace.team(contract),

@@ -22,6 +22,7 @@ using namespace po::embedding_inversion;
 constexpr Config kConfig{.wide = WIDE, .lookups = WIDE, .counts = !WIDE, .digit_bits = 4, .items = 2};
 using Inversion = Kernel<kConfig>;
 using EntryOf = Inversion::Traits::Entry;
+using Words = Group<Inversion::Traits>::Words;
 constexpr int kPasses = WIDE ? 8 : 3;
 
 driver::Options options({{"--pes", "1"},

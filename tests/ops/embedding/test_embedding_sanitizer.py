@@ -35,7 +35,10 @@ TRANSPORTS = {
     "mixed": "--transport=mixed --delay-us=300",
 }
 RANGES = "--tables=2,1,3 --batch=5,7,4 --columns=in-turn --wgs=2 --threads=2 --transport=staged --delay-us=300"
+# PE 0 stores to more PEs than a thread remembers the credit of; one of them comes late.
+MANY = f"--tables=1{',0' * 33} --batch=0,1{',0' * 31},1 --slow-pes=33 --slow-us=20000"
 SPECIAL = {
+    "credits_that_are_not_remembered": MANY,
     "epoch_passes_2^32": "--tables=2,1 --batch=7,4 --wgs=2 --first-epoch=4294967293",
     "epoch_near_its_end": "--tables=2,1 --batch=7,4 --wgs=2 --first-epoch=281474976710640",
     "local_tasks_last": "--tables=2,1,2 --batch=5,5,5 --local-delay=-1 --wgs=2 --threads=2",
@@ -204,9 +207,15 @@ MUTATIONS = {
     "peers_are_not_told": Mutation((Condition("abort-tells-peers", "true"),), REPORTED, {Exit.WRONG_REPORT}),
     "contracts_are_not_compared": Mutation((Condition("contracts-compared", "false"),), MISMATCH, {Exit.WRONG_REPORT}),
     "report_passed_on_without_its_reason": Mutation(
-        (Swap("abort-report", "low_bits_of(seen)", "low_bits_of(seen) & ((1u << kBlameKindShift) - 1)"),),
+        (Swap("abort-report", "seen", "seen & ~(3ull << kBlameKindShift)"),),
         PASSED_ON,
         {Exit.WRONG_REPORT},
+    ),
+    "credit_of_a_pe_taken_for_that_of_another": Mutation(
+        (Swap("credit-kept", "keeper < group.size()", "true"),), MANY, RACE
+    ),
+    "report_passed_on_in_ones_own_place": Mutation(
+        (Swap("abort-place", "static_cast<int>(index)", "team.rank"),), PASSED_ON, {Exit.WRONG_REPORT}
     ),
     # Whoever is done first says it: the peer that the credit misleads, or who looks at what was granted.
     "credit_behind_an_aborted_launch": Mutation(

@@ -89,8 +89,8 @@ def test_what_is_told_can_be_read_back() -> None:
     assert list(record.own_contract) == [0, 0, -5, *[0] * (found.constants["kContractWords"] - 3)]
     plan = description_of("gemv_all_reduce").structs["Plan"]()
     plan.team.size = 7
-    plan.packets.heaps[63] = 1 << 63
-    assert (plan.team.size, plan.packets.heaps[63]) == (7, 1 << 63)
+    plan.team.contract[13] = -5
+    assert (plan.team.size, plan.team.contract[13]) == (7, -5)
 
 
 def test_a_struct_of_several_headers_is_one_type() -> None:
