@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .runtime import world as _world
+from .runtime import joining, world as _world
 from .runtime.arguments import as_whole_number
 from .runtime.bootstrap import process_group as _process_group
 from .runtime.plain_call import refuse_transforms, require_plain
@@ -78,7 +78,7 @@ def init(
         BackendUnavailableError: the backend cannot run here, or PEs chose different ones.
         SymmetricHeapError: the heap has no room for what a world itself needs, or is more than there is.
     """
-    _world.init(
+    joining.init(
         backend,
         group,
         timeout,

@@ -384,10 +384,10 @@ def _open_mpi() -> str | None:
 
 
 def _heap() -> list[Finding]:
-    from .runtime import world
+    from .runtime import joining
 
     section = "Heap"
-    sizes = world._DEFAULT_HEAP_BYTES
+    sizes = joining._DEFAULT_HEAP_BYTES
     findings = [
         Finding(section, f"default on {backend}", "info", f"{nbytes / 2**30:.3g} GiB on each PE (heap_size= of init)")
         for backend, nbytes in sizes.items()

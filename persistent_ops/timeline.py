@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from .runtime import world as _world
 from .runtime.arguments import as_whole_number
+from .runtime.clock_alignment import Clock, align_clocks
 from .runtime.operator import Operator
 from .runtime.team import WORLD
-from .runtime.tracing import Clock, Launch, Span, Tasks, Tracer, align_clocks
+from .runtime.tracing import Launch, Span, Tasks, Tracer
 
 __all__ = ["PeTimeline", "Summary", "Timeline", "trace"]
 
@@ -280,7 +281,7 @@ def _begun(world: _world.World, capacity: int, path: str | os.PathLike[str] | No
     world.meet(_BEGINNING.contract(world.team))
     problem = tracer = file = None
     try:
-        tracer = Tracer(world, capacity)
+        tracer = Tracer(world.backend, capacity)
         if path is not None and world.rank == 0:
             file = Path(path).absolute()
             file.write_text("")

@@ -28,7 +28,7 @@ import torch
 from kept_nvshmem import keep
 
 import persistent_ops as po
-from persistent_ops.runtime import world as worlds
+from persistent_ops.runtime import joining
 from persistent_ops.runtime.bootstrap.mailbox import Worker, serve_store
 from persistent_ops.runtime.nvshmem_end import runs_on
 
@@ -145,13 +145,13 @@ def _end(pes: _Pes) -> None:
 def _serve(connection: Connection) -> None:
     """Be a PE of one world after the other, until nobody is there to ask for more."""
     threads = torch.get_num_threads()
-    join = worlds.init
+    join = joining.init
 
     def init(*args: Any, **options: Any) -> None:
         join(*args, **options)
         connection.send(_JOINED)
 
-    worlds.init = init
+    joining.init = init
     has_nvshmem = keep()
     while True:
         try:

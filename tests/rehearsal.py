@@ -36,10 +36,11 @@ import persistent_ops as po
 from persistent_ops.ops.embedding.inversion import InversionPlan, Inverted
 from persistent_ops.ops.embedding.lookups import Lookups
 from persistent_ops.ops.sparse_plan import SparsePlan
-from persistent_ops.runtime import host, world as worlds
+from persistent_ops.runtime import joining
 from persistent_ops.runtime.backend import KernelRequest, LaunchShape
 from persistent_ops.runtime.compile.jit import CudaBinary, KernelSource, compile_cuda
 from persistent_ops.runtime.devices import architecture
+from persistent_ops.runtime.host import HostBackend
 from persistent_ops.runtime.pe_threads import end_those_left_behind
 from persistent_ops.runtime.residency import Footprint
 
@@ -132,7 +133,7 @@ class _Silent:
         """Nothing: there will be no timeline."""
 
 
-class NotingBackend(host.HostBackend):
+class NotingBackend(HostBackend):
     """The host's, with kernels that are noted and do nothing."""
 
     def __init__(self, notes: Notes, *args: Any, **options: Any) -> None:
@@ -221,10 +222,10 @@ def bound(backend: type[NotingBackend], *arguments: Any) -> type[NotingBackend]:
 @contextlib.contextmanager
 def rehearsing(backend: type[NotingBackend]) -> Iterator[None]:
     """Give worlds that are opened in this context another backend, whichever they ask for; see `bound`."""
-    real = worlds._make_backend
+    real = joining._make_backend
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host, "HostBackend", backend))
-        stack.enter_context(mock.patch.object(worlds, "_make_backend", lambda name, *rest: real("host", *rest)))
+        stack.enter_context(mock.patch.object(joining, "HostBackend", backend))
+        stack.enter_context(mock.patch.object(joining, "_make_backend", lambda name, *rest: real("host", *rest)))
         for place, name, answer in _ANSWERS:
             stack.enter_context(mock.patch.object(place, name, answer))
         stack.enter_context(mock.patch.object(bits, "check", _call))

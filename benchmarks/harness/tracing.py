@@ -98,7 +98,7 @@ def tracing_cost(
         Fields of a "tracing_cost" line: microseconds a call, traced and not, and the share of work-groups that found no
         room; none where the calls launch no kernels that trace.
     """
-    tracer, plain = Tracer(world, _ROOM[world.backend.name]), record(list(calls))
+    tracer, plain = Tracer(world.backend, _ROOM[world.backend.name]), record(list(calls))
     times: dict[str, list[float]] = defaultdict(list)
     found = lost = 0
 

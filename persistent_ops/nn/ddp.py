@@ -17,11 +17,12 @@ from ..ops.sparse_launch import PendingSum
 from ..ops.sparse_plan import state_of
 from ..runtime import torch_private, world as _world
 from ..runtime.bootstrap.process_group import only_tensor
+from ..runtime.operator import Operator
 from ..runtime.uncompiled import uncompiled
 
 __all__ = ["allow_unused_sparse", "ddp_sparse_hook"]
 
-_NAME = "ddp_sparse_hook"
+_HOOK = Operator("ddp_sparse_hook", (), has_kernel=False)
 _PLACEHOLDER = "_persistent_ops_placeholder"  # attribute of a gradient that stands for none
 
 
@@ -62,7 +63,10 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
     """
     world = _world.current()
     group = _group_of(state, world)
-    pending: _Pending = world.operator_state.setdefault(_NAME, _Pending())
+    kept = _HOOK.state(world)
+    if kept.own is None:
+        kept.own = _Pending()
+    pending: _Pending = kept.own
     gradient = bucket.buffer()
     future: torch.futures.Future[torch.Tensor]
     if gradient.is_sparse:
@@ -142,7 +146,9 @@ class _Pending(dict[int, _Exchange]):
 def _group_of(state: Any, world: _world.World) -> Any:
     group = dist.group.WORLD if state is None else state
     if group is None:
-        raise RuntimeError(f"{_NAME}: torch.distributed has no default process group; pass the module's group as state")
+        raise RuntimeError(
+            f"{_HOOK.name}: torch.distributed has no default process group; pass the module's group as state"
+        )
     if (group.rank(), group.size()) != (world.rank, world.size):
         raise ValueError(
             f"state: expected a process group whose ranks are the PEs, got rank {group.rank()} of {group.size()} on PE "

@@ -15,9 +15,9 @@ from ..ops.embedding.all_to_all import pool_alone
 from ..ops.embedding.backward import EmbeddingOptimizer, tables_named
 from ..ops.embedding.backward_plan import OPERATOR as _BACKWARD
 from ..ops.embedding.gradients import dense_gradients, dense_size
-from ..ops.embedding.lookups import Moment
 from ..runtime import world as _world
 from ..runtime.call_numbers import CallNumbers
+from ..runtime.stream_order import Moment
 from ..runtime.uncompiled import uncompiled
 from .embedding_features import Features
 from .local_lookups import Finding, Findings, LocalLookups, SlotFeatures, counted_lengths, value_begins

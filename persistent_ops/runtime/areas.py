@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .contract import Contract
 from .errors import SymmetricHeapError
-
-if TYPE_CHECKING:
-    from .plans import Plans
-    from .world import World
+from .plans import Plans
+from .site import Site
 
 __all__ = ["Area", "Areas", "Need"]
 
@@ -63,13 +61,13 @@ class Areas(dict[str, Area]):
     Who sets one aside, or a larger one, renews the plans that name the last one; those of CUDA graphs keep it.
 
     Args:
-        world: of this PE.
+        site: of this PE.
         plans: of the operator.
     """
 
-    def __init__(self, world: World, plans: Plans[Any]) -> None:
+    def __init__(self, site: Site, plans: Plans[Any]) -> None:
         super().__init__()
-        self._world = world
+        self._site = site
         self._plans = plans
 
     def reserve(self, needs: Sequence[Need], contract: Callable[[], Contract], own: Need | None = None) -> None:
@@ -90,23 +88,23 @@ class Areas(dict[str, Area]):
                 self.reserve_own(own.name, own.nbytes, own.room)
             return
         self._plans.refuse_capture()
-        world = self._world
-        world.meet(contract())
+        site = self._site
+        site.meet(contract())
         fresh: dict[str, Area] = {}
         try:
             for need in missing:
                 fresh[need.name] = self._symmetric(need)
             lacking = [own] if own is not None and self._is_too_small(own) else []
             # After the exchange in there nobody writes to any of them before it is filled.
-            taken = world.outputs.take_on_all_pes([max(need.nbytes, need.room) for need in lacking], "room")
+            taken = site.outputs.take_on_all_pes([max(need.nbytes, need.room) for need in lacking], "room")
         except SymmetricHeapError:  # as on all other PEs, which have made the same ones
             for area in fresh.values():
-                world.heap.free(area.memory, lambda: None)  # the PEs have met
+                site.heap.free(area.memory, lambda: None)  # the PEs have met
             raise
         for need in missing:
             if need.is_restored:
                 assert need.fill is not None
-                world.workspace.restore_in_recovery(fresh[need.name].memory, need.fill)
+                site.workspace.restore_in_recovery(fresh[need.name].memory, need.fill)
         for need, (memory, offset) in zip(lacking, taken, strict=True):
             fresh[need.name] = Area(memory, offset)
         # Of plans that are not a graph's, all are to name the same areas as on the other PEs.
@@ -121,7 +119,7 @@ class Areas(dict[str, Area]):
 
         def take() -> Area:
             size = max(nbytes, room, 1)
-            slot = self._world.outputs.take(size, self._world.backend.stream(), is_captured=False)
+            slot = self._site.outputs.take(size, self._site.backend.stream(), is_captured=False)
             return Area(slot.tensor(torch.uint8, (size,)), slot.offset)
 
         return self._reserve_alone(name, nbytes, take)
@@ -129,12 +127,12 @@ class Areas(dict[str, Area]):
     def reserve_private(self, name: str, nbytes: int, room: int = 0) -> Area:
         """See to an area outside of the heap, zero at first; arguments as of `Need`."""
         return self._reserve_alone(
-            name, nbytes, lambda: Area(self._world.backend.private_words(-(-max(nbytes, room, 1) // 8)), 0)
+            name, nbytes, lambda: Area(self._site.backend.private_words(-(-max(nbytes, room, 1) // 8)), 0)
         )
 
     def _reserve_alone(self, name: str, nbytes: int, take: Callable[[], Area]) -> Area:
         if self.nbytes_of(name) < max(nbytes, 1):
-            self._world.backend.synchronize()  # launches in flight may still use the last one, and what names it
+            self._site.backend.synchronize()  # launches in flight may still use the last one, and what names it
 
             def replace() -> None:
                 self.pop(name, None)  # its room may be needed
@@ -152,7 +150,7 @@ class Areas(dict[str, Area]):
         return 0 if area is None else area.nbytes
 
     def _symmetric(self, need: Need) -> Area:
-        memory = self._world.heap.empty((-(-max(need.nbytes, need.room, 1) // 8),), torch.int64)
+        memory = self._site.heap.empty((-(-max(need.nbytes, need.room, 1) // 8),), torch.int64)
         if need.fill is not None:
             memory.fill_(need.fill)
-        return Area(memory, memory.data_ptr() - self._world.backend.heap_base)
+        return Area(memory, memory.data_ptr() - self._site.backend.heap_base)

@@ -14,66 +14,17 @@ failure, which give no credit.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .backend import Backend, Peeked
-from .compile.description import describe
-from .operator import COMM
+from .backend import Peeked
+from .credits import OtherCall
+from .workspace import Workspace
 
-if TYPE_CHECKING:
-    from .workspace import Workspace
-
-__all__ = ["CallOrder", "Credits", "OtherCall"]
+__all__ = ["CallOrder"]
 
 _STILL_LOOKS = 4  # four a second
 _LOOKS_BEFORE_GIVING_UP = 3  # so that all PEs know why, before the first one leaves its launch
-
-
-class OtherCall(NamedTuple):
-    """A peer is in another call than this PE.
-
-    Attributes:
-        peer: it.
-        mine, theirs: the contracts of what this PE has begun and the peer has not, and the other way round.
-    """
-
-    peer: int
-    mine: tuple[int, ...]
-    theirs: tuple[int, ...]
-
-
-class Credits:
-    """A workspace's credits as they were at the last look (`piece`): what its peers have begun, and this PE.
-
-    Args:
-        backend: whose device memory they are in.
-        address: of the first one there.
-        num_pes: of the world.
-    """
-
-    def __init__(self, backend: Backend, address: int, num_pes: int) -> None:
-        description = describe(COMM)
-        self._num_pes, self._copies = num_pes, description.constants["kGrantCopies"]
-        self._epoch_shift = description.constants["kEpochShift"]
-        kind = description.structs["Grant"] * (num_pes + self._copies)
-        self._memory = backend.host_visible_bytes(ctypes.sizeof(kind))
-        self._seen: Any = kind.from_address(self._memory.data_ptr())
-        self.piece = Peeked(address, self._seen)
-
-    def begun(self) -> list[int]:
-        """Return the last epoch that each peer has begun; 0 for this PE."""
-        return [grant.flag >> self._epoch_shift for grant in self._seen[: self._num_pes]]
-
-    def contract_of(self, peer: int) -> tuple[int, ...]:
-        """Return the contract of that."""
-        return tuple(self._seen[peer].contract)
-
-    def own_contract(self, epoch: int) -> tuple[int, ...]:
-        """Return the contract of this PE's last launch, which has this epoch."""
-        return tuple(self._seen[self._num_pes + epoch % self._copies].contract)
 
 
 class CallOrder:

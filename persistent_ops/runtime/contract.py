@@ -1,18 +1,25 @@
-"""Launch contracts: what all PEs must agree on in one launch, and how an error names it."""
+"""Launch contracts: what all PEs must agree on in one launch, and how an error names it.
+
+The runtime knows launches, flags and codes. What a code means stands with the operator whose kernel uses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field as with_default
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .operator import Operator
-    from .team import Team
+from .changes import OnAbort
+from .compile.description import COMM, Description, describe as describe_header, description_of
+from .team import Team
 
-__all__ = ["Contract", "Field", "describe", "differences", "operator_of", "register", "team_of"]
+__all__ = ["Contract", "Field", "LaunchKind", "describe", "differences", "kind_of", "team_of"]
+
+_CREDIT = "credit to write its output (has it launched the operator?)"
 
 
 def _number(value: Any) -> int:
@@ -59,6 +66,65 @@ class Field:
         return cls(name, _mixed, None)
 
 
+@dataclass(frozen=True, eq=False)
+class LaunchKind:
+    """What PEs launch, or meet under. Made at import, so that every PE can tell what another one launched.
+
+    Attributes:
+        name: of the operator, its kernel, and the namespace and the file of that.
+        fields: of its contract after the team, in order; a name alone stands for a number.
+        phases: by the kernel's constant, what a wait is for, as "PE 0 waited for PE 1: ..." continues; "{index}" is
+            what the wait counts.
+        input_errors: by the kernel's enumerator, what makes an exception of an InputErrorRecord.
+        has_kernel: False for what PEs only meet under (`World.meet`), which launches the barrier's.
+        call: name of the contract's last word, which each launch sets by itself (`CallNumbers`); "": none does.
+        known_as: what a user knows it as, where the name does not say so.
+        changes: by the name of an argument that a launch changes in place, what an abort does to it.
+    """
+
+    name: str
+    fields: Sequence[Field | str]
+    phases: Mapping[str, str] = with_default(default_factory=dict)
+    input_errors: Mapping[str, Callable[[Any], Exception]] = with_default(default_factory=dict)
+    has_kernel: bool = True
+    call: str = ""
+    known_as: str = ""
+    changes: Mapping[str, OnAbort] = with_default(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _kinds[_word_of(self.name)] = self
+
+    @property
+    def description(self) -> Description:
+        """What its kernel's headers say of themselves."""
+        return description_of(self.name) if self.has_kernel else describe_header(COMM)
+
+    @property
+    def title(self) -> str:
+        """Its name, and what a user knows it as."""
+        return f"{self.name} ({self.known_as})" if self.known_as else self.name
+
+    def contract(self, team: Team, *values: Any, call: int = 0) -> Contract:
+        """Return the contract of a launch of a team; `values`: one per field; `call`: see `Contract`."""
+        return Contract(self, team, values, call)
+
+    @functools.cached_property
+    def _texts(self) -> dict[int, str]:
+        constants = self.description.constants
+        mask = (1 << constants["kCodeBits"]) - 1
+        own = {constants[name] & mask: text for name, text in self.phases.items()}
+        return {constants["kPhaseCredit"] & mask: _CREDIT} | own
+
+    def waited_for(self, phase: int, index: int) -> str:
+        """Return what a wait of this operator was for."""
+        return self._texts[phase].format(index=index)
+
+    def input_error(self, record: ctypes.Structure) -> Exception:
+        """Return what bad input raises."""
+        constants = self.description.constants
+        return next(make for name, make in self.input_errors.items() if constants[name] == record.kind)(record)
+
+
 def _show_team(word: int) -> str:
     number, size = team_of(word)
     return f"{size} (team {number})" if number else str(size)
@@ -71,7 +137,7 @@ def team_of(word: int) -> tuple[int, int]:
 
 _TEAM_SHIFT = 32
 _TEAM = Field("world_size", lambda team: team.number << _TEAM_SHIFT | team.size, _show_team)
-_operators: dict[int, Operator] = {}  # by the word that a contract begins with
+_kinds: dict[int, LaunchKind] = {}  # by the word that a contract begins with
 
 
 @dataclass(frozen=True)
@@ -79,20 +145,20 @@ class Contract:
     """One launch's contract.
 
     Attributes:
-        operator: that is launched.
+        kind: what is launched.
         team: by which PEs.
-        values: one per field of the operator's.
+        values: one per field of the kind's.
         call: number of a call (`CallNumbers`), where all launches have the same; 0: each sets its own, or has none.
     """
 
-    operator: Operator
+    kind: LaunchKind
     team: Team
     values: tuple[Any, ...]
     call: int = 0
 
     def words(self, count: int) -> tuple[int, ...]:
         """Return the contract as the `count` words that travel with every credit."""
-        fields, values, name = _fields_of(self.operator), (self.team, *self.values), self.operator.name
+        fields, values, name = _fields_of(self.kind), (self.team, *self.values), self.kind.name
         most = count - 3  # beside the operator's word, the team's and that of the number of a call
         if len(fields) - 1 > most:
             raise ValueError(f"contract of {name}: at most {most} fields, got {len(fields) - 1}")
@@ -100,18 +166,13 @@ class Contract:
             names = ", ".join(field.name for field in fields[1:])
             raise ValueError(f"contract of {name}: expected values for {names}, got {self.values}")
         encoded = (field.encode(value) for field, value in zip(fields, values, strict=True))
-        words = (_operator_id(name), *encoded)
+        words = (_word_of(name), *encoded)
         return words + (0,) * (count - 1 - len(words)) + (self.call,)
 
 
-def register(operator: Operator) -> None:
-    """Let an operator be told by its contracts; every one does so at import, so that all PEs know all."""
-    _operators[_operator_id(operator.name)] = operator
-
-
-def operator_of(word: int) -> Operator | None:
-    """Return the operator that a contract begins with; None for one that this process does not know."""
-    return _operators.get(word)
+def kind_of(word: int) -> LaunchKind | None:
+    """Return what a contract that begins with this word is of; None for what this process does not know."""
+    return _kinds.get(word)
 
 
 def describe(words: Sequence[int], own: Contract | None = None, show_call: Callable[[int], str] = str) -> str:
@@ -124,13 +185,13 @@ def describe(words: Sequence[int], own: Contract | None = None, show_call: Calla
     """
     if not words[0]:
         return "nothing yet"
-    operator = operator_of(words[0])
-    if operator is None:
+    kind = kind_of(words[0])
+    if kind is None:
         return f"an unknown operator (id {words[0]})"
-    told = [f"{field.name}={text}" for field, text in _texts(operator, words, own)]
+    told = [f"{field.name}={text}" for field, text in _texts(kind, words, own)]
     if words[-1]:
-        told.append(f"{operator.call}={show_call(words[-1])}")
-    return f"{operator.name}({', '.join(told)})"
+        told.append(f"{kind.call}={show_call(words[-1])}")
+    return f"{kind.name}({', '.join(told)})"
 
 
 def differences(
@@ -142,27 +203,27 @@ def differences(
     show_call: Callable[[int], str] = str,
 ) -> str:
     """Return in which fields two contracts of one operator differ, with both values; "" for different operators."""
-    operator = operator_of(mine[0])
-    if operator is None or operator is not operator_of(theirs[0]):
+    kind = kind_of(mine[0])
+    if kind is None or kind is not kind_of(theirs[0]):
         return ""
     told = []
-    for i, (field, text) in enumerate(_texts(operator, mine, own), start=1):
+    for i, (field, text) in enumerate(_texts(kind, mine, own), start=1):
         if mine[i] != theirs[i]:
             other = "another list" if field.show is None else field.show(theirs[i])
             told.append(f"{field.name} is {text} on PE {me}, {other} on PE {peer}")
     if mine[-1] != theirs[-1]:
-        told.append(f"{operator.call} is {show_call(mine[-1])} on PE {me}, {show_call(theirs[-1])} on PE {peer}")
+        told.append(f"{kind.call} is {show_call(mine[-1])} on PE {me}, {show_call(theirs[-1])} on PE {peer}")
     return "; ".join(told)
 
 
-def _fields_of(operator: Operator) -> tuple[Field, ...]:
-    return (_TEAM, *(Field(field) if isinstance(field, str) else field for field in operator.fields))
+def _fields_of(kind: LaunchKind) -> tuple[Field, ...]:
+    return (_TEAM, *(Field(each) if isinstance(each, str) else each for each in kind.fields))
 
 
-def _texts(operator: Operator, words: Sequence[int], own: Contract | None) -> list[tuple[Field, str]]:
-    values = (own.team, *own.values) if own is not None and own.operator is operator else None
+def _texts(kind: LaunchKind, words: Sequence[int], own: Contract | None) -> list[tuple[Field, str]]:
+    values = (own.team, *own.values) if own is not None and own.kind is kind else None
     texts = []
-    for i, field in enumerate(_fields_of(operator)):
+    for i, field in enumerate(_fields_of(kind)):
         if field.show is not None:
             text = field.show(words[i + 1])
         elif values is not None and field.encode(values[i]) == words[i + 1]:
@@ -181,8 +242,8 @@ def _mixed(values: Sequence[int]) -> int:
     return mixed
 
 
-def _operator_id(name: str) -> int:
-    """Return a number that stands for an operator, the same in every process and version."""
+def _word_of(name: str) -> int:
+    """Return the word that a contract of this name begins with, the same in every process and version."""
     number = 0
     for byte in name.encode():
         number = (number * 257 + byte) % (2**61 - 1)

@@ -1,18 +1,14 @@
-"""What a world keeps for an operator from call to call: plans, the memory that they name, and a tuning."""
+"""Plans of an operator: what its launches of one kind have in common, kept from call to call."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from .areas import Areas
+from .site import Site
 
-if TYPE_CHECKING:
-    from .operator import Operator
-    from .world import World
-
-__all__ = ["OperatorState", "Plan", "Plans"]
+__all__ = ["Plan", "Plans"]
 
 
 class Plan:
@@ -47,16 +43,17 @@ class Plans(dict[Hashable, _P]):
         most: that are kept.
 
     Args:
-        world: of this PE.
-        operator: whose.
+        site: of this PE.
+        name: of the operator.
+        most: see above.
     """
 
-    def __init__(self, world: World, operator: Operator) -> None:
+    def __init__(self, site: Site, name: str, most: int) -> None:
         super().__init__()
-        self._world = world
-        self._operator = operator
-        self._workspace = world.workspace
-        self.most = operator.max_plans
+        self._site = site
+        self._name = name
+        self._workspace = site.workspace
+        self.most = most
 
     def find(self, key: Hashable, *tensors: object) -> _P | None:
         """Return the plan of a key, or None. A CUDA graph that is being captured keeps it, and `tensors`.
@@ -68,7 +65,7 @@ class Plans(dict[Hashable, _P]):
         except TypeError:
             return None
         if plan is not None and self._workspace.is_capturing():
-            self._world.keep_captured(plan, *tensors)
+            self._site.keep_captured(plan, *tensors)
         return plan
 
     def make(self, key: Hashable, build: Callable[[], _P], caller: str | None = None) -> _P:
@@ -82,16 +79,15 @@ class Plans(dict[Hashable, _P]):
             RuntimeError: the current stream is being captured into a CUDA graph.
         """
         self.refuse_capture(caller)
-        self._operator.prepare(self._world)
         plan = build()
-        self._world.make_room(self, self.most)
+        self._site.make_room(self, self.most)
         self[key] = plan
         return plan
 
     def refuse_capture(self, caller: str | None = None) -> None:
         """Raise where the current stream is being captured: nothing can be made or set aside."""
         if self._workspace.is_capturing():
-            name = caller or self._operator.name
+            name = caller or self._name
             raise RuntimeError(
                 f"{name}: the first call with these shapes compiles and loads its kernel, which a CUDA-graph capture "
                 "cannot do: call it once before the capture, with the same shapes and tables"
@@ -101,7 +97,7 @@ class Plans(dict[Hashable, _P]):
         super().__setitem__(self._kept_under(key), plan)
 
     def _kept_under(self, key: Hashable) -> Hashable:
-        tracer = self._world.tracer
+        tracer = self._site.tracer
         return key if tracer is None else Traced(tracer, key)
 
     def drop(self, is_dropped: Callable[[Any], bool]) -> None:
@@ -125,20 +121,3 @@ class Plans(dict[Hashable, _P]):
         for plan in renewed.values():
             plan.place()
         self.update(renewed)
-
-
-class OperatorState:
-    """See the module.
-
-    Attributes:
-        plans: by key.
-        areas: that they name.
-        tuning: in place of the operator's default one, or None.
-        own: whatever else the operator keeps.
-    """
-
-    def __init__(self, world: World, operator: Operator) -> None:
-        self.plans: Plans[Any] = Plans(world, operator)
-        self.areas = Areas(world, self.plans)
-        self.tuning: Any = None
-        self.own: Any = None

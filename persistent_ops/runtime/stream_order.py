@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Collective", "StreamOrder", "capture_of", "in_order", "is_foreign"]
+__all__ = ["Collective", "Moment", "StreamOrder", "capture_of", "in_order", "is_foreign"]
 
 
 _MOST_CAPTURES = 64  # more than are ever under way
@@ -33,6 +33,25 @@ class _Last(NamedTuple):
     handle: int
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
+
+
+class Moment:
+    """A place in a stream: what was launched there before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event()
+        self.stream = torch.cuda.current_stream(device)
+        self._device = device
+        self._capture = capture_of(self.stream.cuda_stream)
+        self.event.record(self.stream)
+
+    def order_behind(self) -> None:
+        """Let the current stream wait for it, unless one of the two is in another capture: see `StreamOrder`."""
+        here = torch.cuda.current_stream(self._device)
+        # One that is not torch's may be another stream, with the handle of one that is gone.
+        is_elsewhere = here != self.stream or is_foreign(here)
+        if is_elsewhere and capture_of(here.cuda_stream) == self._capture:
+            here.wait_event(self.event)
 
 
 class StreamOrder:

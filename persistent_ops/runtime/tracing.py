@@ -1,45 +1,18 @@
-"""Timelines of launches: what kernels leave in a TraceSink, and how far the clocks of the PEs are apart."""
+"""Timelines of launches: what kernels leave in a TraceSink."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from .areas import Need
-from .backend import Kernel, KernelRequest, LaunchShape
-from .compile.description import describe
-from .contract import Field, operator_of, team_of
-from .operator import COMM, Operator
-from .world import upload
+from .backend import Backend, Kernel
+from .compile.description import COMM, describe
+from .contract import kind_of, team_of
 
-if TYPE_CHECKING:
-    from .world import World
-
-__all__ = ["Clock", "Launch", "Span", "Tasks", "Tracer", "align_clocks"]
+__all__ = ["Launch", "Span", "Tasks", "Tracer"]
 
 _HEADER = "platform/trace.cuh"
-_WORDS = "words"  # an area
-_ALIGNMENT = Operator(
-    "clock_alignment",
-    (Field.flag("room"),),
-    phases={"kPhaseQuestion": "question {index} about the time", "kPhaseAnswer": "the time, question {index}"},
-)
-
-
-class Clock(NamedTuple):
-    """How far this PE's clock is ahead of PE 0's, in nanoseconds.
-
-    Attributes:
-        offset: by so much.
-        error: by how much that may be wrong.
-        at: when that was so, by this PE's clock.
-    """
-
-    offset: float
-    error: float
-    at: float
 
 
 class Span(NamedTuple):
@@ -103,19 +76,18 @@ class Tracer:
     """Room for the timelines of this PE's launches. Kernels that are loaded while a world has it trace.
 
     Args:
-        world: of this PE.
+        backend: of this PE.
         nbytes: of room.
     """
 
-    def __init__(self, world: World, nbytes: int) -> None:
+    def __init__(self, backend: Backend, nbytes: int) -> None:
         description = describe(_HEADER)
         self._constants = description.constants
         self._phase_mask = (1 << describe(COMM).constants["kCodeBits"]) - 1
         self._block: type[ctypes.Structure] = description.structs["TraceBlock"]
         self._words_of_block = ctypes.sizeof(self._block) // 8
         self._num_blocks = max(nbytes // ctypes.sizeof(self._block), 1)
-        self._world = world
-        self._memory = world.backend.private_words(_HEAD_WORDS + self._num_blocks * self._words_of_block)
+        self._memory = backend.private_words(_HEAD_WORDS + self._num_blocks * self._words_of_block)
         address = self._memory.data_ptr()
         self._sink = description.structs["TraceSink"](
             used=address, blocks=address + 8 * _HEAD_WORDS, num_blocks=self._num_blocks
@@ -153,7 +125,7 @@ class Tracer:
         return launches, used - len(whole)
 
     def _launch(self, block: Any, tick: float) -> Launch:
-        operator = operator_of(block.operator_id)
+        operator = kind_of(block.operator_id)
         assert operator is not None
         number, size = team_of(block.team)
 
@@ -206,32 +178,3 @@ def _nanoseconds_of_a_tick(blocks: Sequence[Any]) -> float:
     """Return what all WGs together say of their clock; it ticks in nanoseconds on the host."""
     ticks = sum(block.end - block.totals.begin for block in blocks)
     return sum(block.end_ns - block.totals.begin_ns for block in blocks) / ticks if ticks else 1.0
-
-
-def align_clocks(world: World) -> Clock:
-    """Measure how far this PE's clock is ahead of PE 0's; collective."""
-    if world.size == 1:
-        return Clock(0.0, 0.0, 0.0)
-    description = _ALIGNMENT.prepare(world)
-    structs, constants = description.structs, description.constants
-    areas = _ALIGNMENT.state(world).areas
-    nbytes = world.size * ctypes.sizeof(structs["Words"])
-    areas.reserve([Need(_WORDS, nbytes, fill=0)], lambda: _ALIGNMENT.contract(world.team, True))
-    kernel = world.load(KernelRequest("clock_alignment", None, LaunchShape(constants["kThreads"])))
-    team = world.workspace.team(_ALIGNMENT.contract(world.team, False))
-    plan = upload(world.backend, structs["Plan"](team=team, words_offset=areas[_WORDS].offset))
-    rounds, sample_words = constants["kRounds"], ctypes.sizeof(structs["Sample"]) // 8
-    samples = world.backend.private_words(world.size * rounds * sample_words)
-    call = structs["Call"](samples=samples.data_ptr())
-    # What earlier launches found wrong with this PE's input is raised later: the peers count on what follows.
-    world.workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
-    world.backend.synchronize()
-    world.workspace.raise_failure()
-    clocks = [_clock(rows) for rows in samples.cpu().view(world.size, rounds, sample_words).tolist()]
-    told = world.bootstrap.exchange("clocks", json.dumps(clocks).encode())[0]  # PE 0 has asked
-    return Clock(*json.loads(told)[world.rank])
-
-
-def _clock(samples: list[list[int]]) -> Clock:
-    asked, told, heard = min(samples, key=lambda sample: sample[2] - sample[0])
-    return Clock(told - (asked + heard) / 2, (heard - asked) / 2, told)

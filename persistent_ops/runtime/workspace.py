@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 
-from . import contract as _contract
 from .backend import Backend, Kernel
 from .bootstrap.connection import Bootstrap
 from .call_numbers import CallNumbers
-from .call_order import Credits, OtherCall
 from .changes import Changes
-from .compile.description import describe
-from .contract import Contract, differences
-from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError, to_raise
+from .compile.description import COMM, describe
+from .contract import Contract, kind_of
+from .credits import Credits, OtherCall
+from .errors import PersistentOpsError, to_raise
+from .failures import Failures
 from .heap import SymmetricHeap
-from .operator import COMM, Operator
 from .stream_order import StreamOrder
 from .team import ALONE, Team
 from .torch_private import backward_pass
@@ -37,12 +36,10 @@ __all__ = ["InputRecord", "Workspace"]
 
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have ...
 _ALL_READY_WORDS = 1 << 20  # ... where so many are enough for all senders
-_MAX_CONTRACTS = 1024  # whose values are kept for messages
 _WITHIN = (
     "an operator was called within another one's launch, by a signal handler or by what garbage collection calls; let "
     "that leave a note, and call the operator behind the launch"
 )
-_KINDS = {"kTimeout": "timeout", "kContractMismatch": "contract", "kPeerLost": "lost", "kReportedByPeer": "reported"}
 
 
 class InputRecord:
@@ -66,7 +63,7 @@ class InputRecord:
         """Return what is wrong, once."""
         if not self.struct.state:
             return None
-        operator = _contract.operator_of(self.struct.operator_id)
+        operator = kind_of(self.struct.operator_id)
         assert operator is not None
         problem = operator.input_error(self.struct)
         self.clear()
@@ -96,15 +93,11 @@ class Workspace:
     ) -> None:
         description = describe(COMM)
         self._structs, self._constants = description.structs, description.constants
-        self._epoch_shift = self._constants["kEpochShift"]
-        self._kinds = {self._constants[name]: kind for name, kind in _KINDS.items()}
-        self._grant_bytes = ctypes.sizeof(self._structs["Grant"])
         self._backend = backend
         self._bootstrap = bootstrap
         self.lock = threading.Lock()
         self._launching = 0  # the thread that launches
         self.timeout = timeout
-        self._contracts: dict[tuple[int, ...], Contract] = {}
         self._telling = threading.Lock()
         self._lost: frozenset[int] = frozenset()
         self._preparing: frozenset[int] = frozenset()
@@ -113,17 +106,13 @@ class Workspace:
         self.first_epoch = 0
         """Below those of all launches since the last recovery."""
         size = bootstrap.world_size
-        # One per peer and copies; behind them the same for a team of this PE alone.
-        num_grants = size + 1 + 2 * self._constants["kGrantCopies"]
-        self._grants = heap.empty((num_grants * self._grant_bytes // 8,), torch.int64)
-        self.credits = Credits(backend, self._grants.data_ptr(), size)
+        self.credits = Credits(backend, heap, size)
         """What PEs have begun here."""
         self._ready_words = min(ready_words, _ALL_READY_WORDS // size)
         self._ready = heap.empty((size * self._ready_words,), torch.int64)
         self._abort = heap.empty((size,), torch.int64)
-        for flags in (self._grants, self._ready, self._abort):
+        for flags in (self._ready, self._abort):
             flags.zero_()
-        error = self._structs["ErrorRecord"]
         state_words = ctypes.sizeof(self._structs["LocalState"]) // 8
         self._local = backend.private_words(state_words)
         self._local_alone = backend.private_words(state_words)
@@ -132,8 +121,6 @@ class Workspace:
         self._said = [0] * size  # in these words
         self._zero_words: dict[int, list[torch.Tensor]] = {}  # by team
         self._restored: list[tuple[torch.Tensor, int]] = []  # words, and what they are between launches
-        self._mailbox = backend.host_visible_bytes(ctypes.sizeof(error))
-        self._error: Any = error.from_address(self._mailbox.data_ptr())
         self._input = InputRecord(backend)
         self._input_error = self._input.struct
         self._num_whole = 0  # calls that are under way and launch several times
@@ -142,13 +129,9 @@ class Workspace:
         self._failure: PersistentOpsError | None = None
         self.order: StreamOrder = StreamOrder(backend.device) if main is None else main.order
         """Of its launches; the main workspace's where they take turns."""
-        self.is_capturing: Callable[[], bool] = _never
+        self.is_capturing = _capture_test(backend, main)
         """Whether the current stream is being captured into a CUDA graph."""
         self._is_asynchronous = backend.name == "cuda"
-        if main is not None:
-            self.is_capturing = lambda: main.is_capturing()
-        elif self._is_asynchronous:
-            self.is_capturing = torch.cuda.is_current_stream_capturing
         self.admit: Callable[[Workspace, Kernel, int], None] = _admit_all
         """Called before a kernel's first launch, and before its first one with so many WGs."""
         self.launches_beside: Callable[[], Iterable[tuple[Kernel, int]]] | None = None
@@ -156,6 +139,10 @@ class Workspace:
         self.changes = Changes(self.is_capturing)
         self.calls = CallNumbers(self.is_capturing)
         """Numbers of calls that later launches name in their contracts."""
+        self._failures = Failures(
+            backend, bootstrap.rank, self.credits, self.changes, self.calls, lambda: self.is_capturing()
+        )
+        self._error = self._failures.record
         backend.synchronize()
         bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
 
@@ -188,21 +175,16 @@ class Workspace:
         """
         count = self._constants["kContractWords"]
         words = contract.words(count)
-        if len(self._contracts) >= _MAX_CONTRACTS:
-            self._contracts.clear()
-        self._contracts[words] = contract
+        self._failures.remember(contract, words)
         base = self._backend.heap_base
-        first_heap, first_grant = 0, 0
         is_alone = contract.team.number == ALONE
-        if is_alone:  # what it needs lies behind what the world needs
-            first_heap = self._bootstrap.world_size
-            first_grant = first_heap + self._constants["kGrantCopies"]
+        first_heap = self._bootstrap.world_size if is_alone else 0
         return self._structs["Team"](
             rank=contract.team.rank,
             size=contract.team.size,
             heap=base,
             peer_heaps=self._peer_heaps[first_heap:].data_ptr(),
-            grants_offset=self._grants.data_ptr() - base + first_grant * self._grant_bytes,
+            grants_offset=self.credits.address(is_alone=is_alone) - base,
             ready_offset=self._ready.data_ptr() - base,
             abort_offset=self._abort.data_ptr() - base,
             ready_stride=self._ready_words,
@@ -314,136 +296,10 @@ class Workspace:
     def raise_failure(self) -> None:
         """Raise what made a launch give up; the world needs `recover`."""
         if self._failure is None and self._error.state:
-            self._failure = self._describe_failure()
+            self._failure = self._failures.describe(self._other_call)
             self.changes.give_up()
         if self._failure is not None:
             raise to_raise(self._failure)
-
-    def _describe_failure(self) -> PersistentOpsError:
-        error = self._error
-        kind, me = self._kinds[error.kind], self._bootstrap.rank
-        operator = _contract.operator_of(error.own_contract[0])
-        assert operator is not None
-        remedy = self._remedy(operator)
-        if kind == "contract":
-            return ContractMismatchError(
-                f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch})"
-                f"{self._describe_contracts()}. {remedy}"
-            )
-        if kind == "reported":
-            return self._describe_report(remedy)
-        launch = self._launch_of(operator)
-        if kind == "lost" and error.peer == me:
-            if self._other_call is not None:
-                return self._describe_other_call(self._other_call, remedy)
-            return PeerLostError(f"PE {me} was interrupted while it waited in {launch} (epoch {error.epoch}). {remedy}")
-        what = operator.waited_for(error.phase, error.index)
-        waited = (
-            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch "
-            f"{error.epoch}, saw {error.seen >> self._epoch_shift}"
-        )
-        if kind == "lost":
-            left = "" if operator.changes else " The output of this PE is poisoned with NaN."
-            at_risk = self.changes.at_risk()
-            return PeerLostError(
-                f"{waited}; PE {error.peer} has ended, or has left (po.finalize(), or a "
-                f"po.recover() that failed): look at its output.{left}{at_risk and ' '}{at_risk}"
-            )
-        if any(error.peer_contract):
-            return PeerTimeoutError(f"{waited}. {remedy}")
-        # No credit of this epoch has come, and with that every launch begins.
-        cause = f"No launch of PE {error.peer} has begun for it: PE {error.peer} has not called the operator"
-        return PeerTimeoutError(f"{waited}. {cause}{self._lack_of_room(me)}. {remedy}")
-
-    def _lack_of_room(self, waiting: int) -> str:
-        """Say what else keeps a PE's launch from beginning; `waiting`: the PE that waits for it."""
-        if not self._is_asynchronous:
-            return ""  # threads find room, or their PE says that they do not
-        return (
-            ", or its launch found no room on its GPU beside another library's collective (NCCL's), which waited there "
-            f"for PE {waiting}: let all PEs meet the two in one order (po.nn.order_all_reduce), or leave room for both "
-            "(po.nn.leave_room)"
-        )
-
-    def _launch_of(self, operator: Operator) -> str:
-        """Return what this PE had launched."""
-        number = self._error.own_contract[-1]
-        call = f", {operator.call.replace('_', ' ')} {self.calls.show(number)}" if number else ""
-        return operator.title + call
-
-    def _remedy(self, operator: Operator) -> str:
-        """Say what a launch of an operator that was given up leaves, and what to do about it."""
-        poisoned = "" if operator.changes else "The output is poisoned with NaN. "
-        at_risk = self.changes.at_risk()
-        recovery = "po.recover(), called by every PE, makes the world usable again."
-        return f"{poisoned}{recovery}{at_risk and ' '}{at_risk}"
-
-    def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
-        """Tell both sides of a mismatch: what differs, then all of both."""
-        error, me = self._error, self._bootstrap.rank
-        mine = tuple(error.own_contract)
-        side, theirs = self._side_to_tell() if is_hearsay else (error.other_side, tuple(error.peer_contract))
-        peer = f"PE {side}" + (f", as far as PE {me} was told" if is_hearsay else "")
-        own = self._known(mine)
-        show = self.calls.show
-        differing = differences(mine, own, theirs, me, side, show)
-        head = f": {differing}" if differing else ""
-        sides = [_contract.describe(words, own, show) for words in (mine, theirs)]
-        return f"{head}. PE {me}: {sides[0]}; {peer}: {sides[1]}"
-
-    def _known(self, words: tuple[int, ...]) -> Contract | None:
-        """Return the contract of a plan of this PE's, which has no number of a call; a launch may have set one."""
-        return self._contracts.get(words) or self._contracts.get((*words[:-1], 0))
-
-    def _side_to_tell(self) -> tuple[int, tuple[int, ...]]:
-        """Return a side of a reported mismatch, and its contract, of zeros where that is not here yet."""
-        error = self._error
-        told = error.other_side, tuple(error.peer_contract)
-        if any(told[1]) or self.is_capturing():  # a capture allows no copy
-            return told
-        # The report was faster than the credits, which are here by now.
-        late = [(pe, self._contract_of(pe)) for pe in (error.peer, error.index) if pe != self._bootstrap.rank]
-        return next((side for side in late if any(side[1]) and side[1] != tuple(error.own_contract)), told)
-
-    def _contract_of(self, pe: int) -> tuple[int, ...]:
-        """Return what a PE launches in the epoch that failed, as its credit says; zeros where that is not here."""
-        count = self._grant_bytes // 8
-        words = (ctypes.c_int64 * count)(*self._grants[pe * count :][:count].tolist())
-        grant = self._structs["Grant"].from_buffer(words)
-        is_here = grant.flag >> self._epoch_shift == self._error.epoch
-        return tuple(grant.contract) if is_here else (0,) * len(grant.contract)
-
-    def _describe_report(self, remedy: str) -> PersistentOpsError:
-        """Describe a failure that another PE met first and told this one."""
-        error, me = self._error, self._bootstrap.rank
-        blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
-        operator = _contract.operator_of(error.own_contract[0])
-        assert operator is not None
-        left = f"so PE {me} left its launch of {self._launch_of(operator)} too (epoch {error.epoch})"
-        reason = self._kinds[error.seen >> self._constants["kBlameKindShift"] & 3]
-        if reason == "contract":
-            told = self._describe_contracts(is_hearsay=True)
-            return ContractMismatchError(
-                f"PE {error.index} and {blamed} launched operators that do not match, {left}{told}. {remedy}"
-            )
-        if reason == "lost" and self._other_call is not None:  # which the other PE has found first
-            return self._describe_other_call(self._other_call, remedy)
-        if reason == "lost":
-            what = "was interrupted" if error.peer == error.index else f"found that {blamed} has ended"
-            return PeerLostError(f"PE {error.index} {what}, {left}. {remedy}")
-        gave_up = f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}"
-        if error.peer != me or not self._is_asynchronous:
-            return PeerTimeoutError(f"{gave_up}. {remedy}")
-        cause = f"PE {me} called the operator too late{self._lack_of_room(error.index)}"
-        return PeerTimeoutError(f"{gave_up}. {cause}. {remedy}")
-
-    def _describe_other_call(self, other: OtherCall, remedy: str) -> ContractMismatchError:
-        me, peer, show = self._bootstrap.rank, other.peer, self.calls.show
-        mine, theirs = (_contract.describe(words, self._known(words), show) for words in (other.mine, other.theirs))
-        return ContractMismatchError(
-            f"PE {me} and PE {peer} wait for each other in different calls: PE {me} in {mine}, PE {peer} in {theirs}. "
-            f"All PEs must make the same calls in the same order. {remedy}"
-        )
 
     @property
     def has_failed(self) -> bool:
@@ -544,8 +400,10 @@ class Workspace:
         self._bootstrap.exchange("set-epoch", b"")
 
 
-def _never() -> bool:
-    return False
+def _capture_test(backend: Backend, main: Workspace | None) -> Callable[[], bool]:
+    if main is not None:
+        return lambda: main.is_capturing()
+    return torch.cuda.is_current_stream_capturing if backend.name == "cuda" else lambda: False
 
 
 def _admit_all(workspace: Workspace, kernel: Kernel, grid: int) -> None:

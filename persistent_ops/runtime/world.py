@@ -12,36 +12,31 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from . import pe_threads, timeouts
+from . import pe_threads
 from .backend import Backend, Kernel, KernelRequest, LaunchShape
-from .bootstrap import launchers
-from .bootstrap.connection import Bootstrap, connect, from_group
+from .bootstrap.connection import Bootstrap
 from .call_order import CallOrder
-from .compile.description import describe
-from .contract import Contract
-from .errors import BackendUnavailableError, BootstrapError, PersistentOpsError, to_raise
+from .compile.description import COMM, describe
+from .contract import Contract, LaunchKind
+from .errors import BootstrapError, PersistentOpsError, to_raise
 from .heap import OutputPool, SymmetricHeap
-from .operator import COMM, Operator
-from .pe_failure import text_of
-from .plans import OperatorState
+from .operator import Operator
 from .program_order import keep_order_on
 from .residency import Residency
+from .site import Kept
 from .stream_order import Collective, in_order
 from .team import ALONE, WORLD, Team
 from .torch_private import backward_pass
+from .tracing import Tracer
 from .workspace import Workspace
 
-if TYPE_CHECKING:
-    from .tracing import Tracer
-
-__all__ = ["World", "admitted", "current", "finalize", "for_call", "init", "is_initialized"]
+__all__ = ["World", "admitted", "adopt", "current", "finalize", "for_call", "is_initialized"]
 
 _log = logging.getLogger("persistent_ops")
-_DEFAULT_HEAP_BYTES = {"host": 1 << 30, "cuda": 4 << 30}
 _LONGEST_FAREWELL_S = {"cpu": 5.0, "cuda": 15.0}  # by device; on GPUs it costs NVSHMEM's end where a peer comes later
 _PATIENCE_S = 30.0  # of who leaves or recovers, for launches that still wait for peers
 
@@ -64,19 +59,11 @@ _admitted = _Admission()  # a thread's number is given out again
 _open: set[World] = set()  # the worlds of this process and of the PEs that are threads of it
 _was_forked = False  # whether this process was forked from one that had a world
 _BARRIER = Operator("barrier", ())
-_BESIDE = Operator("agreement on launches side by side", (), has_kernel=False)
-_EMPTY = Operator("allocation in the symmetric heap (po.empty, po.to_symmetric)", (), has_kernel=False)
-_FREE = Operator("giving back memory of the symmetric heap (po.free)", (), has_kernel=False)
-_SIDE = Operator("opening of a workspace beside the world's own", (), has_kernel=False)
+_BESIDE = LaunchKind("agreement on launches side by side", (), has_kernel=False)
+_EMPTY = LaunchKind("allocation in the symmetric heap (po.empty, po.to_symmetric)", (), has_kernel=False)
+_FREE = LaunchKind("giving back memory of the symmetric heap (po.free)", (), has_kernel=False)
+_SIDE = LaunchKind("opening of a workspace beside the world's own", (), has_kernel=False)
 _SIDE_READY_WORDS = 64
-
-
-@runtime_checkable
-class Forgetful(Protocol):
-    """An operator's state that PEs may see differently after a failure; its handles end with the world."""
-
-    def forget(self) -> None:
-        """Go back to what all PEs agree on; refuse what is still under way."""
 
 
 class World:
@@ -110,8 +97,8 @@ class World:
         keep_order_on(backend.device)
         self.tracer: Tracer | None = None
         """Where kernels leave timelines, while that is wanted (`persistent_ops.trace`)."""
-        self.operator_state: dict[str, Any] = {}
-        """What operators keep, by name: see `Operator.state`. They keep nothing elsewhere."""
+        self.kept: dict[str, Kept] = {}
+        """See `Site`."""
         self._captured: dict[int, object] = {}
         self._kernels: dict[tuple[KernelRequest, bool], Kernel] = {}  # and whether they link NVSHMEM
         self._barrier: tuple[Kernel, torch.Tensor, ctypes.Structure] | None = None
@@ -241,9 +228,8 @@ class World:
         """Set where kernels leave timelines, or None; forget those that have traced. CUDA graphs keep theirs."""
         self.backend.synchronize()
         self.tracer = tracer
-        for state in self.operator_state.values():
-            if isinstance(state, OperatorState):
-                state.plans.drop_traced()
+        for kept in self.kept.values():
+            kept.drop_plans(only_traced=True)
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if not key[0].traces}
         self._barrier = None
 
@@ -259,9 +245,8 @@ class World:
 
     def plan_anew(self) -> None:
         """Have launches planned and admitted anew; none may be in flight. CUDA graphs keep theirs."""
-        for state in self.operator_state.values():
-            if isinstance(state, OperatorState):
-                state.plans.clear()
+        for kept in self.kept.values():
+            kept.drop_plans(only_traced=False)
         for kernel in self._kernels.values():
             kernel.admitted_grid = 0
 
@@ -328,7 +313,7 @@ class World:
         """Give a tensor of `empty` back; collective."""
         self.heap.free(tensor, functools.partial(self._meet_for_heap, _FREE))
 
-    def _meet_for_heap(self, what: Operator) -> None:
+    def _meet_for_heap(self, what: LaunchKind) -> None:
         if not self.workspace.is_capturing():  # a capture runs nothing that the host could wait for
             self.meet(what.contract(self.team))
 
@@ -383,10 +368,8 @@ class World:
             workspace.refuse_launches(self._lost)
 
     def _forget(self) -> None:
-        for state in self.operator_state.values():
-            own = state.own if isinstance(state, OperatorState) else state
-            if isinstance(own, Forgetful):
-                own.forget()
+        for kept in self.kept.values():
+            kept.forget()
 
     def keep_captured(self, *used: object) -> None:
         """Keep what a CUDA graph that is being captured uses at every replay, until the world is closed."""
@@ -416,7 +399,7 @@ class World:
             if self._watch is not None:
                 self._watch.close()
             self._forget()  # handles that are held must not launch
-            self.operator_state.clear()
+            self.kept.clear()
             self._captured.clear()
             self._kernels.clear()
             self.backend.close(is_alone=is_alone)
@@ -486,74 +469,23 @@ def for_call() -> World:
     return world
 
 
-def init(
-    backend: str = "auto",
-    group: Any = None,
-    timeout: float | None = None,
-    *,
-    operator_timeout: float | None = None,
-    heap_size: int | None = None,
-    transport: str = "auto",
-    host_options: dict[str, int] | None = None,
-) -> None:
-    """Join the world of this job; collective. See `persistent_ops.init`."""
-    global _process_world
-    if backend not in ("auto", "cuda", "host"):
-        raise ValueError(f"backend: expected 'auto', 'cuda' or 'host', got {backend!r}")
-    if transport not in ("auto", "staged"):
-        raise ValueError(f"transport: expected 'auto' or 'staged', got {transport!r}")
-    timeout = timeouts.for_joining(timeout)
-    operator_timeout = timeouts.for_operators(operator_timeout)
-    if heap_size is not None and (not isinstance(heap_size, int) or isinstance(heap_size, bool)):
-        raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
-    if not isinstance(host_options, (dict, type(None))):
-        raise TypeError(f"host_options: expected a dict, got {host_options!r}")
-    unknown = set(host_options or {}) - {"network_delay_us", "wg_size"}
-    if unknown:
-        raise TypeError(
-            f"host_options: expected network_delay_us and wg_size, got {', '.join(sorted(map(str, unknown)))}"
-        )
+def refuse_second() -> None:
+    """Raise where this process, or this PE's thread, has a world or may have none."""
     if is_initialized():
         raise RuntimeError("persistent_ops is already initialised here: call persistent_ops.finalize() first")
     _refuse_fork()
-    describe(COMM)  # before PEs meet: the first time it is compiled
-    thread_bootstrap = pe_threads.thread_bootstrap()
-    if thread_bootstrap is not None:
-        bootstrap = thread_bootstrap
-        if bootstrap.is_closed:
-            raise RuntimeError(
-                "a PE that is a thread has one world in a launch: call po.launch() again, or use processes"
-            )
-        bootstrap.timeout = timeout
-    elif group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        bootstrap = from_group(group, timeout)
-    else:
-        bootstrap = connect(launchers.detect(os.environ), timeout)
-    made: Backend | None = None
-    try:
-        made = _make_backend(backend, bootstrap, timeout, heap_size, transport, host_options)
-        world = World(bootstrap, made, operator_timeout)
-    except BaseException as error:
-        message = f"{type(error).__name__}: {text_of(error)}"
-        try:
-            if made is None:
-                bootstrap.fail(message)
-            else:
-                made.close(is_alone=not bootstrap.fail_and_meet(message))
-        finally:
-            bootstrap.close()
-        raise
+
+
+def adopt(world: World, *, of_thread: bool) -> None:
+    """Make a world that of this process, or of the PE that this thread is, until `finalize`."""
+    global _process_world
     _open.add(world)
-    if thread_bootstrap is not None:
+    if of_thread:
         _thread_worlds.world = world
         pe_threads.when_pe_ends(_leave_thread_world)
     else:
         _process_world = world
         atexit.register(finalize)
-    if backend == "auto":
-        level = logging.INFO if world.rank == 0 else logging.DEBUG
-        plural = "" if world.size == 1 else "s"
-        _log.log(level, "persistent_ops: %d PE%s on backend '%s'", world.size, plural, world.backend.name)
 
 
 def finalize() -> None:
@@ -599,47 +531,3 @@ def _leave_worlds_to_parent() -> None:
 
 atexit.register(_never_release_open_worlds)  # first, and so called behind every finalize
 os.register_at_fork(after_in_child=_leave_worlds_to_parent)
-
-
-def _make_backend(
-    name: str,
-    bootstrap: Bootstrap,
-    timeout: float,
-    heap_size: int | None,
-    transport: str,
-    host_options: dict[str, int] | None,
-) -> Backend:
-    if bootstrap.world_size > (most := describe(COMM).constants["kMostPes"]):
-        raise BootstrapError(f"a world has at most {most} PEs, this job has {bootstrap.world_size}")
-    chosen = name
-    if name == "auto":
-        chosen = "cuda" if torch.cuda.is_available() else "host"
-    everyone = [raw.decode() for raw in bootstrap.exchange("backend", chosen.encode())]
-    if len(set(everyone)) > 1:
-        listed = ", ".join(f"PE {pe}: {other}" for pe, other in enumerate(everyone))
-        raise BackendUnavailableError(
-            f"the PEs chose different backends ({listed}); pass backend='host' or 'cuda' on all"
-        )
-    if heap_size is not None and heap_size <= 0:
-        raise ValueError(f"heap_size: expected bytes above 0, got {heap_size}")
-    heap_bytes = -(-(heap_size or _DEFAULT_HEAP_BYTES[chosen]) // 4096) * 4096
-    sizes = [int(raw) for raw in bootstrap.exchange("heap-size", str(heap_bytes).encode())]
-    if len(set(sizes)) > 1:
-        raise BootstrapError(f"heap_size differs between PEs: {sizes} bytes")
-    if chosen == "host":
-        from .host import HostBackend
-
-        return HostBackend(bootstrap, heap_bytes, transport, **(host_options or {}))
-    if not torch.cuda.is_available():
-        raise BackendUnavailableError(
-            "backend='cuda' needs a GPU that torch can use, and torch.cuda.is_available() is False here "
-            f"(torch {torch.__version__}). Use backend='host', or install a CUDA build of torch; "
-            "`persistent-ops doctor` shows what is missing."
-        )
-    try:
-        from .gpu import GpuBackend
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"backend='cuda' needs nvshmem4py and cuda.core ({error}): pip install 'persistent-ops[cuda13]'"
-        ) from error
-    return GpuBackend(bootstrap, heap_bytes, transport, timeout)

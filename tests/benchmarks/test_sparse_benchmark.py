@@ -16,8 +16,8 @@ import torch
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.ops.sparse_plan import SparsePlan
-from persistent_ops.runtime.areas import Areas
+from persistent_ops.ops.sparse_plan import OPERATOR, SparsePlan
+from persistent_ops.runtime.operator import OperatorState
 from persistent_ops.testing.record import read_lines, select
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -520,13 +520,13 @@ def test_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(nbytes=number)
 
     kept = {"headers": nbytes(2), "progress": nbytes(3), "planes": nbytes(5)}
-    areas = Areas(cast(Any, None), cast(Any, None))
-    areas.update(gather=nbytes(15), **kept)
+    state = OperatorState(cast(Any, SimpleNamespace(workspace=None)), OPERATOR)
+    state.areas.update(gather=nbytes(15), **kept)
     world = SimpleNamespace(
         backend=SimpleNamespace(name="cuda", device=None),
         check=lambda: None,
         heap=SimpleNamespace(free_list=FreeList(), reclaim=lambda: None),
-        operator_state={"sparse_all_reduce": SimpleNamespace(areas=areas)},
+        kept={OPERATOR.name: state},
     )
     methods = SimpleNamespace(symmetric_bytes=300, kept_bytes=lambda name: {"gather_add": 77, "into": 8}.get(name, 0))
     meter = module("sparse.memory").MemoryMeter(world)
@@ -549,7 +549,7 @@ def test_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert measured("auto") == 40 + (5 + 20) + (10 + 100)
     assert measured("allgather") == 40 + (5 + 40) + (10 + 100 + 15)
-    areas.update(gather=nbytes(70))  # the earlier graphs keep the room that was too small
+    state.areas.update(gather=nbytes(70))  # the earlier graphs keep the room that was too small
     heap_used[0] += 70
     assert measured("allgather") == 40 + (5 + 60) + (10 + 100 + 70)
     # The room of "allgather" is not counted for others; the benchmark's buffer is the result here.

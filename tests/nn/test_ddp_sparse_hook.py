@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
 from persistent_ops.nn import ddp
-from persistent_ops.nn.ddp import allow_unused_sparse, ddp_sparse_hook
+from persistent_ops.nn.ddp import _HOOK, allow_unused_sparse, ddp_sparse_hook
 from persistent_ops.ops.sparse_plan import Layout, state_of
 from persistent_ops.runtime import world as po_world
 
@@ -505,7 +505,7 @@ def check_after_an_aborted_pass() -> list[str]:
     said = message_of(TypeError, module(rows_of(rank)).backward)
     if "expected float32, float16 or bfloat16, got torch.float64" not in said:
         problems.append(said)
-    left = len(po_world.current().operator_state["ddp_sparse_hook"])
+    left = len(_HOOK.state(po_world.current()).own)
     if left != 1:
         problems.append(f"{left} gradients were under way when the pass was aborted; the check proves nothing")
     model.zero_grad()

@@ -335,9 +335,10 @@ def _timed_out(backend: str, folder: Path) -> list[str]:
     told = [error_of(call)[1]]
     (folder / f"gave_up_{po.rank()}").touch()
     if backend == "host":  # what would be told on a GPU
-        workspace._is_asynchronous = True
-        told.append(str(workspace._describe_failure()))
-        workspace._is_asynchronous = False
+        failures = workspace._failures
+        failures.is_asynchronous = True
+        told.append(str(failures.describe(None)))
+        failures.is_asynchronous = False
     po.recover()
     call()
     po.finalize()

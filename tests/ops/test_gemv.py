@@ -109,7 +109,7 @@ def _places() -> list[str]:
     if (own.rank, own.size) != (0, 1) or own.local == ours.local:
         problems.append(f"rank {own.rank} of {own.size}, state at {own.local}")
     end_of_world = ours.grants_offset + (world.size + copies) * grant_bytes
-    end_of_area = ours.grants_offset + workspace._grants.nbytes
+    end_of_area = ours.grants_offset + workspace.credits.memory.nbytes
     if not end_of_world <= own.grants_offset <= end_of_area - (1 + copies) * grant_bytes:
         problems.append(f"grants from {own.grants_offset}, of the world up to {end_of_world}, of all to {end_of_area}")
     first = (own.peer_heaps - workspace._peer_heaps.data_ptr()) // 8

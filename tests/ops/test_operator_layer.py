@@ -342,11 +342,11 @@ def test_a_report_that_is_faster_than_the_credits_is_told_with_what_is_here_by_n
         ):
             error.peer = blamed
             for pe, (epoch, contract) in ((1, of_accuser), (2, of_blamed)):
-                grant = workspace._structs["Grant"](flag=epoch << workspace._epoch_shift)
+                grant = workspace._structs["Grant"](flag=epoch << workspace._constants["kEpochShift"])
                 grant.contract[0] = contract
                 words = torch.frombuffer(bytearray(grant), dtype=torch.int64)
-                workspace._grants[pe * len(words) :][: len(words)] = words
-            side, contract_words = workspace._side_to_tell()
+                workspace.credits.memory[pe * len(words) :][: len(words)] = words
+            side, contract_words = workspace._failures._side_to_tell()
             told.append((side, contract_words[0]))
         return told
 

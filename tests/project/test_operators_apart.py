@@ -1,8 +1,7 @@
-"""What is shared by all operators knows none of them: which way modules import, names, and headers that have a user."""
+"""What is shared by all operators knows none of them: names, and headers that have a user."""
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -12,29 +11,9 @@ from host_driver.build import CUDA
 import persistent_ops as po
 
 PACKAGE = Path(po.__file__).parent
-# Each of these builds on those before it.
-LAYERS = ("runtime", "ops", "nn")
 OPERATORS = sorted(
     {path.stem for path in PACKAGE.glob("ops/**/*.py")} & {path.stem for path in CUDA.glob("kernels/*.cuh")}
 )
-
-
-def _imported_folders(path: Path) -> set[str]:
-    """Return the folders of the package of which a module imports something, in functions and for types too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            here = path.relative_to(PACKAGE.parent).parts[: -node.level] if node.level else ()
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {(*here, *name.split("."))[1] for name in names if here or name.startswith("persistent_ops.")}
-    return found
-
-
-@pytest.mark.parametrize("number", range(len(LAYERS)), ids=LAYERS)
-def test_imports_go_one_way(number: int) -> None:
-    above = set(LAYERS[number + 1 :])
-    files = sorted((PACKAGE / LAYERS[number]).rglob("*.py"))
-    assert files and {path.name: found for path in files if (found := _imported_folders(path) & above)} == {}
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -11,7 +11,8 @@ import torch
 from worlds import TRANSPORTS, error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.runtime.call_order import _LOOKS_BEFORE_GIVING_UP, _STILL_LOOKS, CallOrder, OtherCall
+from persistent_ops.runtime.call_order import _LOOKS_BEFORE_GIVING_UP, _STILL_LOOKS, CallOrder
+from persistent_ops.runtime.credits import OtherCall
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.world import World, current
 

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 import persistent_ops as po
-from persistent_ops.runtime import nvshmem_end, world
+from persistent_ops.runtime import joining, nvshmem_end
 from persistent_ops.runtime.bootstrap import connection as bootstraps, process_identity
 from persistent_ops.runtime.bootstrap.connection import Bootstrap, from_threads
 from persistent_ops.runtime.errors import BootstrapError
@@ -31,7 +31,7 @@ def test_a_failed_init_tells_its_backend_whether_all_have_failed(
 ) -> None:
     """And those that go on find, when they leave, that they are alone."""
     closed: list[bool] = []
-    close, make = HostBackend.close, world.World
+    close, make = HostBackend.close, joining.World
     all_failed = len(failing) == 3
 
     def closing(self: HostBackend, *, is_alone: bool = False) -> None:
@@ -55,7 +55,7 @@ def test_a_failed_init_tells_its_backend_whether_all_have_failed(
         po.finalize()
 
     monkeypatch.setattr(HostBackend, "close", closing)
-    monkeypatch.setattr(world, "World", fail)
+    monkeypatch.setattr(joining, "World", fail)
     monkeypatch.setattr(bootstraps, "_MEET_BEHIND_FAILURE_S", 60.0 if all_failed else 0.5)
     po.launch(program, 3, threads=True, timeout=60)
     assert closed == [not all_failed] * 3

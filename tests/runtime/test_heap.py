@@ -636,7 +636,7 @@ def test_host_heaps_are_private_to_the_user_and_have_no_name(monkeypatch: pytest
 def _areas_without_room(backend: str) -> list[Any]:
     po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     world = current()
-    areas, contract = Areas(world, Plans(world, _BARRIER)), _BARRIER.contract(world.team)
+    areas, contract = Areas(world, Plans(world, "barrier", 1)), _BARRIER.contract(world.team)
     free, seen = world.heap.free_list.free_bytes, []
     for _ in range(3):
         with pytest.raises(po.SymmetricHeapError, match="no room for"):
@@ -652,7 +652,7 @@ def _own_area_without_room(backend: str) -> list[Any]:
     """Of the PEs' own areas the last PE's alone finds no room."""
     po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     world = current()
-    areas, contract = Areas(world, Plans(world, _BARRIER)), _BARRIER.contract(world.team)
+    areas, contract = Areas(world, Plans(world, "barrier", 1)), _BARRIER.contract(world.team)
     free, seen = world.heap.free_list.free_bytes, []
     for own in (20 if po.rank() else 2, 2):
         try:

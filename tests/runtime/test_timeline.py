@@ -18,9 +18,10 @@ from host_driver.build import CUDA
 from worlds import in_world
 
 import persistent_ops as po
+from persistent_ops.ops.all_reduce_plan import OPERATOR as ALL_REDUCE
 from persistent_ops.ops.gemv_plan import OPERATOR, Tuning
+from persistent_ops.runtime.clock_alignment import align_clocks
 from persistent_ops.runtime.compile.jit import compile_cuda
-from persistent_ops.runtime.tracing import align_clocks
 from persistent_ops.runtime.world import current
 from persistent_ops.timeline import Clock, Launch, PeTimeline, Span, Tasks, Timeline, _aligned
 
@@ -67,7 +68,7 @@ def _x() -> torch.Tensor:
 def _in_and_out() -> list[Any]:
     world, found = current(), []
     po.all_reduce(_x())
-    kept = dict(current().operator_state["all_reduce"].plans)
+    kept = dict(ALL_REDUCE.state(world).plans)
     with po.trace() as timeline:
         po.all_reduce(_x())
         for nested in (lambda: po.trace().__enter__(), lambda: po.trace(capacity=0).__enter__()):
@@ -76,8 +77,8 @@ def _in_and_out() -> list[Any]:
             found.append(str(caught.value))
     inside = len(timeline.pes[0].launches)
     po.all_reduce(_x())
-    state = current().operator_state["all_reduce"]
-    found += [inside > 0, len(timeline.pes[0].launches) == inside, dict(state.plans) == kept, world.tracer is None]
+    found += [inside > 0, len(timeline.pes[0].launches) == inside, dict(ALL_REDUCE.state(world).plans) == kept]
+    found.append(world.tracer is None)
     return [*found, any(request.traces for request, _ in world._kernels)]
 
 

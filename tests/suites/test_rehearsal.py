@@ -31,7 +31,7 @@ from rehearsal import Compiler, Gpu, Noted, Notes, NotingBackend, PaperGpu, boun
 from sparse_cases import SparseTrial
 
 import persistent_ops as po
-from persistent_ops.runtime import host
+from persistent_ops.runtime import joining
 from persistent_ops.runtime.backend import KernelRequest
 from persistent_ops.runtime.compile import cache as compile_cache
 from persistent_ops.runtime.compile.jit import KernelSource, clear_memo, compile_cuda
@@ -93,7 +93,7 @@ def test_what_is_noted_is_what_is_loaded(operator: str, tmp_path: Path, monkeypa
     """Without results, and with them, the tests ask for the same."""
     notes, heard = Notes(tmp_path / "notes"), Notes(tmp_path / "heard")
     rehearsed = _rehearsed(notes, bound(NotingBackend, notes), [operator])
-    monkeypatch.setattr(host, "HostBackend", functools.partial(_Overheard, heard))
+    monkeypatch.setattr(joining, "HostBackend", functools.partial(_Overheard, heard))
     assert po.launch(_called, 2, [operator], threads=True, timeout=100) == [[None]] * 2
     assert rehearsed == _noted(heard) != set()
     assert any(noted.source.entry == f"kernels/{operator}.cuh" for noted in rehearsed)

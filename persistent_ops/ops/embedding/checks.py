@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,9 +12,7 @@ from ...runtime.compile.literals import literal
 from ...runtime.dtypes import SCALARS
 from ...runtime.plain_call import require_plain_list
 from ...runtime.team import Team
-
-if TYPE_CHECKING:
-    from .lookups import Lookups
+from .lookups import Lookups
 
 __all__ = [
     "BOUNDS",

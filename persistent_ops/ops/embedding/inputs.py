@@ -14,35 +14,22 @@ from typing import Any
 import torch
 
 from ...runtime import world as _world
-from ...runtime.areas import Area
 from ...runtime.arguments import as_number, as_whole_numbers
 from ...runtime.dtypes import INDEX_TYPES
-from ...runtime.errors import CapacityError
 from ...runtime.operator import Operator
 from ...runtime.plain_call import PLAIN, PlainCalls, require_plain
 from ...runtime.torch_private import num_dispatch_modes
+from ...runtime.workspace import Workspace
+from ...runtime.world import World
 from .checks import BOUNDS, most_rows
-from .inputs_plan import (
-    MOST_LOOKUPS,
-    OPERATOR,
-    OUTGOING,
-    WORKSPACE,
-    InputsKey,
-    InputsLayout,
-    InputsPlan,
-    launches_beside,
-    outgoing_bytes,
-)
-from .lookups import Given, Lookups, Region, fields_of_source
+from .inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsLayout, launches_beside
+from .lookups import Capacity, Given, InputExchange, Lookups, reserve
 
 __all__ = ["EmbeddingInputs", "checked_lookups"]
 
-_REGIONS = 2
 _INTEGERS = tuple(INDEX_TYPES)
 _plain = PlainCalls()  # exchanges
-Capacity = tuple[tuple[int, ...], ...]  # of each PE's message to each owner
 _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kernel=False)
-_ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 
 
 class EmbeddingInputs:
@@ -106,76 +93,30 @@ class EmbeddingInputs:
         _check_choices(max_batch, bounds, index_dtype, rows)
         if (lookups_per_sample is None) == (capacity is None):
             raise ValueError("lookups_per_sample, capacity: expected exactly one of them")
-        self._num_beside = 0
+        num_beside = 0
         if capacity is None:
             assert lookups_per_sample is not None
             estimates = _checked_estimates(num_features, lookups_per_sample)
             capacity = _estimated(chosen, max_batch, estimates)
-            self._num_beside = _num_beside([estimates[feature] for feature, _ in chosen[world.rank]])
-        self._first_capacity = _checked_capacity(capacity, world.size)
+            num_beside = _num_beside([estimates[feature] for feature, _ in chosen[world.rank]])
+        first_capacity = _checked_capacity(capacity, world.size)
         self.index_dtype = index_dtype
-        self._bounds = bounds
         self.workspace = world.side_workspace(WORKSPACE)
         self.workspace.launches_beside = functools.partial(launches_beside, world)
         OPERATOR.prepare(world)
         order = _checked_order(slot_order, chosen)
-        self._layout = InputsLayout(chosen, num_features, max_batch, index_dtype, bool(is_weighted), 0, order)
-        self._layout = self._layout._replace(number=self._agree())
-        self._rows = tuple(rows for _, rows in chosen[world.rank])
-        self._generation = 0
-        self._next = 0
-        self._regions = [Region(world) for _ in range(_REGIONS)]
-        self._set_capacities([(self, self._first_capacity)])
+        layout = InputsLayout(chosen, num_features, max_batch, index_dtype, bool(is_weighted), 0, order)
+        made = _made_in(world)
+        layout = layout._replace(number=made.agree(world, self.workspace, layout, first_capacity))
+        self._exchange = InputExchange(
+            world, self.workspace, layout, bounds=bounds, num_beside=num_beside, capacity=first_capacity
+        )
+        made.alive.add(self._exchange)
+        reserve([(self._exchange, first_capacity)])
 
     @property
     def capacity(self) -> Capacity:
-        return self._capacity
-
-    def _agree(self) -> int:
-        """Return which one this is in the world, the same on all PEs; raise where they passed something else."""
-        world = self._world
-        state = OPERATOR.state(world)
-        if state.own is None:
-            state.own = _Made()
-        made: _Made = state.own
-        world.meet(_AGREEMENT.contract(world.team), self.workspace)
-        mine = [made.count, repr((self._layout, self._first_capacity))]
-        told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs", json.dumps(mine).encode())]
-        made.count = max(count for count, _ in told) + 1
-        other = next((pe for pe, (_, text) in enumerate(told) if text != mine[1]), None)
-        if other is not None:
-            raise ValueError(
-                "slots, num_features, max_batch, capacity, is_weighted, index_dtype, slot_order: expected the same on "
-                f"all PEs, got {mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
-            )
-        made.alive.add(self)
-        return made.count
-
-    def _set_capacities(self, chosen: Sequence[tuple[EmbeddingInputs, Capacity]]) -> None:
-        """Make room for such messages in all regions of these, or in none; collective.
-
-        What others hold of the last ones stays.
-        """
-        world, areas = self._world, OPERATOR.state(self._world).areas
-        growing = []
-        for inputs, capacity in chosen:
-            nbytes = inputs._layout.region_offsets(world.rank, capacity)[-1]
-            growing += [(region, nbytes) for region in inputs._regions if region.nbytes < nbytes]
-        outgoing = max(outgoing_bytes(world, inputs._layout, capacity) for inputs, capacity in chosen)
-        sizes = [nbytes for _, nbytes in growing]
-        if areas.nbytes_of(OUTGOING) < outgoing:
-            sizes.append(outgoing)
-        taken = world.outputs.take_on_all_pes(sizes, "room for lookups")
-        for (region, _), (memory, offset) in zip(growing, taken, strict=False):
-            region.move(memory, offset)
-        if len(taken) > len(growing):
-            areas.put({OUTGOING: Area(*taken[-1])})
-        for inputs, capacity in chosen:
-            inputs._take_capacity(capacity)
-
-    def _take_capacity(self, capacity: Capacity) -> None:
-        self._capacity = capacity
-        self._arriving = tuple(of_source[self._world.rank] for of_source in capacity)
+        return self._exchange.capacity
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
@@ -221,7 +162,7 @@ class EmbeddingInputs:
         Two regions take turns as far as they are free, also where calls are captured: a graph replays into those that
         it was captured with.
         """
-        world, layout = _world.for_call(), self._layout
+        world, layout = _world.for_call(), self._exchange.layout
         if world is not self._world:
             raise RuntimeError("EmbeddingInputs: it was made in a world that has been left; make another one")
         return self.send(
@@ -240,20 +181,13 @@ class EmbeddingInputs:
 
     def send(self, given: Given) -> Lookups:
         """Send what `checked_lookups` has returned, as `exchange` does."""
-        region = self._region_to_fill()
+        exchange = self._exchange
+        region = exchange.next_region()
         region.order_behind_readers()
-        lookups = Lookups(self, region, given, self._generation)
+        lookups = Lookups(exchange, region, given)
         lookups._launch(is_captured=self._world.workspace.is_capturing())
-        region.is_held = True
-        self._next = (self._regions.index(region) + 1) % _REGIONS
+        region.is_held, exchange.last = True, region
         return lookups
-
-    def _region_to_fill(self) -> Region:
-        """Return the one whose turn it is, or another one where its lookups are still held."""
-        for region in (*self._regions[self._next :], *self._regions[: self._next]):
-            if not region.is_held:
-                return region
-        return self._regions[self._next]
 
     def run_beside(self) -> bool:
         """Let exchanges run beside the world's other launches, if every PE's GPU has room for both.
@@ -271,61 +205,9 @@ class EmbeddingInputs:
         """
         return _world.for_call().agree_to_run_beside()
 
-    def _plan(self, inputs: Given, *used: object) -> InputsPlan:
-        world = self._world
-        state = OPERATOR.state(world)
-        dtypes = (inputs.values.dtype, inputs.bounds.dtype)
-        key = InputsKey(
-            world.team,
-            self._layout,
-            self._capacity,
-            state.tuning,
-            *dtypes,
-            inputs.has_lengths,
-            self._bounds,
-            inputs.gives_gradients,
-        )
-        plan: InputsPlan | None = state.plans.find(key, *used)
-        return plan or state.plans.make(key, lambda: InputsPlan(world, self.workspace, key))
-
-    def _enlarge(self, lacking: Sequence[Lookups]) -> None:
-        """Make room for all messages of these exchanges, or for none; collective."""
-        self._set_capacities([(each._inputs, each._inputs._enlarged(each.sources)) for each in lacking])
-
-    def _enlarged(self, sources: torch.Tensor) -> Capacity:
-        """Return a capacity for all messages of an exchange; collective."""
-        world, layout = self._world, self._layout
-        fields = fields_of_source()
-        counts = [max(of_pe[fields["count"]], of_pe[fields["left_out"]]) for of_pe in sources.tolist()]
-        world.meet(_ROOM.contract(world.team, layout.number), self.workspace)
-        told = [
-            json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs-count", json.dumps(counts).encode())
-        ]
-        for source, owner in itertools.product(range(world.size), repeat=2):
-            if told[owner][source] > MOST_LOOKUPS:
-                raise CapacityError(
-                    f"values: PE {source} has {told[owner][source]} lookups for PE {owner}; a message takes at most "
-                    f"{MOST_LOOKUPS}"
-                )
-        return tuple(
-            tuple(
-                had if told[owner][source] <= had else min(told[owner][source] * 5 // 4, MOST_LOOKUPS)
-                for owner, had in enumerate(of_source)
-            )
-            for source, of_source in enumerate(self._capacity)
-        )
-
-    def _forget(self) -> None:
-        """Go back to what all PEs agree on, behind a recovery: nothing is under way, and nothing held."""
-        self._generation += 1
-        self._take_capacity(self._first_capacity)
-        self._next = 0
-        for region in self._regions:
-            region.forget()
-
 
 def checked_lookups(
-    world: _world.World,
+    world: World,
     values: torch.Tensor,
     lengths: torch.Tensor | None,
     offsets: torch.Tensor | None,
@@ -385,7 +267,7 @@ def _check_list(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], 
         raise ValueError(f"{name}: expected a contiguous tensor; pass {name}.contiguous()")
 
 
-def _checked_split(given: Any, world: _world.World, max_batch: int, samples: int, name: str) -> tuple[int, ...]:
+def _checked_split(given: Any, world: World, max_batch: int, samples: int, name: str) -> tuple[int, ...]:
     """Return `batch_per_rank` as numbers; ValueError where it is none, or is not true of this PE's `name`."""
     split = _whole_numbers(given)
     if split is None or len(split) != world.size or not all(0 <= n <= max_batch for n in split):
@@ -404,15 +286,37 @@ def _whole_numbers(given: Any) -> tuple[int, ...] | None:
 
 
 class _Made:
-    """All `EmbeddingInputs` of a world; `count`: how many PEs have made."""
+    """All exchanges of a world; `count`: how many PEs have made."""
 
     def __init__(self) -> None:
-        self.alive: weakref.WeakSet[EmbeddingInputs] = weakref.WeakSet()
+        self.alive: weakref.WeakSet[InputExchange] = weakref.WeakSet()
         self.count = 0
+
+    def agree(self, world: World, workspace: Workspace, layout: InputsLayout, capacity: Capacity) -> int:
+        """Return the number of the next one, the same on all PEs; raise where they passed something else."""
+        world.meet(_AGREEMENT.contract(world.team), workspace)
+        mine = [self.count, repr((layout, capacity))]
+        told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs", json.dumps(mine).encode())]
+        self.count = max(count for count, _ in told) + 1
+        other = next((pe for pe, (_, text) in enumerate(told) if text != mine[1]), None)
+        if other is not None:
+            raise ValueError(
+                "slots, num_features, max_batch, capacity, is_weighted, index_dtype, slot_order: expected the same on "
+                f"all PEs, got {mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
+            )
+        return self.count
 
     def forget(self) -> None:
         for made in self.alive:
-            made._forget()
+            made.forget()
+
+
+def _made_in(world: World) -> _Made:
+    state = OPERATOR.state(world)
+    if state.own is None:
+        state.own = _Made()
+    made: _Made = state.own
+    return made
 
 
 # ---- what it can be made of ------------------------------------------------------------------------------------------

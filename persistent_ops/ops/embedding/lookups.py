@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...runtime import world as _world
-from ...runtime.errors import PeerTimeoutError
-from ...runtime.stream_order import capture_of, is_foreign
-from ...runtime.workspace import InputRecord
+from ...runtime.areas import Area
+from ...runtime.errors import CapacityError, PeerTimeoutError
+from ...runtime.operator import Operator
+from ...runtime.stream_order import Moment
+from ...runtime.workspace import InputRecord, Workspace
 from ...runtime.world import World
-from .inputs_plan import OPERATOR
+from .inputs_plan import MOST_LOOKUPS, OPERATOR, OUTGOING, InputsKey, InputsLayout, InputsPlan, outgoing_bytes
 
-if TYPE_CHECKING:
-    from .inputs import EmbeddingInputs
+__all__ = [
+    "Capacity",
+    "Given",
+    "InputExchange",
+    "LookupSource",
+    "Lookups",
+    "Region",
+    "fields_of_source",
+    "reserve",
+]
 
-__all__ = ["Given", "LookupSource", "Lookups", "Moment", "Region", "fields_of_source"]
-
+Capacity = tuple[tuple[int, ...], ...]  # of each PE's message to each owner
+_ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
 _LOOKS = 32
 _GIVEN_UP = "embedding_inputs: this exchange was given up: po.recover() or po.finalize() came behind it"
 _BEHIND_THE_LAST = (
@@ -61,25 +73,6 @@ class Given(NamedTuple):
     has_lengths: bool
     samples: int
     batch_per_rank: tuple[int, ...] | None
-
-
-class Moment:
-    """A place in a stream: what was launched there before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event()
-        self.stream = torch.cuda.current_stream(device)
-        self._device = device
-        self._capture = capture_of(self.stream.cuda_stream)
-        self.event.record(self.stream)
-
-    def order_behind(self) -> None:
-        """Let the current stream wait for it, unless one of the two is in another capture: see `StreamOrder`."""
-        here = torch.cuda.current_stream(self._device)
-        # One that is not torch's may be another stream, with the handle of one that is gone.
-        is_elsewhere = here != self.stream or is_foreign(here)
-        if is_elsewhere and capture_of(here.cuda_stream) == self._capture:
-            here.wait_event(self.event)
 
 
 class Region:
@@ -144,6 +137,103 @@ class Region:
         self.is_held, self._released, self._reporting = False, None, None
 
 
+class InputExchange:
+    """What one `EmbeddingInputs` and the handles of its exchanges share.
+
+    Args:
+        world: of this PE.
+        workspace: of the launches.
+        layout: of the messages; its number is the same on all PEs.
+        bounds: see `EmbeddingInputs`.
+        num_beside: see `Lookups`.
+        capacity: of the first messages; `reserve` makes the room.
+
+    Attributes:
+        rows: of the tables of this PE's slots.
+        last: the region that was filled last.
+        capacity, arriving: of the next messages: all, and those to this PE.
+        generation: counts recoveries; handles of an earlier one are void.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        workspace: Workspace,
+        layout: InputsLayout,
+        *,
+        bounds: str,
+        num_beside: int,
+        capacity: Capacity,
+    ) -> None:
+        self.world, self.workspace, self.layout, self.num_beside = world, workspace, layout, num_beside
+        self.rows = tuple(rows for _, rows in layout.slots[world.rank])
+        self._first_capacity = capacity
+        self.take_capacity(capacity)
+        self.generation = 0
+        self.regions = Region(world), Region(world)
+        self._bounds = bounds
+        self.last: Region | None = None
+
+    def next_region(self) -> Region:
+        """Return the region whose turn it is, or another one where its lookups are still held."""
+        first, second = self.regions[::-1] if self.last is self.regions[0] else self.regions
+        return second if first.is_held and not second.is_held else first
+
+    def take_capacity(self, capacity: Capacity) -> None:
+        """Let the next messages have this capacity."""
+        self.capacity = capacity
+        self.arriving = tuple(of_source[self.world.rank] for of_source in capacity)
+
+    def plan(self, inputs: Given, *used: object) -> InputsPlan:
+        """Return what launches such an exchange; a CUDA graph keeps `used`."""
+        world = self.world
+        state = OPERATOR.state(world)
+        dtypes = (inputs.values.dtype, inputs.bounds.dtype)
+        key = InputsKey(
+            world.team,
+            self.layout,
+            self.capacity,
+            state.tuning,
+            *dtypes,
+            inputs.has_lengths,
+            self._bounds,
+            inputs.gives_gradients,
+        )
+        plan: InputsPlan | None = state.plans.find(key, *used)
+        return plan or state.plans.make(key, lambda: InputsPlan(world, self.workspace, key))
+
+    def enlarged(self, sources: torch.Tensor) -> Capacity:
+        """Return a capacity for all messages of an exchange; collective."""
+        world, layout = self.world, self.layout
+        fields = fields_of_source()
+        counts = [max(of_pe[fields["count"]], of_pe[fields["left_out"]]) for of_pe in sources.tolist()]
+        world.meet(_ROOM.contract(world.team, layout.number), self.workspace)
+        told = [
+            json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs-count", json.dumps(counts).encode())
+        ]
+        for source, owner in itertools.product(range(world.size), repeat=2):
+            if told[owner][source] > MOST_LOOKUPS:
+                raise CapacityError(
+                    f"values: PE {source} has {told[owner][source]} lookups for PE {owner}; a message takes at most "
+                    f"{MOST_LOOKUPS}"
+                )
+        return tuple(
+            tuple(
+                had if told[owner][source] <= had else min(told[owner][source] * 5 // 4, MOST_LOOKUPS)
+                for owner, had in enumerate(of_source)
+            )
+            for source, of_source in enumerate(self.capacity)
+        )
+
+    def forget(self) -> None:
+        """Go back to what all PEs agree on, after a recovery: nothing is under way, and nothing held."""
+        self.generation += 1
+        self.take_capacity(self._first_capacity)
+        self.last = None
+        for region in self.regions:
+            region.forget()
+
+
 class Lookups:
     """A batch's lookups on their way to this PE's tables, or here.
 
@@ -171,8 +261,8 @@ class Lookups:
         begins: where `gives_gradients`, what the exchange has found of this PE's own messages: see `InputsPlan.begins`.
     """
 
-    def __init__(self, inputs: EmbeddingInputs, region: Region, given: Given, generation: int) -> None:
-        self._inputs, self._region, self._generation = inputs, region, generation
+    def __init__(self, exchange: InputExchange, region: Region, given: Given) -> None:
+        self._exchange, self._region, self._generation = exchange, region, exchange.generation
         self._given: Given | None = given
         self._arrived: Moment | None = None
         self._is_released = self._is_not_entered = False
@@ -181,23 +271,23 @@ class Lookups:
         self._is_captured = False
         self.batch_per_rank = given.batch_per_rank
         self.sources = region.sources
-        self.rows = inputs._rows
+        self.rows = exchange.rows
         self.num_slots = len(self.rows)
-        self.num_beside = inputs._num_beside
-        self.is_weighted = inputs._layout.is_weighted
-        self.index_dtype = inputs.index_dtype
-        self.layout, self.num_values = inputs._layout, given.values.numel()
+        self.num_beside = exchange.num_beside
+        self.is_weighted = exchange.layout.is_weighted
+        self.index_dtype = exchange.layout.index_dtype
+        self.layout, self.num_values = exchange.layout, given.values.numel()
         self.gives_gradients = given.gives_gradients
         self.per_sample_weights = given.weights if given.gives_gradients else None
 
     def _launch(self, *, is_captured: bool) -> None:
-        inputs, region, given = self._inputs, self._region, self._given
+        exchange, region, given = self._exchange, self._region, self._given
         assert given is not None
         self.memory, self.sources, self._is_captured = region.memory, region.sources, is_captured
         self._samples = region.samples
-        self.capacity_matrix, self.capacities = inputs._capacity, inputs._arriving
+        self.capacity_matrix, self.capacities = exchange.capacity, exchange.arriving
         self.capacity = sum(self.capacities)
-        self._plan = plan = inputs._plan(given, self.memory, self.sources)  # sources may point into its memory
+        self._plan = plan = exchange.plan(given, self.memory, self.sources)  # sources may point into its memory
         report = input_error = 0  # a graph's replays have no handle that could look
         if not is_captured:
             region.begin_report()
@@ -219,8 +309,8 @@ class Lookups:
         )
         if given.gives_gradients:
             self.begins = plan.begins(given.samples)
-        if inputs._world.backend.name == "cuda":
-            self._arrived = Moment(inputs._world.backend.device)
+        if exchange.world.backend.name == "cuda":
+            self._arrived = Moment(exchange.world.backend.device)
         if is_captured:
             self._given = None
         else:
@@ -253,7 +343,7 @@ class Lookups:
             self._arrived.order_behind()
         self._is_ordered = True
         if not self._is_captured:
-            self._inputs.workspace.raise_pending(self._region.input.take())  # then what graphs have found
+            self._exchange.workspace.raise_pending(self._region.input.take())  # then what graphs have found
 
     def done(self) -> bool:
         """Return whether `wait` would neither wait nor launch."""
@@ -267,7 +357,7 @@ class Lookups:
             RuntimeError: in a CUDA-graph capture, where the host cannot wait.
         """
         if self.batch_per_rank is None:
-            if self._inputs._world.workspace.is_capturing():
+            if self._exchange.world.workspace.is_capturing():
                 raise RuntimeError(
                     "batch_per_rank: expected in a CUDA-graph capture, where the host cannot wait to be told how many "
                     "samples each PE has brought"
@@ -280,7 +370,7 @@ class Lookups:
         Args:
             why: what to tell whoever reads them all the same.
         """
-        if self._is_released or self._generation != self._inputs._generation:
+        if self._is_released or self._generation != self._exchange.generation:
             return
         self._is_released, self._why_released = True, why
         if self._given is not None and self._arrived is not None:  # it may not have ended
@@ -313,7 +403,7 @@ class Lookups:
     def source(self, rank: int) -> LookupSource:
         """Return what a PE has brought, for tests; waits on the host, and outside of a capture alone."""
         self._check_generation()
-        layout, fields = self._inputs._layout, fields_of_source()
+        layout, fields = self._exchange.layout, fields_of_source()
         words = self.sources[rank].tolist()
         samples, capacity = words[fields["samples"]], words[fields["capacity"]]
 
@@ -332,7 +422,7 @@ class Lookups:
 
     def check_is_here(self) -> None:
         """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""
-        if self._inputs._world is not _world.for_call():
+        if self._exchange.world is not _world.for_call():
             raise RuntimeError("embedding_inputs: these lookups are of a world that has been left")
         self._check_generation()
         if self._is_released:
@@ -345,21 +435,21 @@ class Lookups:
 
     def check_is_captured(self) -> None:
         """Raise RuntimeError where a capture would keep what this exchange alone has found of its messages."""
-        if self._inputs._world.workspace.is_capturing() and not self._is_captured:
+        if self._exchange.world.workspace.is_capturing() and not self._is_captured:
             raise RuntimeError(
                 "embedding_inputs: a CUDA graph cannot give gradients to the weights of an exchange that it does not "
                 "have; capture the exchange, too, or pass weights that require no gradient"
             )
 
     def _check_generation(self) -> None:
-        if self._generation != self._inputs._generation:
+        if self._generation != self._exchange.generation:
             raise PeerTimeoutError(_GIVEN_UP)
 
     def _resolve(self, among: Sequence[Lookups]) -> None:
         """Wait for the report; where there was no room, make it and launch again."""
         while self._lacks_room():
             lacking = [self, *(each for each in among if each is not self and each._lacks_room())]
-            self._inputs._enlarge(lacking)
+            reserve([(each._exchange, each._exchange.enlarged(each.sources)) for each in lacking])
             for each in lacking:
                 each._launch(is_captured=False)
         self._given = None
@@ -373,12 +463,36 @@ class Lookups:
             looks += 1  # asking for the launch's end costs more than a look
             is_over = self._arrived is None or (looks % _LOOKS == 0 and self._arrived.event.query())
             if is_over and report.state != number:
-                self._inputs.workspace.raise_failure()
+                self._exchange.workspace.raise_failure()
                 raise PeerTimeoutError(_GIVEN_UP)
         if report.is_aborted:
-            self._inputs.workspace.raise_failure()
+            self._exchange.workspace.raise_failure()
             raise PeerTimeoutError(_GIVEN_UP)
         return report
+
+
+def reserve(chosen: Sequence[tuple[InputExchange, Capacity]]) -> None:
+    """Make room for such messages in all regions of these, or in none; collective.
+
+    What others hold of the last ones stays.
+    """
+    world = chosen[0][0].world
+    areas = OPERATOR.state(world).areas
+    growing = []
+    for exchange, capacity in chosen:
+        nbytes = exchange.layout.region_offsets(world.rank, capacity)[-1]
+        growing += [(region, nbytes) for region in exchange.regions if region.nbytes < nbytes]
+    outgoing = max(outgoing_bytes(world, exchange.layout, capacity) for exchange, capacity in chosen)
+    sizes = [nbytes for _, nbytes in growing]
+    if areas.nbytes_of(OUTGOING) < outgoing:
+        sizes.append(outgoing)
+    taken = world.outputs.take_on_all_pes(sizes, "room for lookups")
+    for (region, _), (memory, offset) in zip(growing, taken, strict=False):
+        region.move(memory, offset)
+    if len(taken) > len(growing):
+        areas.put({OUTGOING: Area(*taken[-1])})
+    for exchange, capacity in chosen:
+        exchange.take_capacity(capacity)
 
 
 def fields_of_source() -> dict[str, int]:

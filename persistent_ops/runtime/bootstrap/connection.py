@@ -27,18 +27,15 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from persistent_ops.runtime.bootstrap import pmi
 from persistent_ops.runtime.bootstrap.launchers import LaunchEnvironment
 from persistent_ops.runtime.bootstrap.mailbox import Mailbox, StoreMailbox, ThreadMailbox, ThreadTable, Worker
-from persistent_ops.runtime.bootstrap.peer_watch import ABSENT, HERE, PREPARING, PeerWatch, tell_state
+from persistent_ops.runtime.bootstrap.peer_watch import ABSENT, HERE, PREPARING, Calls, PeerWatch, tell_state
 from persistent_ops.runtime.bootstrap.process_identity import ProcessIdentity, identify
 from persistent_ops.runtime.bootstrap.rendezvous import meet, store_over
 from persistent_ops.runtime.errors import BootstrapError
-
-if TYPE_CHECKING:
-    from persistent_ops.runtime.call_order import CallOrder
 
 __all__ = ["Bootstrap", "connect", "fail_all", "from_group", "from_threads"]
 
@@ -247,7 +244,7 @@ class Bootstrap:
             mailbox.pause(_LONGEST_PAUSE_S)
             left = mailbox.add("left", 0, deadline)
 
-    def watch(self, report: Callable[[frozenset[int], frozenset[int]], None], calls: CallOrder) -> PeerWatch | None:
+    def watch(self, report: Callable[[frozenset[int], frozenset[int]], None], calls: Calls) -> PeerWatch | None:
         """Watch the other PEs from a thread; None in a world of one. See `PeerWatch` for `report` and `calls`."""
         if self._mailbox is None:
             return None

@@ -13,16 +13,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from persistent_ops.runtime.bootstrap.mailbox import Mailbox
 from persistent_ops.runtime.errors import BootstrapError
 
-if TYPE_CHECKING:
-    from persistent_ops.runtime.call_order import CallOrder
-
-__all__ = ["ABSENT", "HERE", "PREPARING", "PeerWatch", "tell_state"]
+__all__ = ["ABSENT", "HERE", "PREPARING", "Calls", "PeerWatch", "tell_state"]
 
 HERE, PREPARING, ABSENT = b"here", b"preparing", b"absent"
 _PERIOD_S = 0.25
@@ -36,6 +33,16 @@ def tell_state(mailbox: Mailbox, rank: int, state: bytes, deadline: float) -> No
     """Let all PEs know the state of one."""
     mailbox.put(f"state/{rank}", state, deadline)
     mailbox.add(_NEWS, 1, deadline)
+
+
+class Calls(Protocol):
+    """What finds PEs that are in other calls: `CallOrder`."""
+
+    def look(self) -> bytes:
+        """Look at what the peers have begun; return what to tell them of it."""
+
+    def compare(self, told: Mapping[int, bytes]) -> None:
+        """Compare what each peer's `look` has returned last."""
 
 
 class PeerWatch:
@@ -60,7 +67,7 @@ class PeerWatch:
         serving_rank: int | None,
         find_dead: Callable[[], Sequence[int]],
         report: Callable[[frozenset[int], frozenset[int]], None],
-        calls: CallOrder | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self._mailbox: Mailbox | None = mailbox
         self._rank = rank

@@ -14,8 +14,9 @@ from typing import Any
 
 from .jit import KernelSource, load_host
 
-__all__ = ["Description", "copy_of", "describe", "description_of"]
+__all__ = ["COMM", "Description", "copy_of", "describe", "description_of"]
 
+COMM = "comm/team.cuh"  # the header of what all operators share
 _KINDS: dict[str, type[ctypes._SimpleCData]] = {  # type: ignore[type-arg]
     **{f"i{size}": getattr(ctypes, f"c_int{8 * size}") for size in (1, 2, 4, 8)},
     **{f"u{size}": getattr(ctypes, f"c_uint{8 * size}") for size in (1, 2, 4, 8)},

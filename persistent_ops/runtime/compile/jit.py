@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import CompileError
 from .cache import Job, cache_folder, fetch
-from .toolchain import find_cxx, find_nvcc, find_nvshmem, nvshmem_remedy
+from .toolchain import Nvshmem, find_cxx, find_nvcc, find_nvshmem, nvshmem_remedy
 
 __all__ = [
     "CudaBinary",
@@ -377,49 +377,21 @@ def compile_cuda(
     # Named to nvcc explicitly, so that the compiler in the key is the one that preprocesses; nvcc knows no launchers.
     preprocessor = None if "NVCC_CCBIN" in os.environ else find_cxx()
     host = [] if preprocessor is None else ["-ccbin", str(preprocessor.path)]
-    number = architecture.group(1)
-    target = f"-gencode=arch=compute_{number},code=sm_{number}"
+    target = f"-gencode=arch=compute_{architecture.group(1)},code=sm_{architecture.group(1)}"
     flags = ["-std=c++20", "-O3", target, "-Xptxas=-v", *extra_flags]
-    defines = list(source.defines)
-    folders = [f"-I{folder}" for folder in (root.resolve(), *compiler.include_dirs)]
-    stem = Path(source.entry).stem
+    library = _nvshmem_for(source) if nvshmem else None
+    arguments = [*_define_flags(source.defines), *[f"-I{each}" for each in (root.resolve(), *compiler.include_dirs)]]
+    nvcc, stem = str(compiler.path), Path(source.entry).stem
     unit, cubin = f"{stem}.cu", f"{stem}.cubin"
-    nvshmem_version = None
-    commands: list[tuple[str, ...]]
-    if nvshmem:
-        library = find_nvshmem()
-        if library is None:
-            raise CompileError(
-                f"compiling {source.entry} needs NVSHMEM, which is not installed. Run: {nvshmem_remedy()}"
-            )
-        if not library.agrees:
-            raise CompileError(
-                f"NVSHMEM's headers in {library.include_dir} are version {library.header_version}, but its library is "
-                f"{library.version}; two installations are mixed. Run: {nvshmem_remedy()} --force-reinstall --no-deps"
-            )
-        if any(name == "PO_WITH_NVSHMEM" for name, _ in defines):
-            raise ValueError("defines: PO_WITH_NVSHMEM is set by nvshmem=True; do not give it.")
-        nvshmem_version = library.version
-        defines.append(("PO_WITH_NVSHMEM", "1"))
-        folders.append(f"-I{library.include_dir}")
-        arguments = [*flags, *host, "-rdc=true", *_define_flags(defines), *folders]
-        commands = [
-            (str(compiler.path), *arguments, "-dc", unit, "-o", f"{stem}.o"),
-            (
-                str(compiler.path),
-                target,
-                *host,
-                "-dlink",
-                "-cubin",
-                "-Xnvlink=-v",
-                f"{stem}.o",
-                str(library.device_library),
-                "-o",
-                cubin,
-            ),
-        ]
+    if library is None:
+        commands = [(nvcc, *flags, *host, *arguments, "-cubin", unit, "-o", cubin)]
     else:
-        commands = [(str(compiler.path), *flags, *host, *_define_flags(defines), *folders, "-cubin", unit, "-o", cubin)]
+        arguments += ["-DPO_WITH_NVSHMEM=1", f"-I{library.include_dir}"]
+        linked = [f"{stem}.o", str(library.device_library)]
+        commands = [
+            (nvcc, *flags, *host, "-rdc=true", *arguments, "-dc", unit, "-o", f"{stem}.o"),
+            (nvcc, target, *host, "-dlink", "-cubin", "-Xnvlink=-v", *linked, "-o", cubin),
+        ]
     sources = _scan(root, source.entry)
     key = _key(
         source,
@@ -428,7 +400,7 @@ def compile_cuda(
         flags=flags,
         compiler=compiler.identity,
         preprocessor=None if preprocessor is None else [str(preprocessor.path), preprocessor.version],
-        nvshmem=nvshmem_version,
+        nvshmem=None if library is None else library.version,
     )
     job = Job(
         what=f"compiling {source.entry} for {arch}",
@@ -442,6 +414,21 @@ def compile_cuda(
     binary = CudaBinary(path, arch, _parse_resources(manifest["log"]), manifest["log"])
     _memo[memo_key] = (path, binary)
     return binary
+
+
+def _nvshmem_for(source: KernelSource) -> Nvshmem:
+    """Return what a kernel is linked with; raise where it cannot be."""
+    library = find_nvshmem()
+    if library is None:
+        raise CompileError(f"compiling {source.entry} needs NVSHMEM, which is not installed. Run: {nvshmem_remedy()}")
+    if not library.agrees:
+        raise CompileError(
+            f"NVSHMEM's headers in {library.include_dir} are version {library.header_version}, but its library is "
+            f"{library.version}; two installations are mixed. Run: {nvshmem_remedy()} --force-reinstall --no-deps"
+        )
+    if any(name == "PO_WITH_NVSHMEM" for name, _ in source.defines):
+        raise ValueError("defines: PO_WITH_NVSHMEM is set by nvshmem=True; do not give it.")
+    return library
 
 
 def _parse_resources(log: str) -> dict[str, KernelResources]:

@@ -17,11 +17,12 @@ from protocol import Mismatch, ProtocolSuite, Work
 from worlds import TRANSPORTS, error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.ops.embedding import inputs as embedding_inputs
+from persistent_ops.ops.embedding import lookups as embedding_lookups
 from persistent_ops.ops.embedding.inputs import _num_beside
 from persistent_ops.ops.embedding.inputs_plan import OPERATOR, Tuning
 from persistent_ops.ops.embedding.lookups import Given, fields_of_source
 from persistent_ops.runtime import world as po_world
+from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.workspace import Workspace
 
 _FEW = [case for number, case in enumerate(CASES) if number % 3 == 0 or "room" in case.name]
@@ -144,14 +145,16 @@ def test_the_forward_pass_of_what_has_arrived(backend: str, world: int) -> None:
 
 _FAULTS = Case("faults", batch=lambda rank, iteration: 4 + (rank + iteration) % 3, is_weighted=True)
 _OTHER = dataclasses.replace(_FAULTS, name="another one")
+_CASES = Operator("inputs of cases", (), has_kernel=False)
 
 
 def _made(case: Case) -> po.EmbeddingInputs:
     """Return what exchanges a case's lookups in this PE's world; collective the first time."""
-    known = po.runtime.world.current().operator_state.setdefault("inputs of cases", {})
+    state = _CASES.state(po.runtime.world.current())
+    known: dict[str, po.EmbeddingInputs] = state.own or {}
     if case.name not in known:
-        known[case.name] = make(case)
-    return known[case.name]
+        state.own = known | {case.name: make(case)}
+    return state.own[case.name]  # type: ignore[no-any-return]
 
 
 class _Snapshot:
@@ -162,7 +165,7 @@ class _Snapshot:
         self._lookups: po.Lookups | None = None
 
     def run(self) -> None:
-        self._region = self._inputs._regions[self._inputs._next]
+        self._region = self._inputs._exchange.next_region()
         lookups = _exchange(self._inputs, _FAULTS, self._iteration, self._way)
         with lookups:
             self._copies = lookups.memory.clone(), lookups.sources.clone()
@@ -219,7 +222,7 @@ class TestFaults(ProtocolSuite):
 
 
 def _meeting() -> Any:
-    return embedding_inputs._ROOM.contract(po.runtime.world.current().team, 7)
+    return embedding_lookups._ROOM.contract(po.runtime.world.current().team, 7)
 
 
 def _mismatched(case: Case, split: list[int]) -> po.Lookups:
@@ -276,7 +279,7 @@ def _padded(inputs: po.EmbeddingInputs, pe: int, tensor: torch.Tensor, is_indice
 
 def _views(inputs: po.EmbeddingInputs, lookups: po.Lookups, pe: int, samples: int) -> list[torch.Tensor]:
     """Return copies of what a PE has brought, made by kernels alone."""
-    layout, capacity = inputs._layout, inputs.capacity
+    layout, capacity = inputs._exchange.layout, inputs.capacity
     first = layout.region_offsets(po.rank(), capacity)[pe]
     room, num_offsets = capacity[pe][po.rank()], lookups.num_slots * samples + 1
     begin = first + 128
@@ -502,7 +505,7 @@ def _more_than_a_message_takes() -> list[Any]:
     before = inputs.capacity
     with pytest.MonkeyPatch.context() as patch:
         if po.rank() == 0:  # of all
-            patch.setattr(embedding_inputs, "MOST_LOOKUPS", max(map(max, before)) + 1)
+            patch.setattr(embedding_lookups, "MOST_LOOKUPS", max(map(max, before)) + 1)
         po.barrier()
         lookups = _exchange(inputs, case, 0, "lengths")
         name, text, _ = error_of(lookups.wait)
@@ -555,14 +558,14 @@ def _enlarged_too_far(lookups: int) -> list[Any]:
     made = po.EmbeddingInputs(slots, num_features=1, max_batch=1, lookups_per_sample=1.0)
     heap, seen = po_world.current().heap.free_list, []
     for count in (lookups, lookups // 3):
-        before = made.capacity, [region.memory.nbytes for region in made._regions], heap.free_bytes
+        before = made.capacity, [region.memory.nbytes for region in made._exchange.regions], heap.free_bytes
         values = torch.ones(count, dtype=torch.int64, device=po.device())
         arriving = made.exchange(values, lengths=torch.tensor([count], device=po.device()))
         failure = error_of(arriving.wait)[0] if count == lookups else arriving.wait()
         arriving.release()
-        after = made.capacity, [region.memory.nbytes for region in made._regions], heap.free_bytes
+        after = made.capacity, [region.memory.nbytes for region in made._exchange.regions], heap.free_bytes
         seen += [failure, after == before]
-    sizes = {region.memory.nbytes for region in made._regions}
+    sizes = {region.memory.nbytes for region in made._exchange.regions}
     po.check()
     return [*seen, len(sizes)]
 
@@ -592,8 +595,8 @@ def _beside() -> list[Any]:
         for turn in range(20):
             given = make_given(case, rank, turn % NUM_ITERATIONS)
             checked = Given(given.values, given.lengths, None, False, True, 4, (4,) * world)
-            region = inputs._regions[turn % 2]
-            lookups = po.Lookups(inputs, region, checked, inputs._generation)
+            region = inputs._exchange.regions[turn % 2]
+            lookups = po.Lookups(inputs._exchange, region, checked)
             late = (turn + rank) % 2 * 0.02
 
             def exchange(lookups: po.Lookups = lookups, late: float = late) -> None:
@@ -767,7 +770,7 @@ def _disagreed() -> list[Any]:
     inputs = make(CASES[0])
     with _exchange(inputs, CASES[0], 0, "lengths") as lookups:
         found = problem(CASES[0], 0, arrived(lookups))
-    return [name, "the same on all PEs" in text, found, inputs._layout.number]
+    return [name, "the same on all PEs" in text, found, inputs._exchange.layout.number]
 
 
 def test_pes_that_pass_different_layouts(backend: str) -> None:

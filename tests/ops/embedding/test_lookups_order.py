@@ -13,8 +13,9 @@ import pytest
 import torch
 from test_stream_order import Cuda, Event, Stream
 
-from persistent_ops.ops.embedding import lookups as embedding_inputs_lookups
-from persistent_ops.ops.embedding.lookups import Moment, Region
+from persistent_ops.ops.embedding.lookups import Region
+from persistent_ops.runtime import stream_order
+from persistent_ops.runtime.stream_order import Moment
 
 _DEVICE = torch.device("cuda", 0)
 
@@ -24,7 +25,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     model = Cuda()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: model.current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(embedding_inputs_lookups, "capture_of", model.capture_of)
+    monkeypatch.setattr(stream_order, "capture_of", model.capture_of)
     return model
 
 

@@ -14,12 +14,12 @@ from host_driver.build import CUDA
 from persistent_ops.runtime import backend, contract
 from persistent_ops.runtime.backend import KernelRequest, LaunchShape
 from persistent_ops.runtime.compile import description
-from persistent_ops.runtime.compile.description import Description, describe, description_of
+from persistent_ops.runtime.compile.description import COMM, Description, describe, description_of
 from persistent_ops.runtime.compile.jit import KernelSource, _scan, compile_host
+from persistent_ops.runtime.contract import LaunchKind
 from persistent_ops.runtime.errors import CompileError
-from persistent_ops.runtime.operator import COMM, Operator
 
-OPERATORS = [each for each in contract._operators.values() if (CUDA / f"kernels/{each.name}.cuh").exists()]
+OPERATORS = [each for each in contract._kinds.values() if (CUDA / f"kernels/{each.name}.cuh").exists()]
 KERNELS = sorted(path.stem for path in (CUDA / "kernels").glob("*.cuh"))
 HEAD = "#include <cstddef>\n"
 
@@ -125,7 +125,7 @@ def test_geometry_is_what_a_wg_of_the_gpu_divides() -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
-def test_every_code_of_a_kernel_has_its_text(operator: Operator) -> None:
+def test_every_code_of_a_kernel_has_its_text(operator: LaunchKind) -> None:
     constants: Description = operator.description
     phases = {name for name in constants.constants if name.startswith("kPhase")}
     assert phases == {"kPhaseCredit", *operator.phases}

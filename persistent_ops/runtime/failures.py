@@ -1,0 +1,181 @@
+"""Why launches of a workspace were given up: an ErrorRecord, which a kernel has filled in, as an exception."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from .backend import Backend
+from .call_numbers import CallNumbers
+from .changes import Changes
+from .compile.description import COMM, describe
+from .contract import Contract, LaunchKind, describe as describe_contract, differences, kind_of
+from .credits import Credits, OtherCall
+from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError
+
+__all__ = ["Failures"]
+
+_MAX_CONTRACTS = 1024  # whose values are kept for messages
+_KINDS = {"kTimeout": "timeout", "kContractMismatch": "contract", "kPeerLost": "lost", "kReportedByPeer": "reported"}
+
+
+class Failures:
+    """See the module.
+
+    Args:
+        backend: of the workspace.
+        rank: of this PE.
+        credits, changes, calls, is_capturing: of the workspace.
+
+    Attributes:
+        record: the ErrorRecord, which the host sees; its `state` is 0 where no launch was given up.
+        is_asynchronous: whether the host goes on while a launch waits.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        rank: int,
+        credits: Credits,
+        changes: Changes,
+        calls: CallNumbers,
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        description = describe(COMM)
+        constants, kind = description.constants, description.structs["ErrorRecord"]
+        self._kinds = {constants[name]: each for name, each in _KINDS.items()}
+        self._epoch_shift, self._blame_shift = constants["kEpochShift"], constants["kBlameKindShift"]
+        self._memory = backend.host_visible_bytes(ctypes.sizeof(kind))
+        self.record: Any = kind.from_address(self._memory.data_ptr())
+        self.is_asynchronous = backend.name == "cuda"
+        self._rank, self._credits, self._changes, self._calls = rank, credits, changes, calls
+        self._is_capturing = is_capturing
+        self._contracts: dict[tuple[int, ...], Contract] = {}
+
+    def remember(self, contract: Contract, words: tuple[int, ...]) -> None:
+        """Keep a contract of a plan of this PE's, for messages."""
+        if len(self._contracts) >= _MAX_CONTRACTS:
+            self._contracts.clear()
+        self._contracts[words] = contract
+
+    def describe(self, other_call: OtherCall | None) -> PersistentOpsError:
+        """Return what is raised; `other_call`: what the host has found out of a peer, see `CallOrder`."""
+        error = self.record
+        kind, me = self._kinds[error.kind], self._rank
+        operator = kind_of(error.own_contract[0])
+        assert operator is not None
+        remedy = self._remedy(operator)
+        if kind == "contract":
+            return ContractMismatchError(
+                f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch})"
+                f"{self._describe_contracts()}. {remedy}"
+            )
+        if kind == "reported":
+            return self._describe_report(remedy, other_call)
+        launch = self._launch_of(operator)
+        if kind == "lost" and error.peer == me:
+            if other_call is not None:
+                return self._describe_other_call(other_call, remedy)
+            return PeerLostError(f"PE {me} was interrupted while it waited in {launch} (epoch {error.epoch}). {remedy}")
+        what = operator.waited_for(error.phase, error.index)
+        waited = (
+            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch "
+            f"{error.epoch}, saw {error.seen >> self._epoch_shift}"
+        )
+        if kind == "lost":
+            left = "" if operator.changes else " The output of this PE is poisoned with NaN."
+            at_risk = self._changes.at_risk()
+            return PeerLostError(
+                f"{waited}; PE {error.peer} has ended, or has left (po.finalize(), or a "
+                f"po.recover() that failed): look at its output.{left}{at_risk and ' '}{at_risk}"
+            )
+        if any(error.peer_contract):
+            return PeerTimeoutError(f"{waited}. {remedy}")
+        # No credit of this epoch has come, and with that every launch begins.
+        cause = f"No launch of PE {error.peer} has begun for it: PE {error.peer} has not called the operator"
+        return PeerTimeoutError(f"{waited}. {cause}{self._lack_of_room(me)}. {remedy}")
+
+    def _lack_of_room(self, waiting: int) -> str:
+        """Say what else keeps a PE's launch from beginning; `waiting`: the PE that waits for it."""
+        if not self.is_asynchronous:
+            return ""  # threads find room, or their PE says that they do not
+        return (
+            ", or its launch found no room on its GPU beside another library's collective (NCCL's), which waited there "
+            f"for PE {waiting}: let all PEs meet the two in one order (po.nn.order_all_reduce), or leave room for both "
+            "(po.nn.leave_room)"
+        )
+
+    def _launch_of(self, operator: LaunchKind) -> str:
+        """Return what this PE had launched."""
+        number = self.record.own_contract[-1]
+        call = f", {operator.call.replace('_', ' ')} {self._calls.show(number)}" if number else ""
+        return operator.title + call
+
+    def _remedy(self, operator: LaunchKind) -> str:
+        """Say what a launch of an operator that was given up leaves, and what to do about it."""
+        poisoned = "" if operator.changes else "The output is poisoned with NaN. "
+        at_risk = self._changes.at_risk()
+        recovery = "po.recover(), called by every PE, makes the world usable again."
+        return f"{poisoned}{recovery}{at_risk and ' '}{at_risk}"
+
+    def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
+        """Tell both sides of a mismatch: what differs, then all of both."""
+        error, me = self.record, self._rank
+        mine = tuple(error.own_contract)
+        side, theirs = self._side_to_tell() if is_hearsay else (error.other_side, tuple(error.peer_contract))
+        peer = f"PE {side}" + (f", as far as PE {me} was told" if is_hearsay else "")
+        own = self._known(mine)
+        show = self._calls.show
+        differing = differences(mine, own, theirs, me, side, show)
+        head = f": {differing}" if differing else ""
+        sides = [describe_contract(words, own, show) for words in (mine, theirs)]
+        return f"{head}. PE {me}: {sides[0]}; {peer}: {sides[1]}"
+
+    def _known(self, words: tuple[int, ...]) -> Contract | None:
+        """Return the contract of a plan of this PE's, which has no number of a call; a launch may have set one."""
+        return self._contracts.get(words) or self._contracts.get((*words[:-1], 0))
+
+    def _side_to_tell(self) -> tuple[int, tuple[int, ...]]:
+        """Return a side of a reported mismatch, and its contract, of zeros where that is not here yet."""
+        error = self.record
+        told = error.other_side, tuple(error.peer_contract)
+        if any(told[1]) or self._is_capturing():  # a capture allows no copy
+            return told
+        # The report was faster than the credits, which are here by now.
+        late = [
+            (pe, self._credits.launched_by(pe, error.epoch)) for pe in (error.peer, error.index) if pe != self._rank
+        ]
+        return next((side for side in late if any(side[1]) and side[1] != tuple(error.own_contract)), told)
+
+    def _describe_report(self, remedy: str, other_call: OtherCall | None) -> PersistentOpsError:
+        """Describe a failure that another PE met first and told this one."""
+        error, me = self.record, self._rank
+        blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
+        operator = kind_of(error.own_contract[0])
+        assert operator is not None
+        left = f"so PE {me} left its launch of {self._launch_of(operator)} too (epoch {error.epoch})"
+        reason = self._kinds[error.seen >> self._blame_shift & 3]
+        if reason == "contract":
+            told = self._describe_contracts(is_hearsay=True)
+            return ContractMismatchError(
+                f"PE {error.index} and {blamed} launched operators that do not match, {left}{told}. {remedy}"
+            )
+        if reason == "lost" and other_call is not None:  # which the other PE has found first
+            return self._describe_other_call(other_call, remedy)
+        if reason == "lost":
+            what = "was interrupted" if error.peer == error.index else f"found that {blamed} has ended"
+            return PeerLostError(f"PE {error.index} {what}, {left}. {remedy}")
+        gave_up = f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}"
+        if error.peer != me or not self.is_asynchronous:
+            return PeerTimeoutError(f"{gave_up}. {remedy}")
+        cause = f"PE {me} called the operator too late{self._lack_of_room(error.index)}"
+        return PeerTimeoutError(f"{gave_up}. {cause}. {remedy}")
+
+    def _describe_other_call(self, other: OtherCall, remedy: str) -> ContractMismatchError:
+        me, peer, show = self._rank, other.peer, self._calls.show
+        mine, theirs = (describe_contract(words, self._known(words), show) for words in (other.mine, other.theirs))
+        return ContractMismatchError(
+            f"PE {me} and PE {peer} wait for each other in different calls: PE {me} in {mine}, PE {peer} in {theirs}. "
+            f"All PEs must make the same calls in the same order. {remedy}"
+        )
