@@ -28,6 +28,7 @@ from .credits import Credits, OtherCall
 from .errors import PersistentOpsError, to_raise
 from .failures import Failures
 from .heap import SymmetricHeap
+from .host_hints import HostHints
 from .stream_order import StreamOrder
 from .team import ALONE, Team
 from .torch_private import backward_pass
@@ -98,10 +99,6 @@ class Workspace:
         self.lock = threading.Lock()
         self._launching = 0  # the thread that launches
         self.timeout = timeout
-        self._telling = threading.Lock()
-        self._lost: frozenset[int] = frozenset()
-        self._preparing: frozenset[int] = frozenset()
-        self._is_interrupted = self._gives_up = False
         self._other_call: OtherCall | None = None
         self.first_epoch = 0
         """Below those of all launches since the last recovery."""
@@ -116,9 +113,8 @@ class Workspace:
         state_words = ctypes.sizeof(self._structs["LocalState"]) // 8
         self._local = backend.private_words(state_words)
         self._local_alone = backend.private_words(state_words)
-        self._host_says = backend.private_words(size)  # by PE; of a team of this PE alone: always 0
-        self._host_says_alone = backend.private_words(1)
-        self._said = [0] * size  # in these words
+        self.hints = HostHints(backend, bootstrap.rank, size)
+        """What the host tells launches under way."""
         self._zero_words: dict[int, list[torch.Tensor]] = {}  # by team
         self._restored: list[tuple[torch.Tensor, int]] = []  # words, and what they are between launches
         self._input = InputRecord(backend)
@@ -189,7 +185,7 @@ class Workspace:
             abort_offset=self._abort.data_ptr() - base,
             ready_stride=self._ready_words,
             local=(self._local_alone if is_alone else self._local).data_ptr(),
-            host_says=(self._host_says_alone if is_alone else self._host_says).data_ptr(),
+            host_says=(self.hints.words_alone if is_alone else self.hints.words).data_ptr(),
             error=ctypes.addressof(self._error),
             input_error=self._input.address,
             timeout_ns=int(self.timeout * 1e9),
@@ -314,41 +310,10 @@ class Workspace:
             first_epoch: as of which that was found.
             gives_up: whether they do already.
         """
-        with self._telling:
-            if first_epoch == self.first_epoch and not self._gives_up:
-                self._other_call, self._gives_up = other, gives_up
-                self._tell_kernels()
-
-    # ---- what the host tells launches under way ----------------------------------------------------------------------
-
-    def peers_changed(self, lost: Iterable[int], preparing: Iterable[int]) -> None:
-        """Let launches know which PEs have ended, and which prepare a launch; from any thread."""
-        with self._telling:
-            self._lost, self._preparing = frozenset(lost), frozenset(preparing)
-            self._tell_kernels()
-
-    @contextlib.contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """Let launches give up that wait while this context is open; `recover` makes up for it. From any thread."""
-        self._set_interrupted(True)
-        try:
-            yield
-        finally:
-            self._set_interrupted(False)
-
-    def _set_interrupted(self, is_interrupted: bool) -> None:
-        with self._telling:
-            self._is_interrupted = is_interrupted
-            self._tell_kernels()
-
-    def _tell_kernels(self) -> None:
-        own = {self._bootstrap.rank} if self._is_interrupted or self._gives_up else set()
-        lost, preparing = self._constants["kLost"], self._constants["kPreparing"]
-        for pe, before in enumerate(self._said):
-            said = lost * (pe in self._lost or pe in own) | preparing * (pe in self._preparing)
-            if said != before:
-                self._backend.set_word(self._host_says, pe, said)
-                self._said[pe] = said
+        with self.hints.lock:
+            if first_epoch == self.first_epoch and not self.hints.gives_up:
+                self._other_call, self.hints.gives_up = other, gives_up
+                self.hints.tell()
 
     # ---- recovery --------------------------------------------------------------------------------------------------
 
@@ -370,12 +335,12 @@ class Workspace:
         self._backend.quiet()
         self._bootstrap.exchange("recover-quiet", b"")
         self._abort.zero_()
-        with self._telling:
+        with self.hints.lock:
             self._local.zero_()
             self._local_alone.zero_()
             self._backend.synchronize()
-            self.first_epoch, self._other_call, self._gives_up = max(epochs) + 1, None, False
-            self._tell_kernels()
+            self.first_epoch, self._other_call, self.hints.gives_up = max(epochs) + 1, None, False
+            self.hints.tell()
         for words in itertools.chain.from_iterable(self._zero_words.values()):
             words.zero_()
         for words, value in self._restored:

@@ -136,7 +136,7 @@ class World:
             side.admit = functools.partial(self._admit, name=name)
             side.run_beside(self.workspace, is_beside=self._runs_beside)
             self._side_workspaces[name] = side
-            side.peers_changed(*self._told)
+            side.hints.peers_changed(*self._told)
         return side
 
     def agree_to_run_beside(self) -> bool:
@@ -187,14 +187,14 @@ class World:
     def _peers_changed(self, lost: frozenset[int], preparing: frozenset[int]) -> None:
         self._told = lost, preparing
         for workspace in self.workspaces:
-            workspace.peers_changed(lost, preparing)
+            workspace.hints.peers_changed(lost, preparing)
 
     @contextlib.contextmanager
     def _interrupted(self) -> Iterator[None]:
         """Let launches give up that wait while this context is open."""
         with contextlib.ExitStack() as stack:
             for workspace in self.workspaces:
-                stack.enter_context(workspace.interrupted())
+                stack.enter_context(workspace.hints.interrupted())
             yield
 
     def load(self, request: KernelRequest, team: Team | None = None) -> Kernel:
