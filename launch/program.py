@@ -11,19 +11,40 @@ import math
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 import persistent_ops as po
+from persistent_ops.testing.machine import shares_gpu
 from persistent_ops.testing.output_files import check_outputs
-from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
+from persistent_ops.testing.pes import (
+    gather,
+    is_first_process,
+    is_said_by_launch,
+    run_on_pes,
+    started_pes,
+    without_multicast,
+)
 from persistent_ops.testing.record import append_line, what_ran
 
-__all__ = ["add_common_options", "append_record", "check_arguments", "command", "own_folder", "run_as_asked", "traced"]
+__all__ = [
+    "add_common_options",
+    "append_record",
+    "caveat",
+    "check_arguments",
+    "command",
+    "hardware_of",
+    "own_folder",
+    "run_as_asked",
+    "traced",
+    "where_it_ran",
+]
 
 _INTERRUPTED = 130  # of a command that Ctrl-C ended, as shells count
 _HOST_PES = (2, 4)  # at least and at most
@@ -182,6 +203,36 @@ def traced(path: str | None) -> Iterator[None]:
             stack.pop_all().close()
         except OSError as error:
             print(f"no timeline: {error}", file=sys.stderr)
+
+
+def where_it_ran() -> dict[str, Any]:
+    """Return the PEs, their hardware and the versions of what ran, for a report; collective."""
+    on_gpu = po.backend() == "cuda"
+    versions: dict[str, str | None] = {"torch": torch.__version__, "persistent_ops": po.__version__}
+    if on_gpu:
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {
+        "pes": po.world_size(),
+        "backend": po.backend(),
+        "hardware": gather(torch.cuda.get_device_name(po.device()) if on_gpu else "CPU process"),
+        "shares_gpu": shares_gpu(),
+        "versions": versions,
+    }
+
+
+def hardware_of(report: dict[str, Any]) -> str:
+    """Return what a report with `where_it_ran` says of the PEs."""
+    hardware = ", ".join(f"{count} x {name}" for name, count in Counter(report["hardware"]).items())
+    return f"on the {report['backend']} backend: {escape(hardware)}"
+
+
+def caveat(report: dict[str, Any]) -> list[str]:
+    """Return a line where the times of such a report say little."""
+    if report["backend"] == "host":
+        return ["[yellow]The PEs are processes that share this machine's cores: times say nothing about GPUs[/]"]
+    if report["shares_gpu"]:
+        return ["[yellow]Several PEs share a GPU: times say nothing about one PE per GPU[/]"]
+    return []
 
 
 def append_record(path: Path | None, program: str, argv: list[str], report: dict[str, Any]) -> bool:

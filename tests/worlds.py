@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from folders import FOLDERS, TESTS
 from kept_pes import in_processes
 
 import persistent_ops as po
-from persistent_ops.runtime.world import current
+from persistent_ops.runtime.world import World, current
 
 __all__ = [
     "TRANSPORTS",
@@ -31,6 +32,7 @@ __all__ = [
     "python_path",
     "run_pes",
     "told_later",
+    "world_of",
 ]
 
 # How PEs reach each other: options of po.init.
@@ -69,6 +71,26 @@ def _in_a_world(backend: str, program: Callable[..., Any], options: dict[str, An
         result = program(*args)
         po.check()
         return result
+    finally:
+        po.finalize()
+
+
+@contextlib.contextmanager
+def world_of(backend: str, group: str | None = None, *, has_group: bool = True, **options: Any) -> Iterator[World]:
+    """Join a world on this PE, with torch's process group of the same PEs.
+
+    Args:
+        backend: "host" or "cuda".
+        group: backend of the group; see `po.process_group`.
+        has_group: whether there is one.
+        options: of po.init.
+    """
+    po.init(backend, **{"operator_timeout": 60.0, "heap_size": 64 << 20, **options})
+    try:
+        if backend == "host":
+            torch.set_num_threads(1)
+        with po.process_group(group) if has_group else contextlib.nullcontext():
+            yield current()
     finally:
         po.finalize()
 

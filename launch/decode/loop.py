@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from program import traced
+from program import traced, where_it_ran
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
@@ -384,21 +384,12 @@ def _measure(pe: _Pe) -> dict[str, Any]:
 def _description(pe: _Pe) -> dict[str, Any]:
     """Return what was run on what."""
     config: ModelConfig = pe.config
-    hardware = torch.cuda.get_device_name(pe.device) if pe.on_gpu else "CPU process"
-    versions = {"torch": torch.__version__, "persistent_ops": po.__version__}
-    if pe.on_gpu:
-        versions["cuda"] = str(torch.version.cuda)
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {
+        **where_it_ran(),
         "model": dataclasses.asdict(config),
         "layers": pe.num_layers,
         "dtype": str(pe.dtype).removeprefix("torch."),
         "options": {**dataclasses.asdict(pe.options), "model": config.name},
-        "pes": po.world_size(),
-        "backend": po.backend(),
-        "hardware": pe.exchange(hardware),
-        "versions": versions,
         "has_graphs": pe.has_graphs,
         "is_compiled": pe.is_compiled,
-        "shares_gpu": pe.peers.is_staged,
     }

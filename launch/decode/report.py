@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from typing import Any
 
 import torch
+from program import caveat, hardware_of
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -59,9 +59,8 @@ def passed(report: dict[str, Any]) -> bool:
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print what ran where, the times of each method, how far the results agree, and how to read all this."""
     options = report["options"]
-    hardware = ", ".join(f"{count} x {name}" for name, count in Counter(report["hardware"]).items())
     length = options["prompt_length"] if options["prompt"] is None else len(options["prompt"])
-    console.print(f"\n[bold]Decode loop[/] on the {report['backend']} backend: {escape(hardware)}")
+    console.print(f"\n[bold]Decode loop[/] {hardware_of(report)}")
     console.print(
         f"{escape(report['model']['name'])}, {report['layers']} of {report['model']['num_layers']} layers, "
         f"{report['dtype']}, batch {options['batch']}, prompt {length}, {options['tokens']} tokens after the first; "
@@ -137,8 +136,4 @@ def _notes(report: dict[str, Any]) -> list[str]:
     )
     kernels = "torch.compile makes the small kernels" if report["is_compiled"] else "small kernels are eager torch's"
     lines.append(f"[dim]{kernels}, the same for all methods[/]")
-    if report["backend"] == "host":
-        lines.append("[yellow]The PEs are processes that share this machine's cores: times say nothing about GPUs[/]")
-    elif report["shares_gpu"]:
-        lines.append("[yellow]Several PEs share a GPU: no graphs, and times say nothing about one PE per GPU[/]")
-    return lines
+    return lines + caveat(report)

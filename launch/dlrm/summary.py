@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
+from program import caveat, hardware_of
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -49,9 +49,8 @@ def _judges_auc(report: dict[str, Any]) -> bool:
 def print_summary(report: dict[str, Any], console: Console) -> None:
     """Print what was done on what, how fast, and whether it is right."""
     options = report["options"]
-    hardware = ", ".join(f"{count} x {name}" for name, count in Counter(report["hardware"]).items())
     interaction = {"dcn": "DLRM-DCNv2", "dot": "DLRM with the dot interaction"}[options["interaction"]]
-    console.print(f"\n[bold]{interaction}[/] on the {report['backend']} backend: {escape(hardware)}", highlight=False)
+    console.print(f"\n[bold]{interaction}[/] {hardware_of(report)}", highlight=False)
     lookups = sum(report["hotness"])
     console.print(
         f"{escape(report['source'])}: {report['num_samples']:,} samples train, {report['num_evaluated']:,} evaluate; "
@@ -64,10 +63,8 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
         _print_trained(report, console)
     for problem in problems(report):
         console.print(f"[bold red]WRONG[/]: {escape(problem)}", highlight=False)
-    if report["backend"] == "host":
-        console.print("[yellow]The PEs are processes that share this machine's cores: times say nothing about GPUs[/]")
-    elif report["shares_gpu"]:
-        console.print("[yellow]Several PEs share a GPU: times say nothing about one PE per GPU[/]")
+    for line in caveat(report):
+        console.print(line)
 
 
 def _print_trained(report: dict[str, Any], console: Console) -> None:

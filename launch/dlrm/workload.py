@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import torch
-from program import traced
+from program import traced, where_it_ran
 from rich.console import Console
 
 import persistent_ops as po
@@ -110,27 +109,15 @@ def _best_auc(data: Data, timeout: float) -> float | None:
     return best
 
 
-def _versions(*, on_gpu: bool) -> dict[str, str | None]:
-    """Return those of what trainings are compared on."""
-    found = {"fbgemm": fbgemm_version()}
-    if on_gpu:
-        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    return found
-
-
 def _what_ran_on_what(options: Options, data: Data) -> dict[str, Any]:
-    on_gpu = po.backend() == "cuda"
-    hardware = torch.cuda.get_device_name(po.device()) if on_gpu else "CPU process"
+    report = where_it_ran()
+    report["versions"]["fbgemm"] = fbgemm_version()
     return {
+        **report,
         "options": dataclasses.asdict(options),
         "source": data.name,
         "num_rows": list(data.train.num_rows),
         "hotness": list(data.train.hotness),
         "num_samples": data.train.num_samples,
         "num_evaluated": data.evaluation.num_samples,
-        "pes": po.world_size(),
-        "backend": po.backend(),
-        "hardware": gather(hardware, timeout=options.timeout),
-        "shares_gpu": shares_gpu(),
-        "versions": {"torch": torch.__version__, "persistent_ops": po.__version__, **_versions(on_gpu=on_gpu)},
     }

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from program import traced
+from program import traced, where_it_ran
 from torch.nn.parallel import DistributedDataParallel
 
 import persistent_ops as po
-from persistent_ops.testing.machine import share_cores, shares_gpu
+from persistent_ops.testing.machine import share_cores
 from persistent_ops.testing.pes import gather
 from persistent_ops.testing.progress import progress_bar
 
@@ -201,7 +201,7 @@ def run_pe(options: Options) -> dict[str, Any]:
         share_cores()
         with po.process_group(), traced(options.trace):
             report = _run(_Pe(options, read_text(options)))
-            return {**report, "shares_gpu": shares_gpu(), "group": dist.get_backend()}
+            return {**report, "group": dist.get_backend()}
     finally:
         po.finalize()
 
@@ -219,17 +219,13 @@ def _run(pe: _Pe) -> dict[str, Any]:
     with progress_bar("training", first_step=pe.step, last_step=pe.options.steps) as show:
         timed_steps, seconds = pe.train(show)
     passes = seconds_per_pass(pe, options.overlap_steps) if options.overlap_steps else None
-    on_gpu = po.backend() == "cuda"
     return {
+        **where_it_ran(),
         "options": dataclasses.asdict(options),
         "source": pe.corpus.source,
         "num_bytes": pe.corpus.num_bytes,
         "num_words": len(pe.corpus.stream),
         "vocabulary": len(pe.corpus.words),
-        "pes": po.world_size(),
-        "backend": po.backend(),
-        "hardware": pe.exchange(torch.cuda.get_device_name(pe.device) if on_gpu else "CPU process"),
-        "versions": {"torch": torch.__version__, "persistent_ops": po.__version__},
         "first_step": first_step,
         "losses": pe.losses,
         "norms": pe.norms,

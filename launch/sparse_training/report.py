@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from program import caveat, hardware_of
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from persistent_ops.testing.figures import pyplot
 
 __all__ = ["TOLERANCE", "passed", "plot", "print_report", "problems"]
 
@@ -49,14 +51,10 @@ def passed(report: dict[str, Any]) -> bool:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the loss curve into a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plots = pyplot()
     losses = report["losses"]
     span = max(1, len(losses) // 50)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = plots.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8, alpha=0.4, label="loss of each step")
     means = [sum(losses[end - span : end]) / span for end in range(span, len(losses) + 1)]
     axes.plot(
@@ -74,14 +72,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    plots.close(figure)
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print what was trained, how fast, whether it is right, what the vectors know, and where the files are."""
     options = report["options"]
-    hardware = ", ".join(f"{count} x {name}" for name, count in Counter(report["hardware"]).items())
-    console.print(f"\n[bold]Sparse embedding training[/] on the {report['backend']} backend: {escape(hardware)}")
+    console.print(f"\n[bold]Sparse embedding training[/] {hardware_of(report)}")
     lines = [
         f"{escape(report['source'])}: {report['num_bytes']:,} bytes, {report['num_words']:,} words, "
         f"{report['vocabulary']:,} different ones; vectors of {options['dim']}",
@@ -110,10 +107,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         _print_neighbours(report["neighbours"], console)
     folder = escape(options["output"])
     console.print(f"what was written is in {folder}; --resume --steps {2 * options['steps']} goes on", highlight=False)
-    if report["backend"] == "host":
-        console.print("[yellow]The PEs are processes that share this machine's cores: times say nothing about GPUs[/]")
-    elif report["shares_gpu"]:
-        console.print("[yellow]Several PEs share a GPU: times say nothing about one PE per GPU[/]")
+    for line in caveat(report):
+        console.print(line)
 
 
 def _recent(losses: list[float]) -> float:

@@ -18,6 +18,7 @@ from dlrm.way import make_collection
 from dlrm.workload import run_pe
 from kept_pes import in_processes
 from test_dlrm_train import options_of
+from worlds import world_of
 
 import persistent_ops as po
 
@@ -61,17 +62,13 @@ def _whole_numbers(options: Options, alone: bool) -> tuple[list[float], dict[str
                     table.copy_(first)
             found = Training(model, tables, sgd(model.parameters()), Batches(data.train, **shared)).run(Plan()).losses
             return found, dict(zip(state, (table.detach() for table in tables.tables.values()), strict=True))
-        po.init("host", heap_size=64 << 20)
-        try:
-            with po.process_group("gloo", timeout=60):
-                tables = make_collection(options, data)
-                tables.load_state_dict(state)
-                batches = Batches(data.train, rank=po.rank(), num_pes=po.world_size(), **shared)
-                found = Training(model, tables, sgd(model.parameters()), batches).run(Plan()).losses
-                own = {name: shards.shards for name, shards in tables.state_dict().items()}
-                return found, {name: shards[0][1].clone() for name, shards in own.items() if shards}
-        finally:
-            po.finalize()
+        with world_of("host", "gloo"):
+            tables = make_collection(options, data)
+            tables.load_state_dict(state)
+            batches = Batches(data.train, rank=po.rank(), num_pes=po.world_size(), **shared)
+            found = Training(model, tables, sgd(model.parameters()), batches).run(Plan()).losses
+            own = {name: shards.shards for name, shards in tables.state_dict().items()}
+            return found, {name: shards[0][1].clone() for name, shards in own.items() if shards}
 
 
 def test_whole_numbers_are_exact(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from dlrm.metrics import all_predictions, auroc, expected_auroc
 from kept_pes import in_processes
+from worlds import world_of
 
 import persistent_ops as po
 
@@ -103,16 +104,12 @@ def predictions(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gather_parts(num_samples: int, ends: list[int]) -> tuple[bool, float]:
-    po.init("host")
-    try:
-        with po.process_group("gloo", timeout=60):
-            assert dist.get_world_size() == len(ends)
-            own = slice(ends[po.rank() - 1] if po.rank() else 0, ends[po.rank()])
-            scores, labels = predictions(num_samples)
-            found = all_predictions(scores[own], labels[own])
-            return torch.equal(found[0], scores) and torch.equal(found[1], labels), auroc(*found)
-    finally:
-        po.finalize()
+    with world_of("host", "gloo"):
+        assert dist.get_world_size() == len(ends)
+        own = slice(ends[po.rank() - 1] if po.rank() else 0, ends[po.rank()])
+        scores, labels = predictions(num_samples)
+        found = all_predictions(scores[own], labels[own])
+        return torch.equal(found[0], scores) and torch.equal(found[1], labels), auroc(*found)
 
 
 @pytest.mark.host

@@ -35,7 +35,7 @@ from kept_pes import in_processes
 from PIL import Image
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
-from worlds import error_of, in_world
+from worlds import error_of, in_world, world_of
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement
@@ -232,25 +232,21 @@ def test_lookups_travel_while_the_dense_part_computes(tmp_path: Path) -> None:
 def _averages() -> list[bool]:
     """Return whether the gradients of each step are averages over the PEs."""
     found = []
-    po.init("host", heap_size=64 << 20)
-    try:
-        with po.process_group("gloo", timeout=60):
-            torch.manual_seed(3)
-            model = torch.nn.Sequential(torch.nn.Linear(4, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
-            module = DistributedDataParallel(model, bucket_cap_mb=0.1)
-            po.nn.order_all_reduce(module)
-            x = torch.full((3, 4), float(po.rank() + 1))
-            for _ in range(2):  # in the first one DDP makes its buckets
-                (own,) = torch.autograd.grad(model(x).sum(), [model[0].weight])
-                module.zero_grad()
-                module(x).sum().backward()
-                gathered = [torch.empty_like(own) for _ in range(2)]
-                dist.all_gather(gathered, own)
-                average = model[0].weight.grad
-                assert average is not None and not torch.equal(*gathered)
-                found.append(torch.allclose(average, (gathered[0] + gathered[1]) / 2))
-    finally:
-        po.finalize()
+    with world_of("host", "gloo"):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
+        module = DistributedDataParallel(model, bucket_cap_mb=0.1)
+        po.nn.order_all_reduce(module)
+        x = torch.full((3, 4), float(po.rank() + 1))
+        for _ in range(2):  # in the first one DDP makes its buckets
+            (own,) = torch.autograd.grad(model(x).sum(), [model[0].weight])
+            module.zero_grad()
+            module(x).sum().backward()
+            gathered = [torch.empty_like(own) for _ in range(2)]
+            dist.all_gather(gathered, own)
+            average = model[0].weight.grad
+            assert average is not None and not torch.equal(*gathered)
+            found.append(torch.allclose(average, (gathered[0] + gathered[1]) / 2))
     return found
 
 
@@ -341,23 +337,19 @@ def _agree_in_step(step: int, *modules: Any) -> bool:
 
 def _peer() -> list[bool]:
     """Train tables, and the same exchanged by torch; return what agrees."""
-    po.init("host", heap_size=64 << 20)
     agree = []
-    try:
-        with po.process_group("gloo", timeout=60):
-            for wire_dtype in (None, torch.bfloat16):
-                collection = _collection(wire_dtype)
-                make = functools.partial(torch.optim.Adagrad, lr=0.5, eps=1e-8)
-                peer = ExchangedEmbedding(collection, make, wire_dtype=wire_dtype)
-                agree.append((len(peer.tables), len(peer.replicas)) == ((1, 2), (0, 2), (2, 2))[po.rank()])
-                agree += [_agree_in_step(step, collection, peer) for step in range(4)]
-                for tensor in itertools.chain(*peer.parts()):
-                    tensor.add_(1)
-                peer.take_over(collection)
-                agree += [_agree_in_step(step, collection, peer) for step in range(4, 6)]
-        return agree
-    finally:
-        po.finalize()
+    with world_of("host", "gloo"):
+        for wire_dtype in (None, torch.bfloat16):
+            collection = _collection(wire_dtype)
+            make = functools.partial(torch.optim.Adagrad, lr=0.5, eps=1e-8)
+            peer = ExchangedEmbedding(collection, make, wire_dtype=wire_dtype)
+            agree.append((len(peer.tables), len(peer.replicas)) == ((1, 2), (0, 2), (2, 2))[po.rank()])
+            agree += [_agree_in_step(step, collection, peer) for step in range(4)]
+            for tensor in itertools.chain(*peer.parts()):
+                tensor.add_(1)
+            peer.take_over(collection)
+            agree += [_agree_in_step(step, collection, peer) for step in range(4, 6)]
+    return agree
 
 
 @pytest.mark.host

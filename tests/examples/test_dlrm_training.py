@@ -28,8 +28,7 @@ from dlrm.training import History, Plan, Training
 from kept_pes import in_processes
 from PIL import Image
 from torch.nn import functional as F
-
-import persistent_ops as po
+from worlds import world_of
 
 ROWS, HOTNESS = (40, 3, 60, 20), (1, 1, 3, 2)
 SIZES = Sizes(dims=(8, 8, 8, 8), num_dense=4, bottom=(32, 8), top=(32, 16, 1), cross_layers=2, cross_rank=16)
@@ -417,18 +416,13 @@ class SumsOverPes(PlainEmbedding):
 
 
 def run_on_pe(folder: str, resumes: bool) -> tuple[list[float], list[dict[str, float]], int, list[float]]:
-    po.init("host")
-    try:
-        torch.set_num_threads(1)
-        with po.process_group("gloo", timeout=60):
-            training = training_of(301, 900, 60, embedding=SumsOverPes())
-            if resumes:
-                training.resume(Path(folder))
-            history = training.run(Plan(epochs=2 if resumes else 1, evaluate_every=4, folder=Path(folder)))
-            sums = [float(each.double().sum()) for each in training._model.state_dict().values()]
-            return history.losses, history.evaluations, training.step, sums
-    finally:
-        po.finalize()
+    with world_of("host", "gloo"):
+        training = training_of(301, 900, 60, embedding=SumsOverPes())
+        if resumes:
+            training.resume(Path(folder))
+        history = training.run(Plan(epochs=2 if resumes else 1, evaluate_every=4, folder=Path(folder)))
+        sums = [float(each.double().sum()) for each in training._model.state_dict().values()]
+        return history.losses, history.evaluations, training.step, sums
 
 
 @pytest.mark.host

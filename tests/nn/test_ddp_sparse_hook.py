@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from kept_pes import in_processes
 from torch.nn.parallel import DistributedDataParallel
+from worlds import world_of
 
 import persistent_ops as po
 from persistent_ops.nn import ddp
@@ -127,19 +128,6 @@ CASES = [
         (("static_graph", True),),
     ),
 ]
-
-
-@contextlib.contextmanager
-def world_of(backend: str, *, heap_size: int = 64 << 20) -> Iterator[po_world.World]:
-    po.init(backend, operator_timeout=60.0, heap_size=heap_size)
-    try:
-        world = po_world.current()
-        if backend == "host":
-            torch.set_num_threads(1)
-        with po.process_group():
-            yield world
-    finally:
-        po.finalize()
 
 
 def wrapped(model: torch.nn.Module, *, may_be_unused: bool = False, **options: Any) -> DistributedDataParallel:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,10 @@ from bits import UNIT
 from hypothesis import given, strategies as st
 from kept_pes import in_processes
 from torch.nn import functional as F
-from worlds import run_pes
+from worlds import run_pes, world_of
 
 import persistent_ops as po
 import persistent_ops.nn as po_nn
-from persistent_ops.runtime import world as po_world
 
 WORLDS = (1, 2, 3, 4)
 
@@ -76,22 +74,6 @@ def whole_layer(case: Case) -> torch.nn.Linear:
     return linear
 
 
-@contextlib.contextmanager
-def world_of(backend: str, *, has_group: bool = False) -> Iterator[po_world.World]:
-    po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
-    try:
-        world = po_world.current()
-        if backend == "host":
-            torch.set_num_threads(1)
-        if not has_group:
-            yield world
-            return
-        with po.process_group():
-            yield world
-    finally:
-        po.finalize()
-
-
 def row_problem(case: Case, layer: po_nn.RowParallelLinear, leading: tuple[int, ...], *, has_residual: bool) -> str:
     """Run the layer once; return what is wrong, or nothing."""
     world, device = po.world_size(), po.device()
@@ -126,7 +108,7 @@ def row_problem(case: Case, layer: po_nn.RowParallelLinear, leading: tuple[int, 
 @torch.no_grad()
 def row_program(backend: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    with world_of(backend, has_group=True) as world:
+    with world_of(backend) as world:
         for case in CASES:
             splits = case.splits(world.size)
             layer = po_nn.RowParallelLinear.from_linear(whole_layer(case), splits=splits, **dict(case.options))
@@ -159,7 +141,7 @@ def test_row_parallel_is_the_whole_layer(backend: str, world: int, case: Case) -
 
 
 def paths_program(backend: str) -> list[str]:
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         rounded = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16, comm_dtype=torch.bfloat16)
         exact = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16)
         double = po_nn.RowParallelLinear(8, 4, dtype=torch.float64, comm_dtype=torch.float64)
@@ -180,7 +162,7 @@ def launched(program: Callable[..., Any], world: int, backend: str, *args: Any) 
 @torch.no_grad()
 def column_program(backend: str) -> list[str]:
     problems = []
-    with world_of(backend) as world:
+    with world_of(backend, has_group=False) as world:
         for case in CASES[:4]:
             for splits in (None, po_nn.balanced_splits(case.outputs, world.size)):
                 if splits is None and case.outputs % world.size:
@@ -217,7 +199,7 @@ def test_column_parallel_is_a_part_of_the_whole_layer(backend: str, world: int) 
 
 @torch.no_grad()
 def wide_program(backend: str) -> list[list[str]]:
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         found = []
         for columns, dtype in ((4096, torch.bfloat16), (8192, torch.bfloat16), (8193, torch.bfloat16), (8192, None)):
             layer = po_nn.ColumnParallelLinear(columns, 3, dtype=dtype)
@@ -236,7 +218,7 @@ def test_vectors_that_find_no_room_take_the_library_s_product(backend: str) -> N
 
 
 def column_library_program(backend: str) -> list[object]:
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         layer = po_nn.ColumnParallelLinear.from_linear(whole_layer(CASES[0]))
         x = values(CASES[0], "x", 3, CASES[0].inputs).to(po.device())
         recorded = x.clone().requires_grad_()
@@ -269,7 +251,7 @@ def test_column_parallel_takes_the_library_s_product_where_it_must(backend: str)
 @torch.no_grad()
 def other_dtypes_program(backend: str) -> list[object]:
     found: list[object] = []
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         layer = po_nn.ColumnParallelLinear(8, 5, dtype=torch.float64)
         for count in (1, 3, 20):
             x = torch.arange(8.0 * count, device=po.device(), dtype=torch.float64).view(count, 8)
@@ -286,7 +268,7 @@ def test_column_parallel_takes_dtypes_that_the_kernel_does_not(backend: str) -> 
 @torch.no_grad()
 def autocast_program(backend: str) -> list[str]:
     problems = []
-    with world_of(backend, has_group=True) as world:
+    with world_of(backend) as world:
         for dtype, comm_dtype, path in (
             (torch.float32, None, "all_reduce"),
             (torch.bfloat16, torch.bfloat16, "all_reduce"),
@@ -309,7 +291,7 @@ def autocast_program(backend: str) -> list[str]:
 @torch.no_grad()
 def pair_program(backend: str) -> list[Any]:
     """Return dtypes of a pair of layers under autocast, and whether the result is theirs of what lies between."""
-    with world_of(backend) as world:
+    with world_of(backend, has_group=False) as world:
         features = 8 * world.size
         up, down = po_nn.ColumnParallelLinear(features, features), po_nn.RowParallelLinear(features, features)
         found: list[Any] = []
@@ -339,7 +321,7 @@ def test_row_parallel_rounds_no_product_for_autocast(backend: str, world: int) -
 def double_program(backend: str) -> list[str]:
     """Sums of float64 are of float64, but where they are to travel in fp32."""
     problems = []
-    with world_of(backend, has_group=True) as world:
+    with world_of(backend) as world:
         case = Case("double", dtype=torch.float64)
         whole, splits = whole_layer(case), po_nn.balanced_splits(case.inputs, world.size)
         x, residual = values(case, "x", 20, case.inputs), values(case, "residual", 20, case.outputs)
@@ -379,7 +361,7 @@ class Block(torch.nn.Module):
 @torch.no_grad()
 def block_program(backend: str) -> list[str]:
     problems = []
-    with world_of(backend) as world:
+    with world_of(backend, has_group=False) as world:
         whole = Block(lambda kind, inputs, outputs: torch.nn.Linear(inputs, outputs))
         generator = torch.Generator().manual_seed(3)  # the PEs may be threads, which share torch's own
         for parameter in whole.parameters():
@@ -421,7 +403,7 @@ def test_a_block_loads_the_state_dict_of_whole_layers(backend: str, world: int) 
 
 def conversion_program(backend: str) -> list[str]:
     problems = []
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         torch.manual_seed(0)
         linear = torch.nn.Linear(8, 6)
         state = torch.random.get_rng_state()
@@ -462,7 +444,7 @@ def message_of(kind: type[BaseException], call: Callable[[], object]) -> str:
 
 def errors_program(backend: str) -> dict[str, str]:
     Row, Column = po_nn.RowParallelLinear, po_nn.ColumnParallelLinear
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         device = po.device()
         row, column = Row(8, 4), Column(8, 4)
         x = torch.ones(3, 4, device=device)
@@ -539,7 +521,7 @@ def test_what_does_not_fit_is_refused(backend: str) -> None:
 
 @torch.no_grad()
 def other_group_program(backend: str) -> str:
-    with world_of(backend, has_group=True) as world:
+    with world_of(backend) as world:
         mine = [torch.distributed.new_group([rank]) for rank in range(world.size)][world.rank]
         layer = po_nn.RowParallelLinear(8, 4, group=mine, dtype=torch.float16)
         x = torch.ones(17, 4, device=po.device(), dtype=torch.float16)
@@ -552,7 +534,7 @@ def test_a_group_of_other_ranks_is_refused(backend: str) -> None:
 
 
 def saved_program(backend: str) -> bytes:
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         layers = [
             layer.from_linear(whole_layer(CASES[0])) for layer in (po_nn.RowParallelLinear, po_nn.ColumnParallelLinear)
         ]
@@ -562,7 +544,7 @@ def saved_program(backend: str) -> bytes:
 @torch.no_grad()
 def loaded_program(backend: str, saved: list[bytes]) -> list[str]:
     """What each layer says to an input that fits it."""
-    with world_of(backend):
+    with world_of(backend, has_group=False):
         said = []
         for layer in pickle.loads(saved[min(po.rank(), len(saved) - 1)]):
             features = layer.weight.shape[1]
@@ -583,7 +565,7 @@ def test_a_layer_of_another_pe_or_world_is_refused(backend: str) -> None:
 
 
 def copies_program(backend: str) -> list[Any]:
-    with world_of(backend, has_group=True) as world:
+    with world_of(backend) as world:
         group = torch.distributed.new_group(list(range(world.size)))
         layer = po_nn.RowParallelLinear(8, 4, group=group, dtype=torch.float16)
         x = torch.ones(17, 8 // world.size, device=po.device(), dtype=torch.float16)
@@ -604,7 +586,7 @@ def test_a_layer_with_a_group_is_copied_and_not_pickled(backend: str) -> None:
 @torch.no_grad()
 def compile_program(backend: str) -> list[str]:
     problems = []
-    with world_of(backend) as world:
+    with world_of(backend, has_group=False) as world:
         linear = whole_layer(CASES[0])
         layer = po_nn.RowParallelLinear.from_linear(linear)
         column = po_nn.ColumnParallelLinear.from_linear(linear)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Case, batch_of, gradient_of, samples_of
-from worlds import error_of, in_world, init_with_impatient_kernels, run_pes
+from worlds import error_of, in_world, init_with_impatient_kernels, run_pes, world_of
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig
@@ -342,9 +342,8 @@ def _states(module: Any) -> dict[str, Any]:
 
 def _checkpoints(backend: str, folder: str, cases: list[Case]) -> list[dict[str, list[torch.Tensor]]]:
     """Train and save; load what another world has saved into each placement; return blocks."""
-    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
     found = []
-    with po.process_group("gloo", timeout=60):
+    with world_of(backend, "gloo"):
         for case in cases:
             module = case.make(gradient_scale=1.0, seed=3 if case is cases[0] else 99)
             if Path(folder).exists():
@@ -358,7 +357,6 @@ def _checkpoints(backend: str, folder: str, cases: list[Case]) -> list[dict[str,
                 dcp.save(_states(module), checkpoint_id=folder)
             po.check()
             found.append(_blocks(module))
-    po.finalize()
     return found
 
 

@@ -14,7 +14,7 @@ from kept_pes import in_processes
 from sharded_embedding_cases import PlainCollection
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from worlds import error_of, in_world
+from worlds import error_of, in_world, world_of
 
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement, sharded_table
@@ -48,8 +48,7 @@ class _Projected(po.nn.ShardedEmbeddingBagCollection):
 
 def _under_ddp(compiles: bool) -> list[Any]:
     """Return whether slices that differ from PE to PE stay, and the gradients of a layer that all PEs have."""
-    po.init("host", operator_timeout=30.0, heap_size=64 << 20)
-    with po.process_group("gloo", timeout=60):
+    with world_of("host", "gloo"):
         placement = {"a": po.nn.TablePlacement("column_wise", 2)}
         model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
         model[0].projection.load_state_dict({"weight": torch.ones(2, 8), "bias": torch.zeros(2)})
@@ -60,7 +59,6 @@ def _under_ddp(compiles: bool) -> list[Any]:
         wrapped = DistributedDataParallel(model[0])
         wrapped(*_lookups(po.rank(), 5)).sum().backward()
         gradient = model[0].projection.weight.grad.clone()
-    po.finalize()
     return [is_same, gradient]
 
 
@@ -73,8 +71,7 @@ def test_tables_and_layers_under_ddp(compiles: bool) -> None:
 
 def _forgotten() -> list[Any]:
     """Return what a model says whose tables DistributedDataParallel was not told to ignore."""
-    po.init("host", operator_timeout=30.0, heap_size=64 << 20)
-    with po.process_group("gloo", timeout=60):
+    with world_of("host", "gloo"):
         placement = {"a": po.nn.TablePlacement("column_wise", 2)}  # equal shapes, or DistributedDataParallel raises
         model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
         features = {"features": _lookups(po.rank(), 5)[0], "lengths": _lookups(po.rank(), 5)[1]}
@@ -93,7 +90,6 @@ def _forgotten() -> list[Any]:
         wrapped = DistributedDataParallel(whole)
         results = [wrapped() for _ in range(2)]
         same = torch.equal(*results)
-    po.finalize()
     return [name, text, same]
 
 

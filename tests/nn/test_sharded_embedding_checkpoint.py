@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of
-from worlds import error_of, gave_up, in_world, init_with_impatient_kernels
+from worlds import error_of, gave_up, in_world, init_with_impatient_kernels, world_of
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement, TableShards
@@ -56,22 +56,19 @@ def _blocks(module: Any) -> dict[str, list[tuple[tuple[int, ...], torch.Tensor]]
 
 
 def _saved(backend: str, folder: str, case: Case, steps: int) -> dict[str, Any]:
-    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
-    with po.process_group("gloo", timeout=60):
+    with world_of(backend, "gloo"):
         module = case.make(gradient_scale=1.0)
         _train(module, case, range(steps))
         po.check()
         dcp.save(_parts(module), checkpoint_id=folder)
         blocks = _blocks(module)
-    po.finalize()
     return blocks
 
 
 def _loaded(backend: str, folder: str, case: Case, more: int) -> Any:
     """Load, and train on; return blocks, or what is refused."""
-    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
     problem = ""
-    with po.process_group("gloo", timeout=60):
+    with world_of(backend, "gloo"):
         module = case.make(gradient_scale=1.0, seed=99, lr=9.0)  # other rows and rates, which must not stay
         parts = _parts(module)
         try:
@@ -84,7 +81,6 @@ def _loaded(backend: str, folder: str, case: Case, more: int) -> Any:
             _train(module, case, range(_STEPS, _STEPS + more))
             po.check()
         blocks = _blocks(module)
-    po.finalize()
     return problem or blocks
 
 
@@ -361,8 +357,7 @@ def test_a_rate_that_was_loaded_is_not_the_state_dict_s() -> None:
 def _saved_meanwhile(backend: str, folder: str) -> list[str]:
     """Save by async_save and by save; return what differs of what is loaded."""
     case, problems = _case("adagrad"), []
-    po.init(backend, operator_timeout=30.0, heap_size=64 << 20)
-    with po.process_group("gloo", timeout=60):
+    with world_of(backend, "gloo"):
         module = case.make()
         _train(module, case, range(_STEPS))
         before = _blocks(module)
@@ -375,7 +370,6 @@ def _saved_meanwhile(backend: str, folder: str) -> list[str]:
         for name, blocks in _blocks(module).items():
             for (_, one), (_, other) in zip(blocks, before[name], strict=True):
                 problems += [name] if not torch.equal(one, other) else []
-    po.finalize()
     return problems
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
+from worlds import world_of
 
 import persistent_ops as po
 from persistent_ops.nn import TablePlacement
@@ -172,11 +173,9 @@ def _loaded(algorithm: str, folder: Path) -> list[Any]:
 
 
 def _in_a_world(backend: str, program: Any, folder: Path) -> dict[str, list[Any]]:
-    po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
-    with po.process_group("gloo", timeout=120):
+    with world_of(backend, "gloo"):
         seen = {algorithm: program(algorithm, folder / algorithm) for algorithm in _OPTIMIZERS}
         po.check()
-    po.finalize()
     return seen
 
 

@@ -12,7 +12,7 @@ from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Reference, batch_of, gradient_of, samples_of
 from test_dlrm_training import HOTNESS, ROWS, SIZES, Plan, training_of
 from torch.nn.parallel import DistributedDataParallel
-from worlds import error_of, in_world
+from worlds import error_of, in_world, world_of
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement, ignore_sharded_tables
@@ -36,18 +36,13 @@ def _dlrm_tables() -> po.nn.ShardedEmbeddingBagCollection:
 
 
 def _dlrm(folder: str, resumes: bool) -> tuple[list[float], list[dict[str, float]], int]:
-    po.init("host", heap_size=64 << 20)
-    try:
-        torch.set_num_threads(1)
-        with po.process_group("gloo", timeout=60):
-            training = training_of(301, 900, 60, embedding=_dlrm_tables())
-            if resumes:
-                training.resume(Path(folder))
-            history = training.run(Plan(epochs=2 if resumes else 1, evaluate_every=4, folder=Path(folder)))
-            po.check()
-            return history.losses, history.evaluations, training.step
-    finally:
-        po.finalize()
+    with world_of("host", "gloo"):
+        training = training_of(301, 900, 60, embedding=_dlrm_tables())
+        if resumes:
+            training.resume(Path(folder))
+        history = training.run(Plan(epochs=2 if resumes else 1, evaluate_every=4, folder=Path(folder)))
+        po.check()
+        return history.losses, history.evaluations, training.step
 
 
 @pytest.mark.host
@@ -237,29 +232,25 @@ class _Model(torch.nn.Module):
 
 
 def _under_ddp() -> list[Any]:
-    po.init("host", heap_size=64 << 20)
-    try:
-        with po.process_group("gloo", timeout=60):
-            torch.manual_seed(5)
-            model = _Model()
-            ignore_sharded_tables(model)
-            before = {name: shards.clone() for name, shards in model.tables[0].state_dict().items()}
-            ddp = DistributedDataParallel(model)
-            kept = all(
-                torch.equal(a, b)
-                for name, shards in model.tables[0].state_dict().items()
-                for (_, a), (_, b) in zip(shards.shards, before[name].shards, strict=True)
-            )
-            for step in range(3):
-                batch = batch_of(_SHARED, po.rank(), step)
-                (ddp(batch.values, batch.lengths).sum() / max(1, samples_of(po.rank(), step))).backward()
-                model.tables[0].optimizer.step()  # type: ignore[union-attr, operator]
-            gradient = model.top.weight.grad
-            assert gradient is not None
-            po.check()
-            return [kept, sorted(name for name, each in model.named_parameters() if each.requires_grad), gradient]
-    finally:
-        po.finalize()
+    with world_of("host", "gloo"):
+        torch.manual_seed(5)
+        model = _Model()
+        ignore_sharded_tables(model)
+        before = {name: shards.clone() for name, shards in model.tables[0].state_dict().items()}
+        ddp = DistributedDataParallel(model)
+        kept = all(
+            torch.equal(a, b)
+            for name, shards in model.tables[0].state_dict().items()
+            for (_, a), (_, b) in zip(shards.shards, before[name].shards, strict=True)
+        )
+        for step in range(3):
+            batch = batch_of(_SHARED, po.rank(), step)
+            (ddp(batch.values, batch.lengths).sum() / max(1, samples_of(po.rank(), step))).backward()
+            model.tables[0].optimizer.step()  # type: ignore[union-attr, operator]
+        gradient = model.top.weight.grad
+        assert gradient is not None
+        po.check()
+        return [kept, sorted(name for name, each in model.named_parameters() if each.requires_grad), gradient]
 
 
 @pytest.mark.host
