@@ -53,6 +53,6 @@ from .runtime.errors import (
 )
 from .runtime.spawn import launch as launch
 from .runtime.work import Work as Work
-from .timeline import Timeline as Timeline, trace as trace
+from .timeline import LaunchSummary as LaunchSummary, Timeline as Timeline, trace as trace
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ from .runtime.operator import Operator
 from .runtime.team import WORLD
 from .runtime.tracing import Launch, Span, Tasks, Tracer
 
-__all__ = ["PeTimeline", "Summary", "Timeline", "trace"]
+__all__ = ["LaunchSummary", "PeTimeline", "Timeline", "trace"]
 
 _BEGINNING = Operator("beginning of a timeline (po.trace)", (), has_kernel=False)
 _GATHER_S = 60.0
@@ -78,7 +78,7 @@ class Timeline:
         """Return the names of what was launched, PE by PE in the order of the first launches."""
         return list(dict.fromkeys(launch.operator for pe in self.pes for launch in pe.launches))
 
-    def summary(self) -> list[Summary]:
+    def summary(self) -> list[LaunchSummary]:
         """Return what each operator's launches did on each PE, on average over those whose WGs all found room."""
         begins: dict[_Key, list[float]] = defaultdict(list)
         # Where there was no room for all WGs of a launch, its times are not known.
@@ -116,7 +116,7 @@ class Timeline:
         _draw(self, path, operator, launch)
 
 
-class Summary(NamedTuple):
+class LaunchSummary(NamedTuple):
     """An operator's launches on one PE. Times are means over launches, in microseconds; shares are of its warps' time.
 
     Attributes:
@@ -176,7 +176,7 @@ def _by_launch(launches: Sequence[Launch]) -> dict[_Key, list[Launch]]:
     return found
 
 
-def _summary(pe: int, operator: str, launches: list[list[Launch]], skews: list[float]) -> Summary:
+def _summary(pe: int, operator: str, launches: list[list[Launch]], skews: list[float]) -> LaunchSummary:
     wgs = [wg for launch in launches for wg in launch]
     warp_time = sum((wg.end - wg.begin) * wg.num_warps for wg in wgs) or 1.0
     waits: Counter[tuple[int, str]] = Counter()
@@ -193,7 +193,7 @@ def _summary(pe: int, operator: str, launches: list[list[Launch]], skews: list[f
             exposed += sum(max(span.end - max(span.begin, first), 0.0) for span in waits_for_peers)
     last = Counter(max(launch, key=lambda wg: wg.end).wg for launch in launches)
     us = [max(wg.end for wg in launch) - min(wg.begin for wg in launch) for launch in launches]
-    return Summary(
+    return LaunchSummary(
         pe=pe,
         operator=operator,
         launches=len(launches),

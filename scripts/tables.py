@@ -1,4 +1,4 @@
-"""Tables of the documents, made from the records: python scripts/tables.py tells which differ, --write replaces them.
+"""Tables of the documents, made from records and code: this reports which differ, and --write replaces them.
 
 A document holds a table between two comments, of which the first one names it:
 
@@ -31,6 +31,7 @@ import gemv.methods
 import row_parallel_linear
 import sparse.methods
 from embedding_step.methods import PHASES
+from public_names import public_names, summary_of
 from run_records import (
     OWN_TABLES,
     REPOSITORY,
@@ -453,7 +454,14 @@ def _gpu_runs_block(folder: Path) -> str:
     return _table(["test file", "newest run on GPUs: which, date, commit"], rows)
 
 
+def _public_names_block(folder: Path) -> str:
+    """Return what `po` and `po.nn` export, each with its first sentence."""
+    rows = [[f"`{each.name}`", summary_of(each.what).replace("|", "\\|")] for each in public_names(with_parts=False)]
+    return _table(["name", "what it is"], rows)
+
+
 _BLOCKS: dict[str, Callable[..., str]] = {
+    "public_names": _public_names_block,
     "runs": _runs_block,
     "operators": _operators_block,
     "gpu_runs": _gpu_runs_block,
