@@ -23,6 +23,7 @@ from persistent_ops.runtime.world import World
 
 from .configs import Config
 from .inputs import LookupSet
+from .methods import plan_key
 
 __all__ = ["OPERATOR", "OurBackward"]
 
@@ -87,15 +88,10 @@ class OurBackward:
     def backward(self, number: int) -> None:
         """Make the backward pass of a set alone."""
         drawn = self._sets[number]
-        self._optimizer._backward(
-            self._gradients[number],
-            self._tables,
-            embedding_recorded_call.OfBatch(drawn.indices, drawn.offsets, None),
-            self._split,
-            "sum",
-            wants_factors=False,
-            forward_pass=0,
-        )
+        key = plan_key(self._world, self._world.team, self._config, self._tables, drawn)
+        call = embedding_recorded_call.EmbeddingCall(self._world, key, tuple(self._tables), None)
+        inputs = embedding_recorded_call.OfBatch(drawn.indices, drawn.offsets, None)
+        self._optimizer._backward(call, self._gradients[number], inputs, wants_factors=False, forward_pass=0)
 
     def forward_backward(self, number: int) -> None:
         """Make both passes through autograd."""

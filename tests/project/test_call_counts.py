@@ -15,7 +15,7 @@ LIMITS = {
     "gemv_all_reduce": (18, 12),
     "sparse_all_reduce": (60, 13),
     "embedding_all_to_all": (34, 14),
-    "collection": (236, 28),
+    "collection": (200, 25),
 }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -14,13 +15,13 @@ from ...runtime.plans import Plans
 from ...runtime.team import Team
 from ...runtime.torch_library import TorchOperator
 from ...runtime.torch_private import num_dispatch_modes
-from .checks import MODES, SCHEDULES, check_arrived, check_tables_and_split, check_types
+from .backward import EmbeddingOptimizer
+from .checks import MODES, SCHEDULES, check_tables_and_split, check_types
+from .gradients import record_sparse
 from .lookups import Lookups
-from .plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling, numbers_of
+from .plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
+from .recorded_call import EmbeddingCall
 from .split import completed, dims_at_compile_time, exchange_dims, table_sets
-
-if TYPE_CHECKING:
-    from .backward import EmbeddingOptimizer
 
 __all__ = ["embedding_all_to_all", "pool_alone", "reference"]
 
@@ -131,7 +132,7 @@ def embedding_all_to_all(
     if isinstance(weights, torch.nn.ParameterList):
         weights = list(weights)
     if isinstance(indices, Lookups):
-        check_arrived(indices, weights, offsets, per_sample_weights, batch_per_rank)
+        indices.check_is_of(weights, offsets, per_sample_weights, batch_per_rank)
         batch_per_rank = indices.batch_per_rank
     elif offsets is None:
         raise TypeError(
@@ -139,46 +140,92 @@ def embedding_all_to_all(
             "alone; of indices [B, L] of a table they are torch.arange(0, B * L + 1, L), beside indices.flatten()"
         )
     differentiated = indices.per_sample_weights if isinstance(indices, Lookups) else per_sample_weights
-    if optimizer is not None:
-        if isinstance(optimizer, type) or not hasattr(optimizer, "record"):
-            raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
-        if not torch.compiler.is_compiling():
-            optimizer.refuse_half_updated()
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "record")):
+        raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
     records = torch.is_grad_enabled()
     may_record = records and _may_record()
     is_required = _require_gradients(weights, differentiated) if may_record else None
-    if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
-        if is_watched() or not isinstance(weights, (list, tuple)):
-            require_plain_list("weights", weights)
-            if differentiated is not None:
-                require_plain({"per_sample_weights": differentiated})
-        if out is not None:
-            raise NotImplementedError("out: cannot be given where gradients are recorded")
-        choices = {"mode": mode, "bounds": bounds, "schedule": schedule}
-        # The backward pass reads what it was called with, also where the caller's lists are filled anew meanwhile.
-        split = {
-            "batch_per_rank": numbers_of("batch_per_rank", batch_per_rank),
-            "dim_per_rank": numbers_of("dim_per_rank", dim_per_rank),
-            "dtype": dtype,
-            "wire_dtype": wire_dtype,
-            "columns": numbers_of("columns", columns),
-        }
-        record = _record_sparse() if optimizer is None else optimizer.record
-        return record(embedding_all_to_all, weights, indices, offsets, per_sample_weights, split, choices)
-    result: torch.Tensor
-    tables = () if is_required is False else weights  # whose gradients are asked for
     choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
+    if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
+        return _recorded(weights, indices, offsets, per_sample_weights, out, choices_of_call, optimizer)
+    if optimizer is not None and not torch.compiler.is_compiling():
+        optimizer.refuse_half_updated(_world.current())
+    tables = () if is_required is False else weights  # whose gradients are asked for
+    return _unrecorded(weights, indices, offsets, per_sample_weights, out=out, choices=choices_of_call, tables=tables)
+
+
+def _recorded(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor | Lookups,
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    choices: tuple[Any, ...],
+    optimizer: EmbeddingOptimizer | None,
+) -> torch.Tensor:
+    """Make a call that has a backward pass."""
+    world = _world.for_call()
+    if optimizer is not None and not torch.compiler.is_compiling():
+        optimizer.refuse_half_updated(world)
+    is_direct = _may_record() and not is_watched()
+    given: tuple[Any, ...] = ()
     if isinstance(indices, Lookups):
-        sources = indices.sources
-        pooling = average_pooling(indices.capacity, len(weights) * sum(indices.batch_per_rank or ()))
-        kind = (indices.index_dtype, indices.is_weighted, pooling, indices.num_beside)
-        from_sources = (weights, sources, *kind, *choices_of_call)
-        result = _operator_from_sources(from_sources, {"out": out}, (sources,), (out,), tables)
-        return result
-    assert offsets is not None
-    arguments = (weights, indices, offsets, per_sample_weights, *choices_of_call)
-    result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), tables)
+        arrived, named = indices, {"per_sample_weights": indices.per_sample_weights}
+    else:
+        arrived, given = None, (indices, offsets, per_sample_weights)
+        named = {"indices": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
+        is_direct = is_direct and _operator.is_plain((indices, offsets), (per_sample_weights,))
+    if not is_direct:
+        require_plain_list("weights", weights)
+        require_plain({name: each for name, each in named.items() if each is not None}, may_be_fake=True)
+    if out is not None:
+        raise NotImplementedError("out: cannot be given where gradients are recorded")
+    kind = LookupKind.of_batch(*given) if arrived is None else _kind_of_arrived(weights, arrived)
+    key = _key(world, world.team, weights, kind, *choices)
+    # The backward pass reads what it was called with, also where the caller's lists are filled anew meanwhile.
+    weights = tuple(weights)
+    launch: Callable[..., torch.Tensor]
+    if not is_direct:  # what a mode or a compiler is to see
+        first = () if arrived is None else (arrived, None, None)
+        launch = functools.partial(_unrecorded, weights, *first, out=None, choices=choices, tables=weights)
+    elif arrived is None:
+        launch = functools.partial(_launched_under, world, key, weights)
+    else:
+        launch = functools.partial(_launched_from, world, key, weights, arrived.sources)
+    call = EmbeddingCall(world, key, weights, arrived)
+    return record_sparse(call, launch, *given) if optimizer is None else optimizer.record(call, launch, *given)
+
+
+def _unrecorded(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor | Lookups,
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None,
+    choices: tuple[Any, ...],
+    tables: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Make a call without a backward pass; `tables`: whose gradients are asked for."""
+    result: torch.Tensor
+    if isinstance(indices, Lookups):
+        kind = _kind_of_arrived(weights, indices)
+        of_kind = (kind.index_dtype, kind.is_weighted, kind.pooling, kind.num_beside)
+        arguments = (weights, indices.sources, *of_kind, *choices)
+        result = _operator_from_sources(arguments, {"out": out}, (indices.sources,), (out,), tables)
+    else:
+        assert offsets is not None
+        arguments = (weights, indices, offsets, per_sample_weights, *choices)
+        result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), tables)
     return result
+
+
+def _kind_of_arrived(weights: Sequence[torch.Tensor], lookups: Lookups) -> LookupKind:
+    num_bags = len(weights) * sum(lookups.batch_per_rank or ())
+    pooling = average_pooling(lookups.capacity, num_bags)
+    return LookupKind(
+        lookups.index_dtype, torch.int32, num_bags + 1, lookups.is_weighted, pooling, True, lookups.num_beside
+    )
 
 
 def _as_before(
@@ -241,12 +288,6 @@ def _require_gradients(weights: Sequence[torch.Tensor], per_sample_weights: torc
         return None
 
 
-def _record_sparse() -> Callable[..., torch.Tensor]:
-    from .gradients import record_sparse  # which is built on this module
-
-    return record_sparse
-
-
 def pool_alone(
     weights: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -282,11 +323,7 @@ def pool_alone(
     kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
     dims, batch = sum(weight.shape[1] for weight in weights), (offsets.numel() - 1) // len(weights)
     key = _key(world, world.alone, weights, kind, (dims,), (batch,), None, None, mode, bounds, SCHEDULES[0])
-    plan = _plans(world).find(key)
-    if plan is None:
-        check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=None)
-        plan = _new_plan(world, key, weights)
-    return _launched(world, plan, weights, indices, offsets, per_sample_weights)
+    return _launched_under(world, key, weights, indices, offsets, per_sample_weights)
 
 
 def _complete(
@@ -324,6 +361,18 @@ def _run(
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
     key = _key(world, world.team, weights, LookupKind.of_batch(indices, offsets, per_sample_weights), *choices)
+    return _launched_under(world, key, weights, indices, offsets, per_sample_weights, out)
+
+
+def _launched_under(
+    world: _world.World,
+    key: EmbeddingKey,
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     plan = _plans(world).find(key)
     if plan is None:
         check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=out)
@@ -370,6 +419,16 @@ def _run_from_sources(
     num_offsets = len(weights) * sum(batch_per_rank) + 1
     kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, pooling, True, num_beside)
     key = _key(world, world.team, weights, kind, dim_per_rank, batch_per_rank, *choices)
+    return _launched_from(world, key, weights, sources, out)
+
+
+def _launched_from(
+    world: _world.World,
+    key: EmbeddingKey,
+    weights: Sequence[torch.Tensor],
+    sources: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     plan = _plans(world).find(key)
     if plan is None:
         check_tables_and_split(weights, *key.choices, out=out)

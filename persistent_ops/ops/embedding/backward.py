@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from .backward_kernel import DECAYS, GRADIENT, STEPS, check_rounding
 from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity, rows_of
 from .checks import check_gradient, seeds_of
 from .columns import columns_of
-from .lookups import Lookups
-from .recorded_call import Inputs, OfBatch, record
-from .split import completed_split, table_set
+from .plan import OPERATOR as FORWARD
+from .recorded_call import EmbeddingCall, Inputs, OfBatch, Recording, record
+from .split import completed, table_set
 from .table_set import TableSet
 from .widths import agree_on_widths
 
@@ -31,6 +31,7 @@ _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
 _MOST_STEPS = 1_000_000
 _MOST_NAMED = 8  # tables, in an error
+_MOST_KEYS = 256
 
 
 class EmbeddingOptimizer:
@@ -137,6 +138,7 @@ class EmbeddingOptimizer:
         self._seeds = torch.tensor(seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
         self._num_passes = 0  # backward, begun by all PEs alike
         self._seen: TableSet | None = None  # what the tables were in the last call
+        self._keys: dict[Hashable, BackwardKey] = {}  # of backward passes, by what their forward passes were like
         # What it holds in device memory.
         self._own = (
             self._lr,
@@ -237,42 +239,25 @@ class EmbeddingOptimizer:
 
     # ---- autograd ----------------------------------------------------------------------------------------------------
 
-    def record(
-        self,
-        forward: Callable[..., torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        indices: torch.Tensor | Lookups,
-        offsets: torch.Tensor | None,
-        per_sample_weights: torch.Tensor | None,
-        split: Mapping[str, Any],
-        choices: Mapping[str, str],
-    ) -> torch.Tensor:
-        """Call `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
-        world = _world.for_call()
-        found = table_set(world, weights)
+    def record(self, call: EmbeddingCall, launch: Callable[..., torch.Tensor], *lookups: Any) -> torch.Tensor:
+        """Make a call of `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
+        found = call.key.tables
         if found is not self._seen:
             is_known = all(identity(table) in self._states for table in self._tables)
-            if found is not table_set(world, self._tables) or not is_known:
+            if found is not table_set(call.world, self._tables) or not is_known:
                 raise ValueError(
                     "weights: expected the optimizer's tables, in their order and where they lay when it was made; "
                     "make an optimizer for each list"
                 )
             self._seen = found
-        return record(
+        recording = Recording(
             self._backward,
             self._placeholder,
-            forward,
-            weights,
-            indices,
-            offsets,
-            per_sample_weights,
-            split,
-            choices,
-            calls=world.workspace.calls,
-            name=self._name or self._first_named(world),
+            self._name or self._first_named(call.world),
             once="would update the tables twice",
             version=lambda: self.num_passes,
         )
+        return record(recording, call, launch, *lookups)
 
     @property
     def num_passes(self) -> int:
@@ -291,25 +276,22 @@ class EmbeddingOptimizer:
         self._name = f"{self._tables_named}, {name}"
         return self._name
 
-    def refuse_half_updated(self) -> None:
+    def refuse_half_updated(self, world: _world.World) -> None:
         """Raise PersistentOpsError where tables, of any PE, may be half updated; also on a PE that has none."""
-        _world.current().workspace.changes.check("tables", self._own)
+        world.workspace.changes.check("tables", self._own)
 
     def _backward(
-        self,
-        gradient: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        inputs: Inputs,
-        split: Mapping[str, Any],
-        mode: str,
-        *,
-        wants_factors: bool,
-        forward_pass: int,
+        self, call: EmbeddingCall, gradient: torch.Tensor, inputs: Inputs, *, wants_factors: bool, forward_pass: int
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
-        world = _world.for_call()
-        self.refuse_half_updated()
+        world, weights = call.world, call.weights
+        self.refuse_half_updated(world)
         self._num_passes += 1
-        key = backward_key(world, self._token, gradient.dtype, weights, inputs, split, mode, forward_pass)
+        known = FORWARD.state(world).own.find(weights), OPERATOR.state(world).tuning, gradient.dtype, call.key
+        key = self._keys.get(known)
+        if key is None:
+            if len(self._keys) >= _MOST_KEYS:
+                self._keys.clear()
+            key = self._keys[known] = backward_key(call, self._token, gradient.dtype, forward_pass)
         return self._launch(
             world, key, gradient, weights, inputs, wants_factors=wants_factors, forward_pass=forward_pass
         )
@@ -408,45 +390,37 @@ def num_tables(count: int) -> str:
 
 
 def backward_key(
-    world: _world.World,
-    optimizer: object | None,
-    wire_dtype: torch.dtype,
-    weights: Sequence[torch.Tensor],
-    inputs: Inputs,
-    split: Mapping[str, Any],
-    mode: str,
-    forward_pass: int,
+    call: EmbeddingCall, optimizer: object | None, wire_dtype: torch.dtype, forward_pass: int
 ) -> BackwardKey:
     """Return what the backward pass of a call has a plan for. Collective where the PEs have not agreed on widths.
 
     Args:
-        world: of this PE.
+        call: of the forward pass.
         optimizer: stands for one; None: there is none.
         wire_dtype: of the gradient.
-        weights, inputs, split, mode: of the forward pass.
         forward_pass: its number.
     """
-    dim_per_rank, batch_per_rank, dtype = completed_split(world, weights, inputs.num_offsets, split)
-    tables, columns = table_set(world, weights), split["columns"]
-    if columns is None:
+    world, weights, (team, _, _, choices, lookups) = call.world, call.weights, call.key
+    dims, batches, dtype, _ = completed(world, weights, lookups.num_offsets, *choices[:4])
+    tables, dim_per_rank = table_set(world, weights), tuple(dims)
+    if choices.columns is None:
         widths = agree_on_widths(world, optimizer or tables, dim_per_rank, weights, forward_pass)
     else:
-        columns = tuple(columns)
-        widths = columns_of(columns, dim_per_rank).widths
+        widths = columns_of(tuple(choices.columns), dim_per_rank).widths
     return BackwardKey(
-        world.team,
+        team,
         tables,
         optimizer,
         OPERATOR.state(world).tuning,
         dim_per_rank,
         widths,
-        batch_per_rank,
+        tuple(batches),
         dtype,
         wire_dtype,
-        mode,
-        inputs.is_weighted,
-        inputs.from_sources,
-        columns,
+        choices.mode,
+        lookups.is_weighted,
+        lookups.from_sources,
+        None if choices.columns is None else tuple(choices.columns),
     )
 
 

@@ -12,13 +12,12 @@ from ...runtime.compile.literals import literal
 from ...runtime.dtypes import SCALARS
 from ...runtime.plain_call import require_plain_list
 from ...runtime.team import Team
-from .lookups import Lookups
 
 __all__ = [
     "BOUNDS",
     "MODES",
     "SCHEDULES",
-    "check_arrived",
+    "check_are_tables",
     "check_choices",
     "check_gradient",
     "check_split",
@@ -60,49 +59,22 @@ def check_tables_and_split(
     out: torch.Tensor | None,
 ) -> None:
     """The same for what is not the lookups; `choices`: the other arguments, `columns` last."""
-    _check_are_tables(weights)
+    check_are_tables(weights)
     columns = choices[-1] if choices else None
     for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank), ("columns", columns)):
         if values is not None and not all(isinstance(value, int) for value in values):
             raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
 
 
-def _check_are_tables(weights: Sequence[torch.Tensor]) -> None:
-    if not isinstance(weights, (list, tuple)) or not all(isinstance(weight, torch.Tensor) for weight in weights):
+def check_are_tables(weights: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError or ValueError for what is no list of matrices."""
+    if not isinstance(weights, (list, tuple)):
         require_plain_list("weights", weights)
     for t, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor):
+            require_plain_list("weights", weights)
         if weight.dim() != 2:
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
-
-
-def check_arrived(
-    lookups: Lookups,
-    weights: Sequence[torch.Tensor],
-    offsets: torch.Tensor | None,
-    per_sample_weights: torch.Tensor | None,
-    batch_per_rank: Sequence[int] | None,
-) -> None:
-    """Raise unless lookups of an input exchange can be read, and are of these tables."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("indices: lookups of an input exchange cannot be passed inside of torch.compile")
-    for name, given in (("offsets", offsets), ("per_sample_weights", per_sample_weights)):
-        if given is not None:
-            raise ValueError(f"{name}: they come with the lookups of an input exchange; pass None")
-    if lookups.batch_per_rank is None:
-        raise ValueError(
-            "indices: these lookups do not say how many samples each PE has brought; pass batch_per_rank to exchange()"
-        )
-    if batch_per_rank is not None and tuple(batch_per_rank) != lookups.batch_per_rank:
-        raise ValueError(
-            f"batch_per_rank: got {list(batch_per_rank)}, but the lookups are of {list(lookups.batch_per_rank)} samples"
-        )
-    _check_are_tables(weights)
-    rows = tuple(weight.shape[0] for weight in weights)
-    if rows != lookups.rows:
-        raise ValueError(
-            f"weights: tables of {list(rows)} rows, but the lookups are of slots of {list(lookups.rows)} rows"
-        )
-    lookups.check_is_here()
 
 
 def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:

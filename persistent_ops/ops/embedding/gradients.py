@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,7 @@ from .backward_kernel import GRADIENT
 from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity, rows_of
 from .checks import MODES, check_gradient
 from .inversion import Inverted, invert
-from .lookups import Lookups
-from .recorded_call import Inputs, record
+from .recorded_call import EmbeddingCall, Inputs, Recording, record
 from .split import table_set
 
 __all__ = ["DenseGradients", "dense_gradients", "dense_size", "record_sparse"]
@@ -127,32 +126,13 @@ def dense_gradients(
 # ---- of the rows that lookups have -----------------------------------------------------------------------------------
 
 
-def record_sparse(
-    forward: Callable[..., torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor | Lookups,
-    offsets: torch.Tensor | None,
-    per_sample_weights: torch.Tensor | None,
-    split: Mapping[str, Any],
-    choices: Mapping[str, str],
-) -> torch.Tensor:
-    """Call `embedding_all_to_all` so that its backward pass gives tables sparse gradients; see `record`."""
-    world = _world.for_call()
+def record_sparse(call: EmbeddingCall, launch: Callable[..., torch.Tensor], *lookups: Any) -> torch.Tensor:
+    """Make a call of `embedding_all_to_all` whose backward pass gives tables sparse gradients; see `record`."""
+    weights = call.weights
     _check_twins(weights)
-    placeholder = torch.zeros(0, dtype=torch.float32, device=world.backend.device, requires_grad=True)
-    return record(
-        _sparse_gradients,
-        placeholder,
-        forward,
-        weights,
-        indices,
-        offsets,
-        per_sample_weights,
-        split,
-        choices,
-        calls=world.workspace.calls,
-        name=functools.partial(_name_of, len(weights), weakref.ref(weights[0]) if len(weights) else None),
-    )
+    placeholder = torch.zeros(0, dtype=torch.float32, device=call.world.backend.device, requires_grad=True)
+    name = functools.partial(_name_of, len(weights), weakref.ref(weights[0]) if weights else None)
+    return record(Recording(_sparse_gradients, placeholder, name), call, launch, *lookups)
 
 
 def _check_twins(weights: Sequence[torch.Tensor]) -> None:
@@ -176,20 +156,13 @@ def _name_of(count: int, first: weakref.ref[torch.Tensor] | None) -> str:
 
 
 def _sparse_gradients(
-    gradient: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    inputs: Inputs,
-    split: Mapping[str, Any],
-    mode: str,
-    *,
-    wants_factors: bool,
-    forward_pass: int,
+    call: EmbeddingCall, gradient: torch.Tensor, inputs: Inputs, *, wants_factors: bool, forward_pass: int
 ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
     """Return the tables' gradients, coalesced, and the factors'. Collective; waits on the host.
 
     Of tables that are one tensor, the first that requires a gradient has it, the sum for all of them.
     """
-    world = _world.for_call()
+    world, weights = call.world, call.weights
     if world.workspace.is_capturing():
         raise RuntimeError(
             "embedding_all_to_all: a backward pass without optimizer waits on the host for the number of rows that "
@@ -197,9 +170,9 @@ def _sparse_gradients(
             "the backward pass out of the capture"
         )
     gradient = rows_of(gradient)
-    key = backward_key(world, None, gradient.dtype, weights, inputs, split, mode, forward_pass)
+    key = backward_key(call, None, gradient.dtype, forward_pass)
     plan = gradient_plan(world, key, weights)
-    inverted = inputs.invert(world, plan.rows, counts=mode == "mean")
+    inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean")
     factors = inputs.factors
     factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
     touched = _Touched.of(plan, inverted, weights)

@@ -18,6 +18,7 @@ from ...runtime.operator import Operator
 from ...runtime.stream_order import Moment
 from ...runtime.workspace import InputRecord, Workspace
 from ...runtime.world import World
+from .checks import check_are_tables
 from .inputs_plan import MOST_LOOKUPS, OPERATOR, OUTGOING, InputsKey, InputsLayout, InputsPlan, outgoing_bytes
 
 __all__ = [
@@ -432,6 +433,37 @@ class Lookups:
             )
         if not self._is_ordered:
             raise RuntimeError("embedding_inputs: call wait() before the launches that read these lookups")
+
+    def check_is_of(
+        self,
+        weights: Sequence[torch.Tensor],
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+        batch_per_rank: Sequence[int] | None,
+    ) -> None:
+        """Raise unless they can be read, and go with the other arguments of `embedding_all_to_all`."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("indices: lookups of an input exchange cannot be passed inside of torch.compile")
+        if offsets is not None or per_sample_weights is not None:
+            name = "per_sample_weights" if offsets is None else "offsets"
+            raise ValueError(f"{name}: they come with the lookups of an input exchange; pass None")
+        split = self.batch_per_rank
+        if split is None:
+            raise ValueError(
+                "indices: these lookups do not say how many samples each PE has brought; pass batch_per_rank to "
+                "exchange()"
+            )
+        if batch_per_rank is not None and tuple(batch_per_rank) != split:
+            raise ValueError(
+                f"batch_per_rank: got {list(batch_per_rank)}, but the lookups are of {list(split)} samples"
+            )
+        if not isinstance(weights, (list, tuple)):
+            check_are_tables(weights)
+        rows = [weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() else -1 for weight in weights]
+        if rows != list(self.rows):
+            check_are_tables(weights)
+            raise ValueError(f"weights: tables of {rows} rows, but the lookups are of slots of {list(self.rows)} rows")
+        self.check_is_here()
 
     def check_is_captured(self) -> None:
         """Raise RuntimeError where a capture would keep what this exchange alone has found of its messages."""

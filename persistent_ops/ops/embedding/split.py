@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +13,7 @@ from ...runtime.torch_private import without_dispatch_modes
 from .plan import OPERATOR, dtypes_of
 from .table_set import TableSet, TableSets
 
-__all__ = ["completed", "completed_split", "dims_at_compile_time", "exchange_dims", "table_set", "table_sets"]
+__all__ = ["completed", "dims_at_compile_time", "exchange_dims", "table_set", "table_sets"]
 
 _WIDTHS = Operator("agreement on the widths of embedding_all_to_all's tables", (), has_kernel=False)
 
@@ -34,15 +33,6 @@ def completed(
     if batch_per_rank is None:
         batch_per_rank = _even_split(len(weights), num_offsets, world.size)
     return dim_per_rank, batch_per_rank, *dtypes_of(weights, dtype, wire_dtype)
-
-
-def completed_split(
-    world: _world.World, weights: Sequence[torch.Tensor], num_offsets: int, split: Mapping[str, Any]
-) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Return dim_per_rank, batch_per_rank and dtype of a call."""
-    given = (split[name] for name in ("dim_per_rank", "batch_per_rank", "dtype", "wire_dtype"))
-    dims, batches, dtype, _ = completed(world, weights, num_offsets, *given)
-    return tuple(dims), tuple(batches), dtype
 
 
 def table_set(world: _world.World, weights: Sequence[torch.Tensor]) -> TableSet:
