@@ -151,7 +151,7 @@ OPERATORS: Mapping[str, Callable[[], str | None]] = {
 
 
 def _called(backend: str, names: list[str]) -> dict[str, str | None]:
-    po.init(backend, operator_timeout=100.0, heap_size=96 * MB)
+    po.init(backend, operator_timeout=600.0, heap_size=96 * MB)
     try:
         found = {name: OPERATORS[name]() for name in names}
         po.check()

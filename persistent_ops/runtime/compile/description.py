@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _KINDS: dict[str, type[ctypes._SimpleCData]] = {  # type: ignore[type-arg]
     "f8": ctypes.c_double,
 }
 _HEAD = "#define PO_DESCRIPTION\n"
+_describing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,12 @@ def describe(header: str) -> Description:
     Raises:
         CompileError: there is no C++ compiler, or the header does not compile.
     """
+    with _describing:  # PEs that are threads all ask first at the same time
+        return _describe(header)
+
+
+@functools.cache
+def _describe(header: str) -> Description:
     library = load_host(KernelSource(header, head=_HEAD), optimize=False)
     library.po_description.restype = ctypes.c_char_p
     structs: dict[str, type[ctypes.Structure]] = {}
